@@ -1,0 +1,88 @@
+"""Which backend a queue runs on: the first of the chain that this machine allows, never silently a worse one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import warnings
+from collections.abc import Collection
+from importlib import util
+
+from deepnvme import _native
+from deepnvme.errors import BackendUnavailableError
+
+__all__ = ["BACKEND_VARIABLE", "CHAIN", "BackendFallbackWarning", "choose_backend", "load_liburing"]
+
+CHAIN = ("liburing", "uring", "aio", "threads")
+BACKEND_VARIABLE = "DEEPNVME_BACKEND"
+OTHERS = ("memory",)
+
+
+class BackendFallbackWarning(RuntimeWarning):
+    """A backend further down the chain is used; the message says why."""
+
+
+def choose_backend(wanted: str, require: str | Collection[str] | None) -> str:
+    """Return the backend to use.
+
+    `wanted` is a backend's name, or "auto" for the first of the chain that works here (or what the environment variable
+    DEEPNVME_BACKEND names). `require` names the backends that are acceptable; "io_uring" stands for both rings.
+
+    Raises:
+        BackendUnavailableError: none that is wanted and acceptable works here; the message says why, one by one.
+        ValueError: an unknown name.
+    """
+    named = os.environ.get(BACKEND_VARIABLE, "auto") if wanted == "auto" else wanted
+    candidates = _applicable() if named == "auto" else (named,)
+    acceptable = _acceptable(require)
+    for name in (*candidates, *acceptable):
+        if name not in (*CHAIN, *OTHERS):
+            raise ValueError(f"unknown backend {name!r}; there are: auto, {', '.join((*CHAIN, *OTHERS))}")
+    refusals = []
+    for name in candidates:
+        if acceptable and name not in acceptable:
+            refusals.append(f"{name}: not among the required {', '.join(acceptable)}")
+            continue
+        refusal = _refusal(name)
+        if refusal is None:
+            if refusals and not acceptable:
+                warnings.warn(f"deepnvme uses {name}: {'; '.join(refusals)}", BackendFallbackWarning, stacklevel=3)
+            return name
+        refusals.append(f"{name}: {refusal}")
+    raise BackendUnavailableError(errno.ENOTSUP, "no acceptable backend works here: " + "; ".join(refusals))
+
+
+def load_liburing() -> str | None:
+    """Load python-liburing and return the path of its library, None where it is not installed."""
+    if util.find_spec("liburing") is None:
+        return None
+    import liburing.liburing
+
+    return str(liburing.liburing.__file__)
+
+
+def _applicable() -> tuple[str, ...]:
+    """The chain without what has no build for this platform: missing there is not a fallback."""
+    return CHAIN if platform.machine() == "x86_64" else CHAIN[1:]
+
+
+def _acceptable(require: str | Collection[str] | None) -> tuple[str, ...]:
+    if require is None:
+        return ()
+    names = (require,) if isinstance(require, str) else tuple(require)
+    return tuple(part for name in names for part in (("liburing", "uring") if name == "io_uring" else (name,)))
+
+
+def _refusal(name: str) -> str | None:
+    """Return why this process cannot use the backend, None where it can: one is made and thrown away."""
+    if name == "liburing":
+        path = load_liburing()
+        if path is None:
+            return "python-liburing is not installed (pip install liburing)"
+        _native.set_liburing_path(path)
+    try:
+        _native.try_backend(name)
+    except BackendUnavailableError as refusal:
+        return str(refusal.strerror)
+    return None

@@ -1,0 +1,102 @@
+"""Which memory an object exposes: torch tensors, numpy arrays, anything with the buffer protocol, DLPack.
+
+Decides and describes; copies nothing. What cannot be used as it is gets refused with what to do, never dropped.
+torch is looked at only if the program has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deepnvme import _native
+
+__all__ = ["Memory", "memory_of"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One contiguous piece of host memory, valid as long as `holder` lives."""
+
+    address: int
+    nbytes: int
+    holder: object
+
+
+def memory_of(thing: Any, *, writable: bool) -> Memory:
+    """Return the memory that `thing` exposes, to be written to if `writable`.
+
+    Raises:
+        TypeError: it exposes none, or memory that is not the host's.
+        ValueError: it is not contiguous.
+        BufferError: it is read-only and `writable` was asked.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.Tensor):
+        return _of_tensor(thing, torch)
+    if hasattr(thing, "__cuda_array_interface__"):
+        raise TypeError(_DEVICE.format(kind=type(thing).__name__))
+    try:
+        view = _native.BufferView(thing, writable=writable)
+    except TypeError:
+        if hasattr(thing, "__array_interface__"):
+            return _of_array_interface(thing, writable=writable)
+        if hasattr(thing, "__dlpack__"):
+            return _of_dlpack(thing, writable=writable)
+        raise TypeError(
+            f"expected a tensor, an array or an object with the buffer protocol or DLPack, got {type(thing).__name__}"
+        ) from None
+    except (BufferError, ValueError) as refusal:
+        raise _refusal(thing, refusal, writable=writable) from None
+    return Memory(view.address, view.nbytes, view)
+
+
+_DEVICE = "{kind} is in GPU memory; deepnvme moves host memory: copy it to the host first (tensor.cpu(), cupy.asnumpy)"
+_CONTIGUOUS = "{kind} is not contiguous: its bytes are not one piece of memory. Make it so first ({how})"
+
+
+def _of_tensor(tensor: Any, torch: Any) -> Memory:
+    if tensor.device.type != "cpu":
+        raise TypeError(_DEVICE.format(kind=f"a tensor on {tensor.device}"))
+    if tensor.layout != torch.strided:
+        raise TypeError(f"expected a dense tensor, got layout {tensor.layout}")
+    if not tensor.is_contiguous():
+        raise ValueError(_CONTIGUOUS.format(kind=f"a tensor of strides {tensor.stride()}", how=".contiguous()"))
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            "the tensor is a lazy conjugate or negative: its bytes are not its values; resolve_conj() first"
+        )
+    return Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)
+
+
+def _of_array_interface(array: Any, *, writable: bool) -> Memory:
+    """Handle arrays whose element type the buffer protocol cannot name, such as ml_dtypes' bfloat16."""
+    interface = array.__array_interface__
+    address, read_only = interface["data"]
+    if interface.get("strides") is not None:
+        raise ValueError(_CONTIGUOUS.format(kind="an array with strides", how="numpy.ascontiguousarray"))
+    if read_only and writable:
+        raise BufferError(f"{type(array).__name__} is read-only; reading into it needs a writable one")
+    nbytes = int(np.prod(interface["shape"], dtype=np.int64)) * int(interface["typestr"][2:])
+    return Memory(address, nbytes, array)
+
+
+def _of_dlpack(thing: Any, *, writable: bool) -> Memory:
+    device, _ = thing.__dlpack_device__()
+    if int(device) != 1:
+        raise TypeError(_DEVICE.format(kind=type(thing).__name__))
+    return memory_of(np.from_dlpack(thing), writable=writable)
+
+
+def _refusal(thing: Any, refusal: Exception, *, writable: bool) -> Exception:
+    """Say which of the two it is: read-only or not contiguous."""
+    kind = type(thing).__name__
+    with memoryview(thing) as view:
+        if not view.c_contiguous:
+            return ValueError(_CONTIGUOUS.format(kind=kind, how="numpy.ascontiguousarray"))
+        if writable and view.readonly:
+            return BufferError(f"{kind} is read-only; reading into it needs a writable one (bytearray, numpy.empty)")
+    return refusal

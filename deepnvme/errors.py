@@ -1,0 +1,145 @@
+"""Every error of deepnvme, all of them OSErrors that say which operation, on which file, where, how much, why.
+
+NVMeError(OSError)              op, path, offset, asked, done, errno, backend
+  ShortReadError(EOFError)      the file ended before the bytes that were asked for
+  BatchError                    more than one operation of a batch failed; `errors` has them all
+  QueueFull                     as many operations as the queue holds are pending
+  ClosedError(ValueError)       the queue, file or pool is closed
+  ForkedError(RuntimeError)     the queue belongs to the parent process
+  PoolExhaustedError(MemoryError)   the pool has no free piece of that size
+  BackendUnavailableError       the kernel or this process refuses the backend asked for
+"""
+
+from __future__ import annotations
+
+import errno as errno_names
+import os
+from collections.abc import Sequence
+
+__all__ = [
+    "BackendUnavailableError",
+    "BatchError",
+    "ClosedError",
+    "ForkedError",
+    "NVMeError",
+    "PoolExhaustedError",
+    "QueueFull",
+    "ShortReadError",
+    "file_error",
+    "io_error",
+]
+
+HINTS = {
+    errno_names.ENOSPC: "the file system is full",
+    errno_names.EDQUOT: "the quota is used up",
+    errno_names.EFBIG: "the file may not grow that large (file system, or ulimit -f)",
+    errno_names.EIO: "the device or file system failed; the kernel's log says more",
+    errno_names.EROFS: "the file system is read-only",
+    errno_names.ENOMEM: "out of memory, or over the memlock limit (ulimit -l)",
+    errno_names.EBADF: "the file was opened for reading only",
+}
+
+
+class NVMeError(OSError):
+    """An operation failed. `done` is how many bytes from its start were certainly moved."""
+
+    def __init__(
+        self,
+        errno: int,
+        message: str,
+        *,
+        op: str = "",
+        path: str = "",
+        offset: int = 0,
+        asked: int = 0,
+        done: int = 0,
+        backend: str = "",
+    ) -> None:
+        super().__init__(errno, message, *([path] if path else []))
+        self.op = op
+        self.path = path
+        self.offset = offset
+        self.asked = asked
+        self.done = done
+        self.backend = backend
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with every field, as OSError itself would forget ours."""
+        return (_rebuilt, (type(self), self.args, self.__dict__))
+
+
+class ShortReadError(NVMeError, EOFError):
+    """The file ended before the bytes that were asked for."""
+
+
+class BatchError(NVMeError):
+    """More than one operation of a batch failed; the fields are the first one's."""
+
+    def __init__(self, errors: Sequence[NVMeError]) -> None:
+        first = errors[0]
+        super().__init__(
+            first.errno or 0,
+            f"{len(errors)} operations of the batch failed; the first: {first}",
+            op=first.op,
+            offset=first.offset,
+            asked=first.asked,
+            done=first.done,
+            backend=first.backend,
+        )
+        self.errors = tuple(errors)
+
+
+class QueueFull(NVMeError):  # noqa: N818 - as queue.Full, and what users expect to catch
+    """As many operations as the queue holds are pending, and it was told to refuse rather than wait."""
+
+    def __init__(self, max_pending: int) -> None:
+        super().__init__(
+            errno_names.EAGAIN,
+            f"{max_pending} operations are pending, the most this queue holds: wait for some, raise max_pending, "
+            "or use when_full=WhenFull.BLOCK",
+        )
+
+
+class ClosedError(NVMeError, ValueError):
+    """The queue, file or pool is closed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno_names.EBADF, message)
+
+
+class ForkedError(NVMeError, RuntimeError):
+    """The queue belongs to the parent process."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno_names.ENXIO, message)
+
+
+class PoolExhaustedError(NVMeError, MemoryError):
+    """The pool has no free piece of that size."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(errno_names.ENOMEM, message)
+
+
+class BackendUnavailableError(NVMeError):
+    """The kernel or this process refuses the backend asked for."""
+
+
+def io_error(errno: int, *, op: str, path: str, offset: int, asked: int, done: int, backend: str) -> NVMeError:
+    """Compose the error of a failed operation."""
+    hint = f" ({HINTS[errno]})" if errno in HINTS else ""
+    message = f"{op} of {asked} B at offset {offset} stopped after {done} B: {os.strerror(errno)}{hint} [{backend}]"
+    return NVMeError(errno, message, op=op, path=path, offset=offset, asked=asked, done=done, backend=backend)
+
+
+def file_error(errno: int, call: str, path: str) -> OSError:
+    """Compose the error of a failed open, stat, preallocate or truncate: Python's own subclass for that errno."""
+    hint = f" ({HINTS[errno]})" if errno in HINTS and errno != errno_names.EBADF else ""
+    return OSError(errno, f"{call}: {os.strerror(errno)}{hint}", path)
+
+
+def _rebuilt(kind: type[NVMeError], args: tuple[object, ...], fields: dict[str, object]) -> NVMeError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error

@@ -1,0 +1,34 @@
+"""`IOFuture`: one I/O under way. A concurrent.futures.Future that can also be awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+from deepnvme import _native
+
+__all__ = ["IOFuture"]
+
+T = TypeVar("T")
+
+
+class IOFuture(concurrent.futures.Future[T]):
+    """The result of one operation: a byte count, or the error that ended it.
+
+    `cancel()` succeeds only while the drive has not begun; what has begun runs to its end, because its memory belongs
+    to the device until then. Cancelling an `await` leaves the operation running and its memory held.
+    """
+
+    def __init__(self, cancellable: _native.Cancellable) -> None:
+        super().__init__()
+        self._cancellable = cancellable
+
+    def cancel(self) -> bool:
+        """Take the operation back if it has not begun; return whether that was so."""
+        return not self.done() and self._cancellable.cancel() and super().cancel()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait on the running event loop."""
+        return asyncio.wrap_future(self).__await__()

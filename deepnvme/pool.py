@@ -1,0 +1,79 @@
+"""`Pool`: memory made for I/O, handed out in exact pieces. Huge pages, page-aligned, registered with the rings.
+
+The only place from which deepnvme takes large memory. A piece goes back when the last array or tensor made of it is
+gone. A forked child must not touch pool memory: it is not there (MADV_DONTFORK).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deepnvme import _native
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import DTypeLike, NDArray
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """`nbytes` of memory for I/O, mapped and touched at once, of which buffers are cut.
+
+    Give it to `IOQueue(pool=...)`: reads and writes of its buffers then go without any copy and without page lookups.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._native = _native.Pool(nbytes)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes in all."""
+        return self._native.capacity
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes not handed out."""
+        return self._native.free_bytes
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the largest piece that could be handed out."""
+        return self._native.largest_free
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes ever handed out at once, rounding to pages included."""
+        return self._native.peak_bytes
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """Return `nbytes` of pool memory as a writable memoryview.
+
+        Raises:
+            PoolExhaustedError: no free piece is that large.
+        """
+        return memoryview(self._native.take(nbytes))
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> NDArray[Any]:
+        """Return an uninitialised numpy array in pool memory."""
+        kind = np.dtype(dtype)
+        count = math.prod(shape) if isinstance(shape, tuple) else shape
+        if count == 0:
+            return np.empty(shape, kind)
+        return np.frombuffer(self.buffer(count * kind.itemsize), dtype=kind).reshape(shape)
+
+    def empty_tensor(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised torch tensor in pool memory. Imports torch."""
+        import torch
+
+        count = math.prod(shape) if isinstance(shape, tuple) else shape
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self.buffer(count * dtype.itemsize), dtype=dtype).reshape(shape)
+
+    def __repr__(self) -> str:
+        """Show how much is free."""
+        return f"Pool({self.free_bytes} of {self.capacity} B free)"

@@ -1,0 +1,448 @@
+"""`IOQueue` and `File`: where I/O is submitted. Each call returns its own IOFuture, which ends in a count or an error.
+
+Owns what keeps an operation alive until it has ended: its memory, its file, its future. Starts one thread that waits
+for ended operations without the GIL and completes their futures; the rest happens in native code (decision 0003).
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Literal
+
+from deepnvme import _native
+from deepnvme.backends import choose_backend
+from deepnvme.buffers import Memory, memory_of
+from deepnvme.errors import BatchError, ClosedError, ForkedError, NVMeError, QueueFull, ShortReadError, io_error
+from deepnvme.faults import FaultPlan
+from deepnvme.future import IOFuture
+from deepnvme.pool import Pool
+
+__all__ = ["Batch", "Direct", "DriveStats", "File", "IOQueue", "QueueStats", "Sync", "UserMemory", "WhenFull"]
+
+Mode = Literal["r", "r+", "w", "x"]
+MODES = {
+    "r": _native.OpenMode.READ,
+    "r+": _native.OpenMode.UPDATE,
+    "w": _native.OpenMode.CREATE,
+    "x": _native.OpenMode.EXCLUSIVE,
+}
+
+
+class WhenFull(Enum):
+    """What submitting does while as many operations as the queue holds are pending."""
+
+    BLOCK = "block"  # waits for room, without the GIL
+    RAISE = "raise"  # raises QueueFull at once
+
+
+class Direct(Enum):
+    """Whether a file's whole pages bypass the page cache."""
+
+    AUTO = _native.DirectIO.AUTOMATIC  # where the file system takes it
+    NEVER = _native.DirectIO.NEVER
+    REQUIRED = _native.DirectIO.REQUIRED  # opening fails where it does not
+
+
+class Sync(Enum):
+    """How much a sync makes durable."""
+
+    DATA = _native.Verb.SYNC_DATA  # the bytes, and the length where it changed
+    ALL = _native.Verb.SYNC_ALL  # times and permissions too
+
+
+class UserMemory(Enum):
+    """How aligned memory that is not of a registered pool travels; unaligned memory is always copied."""
+
+    ZERO_COPY = _native.UserMemory.ZERO_COPY  # the device reads and writes it: least CPU
+    BOUNCE = _native.UserMemory.BOUNCE  # copied through huge pages: faster where scattered pages are slow
+
+
+@dataclass(frozen=True)
+class DriveStats:
+    """What one drive did since the queue was made."""
+
+    backend: str
+    operations: int
+    failed: int
+    chunks: int
+    read_bytes: int
+    written_bytes: int
+    bounced_bytes: int
+    buffered_bytes: int
+    retries: int
+    short_transfers: int
+    direct_refused: int
+    inflight_bytes: int
+    peak_inflight_bytes: int
+    registered_bytes: int
+    registration_error: int
+    p50_us: float
+    p99_us: float
+
+
+@dataclass(frozen=True)
+class QueueStats:
+    """What a queue did: the backend it runs on, and each drive by its device number."""
+
+    backend: str
+    pending: int
+    drives: dict[int, DriveStats]
+
+
+@dataclass
+class _Pending:
+    """What has to outlive an operation, and what its error says."""
+
+    future: IOFuture[Any]
+    op: str
+    path: str
+    offset: int
+    asked: int
+    memory: Memory | None
+
+
+class IOQueue:
+    """Asynchronous I/O on files: one I/O thread and one ring per drive, chunks under a budget of bytes in flight.
+
+    `backend` names one of liburing, uring, aio, threads, or "auto" for the first that works; `require` refuses the
+    others (see `deepnvme.backends`). Use it as a context manager, or `close()` it, which waits for what was submitted.
+    """
+
+    _living: ClassVar[weakref.WeakSet[IOQueue]] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        backend: str = "auto",
+        *,
+        require: str | Collection[str] | None = None,
+        chunk_bytes: int = 1 << 20,
+        inflight_bytes: int = 16 << 20,
+        max_pending: int = 1024,
+        when_full: WhenFull = WhenFull.BLOCK,
+        user_memory: UserMemory = UserMemory.ZERO_COPY,
+        pool: Pool | None = None,
+        faults: FaultPlan | None = None,
+    ) -> None:
+        self.backend = choose_backend(backend, require)
+        self.max_pending = max_pending
+        self.when_full = when_full
+        self._native = _native.Queue(
+            backend=self.backend,
+            chunk_bytes=chunk_bytes,
+            inflight_bytes=inflight_bytes,
+            user_memory=user_memory.value,
+            max_pending=max_pending,
+            faults=faults.native if faults else None,
+        )
+        self._pending: dict[int, _Pending] = {}
+        self._ids = itertools.count()
+        self._completer = threading.Thread(
+            target=_complete_futures,
+            args=(self._native, self._pending, self.backend),
+            name="deepnvme-futures",
+            daemon=True,
+        )
+        self._completer.start()
+        self._finalizer = weakref.finalize(self, _shut_down, self._native, self._completer, os.getpid())
+        IOQueue._living.add(self)
+        if pool is not None:
+            self.use_pool(pool)
+
+    def open(
+        self,
+        path: str | os.PathLike[str],
+        mode: Mode = "r",
+        *,
+        size: int | None = None,
+        direct: Direct = Direct.AUTO,
+        permissions: int = 0o666,
+    ) -> File:
+        """Open a file for I/O through this queue.
+
+        Modes: "r" reads; "r+" reads and writes an existing file; "w" makes it or empties it; "x" makes a new one. `size`
+        reserves that many bytes on the drive, so that a full disk is told now.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+        native = self._native.open(str(Path(path).absolute()), MODES[mode], direct.value, permissions)
+        if size is not None:
+            native.preallocate(size)
+        return File(self, native)
+
+    def batch(self) -> Batch:
+        """Return a context in which several operations are submitted, and waited for together at its end."""
+        return Batch()
+
+    def use_pool(self, pool: Pool) -> None:
+        """Register the pool's memory with this queue's rings. Refused registration costs CPU, not correctness."""
+        self._native.use_pool(pool._native)
+
+    def forget_pool(self, pool: Pool) -> None:
+        """Take the pool's registration back."""
+        self._native.forget_pool(pool._native)
+
+    def stats(self) -> QueueStats:
+        """Return what was done so far."""
+        drives = {device: DriveStats(**stats) for device, stats in self._native.stats().items()}
+        return QueueStats(self.backend, self._native.pending, drives)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Wait for everything submitted, then free the rings. Again: does nothing."""
+        self._finalizer()
+        IOQueue._living.discard(self)
+
+    def __enter__(self) -> IOQueue:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show the backend and what is pending."""
+        state = "closed" if self.closed else f"{self._native.pending} pending"
+        return f"IOQueue({self.backend}, {state})"
+
+    def _submit(
+        self,
+        verb: _native.Verb,
+        file: _native.OpenFile,
+        memory: Memory | None,
+        offset: int,
+        at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
+    ) -> IOFuture[Any]:
+        if offset < 0:
+            raise ValueError(f"offset must not be negative, got {offset}")
+        if self.closed:
+            raise ClosedError("the queue is closed")
+        cancellable = _native.Cancellable()
+        future: IOFuture[Any] = IOFuture(cancellable)
+        asked = memory.nbytes if memory else 0
+        address = memory.address if memory else 0
+        number = next(self._ids)
+        self._pending[number] = _Pending(future, verb.name.lower(), file.path, offset, asked, memory)
+        submit = self._native.submit if self.when_full is WhenFull.BLOCK else self._native.try_submit
+        try:
+            taken = submit(number, verb, file, address, asked, offset, at_end, cancellable)
+        except BaseException:
+            del self._pending[number]
+            raise
+        if taken is False:
+            del self._pending[number]
+            raise QueueFull(self.max_pending)
+        return future
+
+    def _forget_parents_work(self) -> None:
+        """In a forked child: what the parent submitted ends there, and would be waited for here for ever."""
+        for pending in self._pending.values():
+            pending.future.set_exception(
+                ForkedError(f"{pending.op} of {pending.path} was submitted by the parent process")
+            )
+        self._pending.clear()
+
+
+class File:
+    """An open file. Any offset and any length works; whole pages of aligned memory are what is fast.
+
+    Memory given to an operation must not be changed, and for reads not looked at, until its future has ended.
+    """
+
+    def __init__(self, queue: IOQueue, native: _native.OpenFile) -> None:
+        self._queue = queue
+        self._native: _native.OpenFile | None = native
+        self.path = native.path
+
+    @property
+    def alignment(self) -> int:
+        """Offsets and lengths that are multiples of this go past the page cache, where `direct` is true."""
+        return self._open().offset_alignment
+
+    @property
+    def memory_alignment(self) -> int:
+        """Memory addresses that are multiples of this need no copy."""
+        return self._open().memory_alignment
+
+    @property
+    def direct(self) -> bool:
+        """Whether the file system took direct I/O."""
+        return self._open().direct
+
+    @property
+    def size(self) -> int:
+        """The file's length now."""
+        return self._open().length()
+
+    def pread(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
+        """Fill `buffer` from `offset`. Ends in its size in bytes; a file that is too short is a ShortReadError."""
+        return self._queue._submit(_native.Verb.READ, self._open(), memory_of(buffer, writable=True), offset)
+
+    def readinto(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
+        """Read into `buffer` from `offset` up to the end of the file. Ends in the bytes read, which may be fewer."""
+        memory = memory_of(buffer, writable=True)
+        return self._queue._submit(_native.Verb.READ, self._open(), memory, offset, _native.AtEndOfFile.STOPS)
+
+    def pwrite(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
+        """Write all of `buffer` at `offset`. Ends in its size in bytes."""
+        return self._queue._submit(_native.Verb.WRITE, self._open(), memory_of(buffer, writable=False), offset)
+
+    def sync(self, what: Sync = Sync.DATA) -> IOFuture[int]:
+        """Make every write to this file that was submitted before durable. Ends in 0."""
+        return self._queue._submit(what.value, self._open(), None, 0)
+
+    def preallocate(self, nbytes: int) -> None:
+        """Reserve the first `nbytes` of the file on the drive; a full disk is told now."""
+        self._open().preallocate(nbytes)
+
+    def truncate(self, nbytes: int) -> None:
+        """Cut or extend the file to `nbytes`."""
+        self._open().truncate(nbytes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._native is None
+
+    def close(self) -> None:
+        """Take no more operations. Those under way keep the file open until they have ended."""
+        self._native = None
+
+    def __enter__(self) -> File:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show the path."""
+        return f"File({self.path!r}{', closed' if self.closed else ''})"
+
+    def _open(self) -> _native.OpenFile:
+        if self._native is None:
+            raise ClosedError(f"{self.path} is closed")
+        return self._native
+
+
+class Batch:
+    """Operations submitted together and waited for together; every error is collected, none is lost."""
+
+    def __init__(self) -> None:
+        self.futures: list[IOFuture[int]] = []
+
+    def pread(self, file: File, buffer: Any, offset: int = 0) -> None:
+        """As `File.pread`."""
+        self.futures.append(file.pread(buffer, offset))
+
+    def pwrite(self, file: File, buffer: Any, offset: int = 0) -> None:
+        """As `File.pwrite`."""
+        self.futures.append(file.pwrite(buffer, offset))
+
+    def wait(self) -> int:
+        """Wait for all; return the bytes moved in all.
+
+        Raises:
+            NVMeError: the one operation that failed, or a BatchError of all that did.
+        """
+        total = 0
+        errors = []
+        for future in self.futures:
+            try:
+                total += future.result()
+            except NVMeError as error:
+                errors.append(error)
+        self.futures.clear()
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise BatchError(errors)
+        return total
+
+    def __enter__(self) -> Batch:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for all, also when the body raised: memory is not let go while a drive may use it."""
+        if kind is None:
+            self.wait()
+            return
+        for future in self.futures:
+            future.exception()
+
+
+def _complete_futures(native: _native.Queue, pending: dict[int, _Pending], backend: str) -> None:
+    """Complete futures as operations end, until the queue is closed and drained. Runs on the queue's own thread."""
+    while ended := native.wait_ended():
+        for number, ending, done, error in ended:
+            _complete(pending.pop(number), ending, done, error, backend)
+
+
+def _complete(work: _Pending, ending: _native.Ending, done: int, error: int, backend: str) -> None:
+    future = work.future
+    if ending is _native.Ending.CANCELLED:
+        super(IOFuture, future).cancel()
+        future.set_running_or_notify_cancel()
+    elif ending is _native.Ending.SUCCEEDED:
+        future.set_result(done)
+    elif ending is _native.Ending.END_OF_FILE:
+        message = (
+            f"{work.op} of {work.asked} B at offset {work.offset} found the end of the file after {done} B; "
+            "readinto() accepts fewer"
+        )
+        future.set_exception(
+            ShortReadError(
+                errno.ENODATA,
+                message,
+                op=work.op,
+                path=work.path,
+                offset=work.offset,
+                asked=work.asked,
+                done=done,
+                backend=backend,
+            )
+        )
+    else:
+        future.set_exception(
+            io_error(
+                error, op=work.op, path=work.path, offset=work.offset, asked=work.asked, done=done, backend=backend
+            )
+        )
+
+
+def _shut_down(native: _native.Queue, completer: threading.Thread, owner: int) -> None:
+    """Drain and join; at interpreter exit too. In a forked child there is nothing to drain."""
+    if os.getpid() != owner:
+        return
+    native.close()
+    if completer is not threading.current_thread():
+        completer.join()
+
+
+def _after_fork_in_child() -> None:
+    for queue in list(IOQueue._living):
+        queue._forget_parents_work()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,290 @@
+// The Python face of Pool, Queue and OpenFile: checks arguments, drops the GIL, translates errors. No logic.
+#include "queue_bindings.hpp"
+
+#include <pybind11/native_enum.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "deepnvme/error.hpp"
+#include "deepnvme/queue.hpp"
+
+namespace py = pybind11;
+using namespace deepnvme;  // NOLINT(google-build-using-namespace): this file is about nothing else
+
+namespace {
+
+// The memory of any object with the buffer protocol, locked against resizing for as long as this lives.
+class BufferView {
+  public:
+    BufferView(const py::object& object, bool writable) {
+        const int flags = PyBUF_ND | PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0);
+        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw py::error_already_set();
+    }
+    ~BufferView() { PyBuffer_Release(&view_); }
+    BufferView(const BufferView&) = delete;
+    BufferView& operator=(const BufferView&) = delete;
+
+    [[nodiscard]] std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(view_.buf); }
+    [[nodiscard]] py::ssize_t nbytes() const { return view_.len; }
+
+  private:
+    Py_buffer view_ = {};
+};
+
+// Lets the holder of an operation take it back while it has not begun.
+struct Cancellable {
+    std::shared_ptr<std::atomic<Claim>> claim = std::make_shared<std::atomic<Claim>>(Claim::free);
+
+    [[nodiscard]] bool cancel() const {
+        Claim expected = Claim::free;
+        return claim->compare_exchange_strong(expected, Claim::cancelled) || expected == Claim::cancelled;
+    }
+};
+
+Operation operation_of(std::uint64_t id, Verb verb, std::shared_ptr<OpenFile> file, std::uintptr_t address,
+                       std::uint64_t length, std::uint64_t offset, AtEndOfFile at_end,
+                       const Cancellable& cancellable) {
+    Operation operation;
+    operation.id = id;
+    operation.claim = cancellable.claim;
+    operation.verb = verb;
+    operation.at_end_of_file = at_end;
+    operation.file = std::move(file);
+    operation.memory = reinterpret_cast<std::byte*>(address);
+    operation.length = length;
+    operation.offset = offset;
+    return operation;
+}
+
+py::dict stats_of(const DriveStats& stats) {
+    py::dict dict;
+    dict["backend"] = stats.backend;
+    dict["operations"] = stats.operations;
+    dict["failed"] = stats.failed;
+    dict["chunks"] = stats.chunks;
+    dict["read_bytes"] = stats.read_bytes;
+    dict["written_bytes"] = stats.written_bytes;
+    dict["bounced_bytes"] = stats.bounced_bytes;
+    dict["buffered_bytes"] = stats.buffered_bytes;
+    dict["retries"] = stats.retries;
+    dict["short_transfers"] = stats.short_transfers;
+    dict["direct_refused"] = stats.direct_refused;
+    dict["inflight_bytes"] = stats.inflight_bytes;
+    dict["peak_inflight_bytes"] = stats.peak_inflight_bytes;
+    dict["registered_bytes"] = stats.registered_bytes;
+    dict["registration_error"] = stats.registration_error;
+    dict["p50_us"] = stats.p50_us;
+    dict["p99_us"] = stats.p99_us;
+    return dict;
+}
+
+// Raises deepnvme.errors.<name>(arguments...), so that Python code catches classes that Python code defined.
+template <typename... Arguments>
+void raise_ours(const char* name, Arguments&&... arguments) {
+    const py::object type = py::module_::import("deepnvme.errors").attr(name);
+    const py::object value = type(std::forward<Arguments>(arguments)...);
+    PyErr_SetObject(type.ptr(), value.ptr());
+}
+
+void translate(std::exception_ptr pointer) {
+    if (!pointer) return;
+    try {
+        std::rethrow_exception(pointer);
+    } catch (const FileError& error) {
+        raise_ours("file_error", error.code().value(), error.call(), error.path());
+    } catch (const ClosedError& error) {
+        raise_ours("ClosedError", error.what());
+    } catch (const ForkedError& error) {
+        raise_ours("ForkedError", error.what());
+    } catch (const PoolExhausted& error) {
+        raise_ours("PoolExhaustedError", error.what());
+    } catch (const std::system_error& error) {
+        raise_ours("BackendUnavailableError", error.code().value(), error.what());
+    }
+}
+
+void bind_enums(py::module_& module) {
+    py::native_enum<Verb>(module, "Verb", "enum.Enum")
+        .value("READ", Verb::read)
+        .value("WRITE", Verb::write)
+        .value("SYNC_DATA", Verb::sync_data)
+        .value("SYNC_ALL", Verb::sync_all)
+        .finalize();
+    py::native_enum<OpenMode>(module, "OpenMode", "enum.Enum")
+        .value("READ", OpenMode::read)
+        .value("UPDATE", OpenMode::update)
+        .value("CREATE", OpenMode::create)
+        .value("EXCLUSIVE", OpenMode::exclusive)
+        .finalize();
+    py::native_enum<DirectIO>(module, "DirectIO", "enum.Enum")
+        .value("AUTOMATIC", DirectIO::automatic)
+        .value("NEVER", DirectIO::never)
+        .value("REQUIRED", DirectIO::required)
+        .finalize();
+    py::native_enum<AtEndOfFile>(module, "AtEndOfFile", "enum.Enum")
+        .value("FAILS", AtEndOfFile::fails)
+        .value("STOPS", AtEndOfFile::stops)
+        .finalize();
+    py::native_enum<UserMemory>(module, "UserMemory", "enum.Enum")
+        .value("ZERO_COPY", UserMemory::zero_copy)
+        .value("BOUNCE", UserMemory::bounce)
+        .finalize();
+    py::native_enum<Ending>(module, "Ending", "enum.Enum")
+        .value("SUCCEEDED", Ending::succeeded)
+        .value("FAILED", Ending::failed)
+        .value("END_OF_FILE", Ending::end_of_file)
+        .value("CANCELLED", Ending::cancelled)
+        .finalize();
+    py::native_enum<FaultRule::Kind>(module, "FaultKind", "enum.Enum")
+        .value("FAIL", FaultRule::Kind::fail)
+        .value("SHORTEN", FaultRule::Kind::shorten)
+        .value("DELAY", FaultRule::Kind::delay)
+        .value("REORDER", FaultRule::Kind::reorder)
+        .value("THROTTLE", FaultRule::Kind::throttle)
+        .finalize();
+}
+
+void bind_memory(py::module_& module) {
+    py::class_<BufferView>(module, "BufferView")
+        .def(py::init<const py::object&, bool>(), py::arg("object"), py::kw_only(), py::arg("writable"))
+        .def_property_readonly("address", &BufferView::address)
+        .def_property_readonly("nbytes", &BufferView::nbytes);
+    py::class_<Block, std::shared_ptr<Block>>(module, "Block", py::buffer_protocol())
+        .def_property_readonly(
+            "address", [](const Block& block) { return reinterpret_cast<std::uintptr_t>(block.data()); })
+        .def_property_readonly("nbytes", &Block::size)
+        .def_buffer([](Block& block) {
+            return py::buffer_info(block.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1,
+                                   {block.size()}, {1});
+        });
+    py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool")
+        .def(py::init(&Pool::make), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
+        .def("take", &Pool::take, py::arg("nbytes"))
+        .def_property_readonly("capacity", &Pool::capacity)
+        .def_property_readonly("free_bytes", &Pool::free_bytes)
+        .def_property_readonly("largest_free", &Pool::largest_free)
+        .def_property_readonly("peak_bytes", &Pool::peak_bytes);
+}
+
+void bind_faults(py::module_& module) {
+    py::class_<FaultPlan>(module, "FaultPlan")
+        .def(py::init([](std::uint64_t seed) { return FaultPlan{seed, {}}; }), py::arg("seed"))
+        .def(
+            "add",
+            [](FaultPlan& plan, FaultRule::Kind kind, std::vector<Verb> verbs, std::uint64_t nth,
+               std::uint64_t every, double probability, int error, std::uint32_t length,
+               std::uint32_t delay_us, std::uint32_t hold, double bytes_per_s) {
+                FaultRule rule;
+                rule.kind = kind;
+                rule.verbs = std::move(verbs);
+                rule.nth = nth;
+                rule.every = every;
+                rule.probability = probability;
+                rule.error = error;
+                rule.length = length;
+                rule.delay_us = delay_us;
+                rule.hold = hold;
+                rule.bytes_per_s = bytes_per_s;
+                plan.rules.push_back(std::move(rule));
+            },
+            py::arg("kind"), py::kw_only(), py::arg("verbs"), py::arg("nth"), py::arg("every"),
+            py::arg("probability"), py::arg("error"), py::arg("length"), py::arg("delay_us"), py::arg("hold"),
+            py::arg("bytes_per_s"));
+}
+
+void bind_files(py::module_& module) {
+    py::class_<OpenFile, std::shared_ptr<OpenFile>>(module, "OpenFile")
+        .def_property_readonly("path", &OpenFile::path)
+        .def_property_readonly("writable", &OpenFile::writable)
+        .def_property_readonly("direct", [](const OpenFile& file) { return file.direct_descriptor() >= 0; })
+        .def_property_readonly("memory_alignment", &OpenFile::memory_alignment)
+        .def_property_readonly("offset_alignment", &OpenFile::offset_alignment)
+        .def_property_readonly("device", &OpenFile::device)
+        .def("length", &OpenFile::length, py::call_guard<py::gil_scoped_release>())
+        .def("preallocate", &OpenFile::preallocate, py::arg("nbytes"),
+             py::call_guard<py::gil_scoped_release>())
+        .def("truncate", &OpenFile::truncate, py::arg("nbytes"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_queue(py::module_& module) {
+    py::register_local_exception_translator(&translate);
+    bind_enums(module);
+    bind_memory(module);
+    bind_faults(module);
+    bind_files(module);
+    py::class_<Cancellable>(module, "Cancellable").def(py::init<>()).def("cancel", &Cancellable::cancel);
+    module.def("set_liburing_path", &set_liburing_path, py::arg("path"));
+    module.def(
+        "try_backend", [](const std::string& name) { (void)make_backend(name, 1); }, py::arg("name"),
+        py::call_guard<py::gil_scoped_release>());
+
+    py::class_<Queue>(module, "Queue")
+        .def(py::init([](std::string backend, std::uint32_t chunk_bytes, std::uint64_t inflight_bytes,
+                         UserMemory user_memory, std::uint32_t max_pending, std::optional<FaultPlan> faults) {
+                 QueueOptions options;
+                 options.backend = std::move(backend);
+                 options.drive = {chunk_bytes, inflight_bytes, user_memory};
+                 options.max_pending = max_pending;
+                 options.faults = std::move(faults);
+                 return std::make_unique<Queue>(std::move(options));
+             }),
+             py::kw_only(), py::arg("backend"), py::arg("chunk_bytes"), py::arg("inflight_bytes"),
+             py::arg("user_memory"), py::arg("max_pending"), py::arg("faults"))
+        .def("open", &Queue::open, py::arg("path"), py::arg("mode"), py::arg("direct"),
+             py::arg("permissions"), py::call_guard<py::gil_scoped_release>())
+        .def(
+            "submit",
+            [](Queue& queue, std::uint64_t id, Verb verb, std::shared_ptr<OpenFile> file,
+               std::uintptr_t address, std::uint64_t length, std::uint64_t offset, AtEndOfFile at_end,
+               const Cancellable& cancellable) {
+                Operation operation =
+                    operation_of(id, verb, std::move(file), address, length, offset, at_end, cancellable);
+                const py::gil_scoped_release unlocked;
+                queue.submit(std::move(operation));
+            },
+            py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("address"), py::arg("length"),
+            py::arg("offset"), py::arg("at_end"), py::arg("cancellable"))
+        .def(
+            "try_submit",
+            [](Queue& queue, std::uint64_t id, Verb verb, std::shared_ptr<OpenFile> file,
+               std::uintptr_t address, std::uint64_t length, std::uint64_t offset, AtEndOfFile at_end,
+               const Cancellable& cancellable) {
+                Operation operation =
+                    operation_of(id, verb, std::move(file), address, length, offset, at_end, cancellable);
+                const py::gil_scoped_release unlocked;
+                return queue.try_submit(std::move(operation));
+            },
+            py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("address"), py::arg("length"),
+            py::arg("offset"), py::arg("at_end"), py::arg("cancellable"))
+        .def("use_pool", &Queue::use_pool, py::arg("pool"), py::call_guard<py::gil_scoped_release>())
+        .def("forget_pool", &Queue::forget_pool, py::arg("pool"), py::call_guard<py::gil_scoped_release>())
+        .def("wait_ended",
+             [](Queue& queue) {
+                 std::vector<Outcome> ended;
+                 {
+                     const py::gil_scoped_release unlocked;
+                     ended = queue.wait_ended();
+                 }
+                 py::list list(ended.size());
+                 for (std::size_t i = 0; i < ended.size(); ++i) {
+                     list[i] = py::make_tuple(ended[i].id, ended[i].ending, ended[i].done, ended[i].error);
+                 }
+                 return list;
+             })
+        .def("close", &Queue::close, py::call_guard<py::gil_scoped_release>())
+        .def("stats",
+             [](const Queue& queue) {
+                 py::dict dict;
+                 for (const auto& [device, stats] : queue.stats()) dict[py::int_(device)] = stats_of(stats);
+                 return dict;
+             })
+        .def_property_readonly("pending", &Queue::pending);
+}

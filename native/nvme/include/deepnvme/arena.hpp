@@ -1,0 +1,33 @@
+// Memory for I/O: 2 MiB-aligned, advised to be huge pages, kept out of forked children, touched once.
+// The only place in the project that maps such memory; Pool cuts it up, Drives register it with their rings.
+#pragma once
+
+#include <cstddef>
+
+namespace deepnvme {
+
+class Arena {
+  public:
+    // A larger registered buffer is refused by the kernel (EFAULT).
+    static constexpr std::size_t max_bytes = std::size_t{1} << 30;
+
+    // Throws std::bad_alloc where the kernel gives no memory, std::invalid_argument for 0 or more than
+    // max_bytes.
+    explicit Arena(std::size_t nbytes);
+    ~Arena();
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+
+    [[nodiscard]] std::byte* data() const noexcept { return data_; }
+    [[nodiscard]] std::size_t size() const noexcept { return size_; }
+    [[nodiscard]] bool holds(const std::byte* memory, std::size_t nbytes) const noexcept {
+        return memory >= data_ && nbytes <= size_ &&
+               static_cast<std::size_t>(memory - data_) <= size_ - nbytes;
+    }
+
+  private:
+    std::byte* data_ = nullptr;
+    std::size_t size_ = 0;
+};
+
+}  // namespace deepnvme

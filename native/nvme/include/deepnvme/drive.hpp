@@ -1,0 +1,214 @@
+// One drive: one thread, one backend, a budget of bytes in flight. Turns operations into chunks and chunks
+// into an outcome. Callers hand it operations from any thread; everything else happens on its own thread
+// (docs/decisions/0003).
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <future>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "deepnvme/arena.hpp"
+#include "deepnvme/backend.hpp"
+#include "deepnvme/open_file.hpp"
+
+namespace deepnvme {
+
+enum class AtEndOfFile : std::uint8_t { fails, stops };
+
+// Whoever moves it away from `free` first decides: the drive by beginning the operation, or the caller by
+// cancelling it.
+enum class Claim : std::uint8_t { free, begun, cancelled };
+
+// What a caller wants done with one piece of memory. Memory and file stay valid until it has ended.
+struct Operation {
+    std::uint64_t id = 0;
+    std::shared_ptr<std::atomic<Claim>> claim;  // empty: cannot be cancelled
+    Verb verb = Verb::read;
+    AtEndOfFile at_end_of_file = AtEndOfFile::fails;
+    std::shared_ptr<OpenFile> file;
+    std::byte* memory = nullptr;
+    std::uint64_t length = 0;
+    std::uint64_t offset = 0;
+};
+
+enum class Ending : std::uint8_t { succeeded, failed, end_of_file, cancelled };
+
+// How an operation ended. `done` is the length of the prefix that was certainly moved.
+struct Outcome {
+    std::uint64_t id = 0;
+    Ending ending = Ending::succeeded;
+    std::uint64_t done = 0;
+    int error = 0;
+};
+
+// What to do with aligned memory that is in no registered arena: the drive's own decision would be a guess,
+// so it is told.
+enum class UserMemory : std::uint8_t { zero_copy, bounce };
+
+struct DriveOptions {
+    std::uint32_t chunk_bytes = 1U << 20;
+    std::uint64_t inflight_bytes = 16U << 20;
+    UserMemory user_memory = UserMemory::zero_copy;
+};
+
+struct DriveStats {
+    std::string backend;
+    std::uint64_t operations = 0;
+    std::uint64_t failed = 0;
+    std::uint64_t chunks = 0;
+    std::uint64_t read_bytes = 0;
+    std::uint64_t written_bytes = 0;
+    std::uint64_t bounced_bytes = 0;   // copied through the drive's own memory
+    std::uint64_t buffered_bytes = 0;  // through the page cache: partial pages, files without direct I/O
+    std::uint64_t retries = 0;         // EINTR and EAGAIN of a chunk
+    std::uint64_t short_transfers = 0;
+    std::uint64_t direct_refused = 0;  // EINVAL on the direct descriptor, done through the buffered one
+    std::uint64_t inflight_bytes = 0;
+    std::uint64_t peak_inflight_bytes = 0;
+    std::uint64_t registered_bytes = 0;
+    int registration_error = 0;  // errno of the last registration; ENOMEM: the memlock limit
+    double p50_us = 0.0;         // from submission to end of an operation
+    double p99_us = 0.0;
+};
+
+class Drive {
+  public:
+    using Ended = std::function<void(const Outcome&)>;  // called on the drive's thread; must not throw
+
+    // Throws what Backend::attach throws.
+    Drive(std::unique_ptr<Backend> backend, DriveOptions options, Ended ended);
+    ~Drive();  // stops
+    Drive(const Drive&) = delete;
+    Drive& operator=(const Drive&) = delete;
+
+    void submit(Operation operation);
+    // Registers `arenas` in place of those before, when nothing is in flight; returns when that is done.
+    void use_arenas(std::vector<std::shared_ptr<Arena>> arenas);
+    // Drains what was submitted, then ends the thread. Nothing may be submitted after. Again: does nothing.
+    void stop();
+    [[nodiscard]] DriveStats stats() const;
+
+  private:
+    using Clock = std::chrono::steady_clock;
+
+    // An operation under way.
+    struct Active {
+        Operation operation;
+        Clock::time_point submitted;
+        std::uint64_t sequence = 0;
+        std::uint64_t issued = 0;                   // bytes for which chunks were made
+        std::uint32_t outstanding = 0;              // chunks not yet ended
+        std::uint64_t certain = ~std::uint64_t{0};  // bytes before the first chunk that fell short
+        Ending ending = Ending::succeeded;
+        int error = 0;
+        std::list<Active>* home = nullptr;  // the list that holds it, and where
+        std::list<Active>::iterator place;
+    };
+
+    // One piece of an operation, in the kernel or waiting to be pushed again.
+    struct Chunk {
+        Active* active = nullptr;
+        std::uint64_t position = 0;  // in the operation
+        std::uint32_t length = 0;
+        std::uint32_t moved = 0;
+        std::int32_t slot = -1;  // bounce slot, -1: none
+        bool direct = false;
+        std::uint8_t attempts = 0;
+    };
+
+    class Histogram {
+      public:
+        void add(std::chrono::nanoseconds latency) noexcept;
+        [[nodiscard]] double quantile_us(double share) const noexcept;
+
+      private:
+        std::array<std::atomic<std::uint64_t>, 256> counts_{};
+    };
+
+    void run(std::promise<void>& attached);
+    void serve();
+    [[nodiscard]] bool take_inbox();
+    [[nodiscard]] Wait how_to_wait();
+    void register_arenas();
+
+    void issue();
+    [[nodiscard]] bool begin(Active& active);
+    [[nodiscard]] bool issue_chunk(Active& active);
+    [[nodiscard]] Chunk next_chunk(Active& active) const;
+    [[nodiscard]] bool needs_bounce(const Chunk& chunk) const;
+    void make_bounce_slots();
+    void push(std::uint32_t index);
+    [[nodiscard]] bool earlier_write_pending(const Active& sync) const;
+    void unpark_syncs();
+
+    void complete(const Completion& completion);
+    void moved(std::uint32_t index, std::uint32_t nbytes);
+    void again(std::uint32_t index);
+    void fell_short(std::uint32_t index, Ending ending, int error);
+    void end_chunk(std::uint32_t index);
+    void end_if_finished(Active& active);
+    void end(Active& active, const Outcome& outcome);
+    void move_to(std::list<Active>& home, Active& active);
+    void fail_everything(int error);
+
+    [[nodiscard]] std::byte* user_memory(const Chunk& chunk) const;
+    [[nodiscard]] std::byte* slot_memory(const Chunk& chunk) const;
+    [[nodiscard]] std::int32_t registered_index(const std::byte* memory, std::size_t nbytes) const;
+
+    std::unique_ptr<Backend> backend_;
+    const std::string backend_name_;
+    const DriveOptions options_;
+    const Ended ended_;
+
+    // Shared with callers, under mutex_.
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::list<Active> inbox_;
+    std::vector<std::shared_ptr<Arena>> wanted_arenas_;
+    std::uint64_t arenas_asked_ = 0;  // how often use_arenas was called, and which call is in effect
+    std::uint64_t arenas_applied_ = 0;
+    std::uint64_t next_sequence_ = 0;
+    bool stopping_ = false;
+    bool sleeping_ = false;
+    int broken_ = 0;  // errno that broke the backend; every operation ends with it
+
+    // The drive's thread only.
+    std::list<Active> waiting_;  // not wholly issued, in order
+    std::list<Active> parked_;   // syncs behind writes
+    std::list<Active> issued_;
+    std::vector<Chunk> chunks_;
+    std::vector<std::uint32_t> free_chunks_;
+    std::deque<std::uint32_t> repush_;
+    std::vector<std::int32_t> free_slots_;
+    std::shared_ptr<Arena> bounce_;
+    std::vector<std::shared_ptr<Arena>> arenas_;
+    std::vector<std::shared_ptr<Arena>> registered_;  // index in the ring; empty when the kernel refused
+    std::uint64_t arenas_seen_ = 0;
+    bool registration_due_ = false;
+    std::uint64_t inflight_ = 0;
+    std::uint32_t in_kernel_ = 0;
+
+    struct Counters {
+        std::atomic<std::uint64_t> operations{0}, failed{0}, chunks{0}, read_bytes{0}, written_bytes{0},
+            bounced_bytes{0}, buffered_bytes{0}, retries{0}, short_transfers{0}, direct_refused{0},
+            inflight_bytes{0}, peak_inflight_bytes{0}, registered_bytes{0};
+        std::atomic<int> registration_error{0};
+    };
+    Counters counters_;
+    Histogram latencies_;
+
+    std::thread thread_;
+};
+
+}  // namespace deepnvme

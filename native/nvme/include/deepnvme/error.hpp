@@ -1,0 +1,39 @@
+// Errors that carry what a person needs at three in the morning: the operation, the file, where, how much,
+// which errno.
+#pragma once
+
+#include <cerrno>
+#include <string>
+#include <system_error>
+
+namespace deepnvme {
+
+// A call on a path failed before any I/O was queued: open, stat, preallocate, truncate.
+class FileError : public std::system_error {
+  public:
+    FileError(int error, std::string call, std::string path)
+        : std::system_error(error, std::generic_category(), call + " " + path),
+          call_(std::move(call)),
+          path_(std::move(path)) {}
+
+    [[nodiscard]] const std::string& call() const noexcept { return call_; }
+    [[nodiscard]] const std::string& path() const noexcept { return path_; }
+
+  private:
+    std::string call_;
+    std::string path_;
+};
+
+// Work was handed to something closed already.
+class ClosedError : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+// The queue was made by another process: this one is its forked child and shares its ring.
+class ForkedError : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+}  // namespace deepnvme

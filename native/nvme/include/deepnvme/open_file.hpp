@@ -1,0 +1,74 @@
+// One open file: a direct and a buffered descriptor of it, the alignment direct I/O asks for, the length it
+// should have. Closes its descriptors when the last operation that holds it has ended. Starts no I/O.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+namespace deepnvme {
+
+enum class OpenMode : std::uint8_t {
+    read,       // must exist, read only
+    update,     // must exist, read and write
+    create,     // read and write, made where missing, emptied where present
+    exclusive,  // read and write, must not exist
+};
+
+enum class DirectIO : std::uint8_t {
+    automatic,  // where the file system takes it
+    never,      // page cache only
+    required,   // opening fails where the file system refuses it
+};
+
+class OpenFile {
+  public:
+    // Throws FileError.
+    OpenFile(std::string path, OpenMode mode, DirectIO direct, unsigned permissions);
+    // A file that exists in memory only, for the memory backend. Takes a duplicate of `memfd`.
+    OpenFile(std::string name, int memfd, OpenMode mode);
+    ~OpenFile();
+    OpenFile(const OpenFile&) = delete;
+    OpenFile& operator=(const OpenFile&) = delete;
+
+    [[nodiscard]] const std::string& path() const noexcept { return path_; }
+    [[nodiscard]] bool writable() const noexcept { return mode_ != OpenMode::read; }
+    // -1 where direct I/O is refused or not wanted.
+    [[nodiscard]] int direct_descriptor() const noexcept { return direct_; }
+    [[nodiscard]] int descriptor() const noexcept { return buffered_; }
+    // What memory addresses, and file offsets and lengths, must be multiples of on the direct descriptor.
+    // Offsets are held to whole pages even where the device would take less: see docs/decisions/0003, "An
+    // operation's way".
+    [[nodiscard]] std::uint64_t memory_alignment() const noexcept { return memory_alignment_; }
+    [[nodiscard]] std::uint64_t offset_alignment() const noexcept { return offset_alignment_; }
+    [[nodiscard]] dev_t device() const noexcept { return device_; }
+
+    // The length the file should have: as opened, or as our own writes and truncations left it. A read that
+    // ends before it means that somebody else cut the file.
+    [[nodiscard]] std::uint64_t expected_length() const noexcept {
+        return expected_length_.load(std::memory_order_relaxed);
+    }
+    void wrote_until(std::uint64_t end) noexcept;
+
+    // The length now, asked of the kernel. These three throw FileError.
+    [[nodiscard]] std::uint64_t length() const;
+    void preallocate(std::uint64_t nbytes);
+    void truncate(std::uint64_t nbytes);
+
+  private:
+    void learn_from_kernel();
+    void close_all() noexcept;
+
+    std::string path_;
+    OpenMode mode_;
+    int buffered_ = -1;
+    int direct_ = -1;
+    std::uint64_t memory_alignment_ = 1;
+    std::uint64_t offset_alignment_ = 4096;
+    dev_t device_ = 0;
+    std::atomic<std::uint64_t> expected_length_{0};
+};
+
+}  // namespace deepnvme

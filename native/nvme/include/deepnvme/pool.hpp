@@ -1,0 +1,73 @@
+// Memory handed out in pieces of arenas, each piece exact, page-aligned, inside one arena. Thread-safe.
+// A Block gives its piece back when its last holder lets go; the arenas live until pool and blocks are gone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <vector>
+
+#include "deepnvme/arena.hpp"
+
+namespace deepnvme {
+
+class PoolExhausted : public std::runtime_error {
+  public:
+    PoolExhausted(std::size_t asked, std::size_t free, std::size_t largest, std::size_t capacity);
+    std::size_t asked, free, largest, capacity;
+};
+
+class Pool;
+
+class Block {
+  public:
+    Block(std::shared_ptr<Pool> pool, std::size_t arena, std::size_t offset, std::size_t nbytes);
+    ~Block();
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+
+    [[nodiscard]] std::byte* data() const noexcept { return data_; }
+    [[nodiscard]] std::size_t size() const noexcept { return nbytes_; }
+
+  private:
+    std::shared_ptr<Pool> pool_;
+    std::size_t arena_;
+    std::size_t offset_;
+    std::size_t nbytes_;
+    std::byte* data_;
+};
+
+class Pool : public std::enable_shared_from_this<Pool> {
+  public:
+    static constexpr std::size_t granularity = 4096;
+
+    // Maps and touches all of its memory now. Throws std::bad_alloc, std::invalid_argument.
+    [[nodiscard]] static std::shared_ptr<Pool> make(std::size_t nbytes);
+
+    // Throws PoolExhausted; std::invalid_argument for 0 bytes or more than one arena holds.
+    [[nodiscard]] std::shared_ptr<Block> take(std::size_t nbytes);
+
+    [[nodiscard]] const std::vector<std::shared_ptr<Arena>>& arenas() const noexcept { return arenas_; }
+    [[nodiscard]] std::size_t capacity() const noexcept { return capacity_; }
+    [[nodiscard]] std::size_t free_bytes() const;
+    [[nodiscard]] std::size_t largest_free() const;
+    [[nodiscard]] std::size_t peak_bytes() const;
+
+  private:
+    friend class Block;
+    explicit Pool(std::size_t nbytes);
+    void give_back(std::size_t arena, std::size_t offset, std::size_t nbytes) noexcept;
+    [[nodiscard]] std::size_t free_locked() const;
+    [[nodiscard]] std::size_t largest_locked() const;
+
+    std::vector<std::shared_ptr<Arena>> arenas_;
+    std::size_t capacity_ = 0;
+    mutable std::mutex mutex_;
+    std::vector<std::map<std::size_t, std::size_t>> free_;  // per arena: offset -> bytes, never adjacent
+    std::size_t peak_ = 0;
+};
+
+}  // namespace deepnvme

@@ -1,0 +1,85 @@
+// Where work is submitted: routes operations to one Drive per device, bounds how many are pending, collects
+// the ended. Any thread may call; closing drains. Refuses to work in a forked child.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "deepnvme/drive.hpp"
+#include "deepnvme/pool.hpp"
+
+namespace deepnvme {
+
+struct QueueOptions {
+    std::string backend;  // one that make_backend knows
+    DriveOptions drive;
+    std::uint32_t max_pending = 1024;
+    std::optional<FaultPlan> faults;
+};
+
+class Queue {
+  public:
+    // Throws what making the backend throws, before any file is open.
+    explicit Queue(QueueOptions options);
+    ~Queue();
+    Queue(const Queue&) = delete;
+    Queue& operator=(const Queue&) = delete;
+
+    // Throws FileError, ClosedError, ForkedError.
+    [[nodiscard]] std::shared_ptr<OpenFile> open(const std::string& path, OpenMode mode, DirectIO direct,
+                                                 unsigned permissions);
+    // Waits for room. Throws ClosedError, ForkedError.
+    void submit(Operation operation);
+    // False: max_pending operations are pending.
+    [[nodiscard]] bool try_submit(Operation operation);
+
+    // Registers the pool's arenas with every ring, beside those of other pools; forgets them again.
+    void use_pool(const std::shared_ptr<Pool>& pool);
+    void forget_pool(const std::shared_ptr<Pool>& pool);
+
+    // Blocks until operations have ended and returns them; empty once the queue is closed and everything was
+    // returned.
+    [[nodiscard]] std::vector<Outcome> wait_ended();
+
+    // Refuses new work, drains what was submitted. Again: does nothing.
+    void close();
+
+    [[nodiscard]] std::map<dev_t, DriveStats> stats() const;
+    [[nodiscard]] std::uint64_t pending() const;
+
+  private:
+    [[nodiscard]] Drive& drive_for(dev_t device);
+    void refuse_if_unusable() const;
+    void hand_over(Operation operation);
+    void tell_drives_of_arenas();
+    void ended(const Outcome& outcome);
+
+    const QueueOptions options_;
+    const pid_t owner_;
+    std::unique_ptr<Backend>
+        first_backend_;  // made by the constructor as proof that it works, used by the first drive
+
+    mutable std::mutex drives_mutex_;  // taken before mutex_, never after
+    std::map<dev_t, std::unique_ptr<Drive>> drives_;
+    std::map<dev_t, DriveStats> final_stats_;
+    std::vector<std::shared_ptr<Pool>> pools_;
+    std::map<std::string, int> memory_files_;
+
+    mutable std::mutex mutex_;
+    std::condition_variable room_;
+    std::condition_variable news_;
+    std::vector<Outcome> ended_;
+    std::uint64_t pending_ = 0;
+    bool closed_ = false;
+    bool drained_ = false;
+};
+
+}  // namespace deepnvme

@@ -1,0 +1,56 @@
+// The functions that a RingBackend asks of a ring. Their signatures are liburing's, so that a table is bound from
+// its library without a header; the other table is our own system calls. A ring is an opaque block that its
+// table alone understands. Called by make_backend; by tests to put refusals of the kernel in between.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <string_view>
+
+#include "deepnvme/backend.hpp"
+#include "deepnvme/uring_abi.hpp"
+
+namespace deepnvme {
+
+// liburing's ring has 216 bytes, ours fewer.
+struct alignas(std::max_align_t) RingBlock {
+    std::array<std::byte, 4096> bytes{};
+};
+
+// Every int is a count, 0, or a negated errno.
+struct UringFunctions {
+    std::string_view name;  // of the backend: "uring" or "liburing"
+
+    // Makes the ring; `params` goes in with flags and comes back with features.
+    int (*queue_init_params)(unsigned entries, RingBlock* ring, uring::Params* params) = nullptr;
+    void (*queue_exit)(RingBlock* ring) = nullptr;
+    // Starts a ring made with setup_r_disabled; the calling thread becomes its single issuer.
+    int (*enable_rings)(RingBlock* ring) = nullptr;
+    // The next free submission, to be filled before the next submit; nullptr when all are taken.
+    uring::Sqe* (*get_sqe)(RingBlock* ring) = nullptr;
+    // Submits, returns how many the kernel took, waits until `wait_nr` completions are there.
+    int (*submit_and_wait)(RingBlock* ring, unsigned wait_nr) = nullptr;
+    // Waits for one completion without submitting anything.
+    int (*wait_cqe)(RingBlock* ring, uring::Cqe** cqe) = nullptr;
+    // Points at completions, without taking them, and returns how many; lets the kernel post those it deferred.
+    unsigned (*peek_batch_cqe)(RingBlock* ring, uring::Cqe** cqes, unsigned count) = nullptr;
+    void (*cq_advance)(RingBlock* ring, unsigned count) = nullptr;
+    int (*register_buffers)(RingBlock* ring, const iovec* buffers, unsigned count) = nullptr;
+    int (*unregister_buffers)(RingBlock* ring) = nullptr;
+
+    std::shared_ptr<void> library = nullptr;  // keeps the code loaded
+};
+
+// Our own ring, on system calls 425 to 427.
+[[nodiscard]] UringFunctions own_ring_functions();
+
+// python-liburing's, from the path given to set_liburing_path. Throws std::system_error with ENOENT where the
+// library is not loaded or lacks a function, naming which.
+[[nodiscard]] UringFunctions liburing_functions();
+
+[[nodiscard]] std::unique_ptr<Backend> make_ring_backend(UringFunctions functions, unsigned depth);
+
+}  // namespace deepnvme

@@ -1,0 +1,52 @@
+#include "deepnvme/arena.hpp"
+
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace deepnvme {
+
+namespace {
+
+constexpr std::size_t page = 4096;
+constexpr std::size_t huge_page = std::size_t{2} << 20;
+
+constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
+    return (value + unit - 1) / unit * unit;
+}
+
+}  // namespace
+
+Arena::Arena(std::size_t nbytes) : size_(round_up(nbytes, page)) {
+    if (nbytes == 0 || nbytes > max_bytes) {
+        throw std::invalid_argument("an arena holds 1 to " + std::to_string(max_bytes) +
+                                    " bytes, asked: " + std::to_string(nbytes));
+    }
+    // Private and anonymous: shared mappings never become huge pages. One huge page more than asked, and both
+    // ends that the alignment leaves over are given back.
+    const std::size_t mapped = size_ + huge_page;
+    void* const raw = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (raw == MAP_FAILED) throw std::bad_alloc();
+    const auto start = reinterpret_cast<std::uintptr_t>(raw);
+    const std::uintptr_t aligned = round_up(start, huge_page);
+    if (aligned > start) ::munmap(raw, aligned - start);
+    const std::uintptr_t end = aligned + size_;
+    if (start + mapped > end) ::munmap(reinterpret_cast<void*>(end), start + mapped - end);
+    data_ = reinterpret_cast<std::byte*>(aligned);
+    // Advice before the first touch, touch before anybody registers the pages. Advice that is refused costs
+    // speed, not correctness: a kernel without huge pages gives small ones.
+    (void)::madvise(data_, size_, MADV_HUGEPAGE);
+    (void)::madvise(data_, size_, MADV_DONTFORK);
+    for (std::size_t at = 0; at < size_; at += page) {
+        reinterpret_cast<volatile std::byte*>(data_)[at] = std::byte{0};
+    }
+}
+
+Arena::~Arena() {
+    ::munmap(data_, size_);
+}
+
+}  // namespace deepnvme

@@ -1,0 +1,139 @@
+#include "deepnvme/open_file.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "deepnvme/error.hpp"
+#include "deepnvme/probe.hpp"
+
+namespace deepnvme {
+
+namespace {
+
+constexpr std::uint64_t page = 4096;
+
+int flags_of(OpenMode mode) {
+    switch (mode) {
+        case OpenMode::read:
+            return O_RDONLY;
+        case OpenMode::update:
+            return O_RDWR;
+        case OpenMode::create:
+            return O_RDWR | O_CREAT | O_TRUNC;
+        case OpenMode::exclusive:
+            return O_RDWR | O_CREAT | O_EXCL;
+    }
+    return O_RDONLY;
+}
+
+int open_retrying(const char* path, int flags, unsigned permissions) {
+    int descriptor;
+    do {
+        descriptor = ::open(path, flags | O_CLOEXEC, permissions);
+    } while (descriptor < 0 && errno == EINTR);
+    return descriptor;
+}
+
+}  // namespace
+
+OpenFile::OpenFile(std::string path, OpenMode mode, DirectIO direct, unsigned permissions)
+    : path_(std::move(path)), mode_(mode) {
+    buffered_ = open_retrying(path_.c_str(), flags_of(mode), permissions);
+    if (buffered_ < 0) throw FileError(errno, "open", path_);
+    try {
+        learn_from_kernel();
+        if (direct != DirectIO::never) {
+            const int access = writable() ? O_RDWR : O_RDONLY;
+            direct_ = open_retrying(path_.c_str(), access | O_DIRECT, 0);
+            const int refused = direct_ < 0 ? errno : 0;
+            const auto alignment = dio_alignment(path_);
+            if (direct_ >= 0 && alignment && alignment->memory == 0 && alignment->offset == 0) {
+                ::close(std::exchange(direct_, -1));
+            }
+            if (direct_ < 0 && direct == DirectIO::required) {
+                throw FileError(refused == 0 ? EINVAL : refused, "open with O_DIRECT", path_);
+            }
+            if (alignment && alignment->memory > 0) {
+                memory_alignment_ = alignment->memory;
+                offset_alignment_ = std::max<std::uint64_t>(page, alignment->offset);
+            } else {
+                memory_alignment_ = page;
+            }
+        }
+    } catch (...) {
+        close_all();
+        throw;
+    }
+}
+
+OpenFile::OpenFile(std::string name, int memfd, OpenMode mode) : path_(std::move(name)), mode_(mode) {
+    buffered_ = ::fcntl(memfd, F_DUPFD_CLOEXEC, 0);
+    if (buffered_ < 0) throw FileError(errno, "duplicate", path_);
+    try {
+        learn_from_kernel();
+        if (mode == OpenMode::create) truncate(0);
+    } catch (...) {
+        close_all();
+        throw;
+    }
+}
+
+OpenFile::~OpenFile() {
+    close_all();
+}
+
+void OpenFile::close_all() noexcept {
+    for (int* descriptor : {&direct_, &buffered_}) {
+        if (*descriptor >= 0) ::close(std::exchange(*descriptor, -1));
+    }
+}
+
+void OpenFile::learn_from_kernel() {
+    struct stat status = {};
+    if (::fstat(buffered_, &status) != 0) throw FileError(errno, "stat", path_);
+    if (S_ISDIR(status.st_mode)) throw FileError(EISDIR, "open", path_);
+    if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode))
+        throw FileError(EINVAL, "open (not a file)", path_);
+    device_ = S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev;
+    expected_length_ = length();
+}
+
+std::uint64_t OpenFile::length() const {
+    struct stat status = {};
+    if (::fstat(buffered_, &status) != 0) throw FileError(errno, "stat", path_);
+    if (!S_ISBLK(status.st_mode)) return static_cast<std::uint64_t>(status.st_size);
+    const off_t end = ::lseek(buffered_, 0, SEEK_END);
+    if (end < 0) throw FileError(errno, "seek", path_);
+    return static_cast<std::uint64_t>(end);
+}
+
+void OpenFile::wrote_until(std::uint64_t end) noexcept {
+    std::uint64_t known = expected_length_.load(std::memory_order_relaxed);
+    while (known < end && !expected_length_.compare_exchange_weak(known, end, std::memory_order_relaxed)) {
+    }
+}
+
+void OpenFile::preallocate(std::uint64_t nbytes) {
+    int error;
+    do {
+        error = ::posix_fallocate(buffered_, 0, static_cast<off_t>(nbytes));
+    } while (error == EINTR);
+    if (error != 0) throw FileError(error, "preallocate", path_);
+    wrote_until(nbytes);
+}
+
+void OpenFile::truncate(std::uint64_t nbytes) {
+    int result;
+    do {
+        result = ::ftruncate(buffered_, static_cast<off_t>(nbytes));
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) throw FileError(errno, "truncate", path_);
+    expected_length_ = nbytes;
+}
+
+}  // namespace deepnvme

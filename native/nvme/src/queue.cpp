@@ -1,0 +1,197 @@
+#include "deepnvme/queue.hpp"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "deepnvme/error.hpp"
+
+namespace deepnvme {
+
+namespace {
+
+// Enough for the budget in pieces of 64 KiB; smaller operations are bounded by it instead of by bytes.
+unsigned depth_for(const DriveOptions& options) {
+    return static_cast<unsigned>(std::clamp<std::uint64_t>(options.inflight_bytes / 65536, 32, 1024));
+}
+
+std::unique_ptr<Backend> backend_for(const QueueOptions& options) {
+    std::unique_ptr<Backend> backend = make_backend(options.backend, depth_for(options.drive));
+    return options.faults ? make_fault_backend(std::move(backend), *options.faults) : std::move(backend);
+}
+
+}  // namespace
+
+Queue::Queue(QueueOptions options)
+    : options_(std::move(options)), owner_(::getpid()), first_backend_(backend_for(options_)) {
+    if (options_.max_pending == 0) throw std::invalid_argument("max_pending must be at least 1");
+}
+
+Queue::~Queue() {
+    if (::getpid() != owner_) {
+        // A forked child has the rings but not the threads: nothing here can be drained or joined, only left
+        // alone.
+        for (auto& [device, drive] : drives_) (void)drive.release();
+        (void)first_backend_.release();
+        return;
+    }
+    close();
+    for (const auto& [name, descriptor] : memory_files_) ::close(descriptor);
+}
+
+std::shared_ptr<OpenFile> Queue::open(const std::string& path, OpenMode mode, DirectIO direct,
+                                      unsigned permissions) {
+    refuse_if_unusable();
+    if (options_.backend != "memory") {
+        auto file = std::make_shared<OpenFile>(path, mode, direct, permissions);
+        (void)drive_for(file->device());
+        return file;
+    }
+    int descriptor = -1;
+    {
+        const std::lock_guard lock(drives_mutex_);
+        const auto known = memory_files_.find(path);
+        if (known == memory_files_.end()) {
+            if (mode == OpenMode::read || mode == OpenMode::update) throw FileError(ENOENT, "open", path);
+            descriptor = ::memfd_create("deepnvme", MFD_CLOEXEC);
+            if (descriptor < 0) throw FileError(errno, "open in memory", path);
+            memory_files_.emplace(path, descriptor);
+        } else {
+            if (mode == OpenMode::exclusive) throw FileError(EEXIST, "open", path);
+            descriptor = known->second;
+        }
+    }
+    auto file = std::make_shared<OpenFile>(path, descriptor, mode);
+    (void)drive_for(file->device());
+    return file;
+}
+
+void Queue::submit(Operation operation) {
+    refuse_if_unusable();
+    {
+        std::unique_lock lock(mutex_);
+        room_.wait(lock, [this] { return pending_ < options_.max_pending || closed_; });
+        if (closed_) throw ClosedError("the queue is closed");
+        ++pending_;
+    }
+    hand_over(std::move(operation));
+}
+
+bool Queue::try_submit(Operation operation) {
+    refuse_if_unusable();
+    {
+        const std::lock_guard lock(mutex_);
+        if (closed_) throw ClosedError("the queue is closed");
+        if (pending_ >= options_.max_pending) return false;
+        ++pending_;
+    }
+    hand_over(std::move(operation));
+    return true;
+}
+
+void Queue::hand_over(Operation operation) {
+    try {
+        const dev_t device = operation.file->device();
+        const std::lock_guard lock(drives_mutex_);
+        const auto drive = drives_.find(device);
+        if (drive == drives_.end()) throw ClosedError("the queue is closed");
+        drive->second->submit(std::move(operation));
+    } catch (...) {
+        const std::lock_guard lock(mutex_);
+        --pending_;
+        throw;
+    }
+}
+
+Drive& Queue::drive_for(dev_t device) {
+    const std::lock_guard lock(drives_mutex_);
+    auto& drive = drives_[device];
+    if (!drive) {
+        try {
+            auto backend = first_backend_ ? std::move(first_backend_) : backend_for(options_);
+            drive = std::make_unique<Drive>(std::move(backend), options_.drive,
+                                            [this](const Outcome& outcome) { ended(outcome); });
+        } catch (...) {
+            drives_.erase(device);
+            throw;
+        }
+        if (!pools_.empty()) tell_drives_of_arenas();
+    }
+    return *drive;
+}
+
+void Queue::use_pool(const std::shared_ptr<Pool>& pool) {
+    refuse_if_unusable();
+    const std::lock_guard lock(drives_mutex_);
+    pools_.push_back(pool);
+    tell_drives_of_arenas();
+}
+
+void Queue::forget_pool(const std::shared_ptr<Pool>& pool) {
+    const std::lock_guard lock(drives_mutex_);
+    std::erase(pools_, pool);
+    tell_drives_of_arenas();
+}
+
+void Queue::tell_drives_of_arenas() {
+    std::vector<std::shared_ptr<Arena>> arenas;
+    for (const auto& pool : pools_) arenas.insert(arenas.end(), pool->arenas().begin(), pool->arenas().end());
+    for (const auto& [device, drive] : drives_) drive->use_arenas(arenas);
+}
+
+std::vector<Outcome> Queue::wait_ended() {
+    std::unique_lock lock(mutex_);
+    news_.wait(lock, [this] { return !ended_.empty() || drained_; });
+    return std::exchange(ended_, {});
+}
+
+void Queue::close() {
+    if (::getpid() != owner_) return;
+    {
+        const std::lock_guard lock(mutex_);
+        closed_ = true;
+        room_.notify_all();
+    }
+    const std::lock_guard lock(drives_mutex_);
+    for (auto& [device, drive] : drives_) {
+        drive->stop();
+        final_stats_[device] = drive->stats();
+    }
+    drives_.clear();
+    const std::lock_guard ended_lock(mutex_);
+    drained_ = true;
+    news_.notify_all();
+}
+
+std::map<dev_t, DriveStats> Queue::stats() const {
+    const std::lock_guard lock(drives_mutex_);
+    std::map<dev_t, DriveStats> all = final_stats_;
+    for (const auto& [device, drive] : drives_) all[device] = drive->stats();
+    return all;
+}
+
+std::uint64_t Queue::pending() const {
+    const std::lock_guard lock(mutex_);
+    return pending_;
+}
+
+void Queue::refuse_if_unusable() const {
+    if (::getpid() != owner_) {
+        throw ForkedError("this queue belongs to process " + std::to_string(owner_) +
+                          "; a forked child makes its own (multiprocessing: use the spawn start method)");
+    }
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw ClosedError("the queue is closed");
+}
+
+void Queue::ended(const Outcome& outcome) {
+    const std::lock_guard lock(mutex_);
+    --pending_;
+    ended_.push_back(outcome);
+    room_.notify_one();
+    news_.notify_one();
+}
+
+}  // namespace deepnvme
