@@ -62,8 +62,8 @@ class Backend {
     Backend(const Backend&) = delete;
     Backend& operator=(const Backend&) = delete;
     // Returns only when the kernel touches no request's memory any more: what is in flight is waited for,
-    // unreaped; what was pushed and never submitted is not done. Runs in the thread that attached: a ring obeys
-    // no other, not even for this.
+    // unreaped; what was pushed and never submitted is not done. Runs in the thread that attached: a ring
+    // obeys no other, not even for this.
     virtual ~Backend() = default;
 
     [[nodiscard]] virtual std::string_view name() const noexcept = 0;
@@ -81,9 +81,9 @@ class Backend {
     // Hands everything pushed to the kernel, then fills `out` (which has room for at least one) with what has
     // completed and returns how many; the rest stays for the next call. A request that the kernel refuses is
     // completed with its -errno: nothing pushed is ever lost. EINTR, EAGAIN and EBUSY of the submitting call
-    // itself are handled here. A wake() is used up by the Wait::some that returns after it, never by Wait::none.
-    // Throws std::system_error only when the backend as a whole is broken; what was in flight then is still
-    // drained by the destructor.
+    // itself are handled here. A wake() is used up by the Wait::some that returns after it, never by
+    // Wait::none. Throws std::system_error only when the backend as a whole is broken; what was in flight
+    // then is still drained by the destructor.
     [[nodiscard]] virtual std::size_t submit_and_reap(std::span<Completion> out, Wait wait) = 0;
 
     // Makes a blocked or the next submit_and_reap(..., Wait::some) return. Any thread, at any time after
@@ -91,8 +91,9 @@ class Backend {
     virtual void wake() noexcept = 0;
 
     // Registers buffers, replacing those registered before; only while nothing is in flight. Returns 0 or an
-    // errno (ENOMEM: the memlock limit; EFAULT: more than 1 GiB in one); after a failure none are registered and
-    // requests must carry buffer == -1. A request with an index that is not registered completes with -EFAULT.
+    // errno (ENOMEM: the memlock limit; EFAULT: more than 1 GiB in one); after a failure none are registered
+    // and requests must carry buffer == -1. A request with an index that is not registered completes with
+    // -EFAULT.
     [[nodiscard]] virtual int register_buffers(std::span<const iovec> buffers) noexcept {
         return buffers.empty() ? 0 : 95;  // EOPNOTSUPP
     }
@@ -111,23 +112,23 @@ void set_liburing_path(const std::string& path);
 // `verbs`.
 struct FaultRule {
     enum class Kind : std::uint8_t {
-        fail,      // completes with -error; nothing is done
-        shorten,   // at most `length` bytes are asked of the wrapped backend (0: half, in multiples of 512 where
-                   // that leaves any); a sync stays as it is
+        fail,     // completes with -error; nothing is done
+        shorten,  // at most `length` bytes are asked of the wrapped backend (0: half, in multiples of 512
+                  // where that leaves any); a sync stays as it is
         delay,     // completes `delay_us` later than the wrapped backend says
         reorder,   // held back until `hold` other completions have passed or nothing else is in flight
         throttle,  // completions are spread so that no more than `bytes_per_s` pass
     };
     Kind kind = Kind::fail;
-    std::vector<Verb> verbs;     // empty: all
-    std::uint64_t nth = 0;       // the request it applies to, counted from 1; 0: see every and probability
-    std::uint64_t every = 0;     // each every-th request; 0: not this way
-    double probability = 0.0;    // drawn per request from the plan's seed; 0: not this way
-    int error = 5;               // errno for fail (EIO)
-    std::uint32_t length = 0;    // for shorten
-    std::uint32_t delay_us = 0;  // for delay
-    std::uint32_t hold = 0;      // for reorder
-    double bytes_per_s = 0.0;    // for throttle
+    std::vector<Verb> verbs = {};  // empty: all
+    std::uint64_t nth = 0;         // the request it applies to, counted from 1; 0: see every and probability
+    std::uint64_t every = 0;       // each every-th request; 0: not this way
+    double probability = 0.0;      // drawn per request from the plan's seed; 0: not this way
+    int error = 5;                 // errno for fail (EIO)
+    std::uint32_t length = 0;      // for shorten
+    std::uint32_t delay_us = 0;    // for delay
+    std::uint32_t hold = 0;        // for reorder
+    double bytes_per_s = 0.0;      // for throttle
 };
 
 struct FaultPlan {
