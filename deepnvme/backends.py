@@ -16,7 +16,7 @@ __all__ = ["BACKEND_VARIABLE", "CHAIN", "BackendFallbackWarning", "choose_backen
 
 CHAIN = ("liburing", "uring", "aio", "threads")
 BACKEND_VARIABLE = "DEEPNVME_BACKEND"
-OTHERS = ("memory",)
+_OTHERS = ("memory",)
 
 
 class BackendFallbackWarning(RuntimeWarning):
@@ -37,8 +37,8 @@ def choose_backend(wanted: str, require: str | Collection[str] | None) -> str:
     candidates = _applicable() if named == "auto" else (named,)
     acceptable = _acceptable(require)
     for name in (*candidates, *acceptable):
-        if name not in (*CHAIN, *OTHERS):
-            raise ValueError(f"unknown backend {name!r}; there are: auto, {', '.join((*CHAIN, *OTHERS))}")
+        if name not in (*CHAIN, *_OTHERS):
+            raise ValueError(f"unknown backend {name!r}; there are: auto, {', '.join((*CHAIN, *_OTHERS))}")
     refusals = []
     for name in candidates:
         if acceptable and name not in acceptable:

@@ -6,11 +6,10 @@ torch is looked at only if the program has imported it.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from deepnvme import _native
 
@@ -80,7 +79,7 @@ def _of_array_interface(array: Any, *, writable: bool) -> Memory:
         raise ValueError(_CONTIGUOUS.format(kind="an array with strides", how="numpy.ascontiguousarray"))
     if read_only and writable:
         raise BufferError(f"{type(array).__name__} is read-only; reading into it needs a writable one")
-    nbytes = int(np.prod(interface["shape"], dtype=np.int64)) * int(interface["typestr"][2:])
+    nbytes = math.prod(interface["shape"]) * int(interface["typestr"][2:])
     return Memory(address, nbytes, array)
 
 
@@ -88,6 +87,8 @@ def _of_dlpack(thing: Any, *, writable: bool) -> Memory:
     device, _ = thing.__dlpack_device__()
     if int(device) != 1:
         raise TypeError(_DEVICE.format(kind=type(thing).__name__))
+    import numpy as np
+
     return memory_of(np.from_dlpack(thing), writable=writable)
 
 

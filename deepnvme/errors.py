@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno as errno_names
 import os
 from collections.abc import Sequence
+from types import MappingProxyType
 
 __all__ = [
     "BackendUnavailableError",
@@ -29,15 +30,17 @@ __all__ = [
     "io_error",
 ]
 
-HINTS = {
-    errno_names.ENOSPC: "the file system is full",
-    errno_names.EDQUOT: "the quota is used up",
-    errno_names.EFBIG: "the file may not grow that large (file system, or ulimit -f)",
-    errno_names.EIO: "the device or file system failed; the kernel's log says more",
-    errno_names.EROFS: "the file system is read-only",
-    errno_names.ENOMEM: "out of memory, or over the memlock limit (ulimit -l)",
-    errno_names.EBADF: "the file was opened for reading only",
-}
+_HINTS = MappingProxyType(
+    {
+        errno_names.ENOSPC: "the file system is full",
+        errno_names.EDQUOT: "the quota is used up",
+        errno_names.EFBIG: "the file may not grow that large (file system, or ulimit -f)",
+        errno_names.EIO: "the device or file system failed; the kernel's log says more",
+        errno_names.EROFS: "the file system is read-only",
+        errno_names.ENOMEM: "out of memory, or over the memlock limit (ulimit -l)",
+        errno_names.EBADF: "the file was opened for reading only",
+    }
+)
 
 
 class NVMeError(OSError):
@@ -127,14 +130,14 @@ class BackendUnavailableError(NVMeError):
 
 def io_error(errno: int, *, op: str, path: str, offset: int, asked: int, done: int, backend: str) -> NVMeError:
     """Compose the error of a failed operation."""
-    hint = f" ({HINTS[errno]})" if errno in HINTS else ""
+    hint = f" ({_HINTS[errno]})" if errno in _HINTS else ""
     message = f"{op} of {asked} B at offset {offset} stopped after {done} B: {os.strerror(errno)}{hint} [{backend}]"
     return NVMeError(errno, message, op=op, path=path, offset=offset, asked=asked, done=done, backend=backend)
 
 
 def file_error(errno: int, call: str, path: str) -> OSError:
     """Compose the error of a failed open, stat, preallocate or truncate: Python's own subclass for that errno."""
-    hint = f" ({HINTS[errno]})" if errno in HINTS and errno != errno_names.EBADF else ""
+    hint = f" ({_HINTS[errno]})" if errno in _HINTS and errno != errno_names.EBADF else ""
     return OSError(errno, f"{call}: {os.strerror(errno)}{hint}", path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 from collections.abc import Generator
 from typing import Any, TypeVar
@@ -11,10 +10,10 @@ from deepnvme import _native
 
 __all__ = ["IOFuture"]
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-class IOFuture(concurrent.futures.Future[T]):
+class IOFuture(concurrent.futures.Future[_T]):
     """The result of one operation: a byte count, or the error that ended it.
 
     `cancel()` succeeds only while the drive has not begun; what has begun runs to its end, because its memory belongs
@@ -29,6 +28,8 @@ class IOFuture(concurrent.futures.Future[T]):
         """Take the operation back if it has not begun; return whether that was so."""
         return not self.done() and self._cancellable.cancel() and super().cancel()
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[Any, None, _T]:
         """Wait on the running event loop."""
+        import asyncio  # costs a third of importing this package, and whoever awaits has it
+
         return asyncio.wrap_future(self).__await__()

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from deepnvme import _native
 
 if TYPE_CHECKING:
@@ -57,8 +55,10 @@ class Pool:
         """
         return memoryview(self._native.take(nbytes))
 
-    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> NDArray[Any]:
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> NDArray[Any]:
         """Return an uninitialised numpy array in pool memory."""
+        import numpy as np
+
         kind = np.dtype(dtype)
         count = math.prod(shape) if isinstance(shape, tuple) else shape
         if count == 0:

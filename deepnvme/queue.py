@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Literal
 
 from deepnvme import _native
@@ -28,13 +28,15 @@ from deepnvme.pool import Pool
 
 __all__ = ["Batch", "Direct", "DriveStats", "File", "IOQueue", "QueueStats", "Sync", "UserMemory", "WhenFull"]
 
-Mode = Literal["r", "r+", "w", "x"]
-MODES = {
-    "r": _native.OpenMode.READ,
-    "r+": _native.OpenMode.UPDATE,
-    "w": _native.OpenMode.CREATE,
-    "x": _native.OpenMode.EXCLUSIVE,
-}
+_Mode = Literal["r", "r+", "w", "x"]
+_MODES = MappingProxyType(
+    {
+        "r": _native.OpenMode.READ,
+        "r+": _native.OpenMode.UPDATE,
+        "w": _native.OpenMode.CREATE,
+        "x": _native.OpenMode.EXCLUSIVE,
+    }
+)
 
 
 class WhenFull(Enum):
@@ -160,7 +162,7 @@ class IOQueue:
     def open(
         self,
         path: str | os.PathLike[str],
-        mode: Mode = "r",
+        mode: _Mode = "r",
         *,
         size: int | None = None,
         direct: Direct = Direct.AUTO,
@@ -168,12 +170,12 @@ class IOQueue:
     ) -> File:
         """Open a file for I/O through this queue.
 
-        Modes: "r" reads; "r+" reads and writes an existing file; "w" makes it or empties it; "x" makes a new one. `size`
-        reserves that many bytes on the drive, so that a full disk is told now.
+        Modes: "r" reads; "r+" reads and writes an existing file; "w" makes it or empties it; "x" makes a new one.
+        `size` reserves that many bytes on the drive, so that a full disk is told now.
         """
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
-        native = self._native.open(str(Path(path).absolute()), MODES[mode], direct.value, permissions)
+        if mode not in _MODES:
+            raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
+        native = self._native.open(str(Path(path).absolute()), _MODES[mode], direct.value, permissions)
         if size is not None:
             native.preallocate(size)
         return File(self, native)

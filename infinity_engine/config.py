@@ -1,0 +1,294 @@
+"""The settings of the engine: every one of them with its meaning, its check and its only default.
+
+Frozen data, checked when made, read from and written to JSON-like mappings; the documentation's tables come from here.
+Knows no tensor and starts nothing. Used by engine/ and cli/ only: everything below gets plain arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan import Budget
+from infinity_engine.plan.budget import known_mapping
+
+__all__ = [
+    "Accelerator",
+    "Checksum",
+    "EngineConfig",
+    "Precision",
+    "Recording",
+    "Setting",
+    "StorageConfig",
+    "TelemetryConfig",
+    "settings_table",
+]
+
+
+class Precision(Enum):
+    """What modules compute in. The optimizer's states are fp32 in all of them."""
+
+    FP32 = "fp32"  # Exact and largest.
+    BF16 = "bf16"  # Half the bytes, the range of fp32, fewer digits.
+    FP16 = "fp16"  # Half the bytes, more digits than bf16, a small range: needs loss scaling.
+
+
+class Accelerator(Enum):
+    """What DEVICE is."""
+
+    AUTO = "auto"  # cuda where there is a usable GPU, otherwise cpu.
+    CUDA = "cuda"  # A GPU.
+    CPU = "cpu"  # The host itself: DEVICE and HOST are one memory.
+    EMULATED = "emulated"  # A device that lives in host memory behind links of set speed: for tests.
+
+
+class Checksum(Enum):
+    """How swapped bytes are checked when they are read back."""
+
+    CRC32C = "crc32c"  # A crc32c for each chunk: a damaged one is an error.
+    OFF = "off"  # Not at all.
+
+
+class Recording(Enum):
+    """What telemetry keeps."""
+
+    TIMELINE = "timeline"  # Spans and counters of the newest steps.
+    OFF = "off"  # Nothing.
+
+
+class Setting(NamedTuple):
+    """One row of the settings' documentation."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a setting can be: in words, and as the function that makes it of what was given at a dotted path."""
+
+    words: str
+    read: Callable[[str, object], object]
+
+
+def _whole(at_least: int) -> _Kind:
+    words = f"a whole number, {at_least} or more"
+
+    def read(place: str, given: object) -> int:
+        if isinstance(given, bool) or not isinstance(given, int) or given < at_least:
+            raise ConfigError(field=place, value=given, expected=words)
+        return given
+
+    return _Kind(words, read)
+
+
+def _positive() -> _Kind:
+    words = "a positive number"
+
+    def read(place: str, given: object) -> float:
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= sys.float_info.max:
+            raise ConfigError(field=place, value=given, expected=words)
+        return float(given)
+
+    return _Kind(words, read)
+
+
+def _name() -> _Kind:
+    words = "a name"
+
+    def read(place: str, given: object) -> str:
+        if not isinstance(given, str) or not given.strip():
+            raise ConfigError(field=place, value=given, expected=words)
+        return given
+
+    return _Kind(words, read)
+
+
+def _member(kind: type[Enum]) -> _Kind:
+    values = [str(member.value) for member in kind]
+
+    def read(place: str, given: object) -> Enum:
+        if isinstance(given, kind):
+            return given
+        if given not in values:
+            raise ConfigError.unknown_name(field=place, name=given, known=values)
+        return kind(given)
+
+    return _Kind(f"one of {', '.join(values)}", read)
+
+
+def _or_none(kind: _Kind) -> _Kind:
+    def read(place: str, given: object) -> object:
+        return None if given is None else kind.read(place, given)
+
+    return _Kind(f"{kind.words}, or None", read)
+
+
+def _budget() -> _Kind:
+    def read(place: str, given: object) -> Budget:
+        return given if isinstance(given, Budget) else Budget.from_mapping(given, field=place)
+
+    return _Kind("a Budget, or a mapping of device, host and nvme", read)
+
+
+def _section(kind: type[_Settings]) -> _Kind:
+    def read(place: str, given: object) -> _Settings:
+        return given if isinstance(given, kind) else kind._at(place, given)
+
+    return _Kind("a section", read)
+
+
+def _about(kind: _Kind, meaning: str) -> dict[str, object]:
+    """Return the metadata of a setting's field."""
+    return {"kind": kind, "meaning": meaning}
+
+
+def _kind(setting: Field[Any]) -> _Kind:
+    kind: _Kind = setting.metadata["kind"]
+    return kind
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    return value.to_mapping() if isinstance(value, Budget | _Settings) else value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Settings:
+    """A section of settings: each field has _about as its metadata and is read by its kind."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = _kind(item).read(f"{type(self).__name__}.{item.name}", getattr(self, item.name))
+            object.__setattr__(self, item.name, value)
+
+    @classmethod
+    def _at(cls: type[_Section], place: str, mapping: object) -> _Section:
+        kinds = {item.name: _kind(item) for item in fields(cls)}
+        given = known_mapping(mapping, field=place, known=kinds)
+        within = f"{place}." if place else ""
+        return cls(**{name: kinds[name].read(within + name, value) for name, value in given.items()})
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return the settings as from_mapping reads them, ready for JSON."""
+        return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+
+
+_Section = TypeVar("_Section", bound=_Settings)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageConfig(_Settings):
+    """How deepnvme is used; what is None here is deepnvme's to choose."""
+
+    backend: str = field(
+        default="auto",
+        metadata=_about(_name(), "deepnvme's I/O backend; auto: the best that this machine allows"),
+    )
+    checksum: Checksum | None = field(
+        default=None,
+        metadata=_about(
+            _or_none(_member(Checksum)),
+            "how swapped bytes are checked when read back; None: as deepnvme does by default",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TelemetryConfig(_Settings):
+    """What is recorded of a run, and how much of it is kept."""
+
+    recording: Recording = field(
+        default=Recording.TIMELINE,
+        metadata=_about(_member(Recording), "what telemetry keeps"),
+    )
+    keep_steps: int = field(
+        default=16,
+        metadata=_about(_whole(1), "how many steps the timeline holds; the newest are kept"),
+    )
+    keep_spans: int = field(
+        default=4096,
+        metadata=_about(_whole(1), "how many spans are held of each step, about 0.5 KiB each; the newest are kept"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig(_Settings):
+    """All settings of one engine.
+
+    `subgroup_numel` is a compromise. Small subgroups fit small budgets: at the default, one of fp32 parameters with
+    both moments is 192 MiB, and the three that interleaving stages take 576 MiB of the device. Large ones hide what
+    each costs to start: at the default, its transfers take milliseconds on any link. And interleaving comes close to
+    its bound only from some 46 subgroups up, which at the default is a model of 0.8 billion parameters.
+    """
+
+    budget: Budget | None = field(
+        default=None,
+        metadata=_about(
+            _or_none(_budget()), "what may be taken of each tier; None: device and host as the machine allows, no NVMe"
+        ),
+    )
+    strategy: str = field(
+        default="auto",
+        metadata=_about(_name(), "which policy places and updates the states; auto: the planner chooses"),
+    )
+    precision: Precision = field(
+        default=Precision.FP32,
+        metadata=_about(_member(Precision), "what modules compute in"),
+    )
+    accelerator: Accelerator = field(
+        default=Accelerator.AUTO,
+        metadata=_about(_member(Accelerator), "what DEVICE is"),
+    )
+    accumulation_steps: int = field(
+        default=1,
+        metadata=_about(_whole(1), "micro-batches whose gradients are added up for one update"),
+    )
+    max_grad_norm: float | None = field(
+        default=None,
+        metadata=_about(_or_none(_positive()), "the norm that gradients are clipped to; None: they are not clipped"),
+    )
+    subgroup_numel: int = field(
+        default=2**24,
+        metadata=_about(_whole(1), "parameters that are moved and updated as one piece, at most"),
+    )
+    storage: StorageConfig = field(
+        default=StorageConfig(),
+        metadata=_about(_section(StorageConfig), "how deepnvme is used"),
+    )
+    telemetry: TelemetryConfig = field(
+        default=TelemetryConfig(),
+        metadata=_about(_section(TelemetryConfig), "what is recorded of a run"),
+    )
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, object]) -> EngineConfig:
+        """Return the settings that a JSON-like `mapping` says; what it leaves out has its default.
+
+        Enums may be given by value ("bf16"), sizes as text ("12 GiB"), sections and the budget as mappings.
+
+        Raises:
+            ConfigError: an unknown name at any level or a value that cannot be right; names its dotted path.
+        """
+        return cls._at("", mapping)
+
+
+def settings_table() -> list[Setting]:
+    """Return one row for each setting, those of sections under their dotted names."""
+    return list(_rows(EngineConfig, ""))
+
+
+def _rows(section: type[_Settings], within: str) -> Iterator[Setting]:
+    for item in fields(section):
+        if isinstance(item.default, _Settings):
+            yield from _rows(type(item.default), f"{within}{item.name}.")
+        else:
+            default = str(_plain(item.default))
+            yield Setting(f"{within}{item.name}", _kind(item).words, default, item.metadata["meaning"])

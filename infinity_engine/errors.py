@@ -1,0 +1,281 @@
+"""Every exception that infinity_engine raises on purpose: catch InfinityError and you have caught them all.
+
+Each class takes what it knows as keyword fields, keeps them as attributes, and composes its message from them: what
+was expected, what came, what to do. All of them survive pickling, so that a rank or a worker can hand one over.
+Imports nothing of the package; called by everybody.
+
+    InfinityError
+      ConfigError(ValueError)               a value that cannot be right: field, value, expected
+      MissingDependencyError(ImportError)   an optional package is needed and not installed
+      CapacityError                         a tier cannot hold what was asked of it
+      IllegalTransition                     a shard cannot go from this residency to that one
+      TraceMismatch                         another module ran than the trace says
+      TransferError(OSError)                an I/O or a copy failed; every deepnvme error maps here
+      CollectiveError                       a collective of several ranks failed
+      CheckpointError                       a checkpoint cannot be used
+        ManifestMismatch                    it describes something else than was asked for
+        IncompleteCheckpoint                parts of it are not there
+        ChecksumError                       bytes on disk are not the bytes that were written
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "ChecksumError",
+    "CollectiveError",
+    "ConfigError",
+    "IllegalTransition",
+    "IncompleteCheckpoint",
+    "InfinityError",
+    "ManifestMismatch",
+    "MissingDependencyError",
+    "TraceMismatch",
+    "TransferError",
+]
+
+_SHOWN_CHARACTERS = 200
+_SHOWN_ITEMS = 5
+
+
+@dataclass(kw_only=True, eq=False)
+class InfinityError(Exception):
+    """The root of the tree, raised only through its subclasses: dataclasses equal by identity, as exceptions are."""
+
+    def __post_init__(self) -> None:
+        self.args = (self._message(),)
+
+    def __str__(self) -> str:
+        return self._message()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default an exception is rebuilt from its positional args; these are made of keywords.
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return functools.partial(type(self), **known), (), self.__dict__
+
+    def _message(self) -> str:
+        return ""
+
+
+@dataclass(kw_only=True, eq=False)
+class ConfigError(InfinityError, ValueError):
+    """A value that cannot be right, whoever gave it: the field, the value, what would be right."""
+
+    field: str
+    value: object
+    expected: str
+
+    @classmethod
+    def unknown_name(cls, *, field: str, name: object, known: Iterable[str]) -> ConfigError:
+        """The error for a name that is not among the known ones, with the nearest of them offered."""
+        names = list(known)
+        near = difflib.get_close_matches(str(name), names, n=1)
+        nearest = f" (nearest: {near[0]})" if near else ""
+        return cls(field=field, value=name, expected=f"one of {', '.join(names) or '(none)'}{nearest}")
+
+    def _message(self) -> str:
+        return f"{self.field}: expected {self.expected}, got {_shown(self.value)}"
+
+
+@dataclass(kw_only=True, eq=False)
+class MissingDependencyError(InfinityError, ImportError):
+    """An optional package is missing or too old: what needs it, the package, the extra that brings it.
+
+    `found` is the version that is installed, None where there is none.
+    """
+
+    needed_by: str
+    package: str
+    extra: str
+    found: str | None = None
+
+    def __post_init__(self) -> None:
+        ImportError.__init__(self, self._message())
+
+    def _message(self) -> str:
+        state = "which is not installed" if self.found is None else f"and {self.found} is installed"
+        return (
+            f"{self.needed_by} needs {self.package}, {state}. "
+            f"Install your own build of it, or: pip install 'infinity-engine[{self.extra}]'"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class CapacityError(InfinityError):
+    """A tier cannot hold what was asked of it.
+
+    `limit` is what the tier may hold in all and `free` what of it is not taken; `holders` are those that took the
+    rest, as (name, nbytes); `change` says what would make it fit; `directory` names the drive where there are several.
+    """
+
+    tier: str
+    asked: int
+    free: int
+    limit: int
+    change: str
+    holders: tuple[tuple[str, int], ...] = ()
+    directory: str | None = None
+
+    def __post_init__(self) -> None:
+        self.holders = tuple(sorted(self.holders, key=lambda holder: holder[1], reverse=True))
+        InfinityError.__post_init__(self)
+
+    def _message(self) -> str:
+        where = self.tier if self.directory is None else f"{self.tier} ({self.directory})"
+        held = "".join(f"; {name} holds {_size(nbytes)}" for name, nbytes in self.holders[:_SHOWN_ITEMS])
+        others = self.holders[_SHOWN_ITEMS:]
+        if others:
+            held += f"; {len(others)} others hold {_size(sum(nbytes for _, nbytes in others))}"
+        short = max(self.asked - self.free, 0)
+        return (
+            f"{where} cannot hold {_size(self.asked)}: {_size(self.free)} free of {_size(self.limit)}, "
+            f"{_size(short)} short{held}. To make it fit: {self.change}"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class IllegalTransition(InfinityError):  # noqa: N818 - the design's word
+    """A shard was sent to a residency that its present one does not lead to."""
+
+    shard: str
+    source: str
+    target: str
+    allowed: tuple[str, ...]
+
+    def _message(self) -> str:
+        allowed = ", ".join(self.allowed) or "nothing"
+        return f"{self.shard}: {self.target} is not reachable from {self.source}; allowed: {allowed}"
+
+
+@dataclass(kw_only=True, eq=False)
+class TraceMismatch(InfinityError):  # noqa: N818 - the design's word
+    """Another module ran than the trace of the first step says."""
+
+    expected: str
+    seen: str
+
+    def _message(self) -> str:
+        return (
+            f"the trace expects module {self.expected} to run next, but {self.seen} ran: "
+            "the model's control flow changed since the trace was taken, so take it again"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class TransferError(InfinityError, OSError):
+    """An I/O or a copy failed: `done` of the `asked` bytes at `offset` of `path` were moved.
+
+    An OSError: `errno`, `strerror` and `filename` are set as usual.
+    """
+
+    errno: int
+    path: str
+    offset: int
+    asked: int
+    done: int
+
+    def __post_init__(self) -> None:
+        OSError.__init__(self, self.errno, os.strerror(self.errno), self.path)
+
+    def _message(self) -> str:
+        return (
+            f"{self.path}: {self.strerror} (errno {self.errno}) at offset {self.offset}: "
+            f"asked for {_size(self.asked)}, {_size(self.done)} done"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class CollectiveError(InfinityError):
+    """A collective of several ranks failed on this one."""
+
+    group: str
+    rank: int
+    op: str
+
+    def _message(self) -> str:
+        return (
+            f"{self.op} failed on rank {self.rank} of group {self.group}. "
+            "Look for the first error in the logs of all ranks: one that fails makes the others fail or hang"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class CheckpointError(InfinityError):
+    """The checkpoint at `path` cannot be used. The subclasses say why."""
+
+    path: str
+
+    def _message(self) -> str:
+        return f"checkpoint {self.path} cannot be used"
+
+
+@dataclass(kw_only=True, eq=False)
+class ManifestMismatch(CheckpointError):  # noqa: N818 - the design's word
+    """The manifest describes something else than was asked for."""
+
+    entry: str
+    expected: object
+    found: object
+
+    def _message(self) -> str:
+        return (
+            f"checkpoint {self.path} does not match: {self.entry} should be {_shown(self.expected)}, "
+            f"its manifest says {_shown(self.found)}. Load the checkpoint that belongs to this model and configuration"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class IncompleteCheckpoint(CheckpointError):  # noqa: N818 - the design's word
+    """Parts of the checkpoint are not there."""
+
+    missing: tuple[str, ...]
+
+    def _message(self) -> str:
+        named = ", ".join(self.missing[:_SHOWN_ITEMS])
+        others = len(self.missing) - _SHOWN_ITEMS
+        more = f" and {others} others" if others > 0 else ""
+        return (
+            f"checkpoint {self.path} is incomplete: {named}{more} not found. "
+            "Copy all of its files here, or load an earlier committed checkpoint"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class ChecksumError(CheckpointError):
+    """The bytes on disk are not the bytes that were written: a bad byte in `entry`, at or after `offset`."""
+
+    entry: str
+    offset: int
+    expected: int
+    found: int
+
+    def _message(self) -> str:
+        return (
+            f"checkpoint {self.path}: {self.entry} is damaged at or after offset {self.offset}: "
+            f"its checksum is {self.found:#010x}, written was {self.expected:#010x}. "
+            "Load an earlier committed checkpoint and check the drive"
+        )
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # A value that cannot even be shown must not hide that it is wrong.
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _size(nbytes: int) -> str:
+    # units.format_bytes rounds and units imports this module; an error needs the exact number, with one to read beside.
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes} B ({nbytes / scale:.2f} {unit})"
+    return f"{nbytes} B"

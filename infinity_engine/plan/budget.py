@@ -1,0 +1,224 @@
+"""How much of each tier may be taken: Budget as it was asked for, ResolvedBudget in bytes of one machine.
+
+Pure data: asks no machine what it has and looks at no path on disk. Budgets come from users and config; whoever knows
+the machine's Capacity resolves them before anything is planned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import TypeVar
+
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.plan.tier import Tier
+from infinity_engine.units import parse_bytes
+
+__all__ = ["Budget", "Capacity", "Directories", "Percent", "ResolvedBudget", "known_mapping"]
+
+_Value_co = TypeVar("_Value_co", covariant=True)
+
+_PERCENT = re.compile(r"\s*([0-9]{1,3}(\.[0-9]+)?)\s*%\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Percent:
+    """A part of what the machine has: `value` hundredths of it, more than 0 and at most 100."""
+
+    value: Decimal
+
+    def __post_init__(self) -> None:
+        if not (self.value.is_finite() and 0 < self.value <= 100):
+            raise ConfigError(field="Percent", value=f"{self.value}%", expected="more than 0% and at most 100%")
+
+    def __str__(self) -> str:
+        return f"{self.value.normalize():f}%"
+
+    def of(self, nbytes: int) -> int:
+        """Return this part of `nbytes`, rounded down to whole bytes."""
+        return int(Fraction(self.value) * nbytes / 100)
+
+
+class Directories(Mapping[str, _Value_co]):
+    """One value for each of some directories, in the order given; frozen and hashable.
+
+    Spellings of a directory that differ only in slashes and dots name the same one, which may be given only once.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, given: Mapping[str, _Value_co], *, field: str) -> None:
+        values: dict[str, _Value_co] = {}
+        for directory, value in given.items():
+            spelling = _one_spelling(directory, field=field)
+            if spelling in values:
+                raise ConfigError(field=field, value=directory, expected=f"each directory once; {spelling!r} is given")
+            values[spelling] = value
+        self._values = values
+
+    def __getitem__(self, directory: str) -> _Value_co:
+        return self._values[_spelling(directory)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bytes:
+    device: int
+    host: int
+    nvme: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        drives = {name: parse_bytes(size, field=f"{kind}.nvme[{name!r}]") for name, size in self.nvme.items()}
+        object.__setattr__(self, "device", parse_bytes(self.device, field=f"{kind}.device"))
+        object.__setattr__(self, "host", parse_bytes(self.host, field=f"{kind}.host"))
+        object.__setattr__(self, "nvme", Directories(drives, field=f"{kind}.nvme"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity(_Bytes):
+    """The bytes that may be taken of one machine: what is free, less what the rest of the process needs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedBudget(_Bytes):
+    """The bytes that are taken of each tier at most, and of each directory of NVMe."""
+
+
+@dataclass(frozen=True, init=False, slots=True)
+class Budget:
+    """What may be taken of each tier: bytes, a percentage of the machine's capacity, or None for all of it.
+
+    Sizes may be given as text, "12GiB" or "80%". `nvme` maps directories to their sizes; the drives are used in that
+    order, and none is used where none is named.
+    """
+
+    device: int | Percent | None
+    host: int | Percent | None
+    nvme: Mapping[str, int | Percent | None]
+
+    def __init__(
+        self,
+        *,
+        device: int | str | Percent | None = None,
+        host: int | str | Percent | None = None,
+        nvme: Mapping[str, int | str | Percent | None] = MappingProxyType({}),
+    ) -> None:
+        object.__setattr__(self, "device", _limit(device, field="Budget.device"))
+        object.__setattr__(self, "host", _limit(host, field="Budget.host"))
+        object.__setattr__(self, "nvme", _drive_limits(nvme, field="Budget.nvme"))
+
+    @classmethod
+    def from_mapping(cls, mapping: object, *, field: str = "budget") -> Budget:
+        """Return the budget that a JSON-like `mapping` says; errors name the place in it, below `field`."""
+        given = known_mapping(mapping, field=field, known=("device", "host", "nvme"))
+        return cls(
+            device=_limit(given.get("device"), field=f"{field}.device"),
+            host=_limit(given.get("host"), field=f"{field}.host"),
+            nvme=_drive_limits(given.get("nvme", {}), field=f"{field}.nvme"),
+        )
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return it as from_mapping reads it, ready for JSON."""
+        return {
+            "device": _plain(self.device),
+            "host": _plain(self.host),
+            "nvme": {directory: _plain(limit) for directory, limit in self.nvme.items()},
+        }
+
+    def resolve(self, capacity: Capacity) -> ResolvedBudget:
+        """Return it in bytes of the machine that has `capacity`.
+
+        Raises:
+            CapacityError: more is asked of a tier than there is.
+            ConfigError: `capacity` does not know one of the directories.
+        """
+        unknown = [directory for directory in self.nvme if directory not in capacity.nvme]
+        if unknown:
+            raise ConfigError.unknown_name(field="Budget.nvme", name=unknown[0], known=capacity.nvme)
+        return ResolvedBudget(
+            device=_resolve(self.device, capacity.device, Tier.DEVICE),
+            host=_resolve(self.host, capacity.host, Tier.HOST),
+            nvme={
+                directory: _resolve(limit, capacity.nvme[directory], Tier.NVME, directory)
+                for directory, limit in self.nvme.items()
+            },
+        )
+
+
+def known_mapping(mapping: object, *, field: str, known: Iterable[str]) -> Mapping[str, object]:
+    """Return `mapping` if it is one and knows its keys; `field` is its dotted path, "" where it is the outermost."""
+    names = tuple(known)
+    if not isinstance(mapping, Mapping):
+        expected = f"a mapping with keys out of {', '.join(names)}"
+        raise ConfigError(field=field or "settings", value=mapping, expected=expected)
+    for key in mapping:
+        if key not in names:
+            raise ConfigError.unknown_name(field=f"{field}.{key}" if field else str(key), name=key, known=names)
+    return mapping
+
+
+def _spelling(directory: str) -> str:
+    """Return the one spelling of `directory`: no doubled or closing slashes, no single dots."""
+    path = PurePosixPath(directory)
+    return "/" + "/".join(path.parts[1:]) if path.is_absolute() else str(path)
+
+
+def _one_spelling(directory: object, *, field: str) -> str:
+    """Return the same for what may be no directory at all."""
+    if not isinstance(directory, str) or not directory:
+        raise ConfigError(field=field, value=directory, expected="directories as text, such as '/mnt/a'")
+    if ".." in PurePosixPath(directory).parts:
+        raise ConfigError(field=field, value=directory, expected="a path without '..'")
+    return _spelling(directory)
+
+
+def _limit(given: object, *, field: str) -> int | Percent | None:
+    if given is None or isinstance(given, Percent):
+        return given
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        expected = "bytes, text such as '12 GiB' or '80%', or None for all that the machine has to give"
+        raise ConfigError(field=field, value=given, expected=expected)
+    if not isinstance(given, str) or "%" not in given:
+        return parse_bytes(given, field=field)
+    number = _PERCENT.fullmatch(given)
+    if number is None or not 0 < Decimal(number[1]) <= 100:
+        raise ConfigError(field=field, value=given, expected="more than 0% and at most 100%, such as '80%'")
+    return Percent(Decimal(number[1]))
+
+
+def _drive_limits(given: object, *, field: str) -> Directories[int | Percent | None]:
+    if not isinstance(given, Mapping):
+        raise ConfigError(field=field, value=given, expected="a mapping from directories to sizes")
+    limits = {directory: _limit(size, field=f"{field}[{directory!r}]") for directory, size in given.items()}
+    return Directories(limits, field=field)
+
+
+def _resolve(limit: int | Percent | None, free: int, tier: Tier, directory: str | None = None) -> int:
+    if limit is None:
+        return free
+    nbytes = limit.of(free) if isinstance(limit, Percent) else limit
+    if nbytes > free:
+        change = f"lower this budget to {free} B or '100%', or make room on the machine"
+        raise CapacityError(tier=tier.name, directory=directory, asked=nbytes, free=free, limit=free, change=change)
+    return nbytes
+
+
+def _plain(limit: int | Percent | None) -> int | str | None:
+    return str(limit) if isinstance(limit, Percent) else limit

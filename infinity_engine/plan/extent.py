@@ -1,0 +1,50 @@
+"""A run of bytes in something longer: a file, an arena, a flat shard.
+
+Pure arithmetic on offset and length; what the bytes are in, the owner of the extent knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.units import align_down
+
+__all__ = ["Extent"]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Extent:
+    """The `nbytes` bytes from `offset` on; none at all where `nbytes` is 0. Ordered by offset, then by length."""
+
+    offset: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("offset", self.offset), ("nbytes", self.nbytes)):
+            if value < 0:
+                raise ConfigError(field=f"Extent.{name}", value=value, expected="0 or more bytes")
+
+    @property
+    def end(self) -> int:
+        """The offset of the first byte behind it."""
+        return self.offset + self.nbytes
+
+    def overlaps(self, other: Extent) -> bool:
+        """Tell whether some byte lies in both."""
+        return max(self.offset, other.offset) < min(self.end, other.end)
+
+    def contains(self, other: Extent) -> bool:
+        """Tell whether `other` begins and ends within it."""
+        return self.offset <= other.offset and other.end <= self.end
+
+    def split_at(self, nbytes: int) -> tuple[Extent, Extent]:
+        """Return its first `nbytes` bytes and the rest."""
+        if not 0 <= nbytes <= self.nbytes:
+            expected = f"a length within the extent's {self.nbytes} bytes"
+            raise ConfigError(field="Extent.split_at nbytes", value=nbytes, expected=expected)
+        return Extent(self.offset, nbytes), Extent(self.offset + nbytes, self.nbytes - nbytes)
+
+    def is_aligned(self, alignment: int) -> bool:
+        """Tell whether it begins and ends on multiples of `alignment`."""
+        return all(align_down(edge, alignment) == edge for edge in (self.offset, self.end))

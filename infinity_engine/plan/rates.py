@@ -1,0 +1,106 @@
+"""What a machine can do: measured bandwidths and update rates, as one rank sees them.
+
+Pure data with a versioned JSON form. Measures nothing and predicts nothing: calibration fills it in, planners, policies
+and the simulator read it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan.budget import Directories, known_mapping
+
+__all__ = ["DriveRates", "Rates"]
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriveRates:
+    """Bytes per second of the drive behind one directory; None where not measured."""
+
+    read_bytes_per_s: float | None = None  # nothing but reads
+    write_bytes_per_s: float | None = None  # nothing but writes
+    mixed_bytes_per_s: float | None = None  # as many bytes read as written, at once: the sum of both
+
+    def __post_init__(self) -> None:
+        _check_rates(self, field="DriveRates")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What one rank gets while all ranks of its machine do the same; None where not measured.
+
+    The links count bytes in the direction of their name: h2d from host to device, d2h from device to host. An update
+    rate counts the parameters whose optimizer step is done in that home.
+    """
+
+    h2d_bytes_per_s: float | None = None
+    d2h_bytes_per_s: float | None = None
+    duplex_h2d_bytes_per_s: float | None = None  # while bytes go from device to host as well
+    duplex_d2h_bytes_per_s: float | None = None  # while bytes go from host to device as well
+    dram_bytes_per_s: float | None = None  # reads and writes of host memory, added up
+    host_update_params_per_s: float | None = None
+    device_update_params_per_s: float | None = None
+    nvme: Mapping[str, DriveRates] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_rates(self, field="Rates")
+        object.__setattr__(self, "nvme", Directories(self.nvme, field="Rates.nvme"))
+
+    @classmethod
+    def from_mapping(cls, mapping: object, *, field: str = "rates") -> Rates:
+        """Return the rates that a JSON-like `mapping` says; errors name the place in it, below `field`.
+
+        Raises:
+            ConfigError: a name or a value is wrong, or the mapping is of another version than this one writes.
+        """
+        version = mapping.get("version") if isinstance(mapping, Mapping) else _VERSION
+        if isinstance(version, bool) or version != _VERSION:
+            expected = f"version {_VERSION}, the one that this release reads; calibrate again to get it"
+            raise ConfigError(field=f"{field}.version", value=version, expected=expected)
+        known = known_mapping(mapping, field=field, known=("version", *_names(cls)))
+        given = {name: value for name, value in known.items() if name != "version"}
+        drives = given.pop("nvme", {})
+        if not isinstance(drives, Mapping):
+            expected = "a mapping from directories to the rates of their drives"
+            raise ConfigError(field=f"{field}.nvme", value=drives, expected=expected)
+        nvme = {}
+        for directory, rates in drives.items():
+            place = f"{field}.nvme[{directory!r}]"
+            nvme[directory] = DriveRates(**_rates(known_mapping(rates, field=place, known=_names(DriveRates)), place))
+        return cls(**_rates(given, field), nvme=Directories(nvme, field=f"{field}.nvme"))
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return them as from_mapping reads them, ready for JSON."""
+        scalars = {name: getattr(self, name) for name in _names(type(self)) if name != "nvme"}
+        drives = {
+            directory: {name: getattr(drive, name) for name in _names(DriveRates)}
+            for directory, drive in self.nvme.items()
+        }
+        return {"version": _VERSION, **scalars, "nvme": drives}
+
+
+def _names(kind: type[Rates | DriveRates]) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
+
+
+def _check_rates(record: Rates | DriveRates, *, field: str) -> None:
+    given = {name: getattr(record, name) for name in _names(type(record)) if name != "nvme"}
+    for name, rate in _rates(given, field).items():
+        object.__setattr__(record, name, rate)
+
+
+def _rates(given: Mapping[str, object], field: str) -> dict[str, float | None]:
+    return {name: _rate(value, field=f"{field}.{name}") for name, value in given.items()}
+
+
+def _rate(value: object, *, field: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(field=field, value=value, expected="a positive number, or None where not measured")
+    return float(value)

@@ -1,0 +1,313 @@
+"""What happened when: spans on tracks, counters, and the timeline of the newest steps.
+
+Owns its records and nothing else: no global state, no output, no opinion on what is worth measuring. Memory is bounded;
+what no longer fits is dropped oldest first, and counted. Whoever measures is handed a Telemetry, or a NullTelemetry
+where nothing is to be recorded: the call sites are the same. Safe to call from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+__all__ = [
+    "Counter",
+    "NullTelemetry",
+    "SpanRecord",
+    "StepRecord",
+    "Telemetry",
+    "Timeline",
+    "trace_events",
+]
+
+
+# Viewers of traces take process and thread 0 for the kernel's idle task.
+_PID = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpanRecord:
+    """One span that has ended, on the clock of its Telemetry.
+
+    `track` is the thread's name, or the one that the caller gave, and then `thread` is None. `error` is the type of
+    the exception that ended the span, None where there was none.
+    """
+
+    name: str
+    track: str
+    thread: int | None
+    start_ns: int
+    end_ns: int
+    error: str | None
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One step: the spans that began in it, as they ended, and by how much each counter grew.
+
+    `end_ns` is None while the step runs.
+    """
+
+    index: int
+    start_ns: int
+    end_ns: int | None
+    spans: tuple[SpanRecord, ...]
+    counters: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """The newest steps, oldest first, the spans that began between steps, and how much was dropped to keep no more."""
+
+    steps: tuple[StepRecord, ...]
+    between_steps: tuple[SpanRecord, ...]
+    dropped_steps: int
+    dropped_spans: int
+
+
+class Counter:
+    """A number that only grows: bytes moved, nanoseconds stalled. Made by Telemetry.counter."""
+
+    __slots__ = ("_lock", "_total")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all that was added."""
+        return self._total
+
+    def add(self, amount: int) -> None:
+        """Add `amount`, which is not negative."""
+        if amount < 0:
+            raise ValueError(f"a counter only grows: expected 0 or more, got {amount}")
+        with self._lock:
+            self._total += amount
+
+
+@dataclass(kw_only=True, slots=True)
+class _Step:
+    """A step as it is being recorded: late spans may still come after its end."""
+
+    index: int
+    start_ns: int
+    spans: deque[SpanRecord]
+    totals_before: dict[str, int]
+    end_ns: int | None = None
+    growth: dict[str, int] = field(default_factory=dict)
+
+
+class Telemetry:
+    """Records the spans and counters of one engine.
+
+    Args:
+        keep_steps: how many steps the timeline holds.
+        keep_spans: how many spans it holds of each step, and of the time between steps.
+        clock_ns: a clock in nanoseconds that never goes back.
+    """
+
+    def __init__(self, *, keep_steps: int, keep_spans: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._keep_spans = keep_spans
+        self._lock = threading.Lock()
+        self._counters: dict[str, Counter] = {}
+        self._steps: deque[_Step] = deque(maxlen=keep_steps)
+        self._open: _Step | None = None
+        self._between_steps: deque[SpanRecord] = deque(maxlen=keep_spans)
+        self._dropped_steps = 0
+        self._dropped_spans = 0
+
+    def span(self, name: str, /, *, track: str | None = None, **fields: object) -> AbstractContextManager[None]:
+        """Return a context manager that records its body, also one that raises, in the step in which it began.
+
+        `track` is the line of the timeline that it is drawn on, by default the thread's; `fields` are kept with it.
+        """
+        return self._span(name, track, fields)
+
+    def counter(self, name: str) -> Counter:
+        """Return the counter `name`, the same one at every call."""
+        with self._lock:
+            return self._counters.setdefault(name, Counter())
+
+    def counters(self) -> dict[str, int]:
+        """Return the total of every counter."""
+        with self._lock:
+            return self._totals()
+
+    def begin_step(self, index: int) -> None:
+        """Begin step `index`: until end_step, new spans and the growth of counters belong to it."""
+        with self._lock:
+            if self._open is not None:
+                raise RuntimeError(f"step {index} cannot begin: step {self._open.index} has not ended; end it first")
+            if len(self._steps) == self._steps.maxlen:
+                self._dropped_steps += 1
+            self._open = _Step(
+                index=index,
+                start_ns=self._clock_ns(),
+                spans=deque(maxlen=self._keep_spans),
+                totals_before=self._totals(),
+            )
+            self._steps.append(self._open)
+
+    def end_step(self) -> None:
+        """End the step that begin_step began."""
+        with self._lock:
+            if self._open is None:
+                raise RuntimeError("no step can end: none has begun; call begin_step first")
+            self._open.end_ns = self._clock_ns()
+            self._open.growth = self._growth(self._open)
+            self._open = None
+
+    @contextlib.contextmanager
+    def step(self, index: int) -> Iterator[None]:
+        """Run the body as step `index`, which ends however the body ends."""
+        self.begin_step(index)
+        try:
+            yield
+        finally:
+            self.end_step()
+
+    def timeline(self) -> Timeline:
+        """Return what is recorded at this moment, the step that is running included."""
+        with self._lock:
+            return Timeline(
+                steps=tuple(self._record(step) for step in self._steps),
+                between_steps=tuple(self._between_steps),
+                dropped_steps=self._dropped_steps,
+                dropped_spans=self._dropped_spans,
+            )
+
+    @contextlib.contextmanager
+    def _span(self, name: str, track: str | None, fields: dict[str, object]) -> Iterator[None]:
+        step = self._open
+        spans = self._between_steps if step is None else step.spans
+        error = None
+        start_ns = self._clock_ns()
+        try:
+            yield
+        except BaseException as raised:
+            error = type(raised).__name__
+            raise
+        finally:
+            end_ns = self._clock_ns()
+            thread = threading.current_thread()
+            record = SpanRecord(
+                name=name,
+                track=thread.name if track is None else track,
+                thread=thread.ident if track is None else None,
+                start_ns=start_ns,
+                end_ns=end_ns,
+                error=error,
+                fields=fields,
+            )
+            with self._lock:
+                if len(spans) == spans.maxlen:
+                    self._dropped_spans += 1
+                spans.append(record)
+
+    def _totals(self) -> dict[str, int]:
+        return {name: counter.total for name, counter in self._counters.items()}
+
+    def _growth(self, step: _Step) -> dict[str, int]:
+        return {name: total - step.totals_before.get(name, 0) for name, total in self._totals().items()}
+
+    def _record(self, step: _Step) -> StepRecord:
+        return StepRecord(
+            index=step.index,
+            start_ns=step.start_ns,
+            end_ns=step.end_ns,
+            spans=tuple(step.spans),
+            counters=dict(step.growth) if step is not self._open else self._growth(step),
+        )
+
+
+class NullTelemetry(Telemetry):
+    """A Telemetry that records nothing and costs next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(keep_steps=0, keep_spans=0)
+        self._nothing = contextlib.nullcontext()
+        self._unread = _UnreadCounter()
+
+    def span(self, name: str, /, *, track: str | None = None, **fields: object) -> AbstractContextManager[None]:
+        """Return a context manager that does nothing."""
+        return self._nothing
+
+    def counter(self, name: str) -> Counter:
+        """Return a counter that stays at zero."""
+        return self._unread
+
+    def begin_step(self, index: int) -> None:
+        """Do nothing."""
+
+    def end_step(self) -> None:
+        """Do nothing."""
+
+
+class _UnreadCounter(Counter):
+    __slots__ = ()
+
+    def add(self, amount: int) -> None:
+        pass
+
+
+def trace_events(timeline: Timeline) -> dict[str, object]:
+    """Return `timeline` in the trace event format that Perfetto and chrome://tracing open, ready for json.dump.
+
+    Each track has its line and the steps one of their own; a counter shows its growth in each step.
+    """
+    tids: dict[tuple[str, int | None], int] = {}
+    events: list[dict[str, object]] = []
+    for step in timeline.steps:
+        if step.end_ns is not None:
+            tid = tids.setdefault(("steps", None), 1 + len(tids))
+            events.append(_complete(f"step {step.index}", tid, step.start_ns, step.end_ns, {"index": step.index}))
+        for name, growth in step.counters.items():
+            events.append(
+                {"ph": "C", "pid": _PID, "name": name, "ts": step.start_ns / 1000, "args": {"in step": growth}}
+            )
+    spans = [*timeline.between_steps, *(span for step in timeline.steps for span in step.spans)]
+    spans.reverse()  # Kept as they ended, inner first; viewers nest spans of one start in file order, outer first.
+    for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
+        tid = tids.setdefault((span.track, span.thread), 1 + len(tids))
+        error = {} if span.error is None else {"error": span.error}
+        events.append(_complete(span.name, tid, span.start_ns, span.end_ns, {**span.fields, **error}))
+    names = [_metadata("process_name", 0, "infinity_engine")]
+    names += [_metadata("thread_name", tid, track) for (track, _), tid in tids.items()]
+    return {
+        "traceEvents": names + events,
+        "displayTimeUnit": "ms",
+        "otherData": {"dropped_steps": timeline.dropped_steps, "dropped_spans": timeline.dropped_spans},
+    }
+
+
+def _complete(name: str, tid: int, start_ns: int, end_ns: int, args: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "pid": _PID,
+        "tid": tid,
+        "name": name,
+        "ts": start_ns / 1000,
+        "dur": (end_ns - start_ns) / 1000,
+        "args": {key: _json_value(value) for key, value in args.items()},
+    }
+
+
+def _metadata(kind: str, tid: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "pid": _PID, "tid": tid, "name": kind, "args": {"name": name}}
+
+
+def _json_value(value: object) -> object:
+    """Return `value` where JSON has it, its text where not: NaN, paths, enums."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, str | int) else str(value)

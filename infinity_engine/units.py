@@ -1,0 +1,120 @@
+"""Sizes and rates between text and numbers: "12 GiB" is 12884901888 bytes, "3.2 GB/s" is 3.2e9 bytes a second.
+
+Reads exactly or refuses with ConfigError: never rounds what it was given, never guesses what "12G" meant.
+A leaf: called wherever a size is read, shown or aligned.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from fractions import Fraction
+
+from infinity_engine.errors import ConfigError
+
+__all__ = [
+    "GB",
+    "KB",
+    "MB",
+    "TB",
+    "GiB",
+    "KiB",
+    "MiB",
+    "TiB",
+    "align_down",
+    "align_up",
+    "format_bytes",
+    "format_rate",
+    "parse_bytes",
+    "parse_rate",
+]
+
+KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+
+_BINARY = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("B", 1))
+_DECIMAL = (("TB", TB), ("GB", GB), ("MB", MB), ("KB", KB), ("B", 1))
+_NAMES = tuple(name for name, _ in _BINARY[:-1] + _DECIMAL)
+_AMOUNT = re.compile(r"\s*(?P<number>[0-9]{1,30}(\.[0-9]{1,30})?)\s*(?P<unit>[A-Za-z]*)(?P<per>/s)?\s*")
+
+
+def parse_bytes(size: int | str, *, field: str = "size") -> int:
+    """Return `size` in bytes: a whole number of them, or text such as "12 GiB", "1.5GB" or "4096".
+
+    Raises:
+        ConfigError: it is neither, or not a whole number of bytes; names `field` and the nearest right form.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    parts = _AMOUNT.fullmatch(size) if isinstance(size, str) else None
+    if parts is None or parts["per"]:
+        expected = "a whole number of bytes, 0 or more, or text such as '12 GiB' or '1.5 GB'"
+        raise ConfigError(field=field, value=size, expected=expected)
+    nbytes = Fraction(parts["number"]) * _scale(parts["unit"], number=parts["number"], per="", field=field, given=size)
+    if nbytes.denominator != 1:
+        raise ConfigError(field=field, value=size, expected=f"a whole number of bytes; nearest: '{round(nbytes)} B'")
+    return int(nbytes)
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return `nbytes` as short text in binary units, such as "1.5 GiB".
+
+    Rounded to three decimals: parse_bytes gives the same number back whenever those are exact.
+    """
+    return _format(Fraction(nbytes), _BINARY)
+
+
+def parse_rate(rate: float | str, *, field: str = "rate") -> float:
+    """Return `rate` in bytes per second: a positive number of them, or text such as "3.2 GB/s".
+
+    Raises:
+        ConfigError: it is neither; names `field` and the nearest right form.
+    """
+    parts = _AMOUNT.fullmatch(rate) if isinstance(rate, str) else None
+    if parts is not None:
+        number, unit = parts["number"], parts["unit"]
+        scale = _scale(unit, number=number, per="/s", field=field, given=rate)
+        if not parts["per"]:
+            raise ConfigError(field=field, value=rate, expected=f"a rate: write '{number} {unit or 'B'}/s'")
+        rate = float(Fraction(number) * scale)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= sys.float_info.max:
+        expected = "a positive number of bytes per second, or text such as '3.2 GB/s'"
+        raise ConfigError(field=field, value=rate, expected=expected)
+    return float(rate)
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Return a rate as short text in decimal units, such as "3.2 GB/s", rounded to three decimals."""
+    return f"{_format(Fraction(bytes_per_s), _DECIMAL)}/s"
+
+
+def align_up(nbytes: int, alignment: int) -> int:
+    """Return the smallest multiple of `alignment` that is not below `nbytes`."""
+    return -align_down(-nbytes, alignment)
+
+
+def align_down(nbytes: int, alignment: int) -> int:
+    """Return the largest multiple of `alignment` that is not above `nbytes`."""
+    if alignment <= 0:
+        raise ConfigError(field="alignment", value=alignment, expected="a positive number of bytes")
+    return nbytes - nbytes % alignment
+
+
+def _scale(unit: str, *, number: str, per: str, field: str, given: object) -> int:
+    """Return the bytes in `unit`, or refuse it with the forms that `given` may have meant."""
+    for known, scale in _BINARY + _DECIMAL:
+        if known == (unit or "B"):
+            return scale
+    low = unit.lower()
+    near = [known for known in _NAMES if known.lower() in (low, f"{low}b", f"{low}ib")]
+    if not near:
+        raise ConfigError(field=field, value=given, expected=f"a unit out of {', '.join(_NAMES)}")
+    forms = " or ".join(f"'{number} {known}{per}'" for known in near)
+    raise ConfigError(field=field, value=given, expected=f"an unmistakable unit: write {forms}")
+
+
+def _format(amount: Fraction, units: tuple[tuple[str, int], ...]) -> str:
+    """Return `amount` in the largest of the `units` that it fills."""
+    name, scale = next((unit for unit in units if amount >= unit[1]), units[-1])
+    whole, thousandths = divmod(round(amount * 1000 / scale), 1000)
+    return f"{whole}.{thousandths:03}".rstrip("0").rstrip(".") + f" {name}"

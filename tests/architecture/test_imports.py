@@ -1,0 +1,108 @@
+"""What importing gives and costs: the packages' public names, and that the parts which need no torch import none."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_TORCH = (
+    "deepnvme",
+    "infinity_engine",
+    "infinity_engine.engine",
+    "infinity_engine.plan",
+    "infinity_engine.sim",
+    "infinity_engine.machine",
+    "infinity_engine.machine.survey",
+    "infinity_engine.cli.main",
+)
+REFUSE_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ImportError("torch is refused here")
+sys.meta_path.insert(0, Refuse())
+"""
+# Frozen: a name is added here when, and only when, it is meant to be supported.
+PUBLIC = {
+    "infinity_engine": {
+        "Budget",
+        "CapacityError",
+        "CheckpointError",
+        "CollectiveError",
+        "ConfigError",
+        "InfinityError",
+        "MissingDependencyError",
+        "Tier",
+        "TransferError",
+        "initialize",
+    },
+    "deepnvme": {
+        "BackendFallbackWarning",
+        "BackendUnavailableError",
+        "BatchError",
+        "ClosedError",
+        "Direct",
+        "FaultPlan",
+        "File",
+        "ForkedError",
+        "IOFuture",
+        "IOQueue",
+        "NVMeError",
+        "Pool",
+        "PoolExhaustedError",
+        "QueueFull",
+        "Requests",
+        "ShortReadError",
+        "Sync",
+        "UserMemory",
+        "WhenFull",
+        "probe_directory",
+        "probe_system",
+    },
+}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_a_package_exports_exactly_the_frozen_names(package: str) -> None:
+    assert set(importlib.import_module(package).__all__) == PUBLIC[package]
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_nothing_else_leaks_from_a_package(package: str) -> None:
+    root = importlib.import_module(package)
+    own = {module.name for module in pkgutil.iter_modules(root.__path__)}
+
+    assert {name for name in dir(root) if not name.startswith("_")} - own - PUBLIC[package] == set()
+    assert all(hasattr(root, name) for name in PUBLIC[package])
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_a_module_imports_where_torch_cannot(module: str) -> None:
+    run = python(f"{REFUSE_TORCH}\nimport {module}")
+
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_importing_a_module_does_not_load_torch(module: str) -> None:
+    run = python(f"import sys, {module}\nprint(sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))")
+
+    assert run.stdout.strip() == "[]", run.stderr
+
+
+def test_the_refusal_of_torch_works() -> None:
+    run = python(f"{REFUSE_TORCH}\nimport torch")
+
+    assert "torch is refused here" in run.stderr
+
+
+def python(source: str) -> subprocess.CompletedProcess[str]:
+    """Run `source` in a fresh interpreter that finds what this one finds."""
+    return subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False)

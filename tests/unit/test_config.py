@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from infinity_engine.config import (
+    Accelerator,
+    Checksum,
+    EngineConfig,
+    Precision,
+    Recording,
+    StorageConfig,
+    TelemetryConfig,
+    settings_table,
+)
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan import Budget
+from infinity_engine.units import GiB
+
+PATIENT = settings(deadline=None)
+
+WHOLE = st.integers(1, 2**62)
+NAMES = st.text(min_size=1).filter(str.strip)
+SIZES = st.one_of(st.none(), st.integers(0, 2**62), st.integers(1, 100).map("{}%".format))
+BUDGETS = st.builds(
+    Budget,
+    device=SIZES,
+    host=SIZES,
+    nvme=st.dictionaries(st.sampled_from(["/mnt/a", "/mnt/b", "swap"]), SIZES),
+)
+CONFIGS = st.builds(
+    EngineConfig,
+    budget=st.none() | BUDGETS,
+    strategy=NAMES,
+    precision=st.sampled_from(Precision),
+    accelerator=st.sampled_from(Accelerator),
+    accumulation_steps=WHOLE,
+    max_grad_norm=st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
+    subgroup_numel=WHOLE,
+    storage=st.builds(StorageConfig, backend=NAMES, checksum=st.none() | st.sampled_from(Checksum)),
+    telemetry=st.builds(TelemetryConfig, recording=st.sampled_from(Recording), keep_steps=WHOLE, keep_spans=WHOLE),
+)
+
+
+def sections(mapping: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every mapping with fixed keys in a whole configuration."""
+    yield path
+    for key, value in mapping.items():
+        if isinstance(value, dict) and key != "nvme":
+            yield from sections(value, (*path, key))
+
+
+def nested(path: tuple[str, ...], value: object) -> dict[str, object]:
+    """Return a mapping that holds `value` at `path` and nothing else."""
+    for key in reversed(path):
+        value = {key: value}
+    assert isinstance(value, dict)
+    return value
+
+
+WHOLE_CONFIG = EngineConfig(budget=Budget()).to_mapping()
+SECTIONS = sorted(sections(WHOLE_CONFIG))
+
+
+def test_the_sections_that_are_fuzzed_are_all_there_are() -> None:
+    assert SECTIONS == [(), ("budget",), ("storage",), ("telemetry",)]
+
+
+# --- values ---
+
+
+def test_a_configuration_that_says_nothing_has_the_defaults() -> None:
+    assert EngineConfig.from_mapping({}) == EngineConfig()
+
+
+def test_the_defaults_promise_nothing_that_was_not_asked_for() -> None:
+    config = EngineConfig()
+
+    assert (config.budget, config.strategy, config.precision) == (None, "auto", Precision.FP32)
+    assert (config.accelerator, config.accumulation_steps, config.max_grad_norm) == (Accelerator.AUTO, 1, None)
+    assert config.storage == StorageConfig(backend="auto", checksum=None)
+
+
+def test_the_default_subgroup_fits_small_devices_three_times() -> None:
+    parameter_and_moments_nbytes = 12 * EngineConfig().subgroup_numel
+
+    assert 3 * parameter_and_moments_nbytes < GiB
+
+
+def test_a_mapping_may_say_enums_by_value_and_sizes_as_text() -> None:
+    config = EngineConfig.from_mapping(
+        {
+            "budget": {"device": "20GiB", "host": "80%", "nvme": {"/mnt/a": "400 GiB"}},
+            "precision": "bf16",
+            "accelerator": "cpu",
+            "max_grad_norm": 1,
+            "storage": {"checksum": "off"},
+            "telemetry": {"recording": "off"},
+        }
+    )
+
+    assert config == EngineConfig(
+        budget=Budget(device=20 * GiB, host="80%", nvme={"/mnt/a": 400 * GiB}),
+        precision=Precision.BF16,
+        accelerator=Accelerator.CPU,
+        max_grad_norm=1.0,
+        storage=StorageConfig(checksum=Checksum.OFF),
+        telemetry=TelemetryConfig(recording=Recording.OFF),
+    )
+
+
+def test_a_mapping_may_hold_values_that_are_made_already() -> None:
+    made = EngineConfig(budget=Budget(host=1), precision=Precision.FP16, storage=StorageConfig(backend="aio"))
+
+    assert (
+        EngineConfig.from_mapping({"budget": made.budget, "precision": made.precision, "storage": made.storage}) == made
+    )
+
+
+def test_a_whole_number_is_kept_as_the_float_that_a_norm_is() -> None:
+    assert isinstance(EngineConfig(max_grad_norm=1).max_grad_norm, float)
+
+
+def test_a_configuration_is_a_value() -> None:
+    one, other = (EngineConfig(budget=Budget(nvme={"/mnt/a": 1})) for _ in range(2))
+
+    assert one == other
+    assert hash(one) == hash(other)
+    assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().strategy = "host_only"  # type: ignore[misc]
+
+
+def test_a_configuration_is_made_by_name_only() -> None:
+    with pytest.raises(TypeError):
+        EngineConfig(None)  # type: ignore[call-arg]
+
+
+def test_a_changed_copy_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match=r"^EngineConfig\.accumulation_steps: "):
+        dataclasses.replace(EngineConfig(), accumulation_steps=0)
+
+
+@PATIENT
+@given(CONFIGS)
+def test_a_configuration_survives_the_way_through_json(config: EngineConfig) -> None:
+    assert EngineConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
+
+
+# --- refusals ---
+
+
+@PATIENT
+@given(st.sampled_from(SECTIONS), st.text())
+def test_an_unknown_key_is_refused_by_its_dotted_path_at_any_level(section: tuple[str, ...], key: str) -> None:
+    known = WHOLE_CONFIG
+    for part in section:
+        known = known[part]  # type: ignore[assignment]
+    assume(key not in known)
+
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_mapping(nested(section, {key: 1}))
+
+    assert caught.value.field == ".".join((*section, key))
+    assert all(name in caught.value.expected for name in known)
+
+
+@PATIENT
+@given(st.data())
+def test_a_key_with_one_letter_too_many_is_told_the_right_one(data: st.DataObject) -> None:
+    section = data.draw(st.sampled_from(SECTIONS))
+    known = WHOLE_CONFIG
+    for part in section:
+        known = known[part]  # type: ignore[assignment]
+    right = data.draw(st.sampled_from(sorted(known)))
+    place = data.draw(st.integers(0, len(right)))
+    wrong = f"{right[:place]}z{right[place:]}"
+
+    with pytest.raises(ConfigError, match=rf"\(nearest: {right}\)"):
+        EngineConfig.from_mapping(nested(section, {wrong: 1}))
+
+
+def test_an_unknown_key_is_refused_beside_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"^telemetry\.keep_step: .*nearest: keep_steps"):
+        EngineConfig.from_mapping({**WHOLE_CONFIG, "telemetry": {"keep_steps": 1, "keep_step": 1}})
+
+
+def test_a_key_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^5: expected one of budget, "):
+        EngineConfig.from_mapping({5: 1})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("path", [*SECTIONS[1:], ("budget", "nvme")], ids=".".join)
+@pytest.mark.parametrize("value", [5, "x", [1], True])
+def test_a_section_that_is_no_mapping_is_refused(path: tuple[str, ...], value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_mapping(nested(path, value))
+
+    assert caught.value.field == ".".join(path)
+    assert caught.value.expected.startswith("a mapping")
+
+
+@pytest.mark.parametrize("value", [None, 5, "x", []])
+def test_a_configuration_that_is_no_mapping_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^settings: expected a mapping with keys out of budget, strategy"):
+        EngineConfig.from_mapping(value)  # type: ignore[arg-type]
+
+
+COUNTS = ("accumulation_steps", "subgroup_numel", "telemetry.keep_steps", "telemetry.keep_spans")
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("value", [True, False, 0, -1, 1.0, "1", None, math.nan])
+def test_a_count_is_a_whole_number_from_1_and_no_bool(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_mapping(nested(tuple(name.split(".")), value))
+
+    assert (caught.value.field, caught.value.expected) == (name, "a whole number, 1 or more")
+    assert caught.value.value is value
+
+
+@pytest.mark.parametrize("value", [True, 0, -1.0, math.nan, math.inf, 10**400, "1", [1]])
+def test_a_norm_is_a_positive_finite_number(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^max_grad_norm: expected a positive number, got "):
+        EngineConfig.from_mapping({"max_grad_norm": value})
+
+
+@pytest.mark.parametrize("name", ["strategy", "storage.backend"])
+@pytest.mark.parametrize("value", ["", "  ", None, 5, True, b"auto"])
+def test_a_name_is_text_that_is_not_empty(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_mapping(nested(tuple(name.split(".")), value))
+
+    assert (caught.value.field, caught.value.expected) == (name, "a name")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("precision", "bf61", r"one of fp32, bf16, fp16 \(nearest: bf16\), got 'bf61'"),
+        ("precision", "BF16", r"one of fp32, bf16, fp16"),
+        ("precision", None, r"one of fp32, bf16, fp16"),
+        ("precision", Accelerator.CPU, r"one of fp32, bf16, fp16"),
+        ("accelerator", "cud", r"one of auto, cuda, cpu, emulated \(nearest: cuda\)"),
+        ("storage.checksum", "crc", r"one of crc32c, off \(nearest: crc32c\)"),
+        ("storage.checksum", False, r"one of crc32c, off"),
+        ("telemetry.recording", ["off"], r"one of timeline, off"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused_with_the_choices(name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: expected {message}"):
+        EngineConfig.from_mapping(nested(tuple(name.split(".")), value))
+
+
+@pytest.mark.parametrize("size", ["12G", "120%", -1, True, 0.5])
+def test_a_wrong_size_is_refused_by_its_dotted_path(size: object) -> None:
+    with pytest.raises(ConfigError, match=r"^budget\.host: "):
+        EngineConfig.from_mapping({"budget": {"host": size}})
+
+
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (lambda: EngineConfig(accumulation_steps=True), "EngineConfig.accumulation_steps"),
+        (lambda: EngineConfig(strategy=""), "EngineConfig.strategy"),
+        (lambda: EngineConfig(storage=None), "EngineConfig.storage"),  # type: ignore[arg-type]
+        (lambda: StorageConfig(backend=""), "StorageConfig.backend"),
+        (lambda: TelemetryConfig(keep_steps=0), "TelemetryConfig.keep_steps"),
+    ],
+)
+def test_the_constructor_checks_as_mappings_are_checked(make: Any, place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+
+    assert caught.value.field == place
+
+
+# --- the table ---
+
+
+def test_the_table_has_one_row_for_each_setting_under_its_dotted_name() -> None:
+    config = EngineConfig().to_mapping()
+    leaves = [
+        f"{name}.{inner}" if inner else name
+        for name, value in config.items()
+        for inner in (value if isinstance(value, dict) else [""])
+    ]
+
+    assert [row.name for row in settings_table()] == leaves
+
+
+def test_the_table_says_what_each_setting_can_be_and_means() -> None:
+    assert all(row.kind and row.meaning and row.default for row in settings_table())
+
+
+def test_the_table_shows_the_defaults_as_they_are_written() -> None:
+    defaults = {row.name: row.default for row in settings_table()}
+
+    assert defaults["precision"] == "fp32"
+    assert defaults["accumulation_steps"] == "1"
+    assert defaults["max_grad_norm"] == "None"
+    assert defaults["storage.backend"] == "auto"
+
+
+def test_the_table_says_kinds_in_the_words_of_the_errors() -> None:
+    kinds = {row.name: row.kind for row in settings_table()}
+
+    assert kinds["precision"] == "one of fp32, bf16, fp16"
+    assert kinds["subgroup_numel"] == "a whole number, 1 or more"
+    assert kinds["max_grad_norm"] == "a positive number, or None"

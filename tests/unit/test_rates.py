@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan import DriveRates, Rates
+
+PATIENT = settings(deadline=None)
+SCALARS = tuple(field.name for field in dataclasses.fields(Rates) if field.name != "nvme")
+DRIVE_SCALARS = tuple(field.name for field in dataclasses.fields(DriveRates))
+RATE = st.one_of(st.none(), st.floats(0, exclude_min=True, allow_infinity=False), st.integers(1, 2**70))
+DRIVES = st.builds(DriveRates, **dict.fromkeys(DRIVE_SCALARS, RATE))
+NVME = st.dictionaries(st.text("abc", min_size=1, max_size=5).map("/mnt/{}".format), DRIVES, max_size=3)
+RATES = st.builds(Rates, nvme=NVME, **dict.fromkeys(SCALARS, RATE))
+
+
+def test_what_was_not_measured_is_none() -> None:
+    assert all(getattr(Rates(), name) is None for name in SCALARS)
+    assert not Rates().nvme
+
+
+@pytest.mark.parametrize("name", [*SCALARS, *DRIVE_SCALARS])
+def test_every_rate_has_its_unit_in_its_name(name: str) -> None:
+    assert name.endswith(("_bytes_per_s", "_params_per_s"))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, 10**400, True, "3 GB/s"])
+@pytest.mark.parametrize("name", SCALARS)
+def test_a_rate_is_a_positive_finite_number(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^Rates\.{name}: expected a positive number, or None"):
+        Rates(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0, math.inf])
+@pytest.mark.parametrize("name", DRIVE_SCALARS)
+def test_a_rate_of_a_drive_is_a_positive_finite_number(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^DriveRates\.{name}: expected a positive number, or None"):
+        DriveRates(**{name: value})
+
+
+def test_rates_are_a_value() -> None:
+    one = Rates(h2d_bytes_per_s=5, nvme={"/mnt/a/": DriveRates(read_bytes_per_s=3e9)})
+    other = Rates(h2d_bytes_per_s=5.0, nvme={"/mnt/a": DriveRates(read_bytes_per_s=3e9)})
+
+    assert one == other
+    assert hash(one) == hash(other)
+    assert pickle.loads(pickle.dumps(one)) == one
+
+
+def test_rates_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Rates().dram_bytes_per_s = 1.0  # type: ignore[misc]
+
+
+def test_a_directory_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^Rates\.nvme: expected each directory once"):
+        Rates(nvme={"/mnt/a": DriveRates(), "/mnt/a/": DriveRates()})
+
+
+@PATIENT
+@given(RATES)
+def test_rates_survive_the_way_through_json(rates: Rates) -> None:
+    assert Rates.from_mapping(json.loads(json.dumps(rates.to_mapping()))) == rates
+
+
+def test_the_json_form_carries_its_version() -> None:
+    assert Rates().to_mapping()["version"] == 1
+
+
+@pytest.mark.parametrize("version", [2, 0, "1", None, True])
+def test_another_version_is_refused_with_what_to_do(version: object) -> None:
+    with pytest.raises(ConfigError, match=r"^rates\.version: expected version 1, .* calibrate again"):
+        Rates.from_mapping({**Rates().to_mapping(), "version": version})
+
+
+def test_a_mapping_without_a_version_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^rates\.version: expected version 1, .*got None"):
+        Rates.from_mapping({"h2d_bytes_per_s": 1.0})
+
+
+def test_another_version_is_refused_before_its_unknown_names() -> None:
+    with pytest.raises(ConfigError, match=r"^rates\.version"):
+        Rates.from_mapping({"version": 2, "matmul_flops": 1})
+
+
+@pytest.mark.parametrize(
+    ("mapping", "place"),
+    [
+        ({"h2d_bytes_per_sec": 1}, r"rates\.h2d_bytes_per_sec: .*\(nearest: h2d_bytes_per_s\)"),
+        ({"h2d_bytes_per_s": 0}, r"rates\.h2d_bytes_per_s: "),
+        ({"nvme": {"/mnt/a": {"reed_bytes_per_s": 1}}}, r"rates\.nvme\['/mnt/a'\]\.reed_bytes_per_s: "),
+        ({"nvme": {"/mnt/a": {"read_bytes_per_s": "x"}}}, r"rates\.nvme\['/mnt/a'\]\.read_bytes_per_s: "),
+        ({"nvme": {"/mnt/a": 5}}, r"rates\.nvme\['/mnt/a'\]: expected a mapping"),
+        ({"nvme": {"": {}}}, r"rates\.nvme: expected directories as text"),
+        ({"nvme": [5]}, r"rates\.nvme: expected a mapping from directories"),
+    ],
+)
+def test_a_wrong_mapping_is_refused_by_its_dotted_path(mapping: dict[str, object], place: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{place}"):
+        Rates.from_mapping({"version": 1, **mapping})
+
+
+def test_what_is_no_mapping_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^rates: expected a mapping"):
+        Rates.from_mapping([1])

@@ -1,0 +1,597 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity_engine.plan import Tier
+from infinity_engine.telemetry import NullTelemetry, SpanRecord, Telemetry, Timeline, trace_events
+
+PATIENT = settings(deadline=None)
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+class TickingClock(Clock):
+    """A clock that moves by 10 ns whenever it is read."""
+
+    def __call__(self) -> int:
+        self.now_ns += 10
+        return self.now_ns
+
+
+def recorder(clock_ns: Callable[[], int] | None = None, *, keep_steps: int = 10, keep_spans: int = 100) -> Telemetry:
+    return Telemetry(keep_steps=keep_steps, keep_spans=keep_spans, clock_ns=clock_ns or TickingClock())
+
+
+def only_span(telemetry: Telemetry) -> SpanRecord:
+    (span,) = telemetry.timeline().between_steps
+    return span
+
+
+def names(spans: tuple[SpanRecord, ...]) -> list[str]:
+    return [span.name for span in spans]
+
+
+# --- spans ---
+
+
+def test_a_span_has_the_times_of_its_clock() -> None:
+    clock = Clock()
+    telemetry = recorder(clock)
+
+    clock.now_ns = 100
+    with telemetry.span("load"):
+        clock.now_ns = 250
+
+    assert (only_span(telemetry).start_ns, only_span(telemetry).end_ns) == (100, 250)
+
+
+def test_a_span_keeps_its_fields_whatever_they_are_called() -> None:
+    telemetry = recorder()
+
+    with telemetry.span("load", nbytes=4096, name="w1", self="s"):
+        pass
+
+    assert only_span(telemetry).fields == {"nbytes": 4096, "name": "w1", "self": "s"}
+
+
+def test_a_span_lies_on_the_track_of_its_thread() -> None:
+    telemetry = recorder()
+
+    with telemetry.span("load"):
+        pass
+
+    here = threading.current_thread()
+    assert (only_span(telemetry).track, only_span(telemetry).thread) == (here.name, here.ident)
+
+
+def test_a_span_lies_on_the_track_that_it_is_given() -> None:
+    telemetry = recorder()
+
+    with telemetry.span("copy", track="h2d stream"):
+        pass
+
+    assert (only_span(telemetry).track, only_span(telemetry).thread) == ("h2d stream", None)
+
+
+def test_a_span_is_recorded_and_marked_when_its_body_raises() -> None:
+    telemetry = recorder()
+
+    with pytest.raises(KeyError, match="gone"), telemetry.span("load"):
+        raise KeyError("gone")
+
+    assert (only_span(telemetry).name, only_span(telemetry).error) == ("load", "KeyError")
+
+
+def test_a_span_is_recorded_and_marked_when_its_body_is_interrupted() -> None:
+    telemetry = recorder()
+
+    with pytest.raises(KeyboardInterrupt), telemetry.span("load"):
+        raise KeyboardInterrupt
+
+    assert only_span(telemetry).error == "KeyboardInterrupt"
+
+
+def test_a_span_whose_body_ends_well_is_not_marked() -> None:
+    telemetry = recorder()
+
+    with telemetry.span("load"):
+        pass
+
+    assert only_span(telemetry).error is None
+
+
+def test_a_span_that_has_not_ended_is_not_recorded() -> None:
+    telemetry = recorder()
+
+    with telemetry.span("load"):
+        assert telemetry.timeline().between_steps == ()
+
+
+TREES: st.SearchStrategy[Any] = st.recursive(
+    st.just([]), lambda children: st.lists(children, max_size=4), max_leaves=25
+)
+
+
+@PATIENT
+@given(TREES)
+def test_spans_within_spans_nest_in_time(tree: list[Any]) -> None:
+    telemetry = recorder()
+    inside: dict[str, str] = {}
+
+    def walk(node: list[Any], name: str) -> None:
+        with telemetry.span(name):
+            for number, child in enumerate(node):
+                inside[f"{name}.{number}"] = name
+                walk(child, f"{name}.{number}")
+
+    walk(tree, "0")
+
+    spans = {span.name: span for span in telemetry.timeline().between_steps}
+    assert spans.keys() == {"0", *inside}
+    for inner, outer in inside.items():
+        assert spans[outer].start_ns < spans[inner].start_ns < spans[inner].end_ns < spans[outer].end_ns
+    siblings = [(a, b) for a, outer in inside.items() for b, other in inside.items() if a < b and outer == other]
+    assert all(spans[a].end_ns < spans[b].start_ns or spans[b].end_ns < spans[a].start_ns for a, b in siblings)
+
+
+# --- steps ---
+
+
+def test_a_step_holds_the_spans_that_began_in_it() -> None:
+    telemetry = recorder()
+
+    with telemetry.span("before"):
+        pass
+    for index in (7, 8):
+        telemetry.begin_step(index)
+        with telemetry.span(f"within {index}"):
+            pass
+        telemetry.end_step()
+    with telemetry.span("after"):
+        pass
+
+    timeline = telemetry.timeline()
+    assert [(step.index, names(step.spans)) for step in timeline.steps] == [(7, ["within 7"]), (8, ["within 8"])]
+    assert names(timeline.between_steps) == ["before", "after"]
+
+
+def test_a_span_belongs_to_the_step_in_which_it_began() -> None:
+    telemetry = recorder()
+
+    telemetry.begin_step(1)
+    with telemetry.span("store"):
+        telemetry.end_step()
+        telemetry.begin_step(2)
+
+    first, second = telemetry.timeline().steps
+    assert (names(first.spans), names(second.spans)) == (["store"], [])
+
+
+def test_a_step_has_the_times_of_the_clock() -> None:
+    clock = Clock()
+    telemetry = recorder(clock)
+
+    clock.now_ns = 5
+    with telemetry.step(0):
+        clock.now_ns = 9
+
+    (step,) = telemetry.timeline().steps
+    assert (step.start_ns, step.end_ns) == (5, 9)
+
+
+def test_a_step_that_is_running_is_on_the_timeline_without_an_end() -> None:
+    telemetry = recorder()
+    telemetry.begin_step(0)
+    telemetry.counter("bytes").add(3)
+
+    (step,) = telemetry.timeline().steps
+
+    assert step.end_ns is None
+    assert step.counters == {"bytes": 3}
+
+
+def test_a_step_ends_when_its_body_raises() -> None:
+    telemetry = recorder()
+
+    with pytest.raises(KeyError), telemetry.step(0):
+        raise KeyError
+
+    (step,) = telemetry.timeline().steps
+    assert step.end_ns is not None
+
+
+def test_a_step_cannot_begin_within_another() -> None:
+    telemetry = recorder()
+    telemetry.begin_step(3)
+
+    with pytest.raises(RuntimeError, match="step 4 cannot begin: step 3 has not ended"):
+        telemetry.begin_step(4)
+
+
+def test_a_step_that_never_began_cannot_end() -> None:
+    with pytest.raises(RuntimeError, match="none has begun"):
+        recorder().end_step()
+
+
+# --- counters ---
+
+
+def test_a_counter_adds_up() -> None:
+    telemetry = recorder()
+
+    telemetry.counter("bytes").add(3)
+    telemetry.counter("bytes").add(4)
+
+    assert telemetry.counters() == {"bytes": 7}
+
+
+def test_a_counter_that_was_asked_for_stands_at_zero() -> None:
+    telemetry = recorder()
+    telemetry.counter("stalls")
+
+    assert telemetry.counters() == {"stalls": 0}
+
+
+def test_a_counter_never_falls() -> None:
+    counter = recorder().counter("bytes")
+
+    with pytest.raises(ValueError, match="only grows: expected 0 or more, got -1"):
+        counter.add(-1)
+    assert counter.total == 0
+
+
+def test_the_snapshot_of_the_counters_stays_as_it_was() -> None:
+    telemetry = recorder()
+    before = telemetry.counters()
+
+    telemetry.counter("bytes").add(1)
+
+    assert before == {}
+
+
+def test_a_step_says_by_how_much_each_counter_grew_in_it() -> None:
+    telemetry = recorder()
+    telemetry.counter("bytes").add(100)
+    for index, grown in enumerate((5, 0, 7)):
+        with telemetry.step(index):
+            telemetry.counter("bytes").add(grown)
+        telemetry.counter("bytes").add(1000)
+    with telemetry.step(3):
+        telemetry.counter("new").add(2)
+
+    assert [step.counters for step in telemetry.timeline().steps] == [
+        {"bytes": 5},
+        {"bytes": 0},
+        {"bytes": 7},
+        {"bytes": 0, "new": 2},
+    ]
+
+
+# --- bounds ---
+
+
+def test_only_the_newest_steps_are_kept_and_the_others_counted() -> None:
+    telemetry = recorder(keep_steps=2)
+
+    for index in range(5):
+        with telemetry.step(index):
+            pass
+
+    timeline = telemetry.timeline()
+    assert [step.index for step in timeline.steps] == [3, 4]
+    assert timeline.dropped_steps == 3
+
+
+def test_only_the_newest_spans_of_a_step_are_kept_and_the_others_counted() -> None:
+    telemetry = recorder(keep_spans=2)
+
+    with telemetry.step(0):
+        for number in range(5):
+            with telemetry.span(str(number)):
+                pass
+
+    timeline = telemetry.timeline()
+    assert names(timeline.steps[0].spans) == ["3", "4"]
+    assert timeline.dropped_spans == 3
+
+
+def test_only_the_newest_spans_between_steps_are_kept_and_the_others_counted() -> None:
+    telemetry = recorder(keep_spans=2)
+
+    for number in range(5):
+        with telemetry.span(str(number)):
+            pass
+
+    timeline = telemetry.timeline()
+    assert names(timeline.between_steps) == ["3", "4"]
+    assert timeline.dropped_spans == 3
+
+
+def test_nothing_counts_as_dropped_while_all_of_it_fits() -> None:
+    telemetry = recorder(keep_steps=2, keep_spans=2)
+
+    for index in range(2):
+        with telemetry.step(index), telemetry.span("a"), telemetry.span("b"):
+            pass
+
+    timeline = telemetry.timeline()
+    assert (timeline.dropped_steps, timeline.dropped_spans) == (0, 0)
+
+
+def test_a_span_may_end_after_its_step_was_dropped() -> None:
+    telemetry = recorder(keep_steps=1)
+    telemetry.begin_step(0)
+
+    with telemetry.span("late"):
+        telemetry.end_step()
+        with telemetry.step(1):
+            pass
+
+    assert [names(step.spans) for step in telemetry.timeline().steps] == [[]]
+
+
+# --- threads ---
+
+
+def test_threads_lose_no_span_and_no_count() -> None:
+    telemetry = recorder(Clock(), keep_spans=10_000)
+    together = threading.Barrier(4)
+
+    def work(worker: int) -> None:
+        together.wait(timeout=60)
+        for number in range(500):
+            with telemetry.span(f"{worker}.{number}"):
+                telemetry.counter("bytes").add(1)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+    spans = telemetry.timeline().between_steps
+    assert sorted(names(spans)) == sorted(f"{worker}.{number}" for worker in range(4) for number in range(500))
+    assert len({span.thread for span in spans}) == 4
+    assert telemetry.counters() == {"bytes": 2000}
+
+
+# --- records ---
+
+
+def test_a_timeline_stays_as_it_was() -> None:
+    telemetry = recorder()
+    telemetry.begin_step(0)
+    before = telemetry.timeline()
+    kept = copy.deepcopy(before)
+
+    with telemetry.span("load"):
+        telemetry.counter("bytes").add(1)
+    telemetry.end_step()
+
+    assert before == kept
+
+
+def test_a_timeline_can_be_sent_to_another_process() -> None:
+    telemetry = recorder()
+    with telemetry.step(0), telemetry.span("load", nbytes=1):
+        pass
+
+    assert pickle.loads(pickle.dumps(telemetry.timeline())) == telemetry.timeline()
+
+
+def test_records_cannot_be_changed() -> None:
+    telemetry = recorder()
+    with telemetry.step(0), telemetry.span("load"):
+        pass
+    timeline = telemetry.timeline()
+
+    for record in (timeline, timeline.steps[0], timeline.steps[0].spans[0]):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(record, dataclasses.fields(record)[0].name, None)
+
+
+# --- recording nothing ---
+
+
+def test_a_null_telemetry_takes_all_calls_and_keeps_nothing() -> None:
+    telemetry: Telemetry = NullTelemetry()
+
+    telemetry.begin_step(0)
+    with telemetry.span("load", track="t", nbytes=1), telemetry.span("inner"):
+        telemetry.counter("bytes").add(5)
+    telemetry.end_step()
+    with telemetry.step(1):
+        pass
+
+    assert telemetry.timeline() == Timeline(steps=(), between_steps=(), dropped_steps=0, dropped_spans=0)
+    assert telemetry.counters() == {}
+    assert telemetry.counter("bytes").total == 0
+
+
+def test_a_null_telemetry_lets_exceptions_pass() -> None:
+    telemetry = NullTelemetry()
+
+    with pytest.raises(KeyError), telemetry.step(0), telemetry.span("load"):
+        raise KeyError
+
+
+def test_a_null_telemetry_makes_nothing_new_for_a_span() -> None:
+    telemetry = NullTelemetry()
+
+    assert telemetry.span("a") is telemetry.span("b", nbytes=1)
+    assert telemetry.counter("a") is telemetry.counter("b")
+
+
+def test_a_null_telemetry_has_the_same_public_methods() -> None:
+    public = {name for name in vars(Telemetry) if not name.startswith("_")}
+
+    assert public <= {name for name in dir(NullTelemetry) if not name.startswith("_")}
+
+
+# --- the trace ---
+
+
+def exported(telemetry: Telemetry) -> dict[str, Any]:
+    trace: dict[str, Any] = json.loads(json.dumps(trace_events(telemetry.timeline()), allow_nan=False))
+    return trace
+
+
+def events(telemetry: Telemetry, phase: str) -> list[dict[str, Any]]:
+    return [event for event in exported(telemetry)["traceEvents"] if event["ph"] == phase]
+
+
+def test_a_span_becomes_a_complete_event_in_microseconds() -> None:
+    clock = Clock()
+    telemetry = recorder(clock)
+    clock.now_ns = 1500
+    with telemetry.span("load", track="nvme", nbytes=4096):
+        clock.now_ns = 4000
+
+    assert events(telemetry, "X") == [
+        {"ph": "X", "pid": 1, "tid": 1, "name": "load", "ts": 1.5, "dur": 2.5, "args": {"nbytes": 4096}}
+    ]
+
+
+def test_a_span_that_failed_says_so_in_its_arguments() -> None:
+    telemetry = recorder()
+    with pytest.raises(KeyError), telemetry.span("load"):
+        raise KeyError
+
+    assert events(telemetry, "X")[0]["args"] == {"error": "KeyError"}
+
+
+def test_every_track_has_a_named_line_of_its_own() -> None:
+    telemetry = recorder()
+    with telemetry.step(0), telemetry.span("load", track="nvme"), telemetry.span("copy", track="h2d"):
+        pass
+    with telemetry.span("store", track="nvme"):
+        pass
+
+    lines = {event["tid"]: event["args"]["name"] for event in events(telemetry, "M") if event["name"] == "thread_name"}
+    drawn = {event["name"]: lines[event["tid"]] for event in events(telemetry, "X")}
+    assert drawn == {"step 0": "steps", "load": "nvme", "copy": "h2d", "store": "nvme"}
+    assert len(lines) == 3
+
+
+def test_two_threads_of_one_name_have_two_lines() -> None:
+    telemetry = recorder()
+    both_alive = threading.Barrier(2)
+
+    def work() -> None:
+        with telemetry.span("load"):
+            both_alive.wait(timeout=60)
+
+    threads = [threading.Thread(target=work, name="io") for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+
+    assert len({event["tid"] for event in events(telemetry, "X")}) == 2
+    assert [event["args"]["name"] for event in events(telemetry, "M")[1:]] == ["io", "io"]
+
+
+def test_the_process_is_named_and_nothing_uses_the_ids_of_the_idle_task() -> None:
+    telemetry = recorder()
+    with telemetry.step(0), telemetry.span("load"):
+        pass
+
+    assert events(telemetry, "M")[0]["args"] == {"name": "infinity_engine"}
+    assert all(event["pid"] > 0 for event in exported(telemetry)["traceEvents"])
+    assert all(event["tid"] > 0 for event in events(telemetry, "X"))
+
+
+def test_a_step_becomes_an_event_around_its_spans() -> None:
+    telemetry = recorder(TickingClock())
+    with telemetry.step(5), telemetry.span("load"):
+        pass
+
+    (step,) = (event for event in events(telemetry, "X") if event["name"] == "step 5")
+    (span,) = (event for event in events(telemetry, "X") if event["name"] == "load")
+    assert step["ts"] < span["ts"] < span["ts"] + span["dur"] < step["ts"] + step["dur"]
+
+
+def test_a_step_that_is_running_shows_its_spans_only() -> None:
+    telemetry = recorder()
+    telemetry.begin_step(0)
+    with telemetry.span("load"):
+        pass
+
+    assert [event["name"] for event in events(telemetry, "X")] == ["load"]
+
+
+def test_a_counter_becomes_an_event_for_each_step() -> None:
+    clock = Clock()
+    telemetry = recorder(clock)
+    for index in range(2):
+        clock.now_ns = 1000 * index
+        with telemetry.step(index):
+            telemetry.counter("bytes").add(10 + index)
+
+    assert [(event["name"], event["ts"], event["args"]) for event in events(telemetry, "C")] == [
+        ("bytes", 0.0, {"in step": 10}),
+        ("bytes", 1.0, {"in step": 11}),
+    ]
+
+
+def test_spans_of_one_moment_stand_outer_first() -> None:
+    telemetry = recorder(Clock())
+
+    with telemetry.span("outer"), telemetry.span("middle"), telemetry.span("inner"):
+        pass
+
+    assert [event["name"] for event in events(telemetry, "X")] == ["outer", "middle", "inner"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (1.5, 1.5),
+        (True, True),
+        (None, None),
+        ("w", "w"),
+        (2**70, 2**70),
+        (PurePosixPath("/mnt/a"), "/mnt/a"),
+        (Tier.HOST, "Tier.HOST"),
+        ([1], "[1]"),
+    ],
+)
+def test_a_field_that_json_does_not_have_is_shown_as_text(value: object, shown: object) -> None:
+    telemetry = recorder()
+    with telemetry.span("load", field=value):
+        pass
+
+    assert events(telemetry, "X")[0]["args"]["field"] == shown
+
+
+def test_the_trace_says_what_was_dropped() -> None:
+    telemetry = recorder(keep_steps=1, keep_spans=1)
+    for index in range(3):
+        with telemetry.step(index), telemetry.span("a"), telemetry.span("b"):
+            pass
+
+    assert exported(telemetry)["otherData"] == {"dropped_steps": 2, "dropped_spans": 3}
+
+
+def test_the_trace_of_nothing_is_a_trace() -> None:
+    assert [event["name"] for event in exported(NullTelemetry())["traceEvents"]] == ["process_name"]
