@@ -7,14 +7,14 @@ import os
 import platform
 import warnings
 from collections.abc import Collection
-from importlib import util
 
 from deepnvme import _native
 from deepnvme.errors import BackendUnavailableError
+from deepnvme.probing import Backend, find_liburing, read_process_limits, uring_refusal
 
-__all__ = ["BACKEND_VARIABLE", "CHAIN", "BackendFallbackWarning", "choose_backend", "load_liburing"]
+__all__ = ["BACKEND_VARIABLE", "CHAIN", "BackendFallbackWarning", "choose_backend"]
 
-CHAIN = ("liburing", "uring", "aio", "threads")
+CHAIN = tuple(backend.value for backend in Backend)
 BACKEND_VARIABLE = "DEEPNVME_BACKEND"
 _OTHERS = ("memory",)
 
@@ -33,12 +33,14 @@ def choose_backend(wanted: str, require: str | Collection[str] | None) -> str:
         BackendUnavailableError: none that is wanted and acceptable works here; the message says why, one by one.
         ValueError: an unknown name.
     """
-    named = os.environ.get(BACKEND_VARIABLE, "auto") if wanted == "auto" else wanted
+    told = os.environ.get(BACKEND_VARIABLE, "") if wanted == "auto" else ""
+    named = told or wanted
     candidates = _applicable() if named == "auto" else (named,)
     acceptable = _acceptable(require)
     for name in (*candidates, *acceptable):
         if name not in (*CHAIN, *_OTHERS):
-            raise ValueError(f"unknown backend {name!r}; there are: auto, {', '.join((*CHAIN, *_OTHERS))}")
+            source = f", from the environment variable {BACKEND_VARIABLE}" if name == told else ""
+            raise ValueError(f"unknown backend {name!r}{source}; there are: auto, {', '.join((*CHAIN, *_OTHERS))}")
     refusals = []
     for name in candidates:
         if acceptable and name not in acceptable:
@@ -51,15 +53,6 @@ def choose_backend(wanted: str, require: str | Collection[str] | None) -> str:
             return name
         refusals.append(f"{name}: {refusal}")
     raise BackendUnavailableError(errno.ENOTSUP, "no acceptable backend works here: " + "; ".join(refusals))
-
-
-def load_liburing() -> str | None:
-    """Load python-liburing and return the path of its library, None where it is not installed."""
-    if util.find_spec("liburing") is None:
-        return None
-    import liburing.liburing
-
-    return str(liburing.liburing.__file__)
 
 
 def _applicable() -> tuple[str, ...]:
@@ -76,13 +69,18 @@ def _acceptable(require: str | Collection[str] | None) -> tuple[str, ...]:
 
 def _refusal(name: str) -> str | None:
     """Return why this process cannot use the backend, None where it can: one is made and thrown away."""
-    if name == "liburing":
-        path = load_liburing()
-        if path is None:
-            return "python-liburing is not installed (pip install liburing)"
-        _native.set_liburing_path(path)
+    if name == Backend.LIBURING.value:
+        found = find_liburing()
+        if not found.usable:
+            return f"python-liburing: {found.reason}"
+        # Importing it loads its library, which cannot be loaded otherwise; the native side then binds its functions.
+        import liburing.liburing
+
+        _native.set_liburing_path(str(liburing.liburing.__file__))
     try:
         _native.try_backend(name)
-    except BackendUnavailableError as refusal:
-        return str(refusal.strerror)
+    except BackendUnavailableError as error:
+        if error.errno in (errno.EPERM, errno.ENOSYS) and name in (Backend.LIBURING.value, Backend.URING.value):
+            return uring_refusal(error.errno, read_process_limits()).cause
+        return str(error.strerror)
     return None

@@ -50,10 +50,13 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
         ) from None
     except (BufferError, ValueError) as refusal:
         raise _refusal(thing, refusal, writable=writable) from None
+    if _holds_objects(thing):
+        raise TypeError(_OBJECTS.format(kind=type(thing).__name__))
     return Memory(view.address, view.nbytes, view)
 
 
-_DEVICE = "{kind} is in GPU memory; deepnvme moves host memory: copy it to the host first (tensor.cpu(), cupy.asnumpy)"
+_DEVICE = "{kind} is not in host memory, which is what deepnvme moves: copy it to the host first (.cpu(), cupy.asnumpy)"
+_OBJECTS = "{kind} holds Python objects: its bytes are their addresses, which mean nothing in a file; pickle them"
 _CONTIGUOUS = "{kind} is not contiguous: its bytes are not one piece of memory. Make it so first ({how})"
 
 
@@ -68,7 +71,8 @@ def _of_tensor(tensor: Any, torch: Any) -> Memory:
         raise ValueError(
             "the tensor is a lazy conjugate or negative: its bytes are not its values; resolve_conj() first"
         )
-    return Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)
+    # The storage, not the tensor: `tensor.data = other` lets the tensor go on without the memory being read into.
+    return Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.untyped_storage())
 
 
 def _of_array_interface(array: Any, *, writable: bool) -> Memory:
@@ -79,8 +83,12 @@ def _of_array_interface(array: Any, *, writable: bool) -> Memory:
         raise ValueError(_CONTIGUOUS.format(kind="an array with strides", how="numpy.ascontiguousarray"))
     if read_only and writable:
         raise BufferError(f"{type(array).__name__} is read-only; reading into it needs a writable one")
-    nbytes = math.prod(interface["shape"]) * int(interface["typestr"][2:])
-    return Memory(address, nbytes, array)
+    import numpy as np
+
+    kind = np.dtype(interface["typestr"])
+    if kind.hasobject:
+        raise TypeError(_OBJECTS.format(kind=type(array).__name__))
+    return Memory(address, math.prod(interface["shape"]) * kind.itemsize, array)
 
 
 def _of_dlpack(thing: Any, *, writable: bool) -> Memory:
@@ -90,6 +98,14 @@ def _of_dlpack(thing: Any, *, writable: bool) -> Memory:
     import numpy as np
 
     return memory_of(np.from_dlpack(thing), writable=writable)
+
+
+def _holds_objects(thing: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(thing, numpy.ndarray):
+        return bool(thing.dtype.hasobject)
+    with memoryview(thing) as view:
+        return "O" in view.format
 
 
 def _refusal(thing: Any, refusal: Exception, *, writable: bool) -> Exception:

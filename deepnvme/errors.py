@@ -68,7 +68,7 @@ class NVMeError(OSError):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with every field, as OSError itself would forget ours."""
-        return (_rebuilt, (type(self), self.args, self.__dict__))
+        return (_rebuilt, (type(self), self.errno, self.strerror, self.filename, self.__dict__))
 
 
 class ShortReadError(NVMeError, EOFError):
@@ -141,8 +141,8 @@ def file_error(errno: int, call: str, path: str) -> OSError:
     return OSError(errno, f"{call}: {os.strerror(errno)}{hint}", path)
 
 
-def _rebuilt(kind: type[NVMeError], args: tuple[object, ...], fields: dict[str, object]) -> NVMeError:
-    error = kind.__new__(kind, *args)
-    error.args = args
+def _rebuilt(kind: type[NVMeError], errno: int, message: str, path: str | None, fields: dict[str, object]) -> NVMeError:
+    error = kind.__new__(kind)
+    OSError.__init__(error, errno, message, *([path] if path else []))
     error.__dict__.update(fields)
     return error

@@ -26,10 +26,10 @@ class IOFuture(concurrent.futures.Future[_T]):
 
     def cancel(self) -> bool:
         """Take the operation back if it has not begun; return whether that was so."""
-        return not self.done() and self._cancellable.cancel() and super().cancel()
+        return self.cancelled() or (not self.done() and self._cancellable.cancel() and super().cancel())
 
     def __await__(self) -> Generator[Any, None, _T]:
         """Wait on the running event loop."""
         import asyncio  # costs a third of importing this package, and whoever awaits has it
 
-        return asyncio.wrap_future(self).__await__()
+        return asyncio.shield(asyncio.wrap_future(self)).__await__()

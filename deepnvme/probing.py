@@ -36,6 +36,7 @@ __all__ = [
     "SystemRoots",
     "UringProbe",
     "best_backend",
+    "find_liburing",
     "find_mount",
     "judge_liburing",
     "kernel_version",
@@ -262,7 +263,7 @@ def probe_system(roots: SystemRoots = HOST_ROOTS) -> SystemProbe:
     )
     aio_error = _native.probe_linux_aio()
     aio = AioProbe(available=aio_error == 0, errno_name=_errno_name(aio_error))
-    liburing = _find_liburing()
+    liburing = find_liburing()
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return SystemProbe(
         kernel_release=limits.kernel_release,
@@ -443,8 +444,8 @@ def _space(path: Path) -> tuple[int | None, int | None]:
     return space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
 
 
-def _find_liburing() -> LiburingProbe:
-    # Found without importing it: its library would then be mapped into this process.
+def find_liburing() -> LiburingProbe:
+    """Look for python-liburing without importing it: that would map its library into this process."""
     try:
         distribution = metadata.distribution("liburing")
     except metadata.PackageNotFoundError:

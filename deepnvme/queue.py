@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import operator
 import os
 import threading
 import weakref
@@ -37,6 +38,9 @@ _MODES = MappingProxyType(
         "x": _native.OpenMode.EXCLUSIVE,
     }
 )
+
+
+_LARGEST_FILE = (1 << 63) - 1  # bytes, as the kernel counts them
 
 
 class WhenFull(Enum):
@@ -175,10 +179,13 @@ class IOQueue:
         """
         if mode not in _MODES:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
+        if "\0" in str(path):
+            raise ValueError(f"a path has no null bytes; got {str(path)!r}")
         native = self._native.open(str(Path(path).absolute()), _MODES[mode], direct.value, permissions)
+        file = File(self, native)
         if size is not None:
-            native.preallocate(size)
-        return File(self, native)
+            file.preallocate(size)
+        return file
 
     def batch(self) -> Batch:
         """Return a context in which several operations are submitted, and waited for together at its end."""
@@ -230,20 +237,20 @@ class IOQueue:
         offset: int,
         at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
     ) -> IOFuture[Any]:
-        if offset < 0:
-            raise ValueError(f"offset must not be negative, got {offset}")
+        asked = memory.nbytes if memory else 0
+        offset = operator.index(offset)
+        _check_range("offset", offset, asked)
         if self.closed:
             raise ClosedError("the queue is closed")
         cancellable = _native.Cancellable()
         future: IOFuture[Any] = IOFuture(cancellable)
-        asked = memory.nbytes if memory else 0
         address = memory.address if memory else 0
         number = next(self._ids)
         self._pending[number] = _Pending(future, verb.name.lower(), file.path, offset, asked, memory)
         submit = self._native.submit if self.when_full is WhenFull.BLOCK else self._native.try_submit
         try:
             taken = submit(number, verb, file, address, asked, offset, at_end, cancellable)
-        except BaseException:
+        except (NVMeError, MemoryError):  # refused. Not so what a signal handler raises: the drive may be at work
             del self._pending[number]
             raise
         if taken is False:
@@ -254,9 +261,10 @@ class IOQueue:
     def _forget_parents_work(self) -> None:
         """In a forked child: what the parent submitted ends there, and would be waited for here for ever."""
         for pending in self._pending.values():
-            pending.future.set_exception(
-                ForkedError(f"{pending.op} of {pending.path} was submitted by the parent process")
-            )
+            if not pending.future.done():
+                pending.future.set_exception(
+                    ForkedError(f"{pending.op} of {pending.path} was submitted by the parent process")
+                )
         self._pending.clear()
 
 
@@ -310,10 +318,14 @@ class File:
 
     def preallocate(self, nbytes: int) -> None:
         """Reserve the first `nbytes` of the file on the drive; a full disk is told now."""
-        self._open().preallocate(nbytes)
+        native = self._open()
+        _check_range("size", nbytes)
+        if nbytes > 0:
+            native.preallocate(nbytes)
 
     def truncate(self, nbytes: int) -> None:
         """Cut or extend the file to `nbytes`."""
+        _check_range("size", nbytes)
         self._open().truncate(nbytes)
 
     @property
@@ -394,6 +406,13 @@ class Batch:
             future.exception()
 
 
+def _check_range(what: str, start: int, nbytes: int = 0) -> None:
+    if start < 0:
+        raise ValueError(f"{what} must not be negative, got {start}")
+    if start + nbytes > _LARGEST_FILE:
+        raise ValueError(f"no file is that large: {what} {start} and {nbytes} B from there, at most {_LARGEST_FILE} B")
+
+
 def _complete_futures(native: _native.Queue, pending: dict[int, _Pending], backend: str) -> None:
     """Complete futures as operations end, until the queue is closed and drained. Runs on the queue's own thread."""
     while ended := native.wait_ended():
@@ -403,6 +422,7 @@ def _complete_futures(native: _native.Queue, pending: dict[int, _Pending], backe
 
 def _complete(work: _Pending, ending: _native.Ending, done: int, error: int, backend: str) -> None:
     future = work.future
+    work.memory = None  # before the future ends: whoever it wakes may resize or hand on the memory at once
     if ending is _native.Ending.CANCELLED:
         super(IOFuture, future).cancel()
         future.set_running_or_notify_cancel()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
 
 from infinity_engine.errors import MissingDependencyError
+from infinity_engine.machine.packages import OLDEST_TORCH, is_torch_new_enough
 
-__all__ = ["OLDEST_TORCH", "require_torch"]
-
-OLDEST_TORCH = (2, 6)
+__all__ = ["require_torch"]
 
 
 def require_torch(needed_by: str) -> None:
@@ -18,8 +16,7 @@ def require_torch(needed_by: str) -> None:
         found = metadata.version("torch")
     except metadata.PackageNotFoundError:
         found = None
-    numbers = re.match(r"(\d+)\.(\d+)", found or "")
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+    if found is None or not is_torch_new_enough(found):
         raise MissingDependencyError(
             needed_by=needed_by,
             package=f"PyTorch >= {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}",

@@ -33,7 +33,6 @@ void bind_probe(py::module_& module) {
     module.def("probe_uring", &probe_uring, without_gil());
     module.def("probe_linux_aio", &probe_linux_aio, without_gil());
     module.def("probe_directory", &probe_directory, py::arg("directory"), without_gil());
-    module.def("dio_alignment", &dio_alignment, py::arg("path"), without_gil());
 }
 
 }  // namespace

@@ -84,12 +84,13 @@ py::dict stats_of(const DriveStats& stats) {
     return dict;
 }
 
-// Raises deepnvme.errors.<name>(arguments...), so that Python code catches classes that Python code defined.
+// Raises what deepnvme.errors.<name>(arguments...) makes, so that Python code catches classes that Python
+// code defined.
 template <typename... Arguments>
 void raise_ours(const char* name, Arguments&&... arguments) {
-    const py::object type = py::module_::import("deepnvme.errors").attr(name);
-    const py::object value = type(std::forward<Arguments>(arguments)...);
-    PyErr_SetObject(type.ptr(), value.ptr());
+    const py::object maker = py::module_::import("deepnvme.errors").attr(name);
+    const py::object value = maker(std::forward<Arguments>(arguments)...);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
 }
 
 void translate(std::exception_ptr pointer) {

@@ -1,4 +1,5 @@
-// What the backend tests need around a backend: aligned memory, a file, a loop that runs requests to their end.
+// What the backend tests need around a backend: aligned memory, a file, a loop that runs requests to their
+// end.
 #pragma once
 
 #include <fcntl.h>
@@ -70,7 +71,8 @@ class Memory {
     std::byte* start_ = nullptr;
 };
 
-// A file of the given content, without a name, open twice: plain, and with O_DIRECT where the file system allows.
+// A file of the given content, without a name, open twice: plain, and with O_DIRECT where the file system
+// allows.
 class TestFile {
   public:
     explicit TestFile(std::span<const std::byte> content = {}) {
@@ -82,8 +84,8 @@ class TestFile {
         ::unlink(name.c_str());
         std::size_t done = 0;
         while (done < content.size()) {
-            const ssize_t count = ::pwrite(plain_, content.data() + done, content.size() - done,
-                                           static_cast<off_t>(done));
+            const ssize_t count =
+                ::pwrite(plain_, content.data() + done, content.size() - done, static_cast<off_t>(done));
             if (count <= 0) throw std::system_error(errno, std::generic_category(), "pwrite");
             done += static_cast<std::size_t>(count);
         }
@@ -110,8 +112,8 @@ class TestFile {
     int read_only_ = -1;
 };
 
-// Pushes all, as there is room, and reaps until all have completed. Returns the results by token; a token that is
-// unknown or comes twice is a failure.
+// Pushes all, as there is room, and reaps until all have completed. Returns the results by token; a token
+// that is unknown or comes twice is a failure.
 inline std::map<std::uint64_t, std::int64_t> run(Backend& backend, const std::vector<Request>& requests) {
     std::map<std::uint64_t, std::int64_t> results;
     std::array<Completion, 16> out;
@@ -120,11 +122,13 @@ inline std::map<std::uint64_t, std::int64_t> run(Backend& backend, const std::ve
         while (pushed < requests.size() && backend.push(requests[pushed])) ++pushed;
         const std::size_t count = backend.submit_and_reap(out, Wait::some);
         for (const Completion& one : std::span(out).first(count)) {
-            const bool known = std::any_of(requests.begin(), requests.begin() + static_cast<long>(pushed),
-                                           [&](const Request& request) { return request.token == one.token; });
+            const bool known =
+                std::any_of(requests.begin(), requests.begin() + static_cast<long>(pushed),
+                            [&](const Request& request) { return request.token == one.token; });
             if (!known) check::fail(__FILE__, __LINE__, "unknown token " + std::to_string(one.token));
             const bool is_new = results.emplace(one.token, one.result).second;
-            if (!is_new) check::fail(__FILE__, __LINE__, "token " + std::to_string(one.token) + " came twice");
+            if (!is_new)
+                check::fail(__FILE__, __LINE__, "token " + std::to_string(one.token) + " came twice");
         }
     }
     return results;

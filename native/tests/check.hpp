@@ -106,8 +106,8 @@ inline int run(int argc, char** argv) {
 
 #define CHECK_EQ(left, right)                                                                      \
     do {                                                                                           \
-        const auto& left_ = (left);                                                                \
-        const auto& right_ = (right);                                                              \
+        const auto left_ = (left);                                                                 \
+        const auto right_ = (right);                                                               \
         if (!check::equal(left_, right_))                                                          \
             check::fail(__FILE__, __LINE__,                                                        \
                         "expected " #left " == " #right ", got " + check::shown(left_) + " and " + \

@@ -1,5 +1,5 @@
-// One behaviour for all backends: every TEST runs on each that this kernel allows, and is skipped, after that, when
-// it refused one. liburing needs an interpreter around it and passes the same in the Python suite.
+// One behaviour for all backends: every TEST runs on each that this kernel allows, and is skipped, after
+// that, when it refused one. liburing needs an interpreter around it and passes the same in the Python suite.
 #include <fcntl.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -94,7 +94,8 @@ void limit(__rlimit_resource resource, rlim_t value) {
 
 }  // namespace
 
-// ---- results ----------------------------------------------------------------------------------------------------
+// ---- results
+// ----------------------------------------------------------------------------------------------------
 
 TEST(many_chunks_written_out_of_order_are_read_back) {
     on_every_backend([](const Make& make) {
@@ -177,8 +178,7 @@ TEST(a_read_at_or_behind_the_end_gives_zero) {
         const auto backend = make(2);
 
         for (const std::uint64_t offset : {8192, 1 << 20}) {
-            const Request request{
-                .fd = file.fd(), .offset = offset, .memory = memory.at(0), .length = 4096};
+            const Request request{.fd = file.fd(), .offset = offset, .memory = memory.at(0), .length = 4096};
             CHECK_EQ(run_one(*backend, request), 0);
         }
     });
@@ -240,11 +240,11 @@ TEST(unaligned_direct_requests_are_refused) {
         }
         const auto backend = make(4);
 
-        const auto results = run(
-            *backend,
-            {{.fd = file.fd(), .memory = memory.at(1), .length = 4096, .token = 0},
-             {.fd = file.fd(), .offset = 100, .memory = memory.at(0), .length = 4096, .token = 1},
-             {.verb = Verb::write, .fd = file.fd(), .memory = memory.at(0), .length = 100, .token = 2}});
+        const auto results =
+            run(*backend,
+                {{.fd = file.fd(), .memory = memory.at(1), .length = 4096, .token = 0},
+                 {.fd = file.fd(), .offset = 100, .memory = memory.at(0), .length = 4096, .token = 1},
+                 {.verb = Verb::write, .fd = file.fd(), .memory = memory.at(0), .length = 100, .token = 2}});
 
         for (const auto& [token, result] : results) CHECK_EQ(result, -EINVAL);
     });
@@ -290,7 +290,8 @@ TEST(a_write_over_the_file_size_limit_is_short_and_then_efbig) {
     });
 }
 
-// ---- room -------------------------------------------------------------------------------------------------------
+// ---- room
+// -------------------------------------------------------------------------------------------------------
 
 TEST(a_full_backend_refuses_a_push_until_something_is_reaped_and_loses_nothing) {
     on_every_backend([](const Make& make) {
@@ -338,25 +339,24 @@ TEST(requests_in_the_kernel_count_as_pending_until_they_are_reaped) {
     });
 }
 
-// ---- wake -------------------------------------------------------------------------------------------------------
+// ---- wake
+// -------------------------------------------------------------------------------------------------------
 
 TEST(a_wake_from_another_thread_unblocks) {
     on_every_backend([](const Make& make) {
         const auto backend = make(4);
         std::array<Completion, 4> out;
         std::atomic<bool> called = false;
-        std::thread other([&] {
+        const std::jthread other([&] {
             std::this_thread::sleep_for(20ms);
             called = true;
             backend->wake();
         });
 
         const std::size_t count = backend->submit_and_reap(out, Wait::some);
-        const bool returned_after_the_call = called;
-        other.join();
 
         CHECK_EQ(count, 0);
-        CHECK(returned_after_the_call);
+        CHECK(called);
     });
 }
 
@@ -407,7 +407,7 @@ TEST(thousands_of_wakes_become_a_few_returns) {
         std::array<Completion, 4> out;
         for (int i = 0; i < 5000; ++i) backend->wake();
         std::atomic<bool> last = false;
-        std::thread other([&] {
+        const std::jthread other([&] {
             std::this_thread::sleep_for(20ms);
             last = true;
             backend->wake();
@@ -420,7 +420,6 @@ TEST(thousands_of_wakes_become_a_few_returns) {
             after_the_last = last;
             ++returns;
         }
-        other.join();
 
         CHECK(returns <= 4);
     });
@@ -430,11 +429,11 @@ TEST(a_signal_does_not_end_a_wait) {
     on_every_backend([](const Make& make) {
         const auto backend = make(4);
         std::array<Completion, 4> out;
-        struct sigaction action {};
+        struct sigaction action{};
         action.sa_handler = [](int) {};  // without SA_RESTART: calls that block end with EINTR
         CHECK_EQ(::sigaction(SIGUSR1, &action, nullptr), 0);
         std::atomic<bool> called = false;
-        std::thread other([&, waiting = ::pthread_self()] {
+        const std::jthread other([&, waiting = ::pthread_self()] {
             for (int i = 0; i < 5; ++i) {
                 std::this_thread::sleep_for(5ms);
                 ::pthread_kill(waiting, SIGUSR1);
@@ -444,11 +443,9 @@ TEST(a_signal_does_not_end_a_wait) {
         });
 
         const std::size_t count = backend->submit_and_reap(out, Wait::some);
-        const bool returned_after_the_call = called;
-        other.join();
 
         CHECK_EQ(count, 0);
-        CHECK(returned_after_the_call);
+        CHECK(called);
     });
 }
 
@@ -485,7 +482,8 @@ TEST(wakes_from_many_threads_disturb_no_request) {
     });
 }
 
-// ---- registered buffers -----------------------------------------------------------------------------------------
+// ---- registered buffers
+// -----------------------------------------------------------------------------------------
 
 TEST(registered_buffers_are_used_and_other_indexes_are_refused) {
     on_every_backend([](const Make& make) {
@@ -498,11 +496,9 @@ TEST(registered_buffers_are_used_and_other_indexes_are_refused) {
         (void)backend->submit_and_reap(out, Wait::none);  // registering must not need a backend never used
         const std::array buffers = {first.vector(), second.vector()};
         const auto move = [&](Verb verb, std::byte* memory, std::int32_t buffer) {
-            return run_one(*backend, {.verb = verb,
-                                      .fd = file.fd(),
-                                      .memory = memory,
-                                      .length = 64 * kib,
-                                      .buffer = buffer});
+            return run_one(
+                *backend,
+                {.verb = verb, .fd = file.fd(), .memory = memory, .length = 64 * kib, .buffer = buffer});
         };
 
         const int error = backend->register_buffers(buffers);
@@ -532,8 +528,8 @@ TEST(registering_again_replaces_and_registering_nothing_forgets) {
         const std::array one = {first.vector()};
         const std::array other = {second.vector()};
         const auto read = [&](const Memory& memory, std::int32_t buffer) {
-            return run_one(
-                *backend, {.fd = file.fd(), .memory = memory.at(0), .length = 4096, .buffer = buffer});
+            return run_one(*backend,
+                           {.fd = file.fd(), .memory = memory.at(0), .length = 4096, .buffer = buffer});
         };
         if (backend->register_buffers(one) != 0) return;  // the test before this one says why
 
@@ -591,14 +587,16 @@ TEST(the_memlock_limit_is_an_errno_and_leaves_the_backend_usable) {
     });
 }
 
-// ---- the end ----------------------------------------------------------------------------------------------------
+// ---- the end
+// ----------------------------------------------------------------------------------------------------
 
 TEST(after_destruction_with_requests_in_flight_the_kernel_touches_no_memory) {
     on_every_backend([](const Make& make) {
         const Memory memory(16 * mib);
         const TestFile file(memory.bytes());
         auto backend = make(16);
-        for (const Request& request : cover(Verb::read, file.fd(), memory, mib)) CHECK(backend->push(request));
+        for (const Request& request : cover(Verb::read, file.fd(), memory, mib))
+            CHECK(backend->push(request));
         std::array<Completion, 1> out;
         (void)backend->submit_and_reap(out, Wait::none);
 
@@ -617,7 +615,8 @@ TEST(what_was_pushed_and_never_submitted_is_not_done) {
         const TestFile file(memory.bytes());
         memory.fill(0x22);
         auto backend = make(16);
-        for (const Request& request : cover(Verb::write, file.fd(), memory, 4096)) CHECK(backend->push(request));
+        for (const Request& request : cover(Verb::write, file.fd(), memory, 4096))
+            CHECK(backend->push(request));
 
         backend.reset();
 
@@ -637,7 +636,8 @@ TEST(a_backend_never_attached_can_go) {
     }
 }
 
-// ---- making -----------------------------------------------------------------------------------------------------
+// ---- making
+// -----------------------------------------------------------------------------------------------------
 
 TEST(an_unknown_name_or_no_room_is_an_invalid_argument) {
     CHECK_THROWS(deepnvme::make_backend("libaio", 4), std::invalid_argument);
@@ -691,7 +691,8 @@ TEST(a_kernel_that_forbids_io_uring_is_an_error_with_its_errno) {
     }
 }
 
-// ---- refusals of the ring's own calls, put between a RingBackend and the kernel ------------------------------------
+// ---- refusals of the ring's own calls, put between a RingBackend and the kernel
+// ------------------------------------
 
 namespace {
 
@@ -748,7 +749,8 @@ TEST(a_ring_interrupted_or_out_of_room_tries_again_and_loses_nothing) {
         const auto backend = make_refusing(8);
         for (int round = 0; round < 4; ++round) {
             state.submits_refused = 3;
-            for (const auto& [token, result] : run(*backend, cover(Verb::read, file.fd(), memory, 16 * kib))) {
+            for (const auto& [token, result] :
+                 run(*backend, cover(Verb::read, file.fd(), memory, 16 * kib))) {
                 CHECK_EQ(result, 16 * kib);
             }
             CHECK_EQ(state.submits_refused, 0);

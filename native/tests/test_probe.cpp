@@ -67,14 +67,10 @@ SAME_FIELD(CqOffsets, ring_entries, io_cqring_offsets, ring_entries);
 SAME_FIELD(CqOffsets, overflow, io_cqring_offsets, overflow);
 SAME_FIELD(CqOffsets, cqes, io_cqring_offsets, cqes);
 
-SAME(uring::setup_iopoll, IORING_SETUP_IOPOLL);
-SAME(uring::setup_sqpoll, IORING_SETUP_SQPOLL);
 SAME(uring::mmap_offset_sq_ring, IORING_OFF_SQ_RING);
 SAME(uring::mmap_offset_cq_ring, IORING_OFF_CQ_RING);
 SAME(uring::mmap_offset_sqes, IORING_OFF_SQES);
-SAME(uring::sq_need_wakeup, IORING_SQ_NEED_WAKEUP);
 SAME(uring::enter_getevents, IORING_ENTER_GETEVENTS);
-SAME(uring::enter_sq_wakeup, IORING_ENTER_SQ_WAKEUP);
 SAME(uring::fsync_datasync, IORING_FSYNC_DATASYNC);
 
 #ifdef IORING_SETUP_CQSIZE
@@ -113,17 +109,8 @@ SAME(uring::feature_nodrop, IORING_FEAT_NODROP);
 #ifdef IORING_FEAT_SUBMIT_STABLE
 SAME(uring::feature_submit_stable, IORING_FEAT_SUBMIT_STABLE);
 #endif
-#ifdef IORING_FEAT_RW_CUR_POS
-SAME(uring::feature_rw_cur_pos, IORING_FEAT_RW_CUR_POS);
-#endif
-#ifdef IORING_FEAT_FAST_POLL
-SAME(uring::feature_fast_poll, IORING_FEAT_FAST_POLL);
-#endif
 #ifdef IORING_FEAT_EXT_ARG
 SAME(uring::feature_ext_arg, IORING_FEAT_EXT_ARG);
-#endif
-#ifdef IORING_FEAT_NATIVE_WORKERS
-SAME(uring::feature_native_workers, IORING_FEAT_NATIVE_WORKERS);
 #endif
 #ifdef IORING_FEAT_RSRC_TAGS
 SAME(uring::feature_rsrc_tags, IORING_FEAT_RSRC_TAGS);
@@ -161,20 +148,13 @@ SAME_FIELD(ProbeOp, flags, io_uring_probe_op, flags);
 // Enumerators cannot be asked for by #ifdef; a macro of the same or a later kernel stands for them.
 #ifdef IORING_FEAT_FAST_POLL  // 5.7
 SAME(static_cast<int>(uring::Op::nop), IORING_OP_NOP);
-SAME(static_cast<int>(uring::Op::readv), IORING_OP_READV);
-SAME(static_cast<int>(uring::Op::writev), IORING_OP_WRITEV);
 SAME(static_cast<int>(uring::Op::fsync), IORING_OP_FSYNC);
 SAME(static_cast<int>(uring::Op::read_fixed), IORING_OP_READ_FIXED);
 SAME(static_cast<int>(uring::Op::write_fixed), IORING_OP_WRITE_FIXED);
-SAME(static_cast<int>(uring::Op::poll_add), IORING_OP_POLL_ADD);
 SAME(static_cast<int>(uring::Op::async_cancel), IORING_OP_ASYNC_CANCEL);
-SAME(static_cast<int>(uring::Op::fallocate), IORING_OP_FALLOCATE);
 SAME(static_cast<int>(uring::Op::read), IORING_OP_READ);
 SAME(static_cast<int>(uring::Op::write), IORING_OP_WRITE);
 SAME(uring::sqe_fixed_file, IOSQE_FIXED_FILE);
-SAME(uring::sqe_io_drain, IOSQE_IO_DRAIN);
-SAME(uring::sqe_io_link, IOSQE_IO_LINK);
-SAME(uring::sqe_async, IOSQE_ASYNC);
 SAME(uring::register_buffers, IORING_REGISTER_BUFFERS);
 SAME(uring::unregister_buffers, IORING_UNREGISTER_BUFFERS);
 SAME(uring::register_files, IORING_REGISTER_FILES);

@@ -198,9 +198,9 @@ class AioBackend final : public Backend {
     EventFd signal_;
     std::atomic<bool> woken_ = false;
     Context context_ = 0;
-    std::vector<Iocb> pushed_;           // never grows beyond depth_, so that it never moves
-    std::vector<Iocb*> pointers_;        // to the places of pushed_, as io_submit wants them
-    std::vector<Completion> refused_;    // completed without the kernel, not yet reaped
+    std::vector<Iocb> pushed_;         // never grows beyond depth_, so that it never moves
+    std::vector<Iocb*> pointers_;      // to the places of pushed_, as io_submit wants them
+    std::vector<Completion> refused_;  // completed without the kernel, not yet reaped
     unsigned in_kernel_ = 0;
 };
 

@@ -1,6 +1,7 @@
-// `fault`: another backend whose requests go wrong as a plan says. What happens to a request is decided when it is
-// pushed, from the plan's seed and the requests before it alone; when a completion may pass is decided by what
-// else passes and by the clock. A test instrument: waiting for held completions, it looks up every 200 us.
+// `fault`: another backend whose requests go wrong as a plan says. What happens to a request is decided when
+// it is pushed, from the plan's seed and the requests before it alone; when a completion may pass is decided
+// by what else passes and by the clock. A test instrument: waiting for held completions, it looks up every
+// 200 us.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -11,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -41,7 +43,8 @@ void check(const FaultRule& rule) {
     }
 }
 
-// Half of the request, whole sectors where it has any to spare, but never nothing: that would read as end of file.
+// Half of the request, whole sectors where it has any to spare, but never nothing: that would read as end of
+// file.
 [[nodiscard]] std::uint32_t half_of(std::uint32_t length) noexcept {
     constexpr std::uint32_t sector = 512;
     const std::uint32_t half = length / 2;
@@ -51,14 +54,16 @@ void check(const FaultRule& rule) {
 // A rule, what it has seen, and its own stream of random numbers: rules do not disturb one another.
 class ActiveRule {
   public:
-    ActiveRule(FaultRule rule, std::uint64_t stream) : rule_(std::move(rule)), stream_(stream) { check(rule_); }
+    ActiveRule(FaultRule rule, std::uint64_t stream) : rule_(std::move(rule)), stream_(stream) {
+        check(rule_);
+    }
 
     [[nodiscard]] const FaultRule& rule() const noexcept { return rule_; }
 
     // Counts the request; true when it is one that the rule applies to.
     [[nodiscard]] bool strikes(Verb verb) noexcept {
-        const bool matches =
-            rule_.verbs.empty() || std::find(rule_.verbs.begin(), rule_.verbs.end(), verb) != rule_.verbs.end();
+        const bool matches = rule_.verbs.empty() ||
+                             std::find(rule_.verbs.begin(), rule_.verbs.end(), verb) != rule_.verbs.end();
         if (!matches) return false;
         ++seen_;
         if (rule_.nth != 0 && seen_ == rule_.nth) return true;
@@ -98,7 +103,7 @@ struct Fate {
     std::vector<ActiveRule*> throttles{};
 };
 
-// A completion that may not pass yet: not before `due`, not before `hold` others.
+// A completion that may not pass yet: not before `due`, not before `hold` others have overtaken it.
 struct Held {
     Completion completion;
     Clock::time_point due;
@@ -133,7 +138,8 @@ class FaultBackend final : public Backend {
         }
         const std::size_t place = free_.back();
         changed.token = place;
-        if (!inner_->push(changed)) throw std::logic_error("a backend refused a request that it has room for");
+        if (!inner_->push(changed))
+            throw std::logic_error("a backend refused a request that it has room for");
         free_.pop_back();
         fates_[place] = std::move(fate);
         ++in_inner_;
@@ -222,7 +228,7 @@ class FaultBackend final : public Backend {
         } while (count == batch.size());
     }
 
-    // Lets pass what may pass, in the order held. Each that passes brings those held for others nearer.
+    // Lets pass what may pass, in the order held.
     [[nodiscard]] std::size_t deliver(std::span<Completion> out) {
         const Clock::time_point now = Clock::now();
         std::size_t filled = 0;
@@ -236,8 +242,10 @@ class FaultBackend final : public Backend {
                 continue;
             }
             out[filled++] = next->completion;
-            held_.erase(next);
-            for (Held& other : held_) other.hold -= std::min(other.hold, 1U);
+            const auto behind = held_.erase(next);
+            for (Held& overtaken : std::span(held_.begin(), behind)) {
+                overtaken.hold -= std::min(overtaken.hold, 1U);
+            }
         }
         return filled;
     }
@@ -264,7 +272,7 @@ class FaultBackend final : public Backend {
     std::unique_ptr<Backend> inner_;
     std::string name_;
     std::vector<ActiveRule> rules_;
-    std::vector<Fate> fates_;        // of the requests in the wrapped backend; their token there is the place here
+    std::vector<Fate> fates_;  // of the requests in the wrapped backend; their token there is the place here
     std::vector<std::size_t> free_;  // places in fates_
     std::vector<Held> held_;         // in the order in which the wrapped backend completed them
     std::size_t in_inner_ = 0;

@@ -1,5 +1,5 @@
-// `threads`: a few workers that call pread, pwrite, fdatasync and fsync. What remains where the kernel has, or
-// allows, neither io_uring nor Linux AIO.
+// `threads`: a few workers that call pread, pwrite, fdatasync and fsync. What remains where the kernel has,
+// or allows, neither io_uring nor Linux AIO.
 #include <algorithm>
 #include <condition_variable>
 #include <cstddef>

@@ -1,5 +1,6 @@
-// `uring` and `liburing`: one class over two tables of functions. A wake-up is a read of an eventfd that stands in
-// the ring, so that a blocked enter needs no polling; its completion carries reserved_token and stays in here.
+// `uring` and `liburing`: one class over two tables of functions. A wake-up is a read of an eventfd that
+// stands in the ring, so that a blocked enter needs no polling; its completion carries reserved_token and
+// stays in here.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -148,8 +149,8 @@ class RingBackend final : public Backend {
         ++unsubmitted_;
     }
 
-    // Submits what was added and, with `blocks`, waits for a completion. False when the kernel had no room for
-    // all: completions have to be taken before it is tried again.
+    // Submits what was added and, with `blocks`, waits for a completion. False when the kernel had no room
+    // for all: completions have to be taken before it is tried again.
     [[nodiscard]] bool enter(bool blocks) {
         while (blocks || unsubmitted_ > 0) {
             const int result = functions_.submit_and_wait(&ring_, blocks ? 1 : 0);

@@ -215,49 +215,50 @@ void Drive::issue() {
     }
     while (!waiting_.empty()) {
         Active& active = waiting_.front();
-        if (!begin(active)) continue;
-        while (active.home == &waiting_) {
-            if (!issue_chunk(active)) return;
-        }
+        const Chunk chunk = next_chunk(active);
+        if (!has_room(chunk)) return;
+        if (begin(active)) issue_chunk(chunk);
     }
 }
 
-// False: it has left the front of the queue without a chunk, ended or parked.
+// False: it has left the front of the queue without a further chunk, ended or parked. Claimed only when a chunk of it
+// is issued next: until then its caller can take it back.
 bool Drive::begin(Active& active) {
     const Operation& operation = active.operation;
-    if (active.issued == 0 && operation.claim) {
-        Claim expected = Claim::free;
-        if (!operation.claim->compare_exchange_strong(expected, Claim::begun) &&
-            expected == Claim::cancelled) {
-            end(active, {operation.id, Ending::cancelled, 0, ECANCELED});
-            return false;
-        }
-    }
     if (active.ending != Ending::succeeded) {  // a chunk of it failed: no further one is issued
         move_to(issued_, active);
         end_if_finished(active);
         return false;
     }
-    if (is_sync(operation.verb)) {
-        if (!earlier_write_pending(active)) return true;
+    if (is_sync(operation.verb) && earlier_write_pending(active)) {
         move_to(parked_, active);
         return false;
     }
-    if (operation.length == 0) {
+    if (active.issued == 0 && operation.claim) {
+        Claim expected = Claim::free;
+        if (!operation.claim->compare_exchange_strong(expected, Claim::begun)) {
+            end(active, {operation.id, Ending::cancelled, 0, ECANCELED});
+            return false;
+        }
+    }
+    if (operation.length == 0 && !is_sync(operation.verb)) {
         end(active, {operation.id, Ending::succeeded, 0, 0});
         return false;
     }
     return true;
 }
 
-// False: no room now. The last chunk of an operation moves it to issued_.
-bool Drive::issue_chunk(Active& active) {
+bool Drive::has_room(const Chunk& chunk) const {
     if (free_chunks_.empty()) return false;
-    Chunk chunk = next_chunk(active);
     if (inflight_ > 0 && inflight_ + chunk.length > options_.inflight_bytes) return false;
+    return !needs_bounce(chunk) || !bounce_ || !free_slots_.empty();
+}
+
+// The last chunk of an operation moves it to issued_.
+void Drive::issue_chunk(Chunk chunk) {
+    Active& active = *chunk.active;
     if (needs_bounce(chunk)) {
         if (!bounce_) make_bounce_slots();
-        if (free_slots_.empty()) return false;
         chunk.slot = free_slots_.back();
         free_slots_.pop_back();
         if (active.operation.verb == Verb::write) {
@@ -277,7 +278,6 @@ bool Drive::issue_chunk(Active& active) {
     if (inflight_ > counters_.peak_inflight_bytes) counters_.peak_inflight_bytes = inflight_;
     if (active.issued == active.operation.length || is_sync(active.operation.verb)) move_to(issued_, active);
     push(index);
-    return true;
 }
 
 Drive::Chunk Drive::next_chunk(Active& active) const {

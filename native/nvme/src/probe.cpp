@@ -113,8 +113,9 @@ struct ScratchFiles {
 class AlignedBlock {
   public:
     explicit AlignedBlock(std::size_t nbytes)
-        : nbytes_(nbytes),
-          bytes_(static_cast<std::byte*>(::operator new(nbytes, std::align_val_t{nbytes}))) {}
+        : nbytes_(nbytes), bytes_(static_cast<std::byte*>(::operator new(nbytes, std::align_val_t{nbytes}))) {
+        fill(0);
+    }
     AlignedBlock(const AlignedBlock&) = delete;
     AlignedBlock& operator=(const AlignedBlock&) = delete;
     ~AlignedBlock() { ::operator delete(bytes_, std::align_val_t{nbytes_}); }

@@ -17,7 +17,8 @@
 namespace deepnvme {
 namespace {
 
-// ---- our own ring ---------------------------------------------------------------------------------------------
+// ---- our own ring
+// ---------------------------------------------------------------------------------------------
 
 [[nodiscard]] std::uint32_t load(std::uint32_t* word) noexcept {
     return std::atomic_ref(*word).load(std::memory_order_acquire);
@@ -72,10 +73,10 @@ class OwnRing {
         fd_ = static_cast<int>(::syscall(uring::syscall_setup, entries, &params));
         if (fd_ < 0) return -errno;
         if ((params.features & uring::feature_single_mmap) == 0) return -ENOSYS;
-        const std::size_t submission_nbytes =
-            params.sq_off.array + params.sq_entries * sizeof(std::uint32_t);
+        const std::size_t submission_nbytes = params.sq_off.array + params.sq_entries * sizeof(std::uint32_t);
         const std::size_t completion_nbytes = params.cq_off.cqes + params.cq_entries * sizeof(uring::Cqe);
-        int error = rings_.map(fd_, uring::mmap_offset_sq_ring, std::max(submission_nbytes, completion_nbytes));
+        int error =
+            rings_.map(fd_, uring::mmap_offset_sq_ring, std::max(submission_nbytes, completion_nbytes));
         if (error == 0) {
             error = sqes_.map(fd_, uring::mmap_offset_sqes, params.sq_entries * sizeof(uring::Sqe));
         }
@@ -173,7 +174,8 @@ static_assert(sizeof(OwnRing) <= sizeof(RingBlock) && alignof(OwnRing) <= aligno
     return result;
 }
 
-// ---- python-liburing's library --------------------------------------------------------------------------------
+// ---- python-liburing's library
+// --------------------------------------------------------------------------------
 
 struct LiburingPath {
     std::mutex mutex;
@@ -196,22 +198,21 @@ UringFunctions own_ring_functions() {
         .name = "uring",
         .queue_init_params = own_init,
         .queue_exit = [](RingBlock* ring) { own(ring).~OwnRing(); },
-        .enable_rings = [](RingBlock* ring) {
-            return own(ring).call_register(uring::register_enable_rings, nullptr, 0);
-        },
+        .enable_rings =
+            [](RingBlock* ring) { return own(ring).call_register(uring::register_enable_rings, nullptr, 0); },
         .get_sqe = [](RingBlock* ring) { return own(ring).next_sqe(); },
-        .submit_and_wait = [](RingBlock* ring, unsigned wait_nr) { return own(ring).submit_and_wait(wait_nr); },
+        .submit_and_wait = [](RingBlock* ring,
+                              unsigned wait_nr) { return own(ring).submit_and_wait(wait_nr); },
         .wait_cqe = [](RingBlock* ring, uring::Cqe** cqe) { return own(ring).wait_cqe(cqe); },
-        .peek_batch_cqe = [](RingBlock* ring, uring::Cqe** cqes, unsigned count) {
-            return own(ring).peek(cqes, count);
-        },
+        .peek_batch_cqe = [](RingBlock* ring, uring::Cqe** cqes,
+                             unsigned count) { return own(ring).peek(cqes, count); },
         .cq_advance = [](RingBlock* ring, unsigned count) { own(ring).advance(count); },
-        .register_buffers = [](RingBlock* ring, const iovec* buffers, unsigned count) {
-            return own(ring).call_register(uring::register_buffers, buffers, count);
-        },
-        .unregister_buffers = [](RingBlock* ring) {
-            return own(ring).call_register(uring::unregister_buffers, nullptr, 0);
-        },
+        .register_buffers =
+            [](RingBlock* ring, const iovec* buffers, unsigned count) {
+                return own(ring).call_register(uring::register_buffers, buffers, count);
+            },
+        .unregister_buffers =
+            [](RingBlock* ring) { return own(ring).call_register(uring::unregister_buffers, nullptr, 0); },
     };
 }
 

@@ -1,6 +1,7 @@
 #include "infinity_optim/simd.hpp"
 
 #include <algorithm>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 

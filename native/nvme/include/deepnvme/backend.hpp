@@ -112,11 +112,11 @@ void set_liburing_path(const std::string& path);
 // `verbs`.
 struct FaultRule {
     enum class Kind : std::uint8_t {
-        fail,     // completes with -error; nothing is done
-        shorten,  // at most `length` bytes are asked of the wrapped backend (0: half, in multiples of 512
-                  // where that leaves any); a sync stays as it is
+        fail,      // completes with -error; nothing is done
+        shorten,   // at most `length` bytes are asked of the wrapped backend (0: half, in multiples of 512
+                   // where that leaves any); a sync stays as it is
         delay,     // completes `delay_us` later than the wrapped backend says
-        reorder,   // held back until `hold` other completions have passed or nothing else is in flight
+        reorder,   // held back until `hold` later completions have overtaken it or nothing else is in flight
         throttle,  // completions are spread so that no more than `bytes_per_s` pass
     };
     Kind kind = Kind::fail;

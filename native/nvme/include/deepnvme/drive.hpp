@@ -144,7 +144,8 @@ class Drive {
 
     void issue();
     [[nodiscard]] bool begin(Active& active);
-    [[nodiscard]] bool issue_chunk(Active& active);
+    [[nodiscard]] bool has_room(const Chunk& chunk) const;
+    void issue_chunk(Chunk chunk);
     [[nodiscard]] Chunk next_chunk(Active& active) const;
     [[nodiscard]] bool needs_bounce(const Chunk& chunk) const;
     void make_bounce_slots();

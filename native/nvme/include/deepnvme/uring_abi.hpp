@@ -15,8 +15,6 @@ inline constexpr long syscall_enter = 426;
 inline constexpr long syscall_register = 427;
 
 // io_uring_params.flags
-inline constexpr std::uint32_t setup_iopoll = 1U << 0;
-inline constexpr std::uint32_t setup_sqpoll = 1U << 1;
 inline constexpr std::uint32_t setup_cqsize = 1U << 3;
 inline constexpr std::uint32_t setup_clamp = 1U << 4;
 inline constexpr std::uint32_t setup_r_disabled = 1U << 6;      // 5.10, see register_enable_rings
@@ -31,10 +29,7 @@ inline constexpr std::uint32_t setup_no_sqarray = 1U << 16;     // 6.6
 inline constexpr std::uint32_t feature_single_mmap = 1U << 0;
 inline constexpr std::uint32_t feature_nodrop = 1U << 1;
 inline constexpr std::uint32_t feature_submit_stable = 1U << 2;
-inline constexpr std::uint32_t feature_rw_cur_pos = 1U << 3;
-inline constexpr std::uint32_t feature_fast_poll = 1U << 5;
 inline constexpr std::uint32_t feature_ext_arg = 1U << 8;
-inline constexpr std::uint32_t feature_native_workers = 1U << 9;
 inline constexpr std::uint32_t feature_rsrc_tags = 1U << 10;
 
 // Offsets for mmap() of the ring's three areas.
@@ -43,13 +38,11 @@ inline constexpr std::uint64_t mmap_offset_cq_ring = 0x8000000;
 inline constexpr std::uint64_t mmap_offset_sqes = 0x10000000;
 
 // The word at SqOffsets::flags, written by the kernel.
-inline constexpr std::uint32_t sq_need_wakeup = 1U << 0;
 inline constexpr std::uint32_t sq_cq_overflow = 1U << 1;
 inline constexpr std::uint32_t sq_taskrun = 1U << 2;
 
 // io_uring_enter flags
 inline constexpr std::uint32_t enter_getevents = 1U << 0;
-inline constexpr std::uint32_t enter_sq_wakeup = 1U << 1;
 inline constexpr std::uint32_t enter_ext_arg = 1U << 3;
 inline constexpr std::uint32_t enter_registered_ring = 1U << 4;
 
@@ -73,23 +66,16 @@ inline constexpr std::uint32_t rsrc_register_sparse = 1U << 0;
 
 enum class Op : std::uint8_t {
     nop = 0,
-    readv = 1,
-    writev = 2,
     fsync = 3,
     read_fixed = 4,
     write_fixed = 5,
-    poll_add = 6,
     async_cancel = 14,
-    fallocate = 17,
     read = 22,
     write = 23,
 };
 
 // Sqe::flags
 inline constexpr std::uint8_t sqe_fixed_file = 1U << 0;
-inline constexpr std::uint8_t sqe_io_drain = 1U << 1;
-inline constexpr std::uint8_t sqe_io_link = 1U << 2;
-inline constexpr std::uint8_t sqe_async = 1U << 4;
 
 // Sqe::op_flags of Op::fsync, and of Op::async_cancel.
 inline constexpr std::uint32_t fsync_datasync = 1U << 0;

@@ -1,0 +1,52 @@
+"""Entry point of the `infinity` command: parses the command line and hands it to the subcommand's module.
+
+Exit status: that of the subcommand, which says what it means; 2 for wrong usage, as argparse has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+from infinity_engine.cli import doctor
+
+__all__ = ["main"]
+
+
+class _Command(Protocol):
+    """What the module of a subcommand has."""
+
+    NAME: str
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+_PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
+_COMMANDS: tuple[_Command, ...] = (doctor,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (by default this process's) and return the exit status."""
+    parser = argparse.ArgumentParser(prog="infinity", description="Train models that do not fit.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    options = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path need not be text in this terminal's encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+    return status

@@ -1,0 +1,195 @@
+"""The NVIDIA GPUs, asked of the driver's management library (NVML) through ctypes: no CUDA context, no extra package.
+
+A machine without the library, or whose driver does not answer, has no GPUs and a reason why. Tested against a fake
+library that is compiled for the purpose; not yet run on a machine with a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from deepnvme.probing import HOST_ROOTS, SystemRoots, read_kernel_file
+
+__all__ = ["NVML_LIBRARIES", "Gpu", "Gpus", "PcieLink", "probe_gpus"]
+
+# Where the library is found: by the loader, in containers, in distributions, under WSL.
+NVML_LIBRARIES = (
+    "libnvidia-ml.so.1",
+    "/usr/local/nvidia/lib64/libnvidia-ml.so.1",
+    "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1",
+    "/usr/lib/aarch64-linux-gnu/libnvidia-ml.so.1",
+    "/usr/lib/wsl/lib/libnvidia-ml.so.1",
+)
+_TEXT_BYTES = 96
+_Record = TypeVar("_Record", bound=ctypes.Structure)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PcieLink:
+    """A GPU's link. An idle GPU lowers the generation, so that `max_generation` is what counts; the width stays."""
+
+    generation: int
+    max_generation: int
+    width: int
+    max_width: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU; None stands for what its driver does not tell."""
+
+    name: str
+    total_bytes: int | None
+    free_bytes: int | None
+    bus_id: str | None
+    numa_node: int | None
+    link: PcieLink | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpus:
+    """All GPUs of the machine, and why they are not known where that is so."""
+
+    devices: tuple[Gpu, ...]
+    driver: str | None
+    reason: str | None
+
+
+def probe_gpus(libraries: Sequence[str] = NVML_LIBRARIES, roots: SystemRoots = HOST_ROOTS) -> Gpus:
+    """Ask the first of `libraries` that loads."""
+    library = _load(libraries)
+    if library is None:
+        return Gpus(devices=(), driver=None, reason="no NVIDIA driver: libnvidia-ml.so.1 is not found")
+    try:
+        with _session(library) as nvml:
+            devices = tuple(_gpu(nvml, index, roots) for index in range(nvml.number("nvmlDeviceGetCount_v2")))
+            return Gpus(
+                devices=devices,
+                driver=nvml.text("nvmlSystemGetDriverVersion"),
+                reason=None if devices else "the NVIDIA driver sees no GPU",
+            )
+    except _NvmlError as error:
+        return Gpus(devices=(), driver=None, reason=f"the NVIDIA driver does not answer: {error}")
+
+
+class _NvmlError(Exception):
+    """A call failed; the text is NVML's own."""
+
+
+class _MemoryInfo(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _PciInfo(ctypes.Structure):
+    _fields_ = (
+        ("bus_id_legacy", ctypes.c_char * 16),
+        ("domain", ctypes.c_uint),
+        ("bus", ctypes.c_uint),
+        ("device", ctypes.c_uint),
+        ("device_id", ctypes.c_uint),
+        ("subsystem_id", ctypes.c_uint),
+        ("bus_id", ctypes.c_char * 32),
+    )
+
+
+class _Nvml:
+    """NVML's calling convention: every function returns a status and writes its answer where a pointer says."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def call(self, function: str, *arguments: object) -> None:
+        """Call `function`, raising _NvmlError for any status but success."""
+        try:
+            entry = getattr(self._library, function)
+        except AttributeError:
+            raise _NvmlError(f"it has no {function}") from None
+        status = entry(*arguments)
+        if status != 0:
+            raise _NvmlError(f"{function}: {self._status_text(status)}")
+
+    def number(self, function: str, *arguments: object) -> int:
+        """Return the unsigned int that `function` writes."""
+        answer = ctypes.c_uint()
+        self.call(function, *arguments, ctypes.byref(answer))
+        return answer.value
+
+    def text(self, function: str, *arguments: object) -> str:
+        """Return the text that `function` writes."""
+        answer = ctypes.create_string_buffer(_TEXT_BYTES)
+        self.call(function, *arguments, answer, ctypes.c_uint(_TEXT_BYTES))
+        return answer.value.decode(errors="replace")
+
+    def _status_text(self, status: int) -> str:
+        describe = getattr(self._library, "nvmlErrorString", None)
+        if describe is None:
+            return f"error {status}"
+        describe.restype = ctypes.c_char_p
+        text: bytes | None = describe(status)
+        return (text or b"").decode(errors="replace") or f"error {status}"
+
+
+def _load(libraries: Sequence[str]) -> ctypes.CDLL | None:
+    for name in libraries:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+@contextmanager
+def _session(library: ctypes.CDLL) -> Iterator[_Nvml]:
+    nvml = _Nvml(library)
+    nvml.call("nvmlInit_v2")
+    try:
+        yield nvml
+    finally:
+        nvml.call("nvmlShutdown")
+
+
+def _gpu(nvml: _Nvml, index: int, roots: SystemRoots) -> Gpu:
+    device = ctypes.c_void_p()
+    nvml.call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
+    memory = _filled(_MemoryInfo(), nvml, "nvmlDeviceGetMemoryInfo", device)
+    pci = _filled(_PciInfo(), nvml, "nvmlDeviceGetPciInfo_v3", device)
+    bus_id = pci.bus_id.decode(errors="replace") if pci else None
+    return Gpu(
+        name=nvml.text("nvmlDeviceGetName", device),
+        total_bytes=memory.total if memory else None,
+        free_bytes=memory.free if memory else None,
+        bus_id=bus_id,
+        numa_node=_numa_node(bus_id, roots) if bus_id else None,
+        link=_link(nvml, device),
+    )
+
+
+def _filled(record: _Record, nvml: _Nvml, function: str, device: ctypes.c_void_p) -> _Record | None:
+    """Return `record` as `function` filled it; None for what this kind of GPU does not tell."""
+    try:
+        nvml.call(function, device, ctypes.byref(record))
+    except _NvmlError:
+        return None
+    return record
+
+
+def _link(nvml: _Nvml, device: ctypes.c_void_p) -> PcieLink | None:
+    try:
+        return PcieLink(
+            generation=nvml.number("nvmlDeviceGetCurrPcieLinkGeneration", device),
+            max_generation=nvml.number("nvmlDeviceGetMaxPcieLinkGeneration", device),
+            width=nvml.number("nvmlDeviceGetCurrPcieLinkWidth", device),
+            max_width=nvml.number("nvmlDeviceGetMaxPcieLinkWidth", device),
+        )
+    except _NvmlError:  # virtual and integrated GPUs
+        return None
+
+
+def _numa_node(bus_id: str, roots: SystemRoots) -> int | None:
+    # NVML writes the domain with eight digits and in capitals, sysfs with four and in small letters.
+    node = read_kernel_file(roots.sys / "bus/pci/devices" / bus_id.lower()[-len("0000:00:00.0") :] / "numa_node")
+    return int(node) if node.isdecimal() else None

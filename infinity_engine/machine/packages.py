@@ -1,0 +1,82 @@
+"""Which of the packages that matter are installed, and how torch was built, without importing any of them.
+
+Versions come from the installed metadata, torch's CUDA version from the text of its version.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["OLDEST_TORCH", "Packages", "TorchBuild", "is_torch_new_enough", "probe_packages"]
+
+OLDEST_TORCH = (2, 6)
+# cupy has a distribution for each CUDA version it was compiled for.
+_CUPY_NAMES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchBuild:
+    """What torch was compiled for; `cuda` is None in a build for the CPU (or for other GPUs)."""
+
+    cuda: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packages:
+    """Installed versions, None for what is not installed. `torch_build` is None where torch does not tell."""
+
+    torch: str | None
+    torch_build: TorchBuild | None
+    cupy: str | None
+    numpy: str | None
+    liburing: str | None
+    safetensors: str | None
+
+
+def probe_packages(path: Sequence[str] | None = None) -> Packages:
+    """Look for the packages in the directories of `path`, by default where Python imports from."""
+    torch = _distribution("torch", path)
+    cupy = next((found for name in _CUPY_NAMES if (found := _distribution(name, path))), None)
+    return Packages(
+        torch=torch.version if torch else None,
+        torch_build=_torch_build(torch) if torch else None,
+        cupy=cupy.version if cupy else None,
+        numpy=_version("numpy", path),
+        liburing=_version("liburing", path),
+        safetensors=_version("safetensors", path),
+    )
+
+
+def is_torch_new_enough(version: str) -> bool:
+    """Tell whether the engine supports a torch of this version, such as "2.6.0" or "2.13.0a0+git1234"."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= OLDEST_TORCH
+
+
+def _distribution(name: str, path: Sequence[str] | None) -> metadata.Distribution | None:
+    where = list(sys.path if path is None else path)
+    return next(iter(metadata.distributions(name=name, path=where)), None)
+
+
+def _version(name: str, path: Sequence[str] | None) -> str | None:
+    found = _distribution(name, path)
+    return found.version if found else None
+
+
+def _torch_build(torch: metadata.Distribution) -> TorchBuild | None:
+    try:
+        tree = ast.parse(Path(str(torch.locate_file("torch/version.py"))).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        if "cuda" in names and isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            return TorchBuild(cuda=node.value.value if isinstance(node.value.value, str) else None)
+    return None
