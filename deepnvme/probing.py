@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
@@ -53,6 +54,7 @@ _OLDEST_LIBURING = (2026, 3, 25)
 _CAP_IPC_LOCK = 14
 _CAP_SYS_ADMIN = 21
 _SECCOMP_FILTER = 2
+_LIBURING_CPU = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
@@ -177,11 +179,16 @@ class AioProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiburingProbe:
-    """Whether python-liburing is installed and carries the library that we bind; `reason` says why not."""
+    """Whether python-liburing is installed and carries the library that we bind; `reason` says why not.
+
+    `fits_cpu`: whether this CPU has what its published builds are compiled for. They were made for one with AVX-512,
+    and an instruction that the CPU lacks ends the process; a queue takes such a build only when asked for by name.
+    """
 
     version: str | None
     usable: bool
     reason: str | None
+    fits_cpu: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,7 +270,7 @@ def probe_system(roots: SystemRoots = HOST_ROOTS) -> SystemProbe:
     )
     aio_error = _native.probe_linux_aio()
     aio = AioProbe(available=aio_error == 0, errno_name=_errno_name(aio_error))
-    liburing = find_liburing()
+    liburing = find_liburing(roots)
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return SystemProbe(
         kernel_release=limits.kernel_release,
@@ -276,7 +283,7 @@ def probe_system(roots: SystemRoots = HOST_ROOTS) -> SystemProbe:
             exempt=limits.can_lock_memory,
         ),
         huge_pages=_huge_page_mode(roots),
-        backend=best_backend(uring=uring.available, liburing=liburing.usable, aio=aio.available),
+        backend=best_backend(uring=uring.available, liburing=liburing.usable and liburing.fits_cpu, aio=aio.available),
     )
 
 
@@ -318,7 +325,7 @@ def best_backend(*, uring: bool, liburing: bool, aio: bool) -> Backend:
     return Backend.AIO if aio else Backend.THREADS
 
 
-def judge_liburing(version: str | None, *, library_present: bool) -> LiburingProbe:
+def judge_liburing(version: str | None, *, library_present: bool, cpu_flags: Collection[str]) -> LiburingProbe:
     """Tell whether python-liburing of this `version` (None: not installed) can be used, and if not, why."""
     oldest = ".".join(map(str, _OLDEST_LIBURING))
     numbers = tuple(int(number) for number in re.findall(r"\d+", version or ""))
@@ -330,7 +337,9 @@ def judge_liburing(version: str | None, *, library_present: bool) -> LiburingPro
         reason = f"{version} carries no shared library"
     else:
         reason = None
-    return LiburingProbe(version=version, usable=reason is None, reason=reason)
+    return LiburingProbe(
+        version=version, usable=reason is None, reason=reason, fits_cpu=_LIBURING_CPU.issubset(cpu_flags)
+    )
 
 
 def kernel_version(release: str) -> tuple[int, int]:
@@ -444,14 +453,17 @@ def _space(path: Path) -> tuple[int | None, int | None]:
     return space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
 
 
-def find_liburing() -> LiburingProbe:
+def find_liburing(roots: SystemRoots = HOST_ROOTS) -> LiburingProbe:
     """Look for python-liburing without importing it: that would map its library into this process."""
     try:
         distribution = metadata.distribution("liburing")
     except metadata.PackageNotFoundError:
-        return judge_liburing(None, library_present=False)
+        return judge_liburing(None, library_present=False, cpu_flags=())
     library = Path(str(distribution.locate_file("liburing/liburing.so")))
-    return judge_liburing(distribution.version, library_present=library.exists())
+    flags = re.search(r"^flags\s*:(.*)$", read_kernel_file(roots.proc / "cpuinfo"), re.MULTILINE)
+    return judge_liburing(
+        distribution.version, library_present=library.exists(), cpu_flags=flags[1].split() if flags else ()
+    )
 
 
 def _huge_page_mode(roots: SystemRoots) -> str | None:

@@ -23,7 +23,7 @@ from infinity_engine.machine.system import System, probe_system
 from infinity_engine.units import format_bytes
 
 if TYPE_CHECKING:
-    from deepnvme.probing import DirectoryProbe, Memlock, SystemProbe
+    from deepnvme.probing import DirectoryProbe, LiburingProbe, Memlock, SystemProbe
     from infinity_engine.machine.cpu import Cpu
     from infinity_engine.machine.gpus import Gpu
     from infinity_engine.machine.memory import Memory
@@ -197,9 +197,17 @@ def _storage_rows(storage: SystemProbe) -> _Rows:
     else:
         yield "io_uring", f"available{', with deferred completions' if storage.uring.defer_taskrun else ''}"
     yield "Linux AIO", "available" if storage.aio.available else f"not available ({storage.aio.errno_name})"
-    yield "python-liburing", "usable" if storage.liburing.usable else f"not used: {storage.liburing.reason}"
+    yield "python-liburing", _liburing(storage.liburing)
     yield "memlock", _memlock(storage.memlock)
     yield "huge pages", storage.huge_pages or "not reported"
+
+
+def _liburing(liburing: LiburingProbe) -> str:
+    if not liburing.usable:
+        return f"not used: {liburing.reason}"
+    if not liburing.fits_cpu:
+        return "used only when named: its builds are for CPUs with AVX-512; our own ring does the same"
+    return "usable"
 
 
 def _memlock(memlock: Memlock) -> str:

@@ -63,7 +63,7 @@ def good_machine() -> Machine:
                 opcodes=(4, 5, 22, 23),
             ),
             aio=AioProbe(available=True, errno_name=None),
-            liburing=LiburingProbe(version="2026.3.30", usable=True, reason=None),
+            liburing=LiburingProbe(version="2026.3.30", usable=True, reason=None, fits_cpu=True),
             memlock=Memlock(soft_bytes=None, hard_bytes=None, exempt=False),
             huge_pages="madvise",
             backend=Backend.LIBURING,

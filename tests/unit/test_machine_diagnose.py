@@ -199,7 +199,7 @@ def test_a_ring_that_cannot_defer_completions_means_an_old_kernel() -> None:
 
 
 def test_a_missing_python_liburing_is_weak_on_x86_and_no_news_elsewhere() -> None:
-    liburing = LiburingProbe(version=None, usable=False, reason="not installed")
+    liburing = LiburingProbe(version=None, usable=False, reason="not installed", fits_cpu=True)
     machine = machine_with("storage", liburing=liburing, backend=Backend.URING)
 
     finding = the_finding(machine)

@@ -20,6 +20,7 @@ from deepnvme.probing import (
     ProcessLimits,
     RefusalKind,
     best_backend,
+    find_liburing,
     find_mount,
     judge_liburing,
     kernel_version,
@@ -35,6 +36,7 @@ FREE = ProcessLimits(
     kernel_release="6.8.0-generic", seccomp_mode=0, uring_disabled=0, uring_exempt=False, can_lock_memory=False
 )
 FILTERED = replace(FREE, seccomp_mode=2)
+AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 
 @pytest.mark.parametrize(
@@ -102,9 +104,24 @@ def test_the_best_backend_is_the_first_of_the_chain_that_works(
 
 @pytest.mark.parametrize("version", ["2026.3.25", "2026.3.30", "2026.10.1", "2027.1.1"])
 def test_a_new_python_liburing_with_its_library_is_usable(version: str) -> None:
-    found = judge_liburing(version, library_present=True)
+    found = judge_liburing(version, library_present=True, cpu_flags=AVX512)
 
-    assert (found.usable, found.reason) == (True, None)
+    assert (found.usable, found.reason, found.fits_cpu) == (True, None, True)
+
+
+def test_a_python_liburing_on_a_cpu_without_avx_512_is_used_only_when_named() -> None:
+    found = judge_liburing("2026.3.30", library_present=True, cpu_flags=["avx2", "avx512f"])
+
+    assert (found.usable, found.fits_cpu) == (True, False)
+
+
+def test_the_cpu_is_read_from_the_kernel(tmp_path: Path) -> None:
+    wide = fake_roots(tmp_path / "wide", proc={"cpuinfo": f"processor : 0\nflags\t\t: sse2 {' '.join(AVX512)}\n"})
+    narrow = fake_roots(tmp_path / "narrow", proc={"cpuinfo": "processor : 0\nflags\t\t: sse2 avx2\n"})
+    installed = find_liburing(wide).version is not None
+
+    assert find_liburing(wide).fits_cpu == installed
+    assert not find_liburing(narrow).fits_cpu
 
 
 @pytest.mark.parametrize(
@@ -117,7 +134,7 @@ def test_a_new_python_liburing_with_its_library_is_usable(version: str) -> None:
     ],
 )
 def test_a_python_liburing_that_is_not_usable_says_why(version: str | None, present: bool, reason: str) -> None:
-    found = judge_liburing(version, library_present=present)
+    found = judge_liburing(version, library_present=present, cpu_flags=AVX512)
 
     assert not found.usable
     assert found.reason is not None
