@@ -20,6 +20,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "backend_bench.hpp"
@@ -32,8 +33,26 @@ using namespace std::chrono_literals;
 
 namespace {
 
-// Makes attached backends of one kind.
-using Make = std::function<std::unique_ptr<Backend>(unsigned depth)>;
+// Makes backends of one kind.
+class Make {
+  public:
+    explicit Make(std::string name) : name_(std::move(name)) {}
+
+    [[nodiscard]] std::unique_ptr<Backend> unattached(unsigned depth) const {
+        auto backend = deepnvme::make_backend(name_, depth);
+        CHECK_EQ(backend->name(), name_);
+        return backend;
+    }
+
+    [[nodiscard]] std::unique_ptr<Backend> operator()(unsigned depth) const {
+        auto backend = unattached(depth);
+        backend->attach();
+        return backend;
+    }
+
+  private:
+    std::string name_;
+};
 
 // Of the kernel, or of the container's filter.
 bool is_refusal(const std::system_error& error) {
@@ -44,12 +63,7 @@ void on_every_backend(const std::function<void(const Make&)>& body) {
     std::string refused;
     for (const std::string name : {"uring", "aio", "threads", "memory"}) {
         try {
-            body([&](unsigned depth) {
-                auto backend = deepnvme::make_backend(name, depth);
-                CHECK_EQ(backend->name(), name);
-                backend->attach();
-                return backend;
-            });
+            body(Make(name));
         } catch (const check::Failed& failure) {
             throw check::Failed(name + ": " + failure.what());
         } catch (const std::system_error& error) {
@@ -273,6 +287,7 @@ TEST(both_syncs_complete_with_zero_and_fail_where_there_is_nothing_to_sync) {
 
 TEST(a_write_over_the_file_size_limit_is_short_and_then_efbig) {
     on_every_backend([](const Make& make) {
+        (void)make(2);  // a refusal is told here, not in the child
         in_a_child([&] {
             const Memory memory(128 * kib);
             const TestFile file;
@@ -385,20 +400,15 @@ TEST(a_wake_is_kept_over_calls_that_do_not_wait) {
 }
 
 TEST(a_wake_before_attach_is_not_lost) {
-    for (const std::string name : {"uring", "aio", "threads", "memory"}) {
-        std::unique_ptr<Backend> backend;
-        try {
-            backend = deepnvme::make_backend(name, 4);
-        } catch (const std::system_error& error) {
-            SKIP(error.what());
-        }
+    on_every_backend([](const Make& make) {
+        const auto backend = make.unattached(4);
         std::array<Completion, 4> out;
 
         backend->wake();
         backend->attach();
 
         CHECK_EQ(backend->submit_and_reap(out, Wait::some), 0);
-    }
+    });
 }
 
 TEST(thousands_of_wakes_become_a_few_returns) {
@@ -626,14 +636,7 @@ TEST(what_was_pushed_and_never_submitted_is_not_done) {
 }
 
 TEST(a_backend_never_attached_can_go) {
-    for (const std::string name : {"uring", "aio", "threads", "memory"}) {
-        try {
-            const auto backend = deepnvme::make_backend(name, 64);
-            CHECK_EQ(backend->capacity(), 64);
-        } catch (const std::system_error& error) {
-            SKIP(error.what());
-        }
-    }
+    on_every_backend([](const Make& make) { CHECK_EQ(make.unattached(64)->capacity(), 64); });
 }
 
 // ---- making

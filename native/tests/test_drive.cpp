@@ -294,9 +294,7 @@ TEST(many_threads_may_submit_at_once) {
 TEST(wrong_options_are_refused_before_a_thread_starts) {
     QueueOptions odd = in_memory();
     odd.drive.chunk_bytes = 100000;
-    Queue queue(odd);
-    CHECK_THROWS((void)queue.open("file", OpenMode::create, DirectIO::automatic, 0600),
-                 std::invalid_argument);
+    CHECK_THROWS(Queue{odd}, std::invalid_argument);
     QueueOptions unknown = in_memory();
     unknown.backend = "floppy";
     CHECK_THROWS(Queue{unknown}, std::invalid_argument);

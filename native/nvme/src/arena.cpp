@@ -6,6 +6,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace deepnvme {
 
@@ -46,7 +47,13 @@ Arena::Arena(std::size_t nbytes) : size_(round_up(nbytes, page)) {
 }
 
 Arena::~Arena() {
+    if (cuda_) cuda_->unregister_memory(data_);
     ::munmap(data_, size_);
+}
+
+void Arena::pin_with(std::shared_ptr<CudaHost> cuda) {
+    cuda->register_memory(data_, size_);
+    cuda_ = std::move(cuda);
 }
 
 }  // namespace deepnvme

@@ -21,19 +21,6 @@ constexpr std::uint8_t max_attempts = 100;
 constexpr std::uint32_t chunk_unit = 65536;  // no device asks for a larger offset alignment
 constexpr std::size_t completions_per_call = 64;
 
-DriveOptions checked(DriveOptions options) {
-    if (options.chunk_bytes == 0 || options.chunk_bytes % chunk_unit != 0) {
-        throw std::invalid_argument("chunk must be a positive multiple of 65536 bytes, got " +
-                                    std::to_string(options.chunk_bytes));
-    }
-    if (options.inflight_bytes < options.chunk_bytes) {
-        throw std::invalid_argument("the in-flight budget must hold one chunk of " +
-                                    std::to_string(options.chunk_bytes) + " bytes, got " +
-                                    std::to_string(options.inflight_bytes));
-    }
-    return options;
-}
-
 bool is_sync(Verb verb) {
     return verb == Verb::sync_data || verb == Verb::sync_all;
 }
@@ -46,6 +33,19 @@ void block_signals() {
 }
 
 }  // namespace
+
+DriveOptions checked(DriveOptions options) {
+    if (options.chunk_bytes == 0 || options.chunk_bytes % chunk_unit != 0) {
+        throw std::invalid_argument("chunk must be a positive multiple of 65536 bytes, got " +
+                                    std::to_string(options.chunk_bytes));
+    }
+    if (options.inflight_bytes < options.chunk_bytes) {
+        throw std::invalid_argument("the in-flight budget must hold one chunk of " +
+                                    std::to_string(options.chunk_bytes) + " bytes, got " +
+                                    std::to_string(options.inflight_bytes));
+    }
+    return options;
+}
 
 Drive::Drive(std::unique_ptr<Backend> backend, DriveOptions options, Ended ended)
     : backend_(std::move(backend)),
@@ -136,6 +136,10 @@ void Drive::run(std::promise<void>& attached) {
     attached.set_value();
     try {
         serve();
+        // Here and not in the destructor: a ring answers only the thread that drove it, and its wake-up still
+        // stands in it.
+        const std::lock_guard lock(mutex_);
+        backend_.reset();
     } catch (const std::system_error& error) {
         fail_everything(error.code().value());
     } catch (const std::bad_alloc&) {
@@ -221,8 +225,8 @@ void Drive::issue() {
     }
 }
 
-// False: it has left the front of the queue without a further chunk, ended or parked. Claimed only when a chunk of it
-// is issued next: until then its caller can take it back.
+// False: it has left the front of the queue without a further chunk, ended or parked. Claimed only when a
+// chunk of it is issued next: until then its caller can take it back.
 bool Drive::begin(Active& active) {
     const Operation& operation = active.operation;
     if (active.ending != Ending::succeeded) {  // a chunk of it failed: no further one is issued

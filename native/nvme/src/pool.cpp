@@ -49,6 +49,18 @@ Pool::Pool(std::size_t nbytes) {
     }
 }
 
+void Pool::pin_with(const std::shared_ptr<CudaHost>& cuda) {
+    const std::lock_guard lock(mutex_);
+    if (pinned_) return;
+    for (const auto& arena : arenas_) arena->pin_with(cuda);
+    pinned_ = true;
+}
+
+bool Pool::pinned() const {
+    const std::lock_guard lock(mutex_);
+    return pinned_;
+}
+
 // Best fit: the smallest piece that holds it, so that large ones stay whole.
 std::shared_ptr<Block> Pool::take(std::size_t nbytes) {
     if (nbytes == 0 || nbytes > Arena::max_bytes) {

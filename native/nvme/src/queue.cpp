@@ -26,6 +26,7 @@ std::unique_ptr<Backend> backend_for(const QueueOptions& options) {
 
 Queue::Queue(QueueOptions options)
     : options_(std::move(options)), owner_(::getpid()), first_backend_(backend_for(options_)) {
+    (void)checked(options_.drive);
     if (options_.max_pending == 0) throw std::invalid_argument("max_pending must be at least 1");
 }
 
@@ -130,6 +131,7 @@ void Queue::use_pool(const std::shared_ptr<Pool>& pool) {
 }
 
 void Queue::forget_pool(const std::shared_ptr<Pool>& pool) {
+    refuse_if_forked();
     const std::lock_guard lock(drives_mutex_);
     std::erase(pools_, pool);
     tell_drives_of_arenas();
@@ -177,11 +179,14 @@ std::uint64_t Queue::pending() const {
     return pending_;
 }
 
+void Queue::refuse_if_forked() const {
+    if (::getpid() == owner_) return;
+    throw ForkedError("this queue belongs to process " + std::to_string(owner_) +
+                      "; a forked child makes its own (multiprocessing: use the spawn start method)");
+}
+
 void Queue::refuse_if_unusable() const {
-    if (::getpid() != owner_) {
-        throw ForkedError("this queue belongs to process " + std::to_string(owner_) +
-                          "; a forked child makes its own (multiprocessing: use the spawn start method)");
-    }
+    refuse_if_forked();
     const std::lock_guard lock(mutex_);
     if (closed_) throw ClosedError("the queue is closed");
 }

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
+
+#include "deepnvme/cuda_host.hpp"
 
 namespace deepnvme {
 
@@ -25,7 +28,11 @@ class Arena {
                static_cast<std::size_t>(memory - data_) <= size_ - nbytes;
     }
 
+    // Page-locks it for CUDA too, until it is unmapped. Throws std::runtime_error with the driver's reason.
+    void pin_with(std::shared_ptr<CudaHost> cuda);
+
   private:
+    std::shared_ptr<CudaHost> cuda_;  // set: registered there
     std::byte* data_ = nullptr;
     std::size_t size_ = 0;
 };

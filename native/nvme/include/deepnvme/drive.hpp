@@ -62,6 +62,9 @@ struct DriveOptions {
     UserMemory user_memory = UserMemory::zero_copy;
 };
 
+// Returns them as they are; throws std::invalid_argument where they make no sense together.
+[[nodiscard]] DriveOptions checked(DriveOptions options);
+
 struct DriveStats {
     std::string backend;
     std::uint64_t operations = 0;

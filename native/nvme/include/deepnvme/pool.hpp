@@ -50,6 +50,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
     // Throws PoolExhausted; std::invalid_argument for 0 bytes or more than one arena holds.
     [[nodiscard]] std::shared_ptr<Block> take(std::size_t nbytes);
 
+    // Page-locks all arenas for CUDA, so that copies to and from a GPU need no staging. Once; throws
+    // std::runtime_error, and the pool then goes on without.
+    void pin_with(const std::shared_ptr<CudaHost>& cuda);
+    [[nodiscard]] bool pinned() const;
+
     [[nodiscard]] const std::vector<std::shared_ptr<Arena>>& arenas() const noexcept { return arenas_; }
     [[nodiscard]] std::size_t capacity() const noexcept { return capacity_; }
     [[nodiscard]] std::size_t free_bytes() const;
@@ -68,6 +73,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     mutable std::mutex mutex_;
     std::vector<std::map<std::size_t, std::size_t>> free_;  // per arena: offset -> bytes, never adjacent
     std::size_t peak_ = 0;
+    bool pinned_ = false;
 };
 
 }  // namespace deepnvme

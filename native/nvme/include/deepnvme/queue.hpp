@@ -57,6 +57,7 @@ class Queue {
 
   private:
     [[nodiscard]] Drive& drive_for(dev_t device);
+    void refuse_if_forked() const;
     void refuse_if_unusable() const;
     void hand_over(Operation operation);
     void tell_drives_of_arenas();
