@@ -13,7 +13,7 @@ from deepnvme.errors import (
 )
 from deepnvme.faults import FaultPlan, Requests
 from deepnvme.future import IOFuture
-from deepnvme.pool import Pool
+from deepnvme.pool import Cuda, Pool
 from deepnvme.probing import probe_directory, probe_system
 from deepnvme.queue import Direct, File, IOQueue, Sync, UserMemory, WhenFull
 
@@ -22,6 +22,7 @@ __all__ = [
     "BackendUnavailableError",
     "BatchError",
     "ClosedError",
+    "Cuda",
     "Direct",
     "FaultPlan",
     "File",

@@ -89,6 +89,7 @@ class BatchError(NVMeError):
             done=first.done,
             backend=first.backend,
         )
+        self.path = first.path  # the message has it already
         self.errors = tuple(errors)
 
 

@@ -6,16 +6,28 @@ gone. A forked child must not touch pool memory: it is not there (MADV_DONTFORK)
 
 from __future__ import annotations
 
+import errno
 import math
+import warnings
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from deepnvme import _native
+from deepnvme.errors import NVMeError
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Pool"]
+__all__ = ["Cuda", "Pool"]
+
+
+class Cuda(Enum):
+    """Whether a pool is page-locked for CUDA, so that copies to and from a GPU need no staging."""
+
+    IN_USE = "in use"  # if this process uses CUDA already; a refusal is one warning
+    REQUIRED = "required"  # initialise CUDA for it; a refusal is an error
+    NEVER = "never"
 
 
 class Pool:
@@ -24,8 +36,21 @@ class Pool:
     Give it to `IOQueue(pool=...)`: reads and writes of its buffers then go without any copy and without page lookups.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, cuda: Cuda = Cuda.IN_USE) -> None:
         self._native = _native.Pool(nbytes)
+        if cuda is Cuda.NEVER:
+            return
+        try:
+            self._native.pin_with_cuda(demanded=cuda is Cuda.REQUIRED)
+        except RuntimeError as refusal:
+            if cuda is Cuda.REQUIRED:
+                raise NVMeError(errno.ENODEV, str(refusal), op="page-lock", asked=nbytes) from None
+            warnings.warn(f"pool memory is not page-locked: {refusal}", RuntimeWarning, stacklevel=2)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory is page-locked for CUDA."""
+        return self._native.pinned
 
     @property
     def capacity(self) -> int:

@@ -167,6 +167,14 @@ void bind_memory(py::module_& module) {
     py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool")
         .def(py::init(&Pool::make), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
         .def("take", &Pool::take, py::arg("nbytes"))
+        .def(
+            "pin_with_cuda",
+            [](Pool& pool, bool demanded) {
+                const auto when = demanded ? CudaHost::When::demanded : CudaHost::When::in_use;
+                if (const std::shared_ptr<CudaHost> cuda = CudaHost::open(when)) pool.pin_with(cuda);
+            },
+            py::kw_only(), py::arg("demanded"), py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("pinned", &Pool::pinned)
         .def_property_readonly("capacity", &Pool::capacity)
         .def_property_readonly("free_bytes", &Pool::free_bytes)
         .def_property_readonly("largest_free", &Pool::largest_free)

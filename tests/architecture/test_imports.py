@@ -48,6 +48,7 @@ PUBLIC = {
         "BackendUnavailableError",
         "BatchError",
         "ClosedError",
+        "Cuda",
         "Direct",
         "FaultPlan",
         "File",
