@@ -1,4 +1,4 @@
-"""What the tests of deepnvme share: backends with the reason to skip one, memory of each alignment, bytes to compare."""
+"""What the tests of deepnvme share: backends and why one is skipped, memory of each alignment, bytes to compare."""
 
 from __future__ import annotations
 

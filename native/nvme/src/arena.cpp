@@ -1,6 +1,7 @@
 #include "deepnvme/arena.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <new>
@@ -21,7 +22,7 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
 
 }  // namespace
 
-Arena::Arena(std::size_t nbytes) : size_(round_up(nbytes, page)) {
+Arena::Arena(std::size_t nbytes) : size_(round_up(nbytes, page)), owner_(::getpid()) {
     if (nbytes == 0 || nbytes > max_bytes) {
         throw std::invalid_argument("an arena holds 1 to " + std::to_string(max_bytes) +
                                     " bytes, asked: " + std::to_string(nbytes));
@@ -47,6 +48,8 @@ Arena::Arena(std::size_t nbytes) : size_(round_up(nbytes, page)) {
 }
 
 Arena::~Arena() {
+    // A forked child does not have this memory (MADV_DONTFORK); whatever is mapped there now is somebody else's.
+    if (::getpid() != owner_) return;
     if (cuda_) cuda_->unregister_memory(data_);
     ::munmap(data_, size_);
 }

@@ -405,8 +405,12 @@ void Drive::moved(std::uint32_t index, std::uint32_t nbytes) {
 }
 
 void Drive::again(std::uint32_t index) {
-    const Active& active = *chunks_[index].active;
-    if (active.ending == Ending::succeeded) {
+    const Chunk& chunk = chunks_[index];
+    const Active& active = *chunk.active;
+    // The end of the file, found by a later chunk, says nothing of the bytes before it.
+    const bool before_end =
+        active.ending == Ending::end_of_file && chunk.position + chunk.moved < active.certain;
+    if (active.ending == Ending::succeeded || before_end) {
         repush_.push_back(index);
     } else {
         fell_short(index, active.ending, active.error);

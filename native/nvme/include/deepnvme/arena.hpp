@@ -2,6 +2,8 @@
 // The only place in the project that maps such memory; Pool cuts it up, Drives register it with their rings.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <memory>
 
@@ -35,6 +37,7 @@ class Arena {
     std::shared_ptr<CudaHost> cuda_;  // set: registered there
     std::byte* data_ = nullptr;
     std::size_t size_ = 0;
+    pid_t owner_ = 0;
 };
 
 }  // namespace deepnvme

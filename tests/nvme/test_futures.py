@@ -1,0 +1,301 @@
+"""An operation under way: waiting for it, awaiting it, taking it back, being told, and a queue that is full.
+
+A drive is held by its first request, which takes HOLD_US; the budget has room for that one chunk only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepnvme import FaultPlan, File, IOFuture, IOQueue, NVMeError, QueueFull, ShortReadError, WhenFull
+from support.nvme_io import CHUNK, TIMEOUT_S, assert_same, contents, pattern
+
+HOLD_US = 700_000
+
+
+@contextmanager
+def held(
+    backend: str, path: Path, *, max_pending: int = 1024, when_full: WhenFull = WhenFull.BLOCK
+) -> Iterator[tuple[IOQueue, File, IOFuture[int]]]:
+    """Yield a queue, a file of three chunks, and the write of its first chunk, which is under way and slow."""
+    if backend != "memory":
+        path.write_bytes(bytes(3 * CHUNK))
+    slow = FaultPlan().delay(delay_us=HOLD_US, nth=1)
+    limits = {"chunk_bytes": CHUNK, "inflight_bytes": CHUNK, "max_pending": max_pending}
+    with (
+        IOQueue(backend, **limits, when_full=when_full, faults=slow) as queue,  # type: ignore[arg-type]
+        queue.open(path, "w") as file,
+    ):
+        file.truncate(3 * CHUNK)
+        first = file.pwrite(pattern(CHUNK, seed=1))
+        while not any(drive.chunks for drive in queue.stats().drives.values()):
+            time.sleep(0.001)
+        yield queue, file, first
+
+
+# --- cancelling --------------------------------------------------------------------------------------------------
+
+
+def test_cancelling_what_has_not_begun_succeeds_and_touches_nothing(tmp_path: Path, backend: str) -> None:
+    with held(backend, tmp_path / "file") as (queue, file, first):
+        buffer = bytearray(b"\xee" * CHUNK)
+        next_in_turn = file.pread(buffer)
+        kept = file.pwrite(pattern(CHUNK, seed=2), CHUNK)
+        further_behind = file.pwrite(pattern(CHUNK, seed=3), 2 * CHUNK)
+        assert next_in_turn.cancel()
+        assert further_behind.cancel()
+        assert next_in_turn.cancelled()
+        with pytest.raises(concurrent.futures.CancelledError):
+            further_behind.result(TIMEOUT_S)
+        assert [first.result(TIMEOUT_S), kept.result(TIMEOUT_S)] == [CHUNK, CHUNK]
+        file.sync().result(TIMEOUT_S)  # behind the cancelled ones: the drive is past them
+        assert_same(buffer, b"\xee" * CHUNK)
+        assert_same(contents(queue, tmp_path / "file")[CHUNK:], pattern(CHUNK, seed=2) + bytes(CHUNK))
+
+
+def test_cancelling_again_says_again_that_it_is_cancelled(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (_, file, _first):
+        future = file.pwrite(b"x")
+        assert future.cancel()
+        assert future.cancel()
+
+
+def test_cancelling_what_has_begun_fails_and_it_runs_to_its_end(tmp_path: Path, backend: str) -> None:
+    with held(backend, tmp_path / "file") as (queue, _file, first):
+        assert not first.cancel()
+        assert first.result(TIMEOUT_S) == CHUNK
+        assert not first.cancel()
+        assert_same(contents(queue, tmp_path / "file")[:CHUNK], pattern(CHUNK, seed=1))
+
+
+def test_an_operation_of_several_chunks_has_begun_with_its_first(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (queue, file, first):
+        long = file.pwrite(pattern(2 * CHUNK, seed=2))
+        first.result(TIMEOUT_S)
+        assert long.result(TIMEOUT_S) == 2 * CHUNK
+        assert not long.cancel()
+        assert_same(contents(queue, tmp_path / "file")[: 2 * CHUNK], pattern(2 * CHUNK, seed=2))
+
+
+def test_a_sync_that_waits_for_a_write_can_be_cancelled(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (_, file, first):
+        sync = file.sync()
+        assert sync.cancel()
+        assert file.sync().result(TIMEOUT_S) == 0
+        assert first.done()
+
+
+def test_memory_of_a_cancelled_operation_is_let_go(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (_, file, first):
+        buffer = np.zeros(CHUNK, np.uint8)
+        watch = weakref.ref(buffer)
+        future = file.pread(buffer)
+        assert future.cancel()
+        del buffer
+        first.result(TIMEOUT_S)
+        file.sync().result(TIMEOUT_S)
+        gc.collect()
+        assert watch() is None
+
+
+def test_cancelled_operations_count_as_ended_for_concurrent_futures_wait(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file") as (_, file, first):
+        futures = [first, file.pwrite(b"a"), file.pwrite(b"b")]
+        futures[1].cancel()
+        done, waiting = concurrent.futures.wait(futures, timeout=TIMEOUT_S)
+        assert (len(done), len(waiting)) == (3, 0)
+
+
+# --- awaiting ----------------------------------------------------------------------------------------------------
+
+
+def test_many_operations_can_be_awaited_together(tmp_path: Path, queue: IOQueue) -> None:
+    async def main(file: File) -> list[bytearray]:
+        written = await asyncio.gather(*(file.pwrite(pattern(5000, n), n * 5000) for n in range(100)))
+        assert written == [5000] * 100
+        await file.sync()
+        buffers = [bytearray(5000) for _ in range(100)]
+        await asyncio.gather(*(file.pread(buffer, n * 5000) for n, buffer in enumerate(buffers)))
+        return buffers
+
+    with queue.open(tmp_path / "file", "w") as file:
+        buffers = asyncio.run(asyncio.wait_for(main(file), TIMEOUT_S))
+    assert buffers == [pattern(5000, n) for n in range(100)]
+
+
+def test_a_failed_operation_raises_where_it_is_awaited(tmp_path: Path, queue: IOQueue) -> None:
+    async def main(file: File) -> None:
+        with pytest.raises(ShortReadError):
+            await file.pread(bytearray(1), 100)
+        results = await asyncio.gather(file.pread(bytearray(1), 5), file.pwrite(b"abc"), return_exceptions=True)
+        assert isinstance(results[0], ShortReadError)
+        assert results[1] == 3
+
+    with queue.open(tmp_path / "file", "w") as file:
+        asyncio.run(asyncio.wait_for(main(file), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "not begun"])
+def test_cancelling_an_await_leaves_the_operation_running_and_its_memory_held(tmp_path: Path, begun: bool) -> None:
+    async def main(future: IOFuture[int]) -> None:
+        async def wait() -> None:
+            await future
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not future.cancelled()
+        assert await future == CHUNK
+
+    with held("memory", tmp_path / "file") as (_, file, first):
+        buffer = bytearray(CHUNK)
+        future = first if begun else file.pread(buffer)
+        asyncio.run(asyncio.wait_for(main(future), TIMEOUT_S))
+        if not begun:
+            assert_same(buffer, pattern(CHUNK, seed=1))
+
+
+def test_a_timeout_around_an_await_leaves_the_operation_running(tmp_path: Path) -> None:
+    async def main(first: IOFuture[int]) -> int:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(first, 0.01)
+        return await first
+
+    with held("memory", tmp_path / "file") as (_, _file, first):
+        assert asyncio.run(asyncio.wait_for(main(first), TIMEOUT_S)) == CHUNK
+
+
+def test_an_event_loop_that_closed_meanwhile_is_no_ones_problem(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(first: IOFuture[int]) -> None:
+        async def wait() -> None:
+            await first
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        task.cancel()
+
+    with held("memory", tmp_path / "file") as (_, _file, first):
+        asyncio.run(main(first))
+        assert first.result(TIMEOUT_S) == CHUNK
+    assert not caplog.records
+
+
+# --- being told --------------------------------------------------------------------------------------------------
+
+
+def test_a_callback_is_told_once_with_the_future(tmp_path: Path, queue: IOQueue) -> None:
+    told: list[object] = []
+    with queue.open(tmp_path / "file", "w") as file:
+        future = file.pwrite(b"abc")
+        future.add_done_callback(told.append)
+        future.result(TIMEOUT_S)
+    queue.close()
+    assert told == [future]
+
+
+def test_a_callback_may_submit_more(tmp_path: Path, backend: str) -> None:
+    finished = threading.Event()
+    last: list[int] = []
+    with IOQueue(backend, max_pending=1) as queue, queue.open(tmp_path / "file", "w") as file:
+
+        def write_next(number: int) -> None:
+            if number == 50:
+                finished.set()
+                return
+            future = file.pwrite(bytes([number]), number)
+            last.append(number)
+            future.add_done_callback(lambda _: write_next(number + 1))
+
+        write_next(0)
+        assert finished.wait(TIMEOUT_S)
+        assert contents(queue, tmp_path / "file") == bytes(range(50))
+
+
+def test_a_callback_that_raises_harms_no_other_operation(
+    tmp_path: Path, queue: IOQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("a mistake of the program")
+
+    with caplog.at_level(logging.CRITICAL + 1, "concurrent.futures"), queue.open(tmp_path / "file", "w") as file:
+        future = file.pwrite(b"abc")
+        future.add_done_callback(fail)
+        assert future.result(TIMEOUT_S) == 3
+        assert file.pwrite(b"def", 3).result(TIMEOUT_S) == 3
+
+
+def test_a_callback_may_close_the_queue(tmp_path: Path, backend: str) -> None:
+    closed = threading.Event()
+    queue = IOQueue(backend)
+
+    def close(_: object) -> None:
+        queue.close()
+        closed.set()
+
+    with queue.open(tmp_path / "file", "w") as file:
+        file.pwrite(b"abc").add_done_callback(close)
+        assert closed.wait(TIMEOUT_S)
+    assert queue.closed
+
+
+# --- a full queue ------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_refuses_when_told_to_and_takes_more_when_there_is_room(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file", max_pending=2, when_full=WhenFull.RAISE) as (queue, file, first):
+        second = file.pwrite(pattern(CHUNK, seed=2), CHUNK)
+        with pytest.raises(QueueFull, match="2 operations are pending") as caught:
+            file.pwrite(b"one too many", 2 * CHUNK)
+        assert isinstance(caught.value, NVMeError)
+        assert queue.stats().pending == 2
+        assert [first.result(TIMEOUT_S), second.result(TIMEOUT_S)] == [CHUNK, CHUNK]
+        assert file.pwrite(b"now", 2 * CHUNK).result(TIMEOUT_S) == 3
+
+
+def test_a_refused_operation_lets_its_memory_go(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file", max_pending=1, when_full=WhenFull.RAISE) as (_, file, _first):
+        buffer = bytearray(8)
+        with pytest.raises(QueueFull):
+            file.pread(buffer)
+        buffer.append(0)
+
+
+def test_a_full_queue_blocks_until_there_is_room_and_loses_nothing(tmp_path: Path, backend: str) -> None:
+    with IOQueue(backend, max_pending=3) as queue, queue.open(tmp_path / "file", "w") as file:
+        futures = []
+        for number in range(200):
+            futures.append(file.pwrite(bytes([number]) * 100, number * 100))
+            assert queue.stats().pending <= 3
+        assert [future.result(TIMEOUT_S) for future in futures] == [100] * 200
+        assert_same(contents(queue, tmp_path / "file"), b"".join(bytes([number]) * 100 for number in range(200)))
+
+
+def test_other_threads_run_while_one_waits_for_room(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file", max_pending=1) as (_, file, first):
+        began = threading.Event()
+
+        def submit() -> int:
+            began.set()
+            return file.pwrite(b"abc").result(TIMEOUT_S)
+
+        with concurrent.futures.ThreadPoolExecutor(1) as other:
+            waiting = other.submit(submit)
+            assert began.wait(TIMEOUT_S)
+            assert not first.done() or waiting.result(TIMEOUT_S) == 3  # this thread has the interpreter meanwhile
+            assert waiting.result(TIMEOUT_S) == 3

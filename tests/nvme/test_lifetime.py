@@ -1,0 +1,513 @@
+"""Nothing is freed too early and nothing is waited for in vain: closing, collecting, exiting, forking, interrupting."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import gc
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from deepnvme import ClosedError, FaultPlan, IOFuture, IOQueue, Pool, WhenFull
+from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, pattern
+from support.nvme_programs import output_of, run_program
+
+SLOW_US = 100_000
+
+
+def slow(backend: str, *, delay_us: int = SLOW_US) -> IOQueue:
+    """Return a queue whose every request takes a while."""
+    return IOQueue(backend, chunk_bytes=CHUNK, faults=FaultPlan().delay(delay_us=delay_us, every=1))
+
+
+# --- much at once ------------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_files_are_in_flight_at_once(tmp_path: Path, queue: IOQueue) -> None:
+    paths = [tmp_path / f"file{number}" for number in range(100)]
+    sizes = [(number * 3571) % (3 * CHUNK) + 1 for number in range(100)]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(queue.open(path, "w")) for path in paths]
+        writes = [file.pwrite(pattern(size, n)) for n, (file, size) in enumerate(zip(files, sizes, strict=True))]
+        syncs = [file.sync() for file in files]
+        assert [write.result(TIMEOUT_S) for write in writes] == sizes
+        assert [sync.result(TIMEOUT_S) for sync in syncs] == [0] * 100
+        buffers = [bytearray(size) for size in sizes]
+        reads = [file.pread(buffer) for file, buffer in zip(files, buffers, strict=True)]
+        assert [read.result(TIMEOUT_S) for read in reads] == sizes
+    for number, (path, buffer) in enumerate(zip(paths, buffers, strict=True)):
+        assert_same(buffer, pattern(sizes[number], number))
+        assert_same(contents(queue, path), buffer)
+
+
+def test_sixty_four_threads_submit_at_once(tmp_path: Path, queue: IOQueue) -> None:
+    share = 3 * PAGE + 17  # so that neighbours meet within pages
+    rounds = 8
+
+    def work(number: int) -> None:
+        with queue.open(tmp_path / "file", "r+") as file:
+            for turn in range(rounds):
+                data = pattern(share, number * rounds + turn)
+                assert file.pwrite(data, number * share).result(TIMEOUT_S) == share
+                back = bytearray(share)
+                assert file.pread(back, number * share).result(TIMEOUT_S) == share
+                assert back == data
+
+    queue.open(tmp_path / "file", "w", size=64 * share).close()
+    with concurrent.futures.ThreadPoolExecutor(64) as threads:
+        for future in [threads.submit(work, number) for number in range(64)]:
+            future.result(TIMEOUT_S)
+    expected = b"".join(pattern(share, number * rounds + rounds - 1) for number in range(64))
+    assert_same(contents(queue, tmp_path / "file"), expected)
+
+
+# --- closing -----------------------------------------------------------------------------------------------------
+
+
+def test_closing_the_queue_waits_for_everything_submitted(tmp_path: Path, disk_backend: str) -> None:
+    data = pattern(20 * CHUNK, seed=1)
+    with slow(disk_backend) as queue, queue.open(tmp_path / "file", "w") as file:
+        futures = [file.pwrite(data[n * CHUNK : (n + 1) * CHUNK], n * CHUNK) for n in range(20)]
+        queue.close()
+        assert all(future.done() for future in futures)
+    assert [future.result(0) for future in futures] == [CHUNK] * 20
+    assert_same((tmp_path / "file").read_bytes(), data)
+
+
+def test_closing_a_file_leaves_its_operations_under_way(tmp_path: Path, disk_backend: str) -> None:
+    data = pattern(5 * CHUNK + 9, seed=1)
+    with slow(disk_backend) as queue:
+        file = queue.open(tmp_path / "file", "w")
+        future = file.pwrite(data, 3)
+        file.close()
+        del file
+        gc.collect()
+        assert future.result(TIMEOUT_S) == len(data)
+    assert_same((tmp_path / "file").read_bytes()[3:], data)
+
+
+def test_closing_while_others_submit_ends_every_operation_or_refuses_it(tmp_path: Path, backend: str) -> None:
+    queue = IOQueue(backend, max_pending=4)
+    file = queue.open(tmp_path / "file", "w")
+    begun = threading.Barrier(9)
+
+    def work(number: int) -> int:
+        written = 0
+        begun.wait(TIMEOUT_S)
+        with contextlib.suppress(ClosedError):
+            while True:
+                written += file.pwrite(bytes(PAGE), number * PAGE).result(TIMEOUT_S)
+        return written
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        workers = [threads.submit(work, number) for number in range(8)]
+        begun.wait(TIMEOUT_S)
+        while queue.stats().pending == 0:
+            time.sleep(0.001)
+        queue.close()
+        written = sum(worker.result(TIMEOUT_S) for worker in workers)
+    (drive,) = queue.stats().drives.values()
+    assert drive.written_bytes == written
+
+
+def test_a_submitter_that_waits_for_room_is_told_when_the_queue_closes(tmp_path: Path) -> None:
+    queue = IOQueue("memory", max_pending=1, faults=FaultPlan().delay(delay_us=500_000, every=1))
+    file = queue.open(tmp_path / "file", "w")
+    first = file.pwrite(b"first")
+
+    def submit() -> int:
+        with contextlib.suppress(ClosedError):
+            return file.pwrite(b"second").result(TIMEOUT_S)
+        return 0
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(submit)
+        queue.close()
+        assert waiting.result(TIMEOUT_S) in (0, 6)
+    assert first.result(0) == 5
+
+
+def io_threads() -> list[str]:
+    """Return the names of this process's threads that belong to deepnvme."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if name.startswith("deepnvme")]
+
+
+def test_a_closed_queue_leaves_no_thread_and_no_descriptor(tmp_path: Path, disk_backend: str) -> None:
+    def use() -> None:
+        with IOQueue(disk_backend) as queue, queue.open(tmp_path / "file", "w") as file:
+            file.pwrite(pattern(3 * CHUNK + 1, 1)).result(TIMEOUT_S)
+            assert io_threads()
+
+    use()  # what is made once and kept, such as an imported library
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        use()
+    assert not io_threads()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("deepnvme")]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_queue_that_nobody_holds_any_more_finishes_and_goes(tmp_path: Path, disk_backend: str) -> None:
+    data = pattern(5 * CHUNK, seed=1)
+
+    def submit() -> IOFuture[int]:
+        queue = slow(disk_backend)
+        return queue.open(tmp_path / "file", "w").pwrite(data)
+
+    future = submit()
+    gc.collect()
+    assert future.result(TIMEOUT_S) == len(data)
+    assert_same((tmp_path / "file").read_bytes(), data)
+    assert not io_threads()
+
+
+# --- interrupting ------------------------------------------------------------------------------------------------
+
+
+def interrupt_main_thread_after(seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def test_an_interrupt_during_result_leaves_the_operation_running(tmp_path: Path, backend: str) -> None:
+    with slow(backend, delay_us=400_000) as queue, queue.open(tmp_path / "file", "w") as file:
+        future = file.pwrite(b"abc")
+        timer = interrupt_main_thread_after(0.05)
+        with pytest.raises(KeyboardInterrupt):
+            future.result(TIMEOUT_S)
+        timer.join()
+        assert future.result(TIMEOUT_S) == 3
+        assert contents(queue, tmp_path / "file") == b"abc"
+
+
+class InterruptedSubmission(Exception):  # noqa: N818 - not an error: what a signal handler of the program raises
+    pass
+
+
+@contextlib.contextmanager
+def interrupting_submission() -> Iterator[None]:
+    """Raise where a signal finds the main thread submitting; leave it alone elsewhere."""
+
+    def handler(_: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_code.co_name == "_submit":
+            raise InterruptedSubmission
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    stop = threading.Event()
+
+    def send() -> None:
+        while not stop.wait(0.02):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    main = threading.get_ident()
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupt_while_submitting_does_not_free_the_memory_of_what_was_taken(tmp_path: Path) -> None:
+    """Python runs signal handlers when the call that submits returns: the drive may be at work by then."""
+    slow_at_first = FaultPlan().delay(delay_us=300_000, nth=1).delay(delay_us=300_000, nth=2)
+    with IOQueue("memory", max_pending=1, faults=slow_at_first) as queue, queue.open(tmp_path / "file", "w") as file:
+        first = file.pwrite(b"first")
+        buffer = bytearray(b"second")
+        with interrupting_submission(), contextlib.suppress(InterruptedSubmission):
+            file.pwrite(buffer, 5)
+        if queue.stats().pending:
+            with pytest.raises(BufferError):
+                buffer.clear()
+        assert first.result(TIMEOUT_S) == 5
+        assert file.pwrite(b"third", 11).result(TIMEOUT_S) == 5
+        assert contents(queue, tmp_path / "file") == b"firstsecondthird"
+        buffer.clear()
+
+
+# --- the end of the process --------------------------------------------------------------------------------------
+
+EXITING = """
+import sys
+from deepnvme import FaultPlan, IOQueue
+
+backend, ending, path = sys.argv[1:]
+queue = IOQueue(backend, chunk_bytes=65536, faults=FaultPlan().delay(delay_us=100_000, every=3))
+file = queue.open(path, "w")
+futures = [file.pwrite(bytes([number]) * 100_000, number * 100_000) for number in range(20)]
+if ending == "exit":
+    sys.exit(0)
+if ending == "cycle":
+    queue.itself = queue
+    del queue, file, futures
+"""
+
+
+@pytest.mark.parametrize("ending", ["end", "exit", "cycle"])
+def test_a_program_that_ends_with_work_in_flight_finishes_it_in_silence(
+    tmp_path: Path, disk_backend: str, ending: str
+) -> None:
+    done = run_program(EXITING, disk_backend, ending, tmp_path / "file", folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert_same((tmp_path / "file").read_bytes(), b"".join(bytes([n]) * 100_000 for n in range(20)))
+
+
+ENDING_WITH_AN_ERROR = """
+import sys
+from deepnvme import IOQueue, FaultPlan
+
+queue = IOQueue("threads", faults=FaultPlan().delay(delay_us=100_000, every=1).fail(every=1))
+future = queue.open(sys.argv[1], "w").pwrite(b"x" * 100)
+raise RuntimeError("the program's own")
+"""
+
+
+def test_a_program_that_dies_of_its_own_error_shows_that_error_alone(tmp_path: Path) -> None:
+    done = run_program(ENDING_WITH_AN_ERROR, tmp_path / "file", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.endswith("RuntimeError: the program's own\n")
+
+
+# --- forking -----------------------------------------------------------------------------------------------------
+
+FORKING = """
+import os, sys, time
+from deepnvme import FaultPlan, ForkedError, IOQueue, Pool
+
+backend, ending, path = sys.argv[1:]
+pool = Pool(1 << 20)
+queue = IOQueue(backend, pool=pool, faults=FaultPlan().delay(delay_us=500_000, every=1))
+file = queue.open(path, "w")
+cancelled = [file.pwrite(b"never", 100) for _ in range(3)]
+future = file.pwrite(b"parent")
+for one in cancelled:
+    one.cancel()
+
+def refused(call):
+    try:
+        call()
+    except ForkedError:
+        return True
+    return False
+
+def child():
+    checks = {
+        "submitting": refused(lambda: file.pwrite(b"child")),
+        "reading": refused(lambda: file.pread(bytearray(1))),
+        "syncing": refused(file.sync),
+        "opening": refused(lambda: queue.open(path)),
+        "using a pool": refused(lambda: queue.use_pool(pool)),
+        "forgetting a pool": refused(lambda: queue.forget_pool(pool)),
+        "what the parent submitted": refused(lambda: future.result(10)),
+    }
+    queue.close()
+    with IOQueue(backend) as own, own.open(path + ".child", "w") as other:
+        checks["a queue of its own"] = other.pwrite(b"child").result(60) == 5
+    wrong = [name for name, holds in checks.items() if not holds]
+    if wrong:
+        print("in the child:", wrong, flush=True)
+    return 1 if wrong else 0
+
+pid = os.fork()
+if pid == 0:
+    if ending == "_exit":
+        os._exit(child())
+    sys.exit(child())
+
+deadline = time.monotonic() + 60
+status = None
+while status is None and time.monotonic() < deadline:
+    ended, code = os.waitpid(pid, os.WNOHANG)
+    status = code if ended else time.sleep(0.01)
+if status is None:
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    print("the child hangs")
+elif status != 0:
+    print("the child's status:", status)
+assert future.result(60) == 6
+assert file.pwrite(b"after", 6).result(60) == 5
+queue.close()
+print("parent done")
+"""
+
+
+@pytest.mark.parametrize("ending", ["_exit", "sys.exit"])
+def test_a_forked_child_is_refused_and_ends_cleanly_and_its_parent_never_notices(
+    tmp_path: Path, disk_backend: str, ending: str
+) -> None:
+    done = run_program(
+        FORKING,
+        disk_backend,
+        ending,
+        tmp_path / "file",
+        folder=tmp_path,
+        python=["-W", "ignore::DeprecationWarning"],  # newer Pythons warn of any fork with threads
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "parent done\n", "")
+    assert (tmp_path / "file").read_bytes()[:11] == b"parentafter"
+    assert (tmp_path / "file.child").read_bytes() == b"child"
+
+
+FORKING_WITH_A_POOL = """
+import os, sys
+import numpy as np
+from deepnvme import Pool
+
+pool = Pool(64 << 20)
+pid = os.fork()
+if pid == 0:
+    # A child has a hole where the pool was, and the kernel gives that to whoever maps memory next.
+    own = [np.full(8 << 20, number, np.uint8) for number in range(40)]
+    del pool
+    sys.exit(0 if all(int(array[-1]) == number == int(array[0]) for number, array in enumerate(own)) else 1)
+_, status = os.waitpid(pid, 0)
+assert status == 0, status
+array = pool.empty(8)
+array[:] = 7
+assert int(array.sum()) == 56
+"""
+
+
+def test_a_forked_child_that_drops_the_pool_does_not_unmap_its_own_memory(tmp_path: Path) -> None:
+    output_of(run_program(FORKING_WITH_A_POOL, folder=tmp_path))
+
+
+# --- without asserts ---------------------------------------------------------------------------------------------
+
+SAME_UNDER_O = """
+import sys, zlib
+from deepnvme import FaultPlan, IOQueue, NVMeError, ShortReadError
+
+with IOQueue(chunk_bytes=65536) as queue, queue.open(sys.argv[1], "w") as file:
+    data = bytes(range(256)) * 1000
+    written = file.pwrite(data, 3).result(60)
+    buffer = bytearray(len(data))
+    read = file.pread(buffer, 3).result(60)
+    file.sync().result(60)
+    print(written, read, zlib.crc32(buffer), file.size)
+    try:
+        file.pread(bytearray(10), file.size - 4).result(60)
+    except ShortReadError as error:
+        print("short", error.done)
+    with queue.batch() as batch:
+        batch.pwrite(file, b"end", file.size)
+    print(file.size)
+with IOQueue("memory", faults=FaultPlan().fail(nth=1)) as queue, queue.open("file", "w") as file:
+    try:
+        file.pwrite(b"x").result(60)
+    except NVMeError as error:
+        print("failed", error.errno)
+"""
+
+
+def test_a_program_gives_the_same_with_and_without_asserts(tmp_path: Path) -> None:
+    plain = output_of(run_program(SAME_UNDER_O, tmp_path / "plain", folder=tmp_path))
+    optimised = output_of(run_program(SAME_UNDER_O, tmp_path / "optimised", folder=tmp_path, python=["-O"]))
+    assert plain == optimised
+    assert plain.splitlines()[1:] == ["short 4", "256006", "failed 5"]
+    assert (tmp_path / "plain").read_bytes() == (tmp_path / "optimised").read_bytes()
+
+
+# --- the pool ----------------------------------------------------------------------------------------------------
+
+
+def test_a_block_returns_to_the_pool_when_its_last_view_dies() -> None:
+    pool = Pool(8 * PAGE)
+    array = pool.empty((3, PAGE), "uint8")
+    assert pool.free_bytes == 5 * PAGE
+    row, pieces = array[1], [array[2, 5:9], array.reshape(-1)]
+    del array
+    assert pool.free_bytes == 5 * PAGE
+    row[:] = 1
+    pieces.clear()
+    assert pool.free_bytes == 5 * PAGE
+    del row
+    assert (pool.free_bytes, pool.largest_free, pool.peak_bytes) == (8 * PAGE, 8 * PAGE, 3 * PAGE)
+
+
+def test_blocks_are_of_exact_size_and_do_not_overlap() -> None:
+    pool = Pool(64 * PAGE)
+    arrays = [pool.empty(size) for size in (1, PAGE - 1, PAGE, PAGE + 1, 5000)]
+    for number, array in enumerate(arrays):
+        array[:] = number
+    assert [len(array) for array in arrays] == [1, PAGE - 1, PAGE, PAGE + 1, 5000]
+    assert all((array == number).all() for number, array in enumerate(arrays))
+    assert all(array.ctypes.data % PAGE == 0 for array in arrays)
+
+
+def test_pool_memory_lives_on_without_its_pool_and_without_its_queue(tmp_path: Path, disk_backend: str) -> None:
+    pool = Pool(4 * CHUNK)
+    with IOQueue(disk_backend, pool=pool) as queue, queue.open(tmp_path / "file", "w") as file:
+        array = pool.empty(2 * CHUNK)
+        array[:] = 5
+        file.pwrite(array).result(TIMEOUT_S)
+        array[:] = 0
+        file.pread(array).result(TIMEOUT_S)
+    del pool, queue, file
+    gc.collect()
+    assert (array == 5).all()
+    array[:] = 6
+
+
+def test_a_pool_serves_two_queues_and_can_be_forgotten_by_either(tmp_path: Path, disk_backend: str) -> None:
+    pool = Pool(4 * CHUNK)
+    array = pool.empty(2 * CHUNK)
+    with IOQueue(disk_backend, pool=pool) as left, IOQueue(disk_backend) as right:
+        right.use_pool(pool)
+        with left.open(tmp_path / "left", "w") as one, right.open(tmp_path / "right", "w") as other:
+            for value in (1, 2):
+                array[:] = value
+                for future in (one.pwrite(array), other.pwrite(array)):
+                    assert future.result(TIMEOUT_S) == 2 * CHUNK
+                left.forget_pool(pool)
+    assert (tmp_path / "left").read_bytes() == (tmp_path / "right").read_bytes() == b"\2" * (2 * CHUNK)
+
+
+def test_pools_come_and_go_while_work_is_in_flight(tmp_path: Path, disk_queue: IOQueue) -> None:
+    with disk_queue.open(tmp_path / "file", "w") as file:
+        futures = []
+        for number in range(12):
+            pool = Pool(2 * CHUNK)
+            disk_queue.use_pool(pool)
+            array = pool.empty(CHUNK + 5)
+            array[:] = number
+            futures.append(file.pwrite(array, number * (CHUNK + 5)))
+            if number % 3 == 0:
+                disk_queue.forget_pool(pool)
+        assert [future.result(TIMEOUT_S) for future in futures] == [CHUNK + 5] * 12
+    expected = b"".join(bytes([number]) * (CHUNK + 5) for number in range(12))
+    assert_same((tmp_path / "file").read_bytes(), expected)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_a_pool_of_no_bytes_is_refused(nbytes: int) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        Pool(nbytes)
+
+
+def test_elements_of_no_bytes_need_no_pool_memory() -> None:
+    pool = Pool(PAGE)
+    assert pool.empty((3, 0)).shape == (3, 0)
+    assert pool.free_bytes == PAGE
+
+
+def test_a_full_queue_that_refuses_stays_usable(tmp_path: Path, backend: str) -> None:
+    with (
+        IOQueue(backend, max_pending=1, when_full=WhenFull.RAISE) as queue,
+        queue.open(tmp_path / "file", "w") as file,
+    ):
+        for number in range(50):
+            assert file.pwrite(bytes([number]), number).result(TIMEOUT_S) == 1
+        assert contents(queue, tmp_path / "file") == bytes(range(50))
