@@ -24,6 +24,7 @@ _IN_HEADER = struct.Struct("<IIQQIIII")
 _OUT_HEADER = struct.Struct("<IiQ")
 _TRANSFER = struct.Struct("<QQIIQII")  # of reads and writes: handle, offset, size, flags, lock owner, flags, padding
 _ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
+_ASYNC_DIO = 1 << 15  # as libfuse asks for. Without it Linux 6.18's io_uring re-reads short reads from their start
 _DIRECT_IO = 1  # what is opened so passes short transfers on, and no page cache hides them
 _SIZE_IS_SET = 1 << 3
 _ROOT = 1
@@ -37,7 +38,7 @@ class FuseUnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Behaviour:
-    """How one file behaves: `nbytes` long, transfers of at most `longest` bytes, an `error` from offset `fails_from`."""
+    """What a file of `nbytes` does: transfers of at most `longest` bytes, an `error` from offset `fails_from` on."""
 
     nbytes: int
     longest: int = 1 << 30
@@ -128,7 +129,9 @@ class _Server:
 
     def initialise(self, _: int, body: bytes) -> bytes:
         major, minor = struct.unpack_from("<II", body)
-        return struct.pack("<IIIIHHIIHHI28x", min(major, 7), min(minor, 31), 0, 0, 16, 12, _MOST_BYTES, 1, 0, 0, 0)
+        return struct.pack(
+            "<IIIIHHIIHHI28x", min(major, 7), min(minor, 31), 0, _ASYNC_DIO, 16, 12, _MOST_BYTES, 1, 0, 0, 0
+        )
 
     def look_up(self, _: int, body: bytes) -> bytes:
         name = body.rstrip(b"\0").decode()

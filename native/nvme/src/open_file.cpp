@@ -119,6 +119,7 @@ void OpenFile::wrote_until(std::uint64_t end) noexcept {
 }
 
 void OpenFile::preallocate(std::uint64_t nbytes) {
+    if (nbytes == 0) return;  // posix_fallocate calls that invalid
     int error;
     do {
         error = ::posix_fallocate(buffered_, 0, static_cast<off_t>(nbytes));
