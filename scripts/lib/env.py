@@ -29,6 +29,7 @@ __all__ = [
     "enter",
     "rival_venv",
     "run_logged",
+    "version_in",
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,15 +118,15 @@ def run_logged(what: str, command: Sequence[str | Path], **overrides: str) -> No
 
 def _ensure_packages() -> Path:
     python = VENV / "bin" / "python"
-    recipe = _digest([TORCH, REQUIREMENTS.read_text(), _version_in(python) or "none"])
+    recipe = _digest([TORCH, REQUIREMENTS.read_text(), version_in(python) or "none"])
     if _read_stamp(VENV).get("packages") == recipe:
         return python
     base = _find_python()
-    print(f"making .venv with Python {_version_in(base)} (once; kept for later runs)")
+    print(f"making .venv with Python {version_in(base)} (once; kept for later runs)")
     _make_venv(VENV, base)
     run_logged(f"installing {TORCH}", _pip(python, "install", TORCH))
     run_logged("installing tools and libraries", _pip(python, "install", "-r", REQUIREMENTS))
-    _write_stamp(VENV, packages=_digest([TORCH, REQUIREMENTS.read_text(), _version_in(python) or "none"]))
+    _write_stamp(VENV, packages=_digest([TORCH, REQUIREMENTS.read_text(), version_in(python) or "none"]))
     return python
 
 
@@ -165,7 +166,7 @@ def _find_python() -> str:
     running = getattr(sys, "_base_executable", sys.executable)
     named = (shutil.which(f"python3.{minor}") for minor in (11, 12, 13, 10))
     for candidate in (running, *named):
-        if candidate and _version_in(candidate) and _can_make_venv(candidate):
+        if candidate and version_in(candidate) and _can_make_venv(candidate):
             return str(candidate)
     raise EnvironmentMissingError(
         f"No Python 3.10 to 3.13 with the venv module found; this script runs under {sys.version.split()[0]} at "
@@ -173,7 +174,7 @@ def _find_python() -> str:
     )
 
 
-def _version_in(python: str | Path) -> str | None:
+def version_in(python: str | Path) -> str | None:
     """Return the version of a supported interpreter, None for one that is missing, broken or not supported."""
     report = "import sys; print(*sys.version_info[:3])"
     try:
