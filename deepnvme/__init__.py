@@ -15,7 +15,8 @@ from deepnvme.faults import FaultPlan, Requests
 from deepnvme.future import IOFuture
 from deepnvme.pool import Cuda, Pool
 from deepnvme.probing import probe_directory, probe_system
-from deepnvme.queue import Direct, File, IOQueue, Sync, UserMemory, WhenFull
+from deepnvme.profile import UserMemory
+from deepnvme.queue import Direct, File, IOQueue, Sync, WhenFull
 
 __all__ = [
     "BackendFallbackWarning",

@@ -18,7 +18,7 @@ __all__ = ["FaultPlan", "Requests"]
 class Requests(Enum):
     """Which requests a rule counts and applies to."""
 
-    ALL = ()
+    ALL = tuple(_native.Verb)  # not (): Python 3.11.2 makes an object() of that value
     READS = (_native.Verb.READ,)
     WRITES = (_native.Verb.WRITE,)
     SYNCS = (_native.Verb.SYNC_DATA, _native.Verb.SYNC_ALL)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Generator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepnvme import _native
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["IOFuture"]
 
@@ -32,4 +35,12 @@ class IOFuture(concurrent.futures.Future[_T]):
         """Wait on the running event loop."""
         import asyncio  # costs a third of importing this package, and whoever awaits has it
 
-        return asyncio.shield(asyncio.wrap_future(self)).__await__()
+        waiting = asyncio.wrap_future(self)
+        waiting.add_done_callback(_look_at)
+        return asyncio.shield(waiting).__await__()
+
+
+def _look_at(ended: asyncio.Future[Any]) -> None:
+    """Keep asyncio from reporting the error of an operation whose await was cancelled: `self` still has it."""
+    if not ended.cancelled():
+        ended.exception()

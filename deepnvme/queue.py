@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Literal
@@ -26,8 +27,9 @@ from deepnvme.errors import BatchError, ClosedError, ForkedError, NVMeError, Que
 from deepnvme.faults import FaultPlan
 from deepnvme.future import IOFuture
 from deepnvme.pool import Pool
+from deepnvme.profile import Profile, UserMemory, load_profile, settle
 
-__all__ = ["Batch", "Direct", "DriveStats", "File", "IOQueue", "QueueStats", "Sync", "UserMemory", "WhenFull"]
+__all__ = ["Batch", "Direct", "DriveStats", "File", "IOQueue", "QueueStats", "Sync", "WhenFull"]
 
 _Mode = Literal["r", "r+", "w", "x"]
 _MODES = MappingProxyType(
@@ -63,13 +65,6 @@ class Sync(Enum):
 
     DATA = _native.Verb.SYNC_DATA  # the bytes, and the length where it changed
     ALL = _native.Verb.SYNC_ALL  # times and permissions too
-
-
-class UserMemory(Enum):
-    """How aligned memory that is not of a registered pool travels; unaligned memory is always copied."""
-
-    ZERO_COPY = _native.UserMemory.ZERO_COPY  # the device reads and writes it: least CPU
-    BOUNCE = _native.UserMemory.BOUNCE  # copied through huge pages: faster where scattered pages are slow
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,9 @@ class IOQueue:
     """Asynchronous I/O on files: one I/O thread and one ring per drive, chunks under a budget of bytes in flight.
 
     `backend` names one of liburing, uring, aio, threads, or "auto" for the first that works; `require` refuses the
-    others (see `deepnvme.backends`). Use it as a context manager, or `close()` it, which waits for what was submitted.
+    others (see `deepnvme.backends`). `chunk_bytes`, `inflight_bytes` and `user_memory` hold for every drive; without
+    them each drive has what `deepnvme tune` measured of it, or the defaults (see `deepnvme.profile`).
+    Use it as a context manager, or `close()` it, which waits for what was submitted.
     """
 
     _living: ClassVar[weakref.WeakSet[IOQueue]] = weakref.WeakSet()
@@ -130,22 +127,23 @@ class IOQueue:
         backend: str = "auto",
         *,
         require: str | Collection[str] | None = None,
-        chunk_bytes: int = 1 << 20,
-        inflight_bytes: int = 16 << 20,
+        chunk_bytes: int | None = None,
+        inflight_bytes: int | None = None,
         max_pending: int = 1024,
         when_full: WhenFull = WhenFull.BLOCK,
-        user_memory: UserMemory = UserMemory.ZERO_COPY,
+        user_memory: UserMemory | None = None,
         pool: Pool | None = None,
         faults: FaultPlan | None = None,
     ) -> None:
         self.backend = choose_backend(backend, require)
         self.max_pending = max_pending
         self.when_full = when_full
+        self._settle = partial(settle, chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes, user_memory=user_memory)
+        told = None not in (chunk_bytes, inflight_bytes, user_memory)
+        self._profile = Profile() if told or self.backend == "memory" else load_profile()
         self._native = _native.Queue(
             backend=self.backend,
-            chunk_bytes=chunk_bytes,
-            inflight_bytes=inflight_bytes,
-            user_memory=user_memory.value,
+            drive=self._settle(None).native(),
             max_pending=max_pending,
             faults=faults.native if faults else None,
         )
@@ -181,10 +179,15 @@ class IOQueue:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
         if "\0" in str(path):
             raise ValueError(f"a path has no null bytes; got {str(path)!r}")
-        native = self._native.open(str(Path(path).absolute()), _MODES[mode], direct.value, permissions)
-        file = File(self, native)
+        drive = self._settle(self._profile.for_path(path)).native()
+        absolute = str(Path(path).absolute())
+        file = File(self, self._native.open(absolute, _MODES[mode], direct.value, permissions, drive))
         if size is not None:
-            file.preallocate(size)
+            try:
+                file.preallocate(size)
+            except BaseException:
+                file.close()
+                raise
         return file
 
     def batch(self) -> Batch:
@@ -318,10 +321,8 @@ class File:
 
     def preallocate(self, nbytes: int) -> None:
         """Reserve the first `nbytes` of the file on the drive; a full disk is told now."""
-        native = self._open()
         _check_range("size", nbytes)
-        if nbytes > 0:
-            native.preallocate(nbytes)
+        self._open().preallocate(nbytes)
 
     def truncate(self, nbytes: int) -> None:
         """Cut or extend the file to `nbytes`."""

@@ -229,6 +229,15 @@ void bind_queue(py::module_& module) {
     bind_memory(module);
     bind_faults(module);
     bind_files(module);
+    py::class_<DriveOptions>(module, "DriveOptions")
+        .def(py::init<>())
+        .def(py::init([](std::uint32_t chunk_bytes, std::uint64_t inflight_bytes, UserMemory user_memory) {
+                 return checked({chunk_bytes, inflight_bytes, user_memory});
+             }),
+             py::kw_only(), py::arg("chunk_bytes"), py::arg("inflight_bytes"), py::arg("user_memory"))
+        .def_readonly("chunk_bytes", &DriveOptions::chunk_bytes)
+        .def_readonly("inflight_bytes", &DriveOptions::inflight_bytes)
+        .def_readonly("user_memory", &DriveOptions::user_memory);
     py::class_<Cancellable>(module, "Cancellable").def(py::init<>()).def("cancel", &Cancellable::cancel);
     module.def("set_liburing_path", &set_liburing_path, py::arg("path"));
     module.def(
@@ -236,19 +245,18 @@ void bind_queue(py::module_& module) {
         py::call_guard<py::gil_scoped_release>());
 
     py::class_<Queue>(module, "Queue")
-        .def(py::init([](std::string backend, std::uint32_t chunk_bytes, std::uint64_t inflight_bytes,
-                         UserMemory user_memory, std::uint32_t max_pending, std::optional<FaultPlan> faults) {
+        .def(py::init([](std::string backend, const DriveOptions& drive, std::uint32_t max_pending,
+                         std::optional<FaultPlan> faults) {
                  QueueOptions options;
                  options.backend = std::move(backend);
-                 options.drive = {chunk_bytes, inflight_bytes, user_memory};
+                 options.drive = drive;
                  options.max_pending = max_pending;
                  options.faults = std::move(faults);
                  return std::make_unique<Queue>(std::move(options));
              }),
-             py::kw_only(), py::arg("backend"), py::arg("chunk_bytes"), py::arg("inflight_bytes"),
-             py::arg("user_memory"), py::arg("max_pending"), py::arg("faults"))
+             py::kw_only(), py::arg("backend"), py::arg("drive"), py::arg("max_pending"), py::arg("faults"))
         .def("open", &Queue::open, py::arg("path"), py::arg("mode"), py::arg("direct"),
-             py::arg("permissions"), py::call_guard<py::gil_scoped_release>())
+             py::arg("permissions"), py::arg("drive"), py::call_guard<py::gil_scoped_release>())
         .def(
             "submit",
             [](Queue& queue, std::uint64_t id, Verb verb, std::shared_ptr<OpenFile> file,

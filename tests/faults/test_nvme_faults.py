@@ -14,7 +14,13 @@ from support.nvme_workload import FILES, Run, Workload, make_workload, run_workl
 
 # Of a few hundred requests on files in memory each is struck in turn; on a drive, where a run takes longer, each n-th.
 EACH = 1
-STEPS = [("memory", EACH), ("uring", 10), ("liburing", 40), ("aio", 40), ("threads", 40)]
+STEPS = [("memory", EACH), ("uring", 10), ("liburing", 60), ("aio", 60), ("threads", 60)]
+
+
+@pytest.fixture(autouse=True)
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no profile of this machine decide what is tested."""
+    monkeypatch.setenv("DEEPNVME_PROFILE", "")
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +189,23 @@ def test_a_file_system_that_refuses_direct_io_after_all_is_served_through_the_pa
         (drive,) = queue.stats().drives.values()
     assert_same((tmp_path / "file").read_bytes(), data)
     assert (drive.direct_refused, drive.buffered_bytes) == (1, CHUNK)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        lambda: FaultPlan().fail(),
+        lambda: FaultPlan().fail(nth=1, every=2),
+        lambda: FaultPlan().shorten(nth=1, probability=0.5),
+        lambda: IOQueue("memory", faults=FaultPlan().fail(probability=1.5)),
+        lambda: IOQueue("memory", faults=FaultPlan().fail(nth=1, errno=0)),
+        lambda: IOQueue("memory", faults=FaultPlan().delay(nth=1, delay_us=0)),
+        lambda: IOQueue("memory", faults=FaultPlan().throttle(bytes_per_s=0)),
+    ],
+)
+def test_a_plan_that_means_nothing_is_refused(plan: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"aimed by exactly one|fault rule"):
+        plan()
 
 
 def test_the_same_seed_strikes_the_same_requests(tmp_path: Path, workload: Workload) -> None:

@@ -10,6 +10,12 @@ from deepnvme import IOQueue, Pool
 from support.nvme_io import BACKENDS, CHUNK, ON_DISK, backend_or_skip
 
 
+@pytest.fixture(autouse=True)
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no profile of this machine decide what is tested."""
+    monkeypatch.setenv("DEEPNVME_PROFILE", "")
+
+
 @pytest.fixture(scope="session")
 def pool() -> Pool:
     return Pool(16 << 20)

@@ -373,6 +373,18 @@ def test_negative_sizes_and_offsets_are_refused(tmp_path: Path, queue: IOQueue) 
                 call()
 
 
+def test_an_offset_is_an_integer_of_any_kind_and_nothing_else(tmp_path: Path, queue: IOQueue) -> None:
+    buffer = bytearray(2)
+    with queue.open(tmp_path / "file", "w") as file:
+        file.pwrite(b"abcd", np.int64(0)).result(TIMEOUT_S)
+        file.pread(buffer, np.uint8(2)).result(TIMEOUT_S)
+        for offset in (1.0, "1", None):
+            with pytest.raises(TypeError):
+                file.pread(buffer, offset)  # type: ignore[arg-type]
+    assert buffer == b"cd"
+    buffer.append(0)  # nothing refused holds on to it
+
+
 @pytest.mark.parametrize("offset", [2**63 - 1, 2**63, 2**64 - PAGE, 2**64 - 1, 2**64, 2**80])
 def test_an_offset_that_no_file_has_is_refused_and_reaches_no_other_place(
     tmp_path: Path, queue: IOQueue, offset: int
@@ -465,11 +477,28 @@ def test_no_more_bytes_are_in_flight_than_the_budget_allows(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"chunk_bytes": 1000}, {"chunk_bytes": 0}, {"inflight_bytes": 1000}, {"max_pending": 0}]
+    "wrong",
+    [
+        {"chunk_bytes": 1000},
+        {"chunk_bytes": 0},
+        {"chunk_bytes": 2 << 30, "inflight_bytes": 2 << 30},
+        {"inflight_bytes": 1000},
+        {"max_pending": 0},
+    ],
 )
 def test_sizes_that_make_no_sense_are_told_when_the_queue_is_made(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must"):
         IOQueue("memory", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_budget_of_more_than_any_arena_holds_is_as_good_as_any(tmp_path: Path, disk_backend: str, pool: Pool) -> None:
+    data = pattern(20 * CHUNK, seed=1)
+    with (
+        IOQueue(disk_backend, chunk_bytes=CHUNK, inflight_bytes=2 << 30) as queue,
+        queue.open(tmp_path / "file", "w") as file,
+    ):
+        assert file.pwrite(filled(Home.ODD, data, pool)).result(TIMEOUT_S) == len(data)
+    assert_same((tmp_path / "file").read_bytes(), data)
 
 
 # --- batches -----------------------------------------------------------------------------------------------------

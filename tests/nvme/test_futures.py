@@ -196,6 +196,27 @@ def test_an_event_loop_that_closed_meanwhile_is_no_ones_problem(
     assert not caplog.records
 
 
+def test_nobody_is_told_of_the_failure_of_an_operation_whose_await_was_cancelled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(file: File) -> None:
+        async def wait() -> None:
+            await future
+
+        future = file.pread(bytearray(1), 9 * CHUNK)
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(ShortReadError):
+            await future
+        gc.collect()
+
+    with held("memory", tmp_path / "file") as (_, file, _first):
+        asyncio.run(main(file))
+    gc.collect()
+    assert not caplog.records
+
+
 # --- being told --------------------------------------------------------------------------------------------------
 
 

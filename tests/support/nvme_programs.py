@@ -27,7 +27,7 @@ def run_program(
     return subprocess.run(
         [*launcher, sys.executable, *python, str(script), *map(str, arguments)],
         cwd=folder,
-        env={**inherited, **(environment or {})},
+        env={**inherited, "DEEPNVME_PROFILE": "", **(environment or {})},
         capture_output=True,
         text=True,
         check=False,

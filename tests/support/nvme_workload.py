@@ -18,7 +18,7 @@ from deepnvme import File, IOFuture, IOQueue, NVMeError
 from support.nvme_io import CHUNK, TIMEOUT_S, assert_same, contents
 
 FILES = 4
-LENGTH = 3 * CHUNK + 777  # of each file, but while it is extended
+LENGTH = 2 * CHUNK + 777  # of each file, but while it is extended
 EDGES = (0, 1, 511, 512, 4095, 4096, 4097, CHUNK - 1, CHUNK, CHUNK + 1, LENGTH - 1)
 
 
@@ -65,7 +65,7 @@ class Run:
     """How many the queue made of the calls."""
 
 
-def make_workload(seed: int, rounds: int = 30, width: int = 8) -> Workload:
+def make_workload(seed: int, rounds: int = 24, width: int = 8) -> Workload:
     """Return the same workload for the same seed: every third round is one call at the end of a file."""
     source = random.Random(seed)
     made = []

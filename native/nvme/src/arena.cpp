@@ -48,7 +48,8 @@ Arena::Arena(std::size_t nbytes) : size_(round_up(nbytes, page)), owner_(::getpi
 }
 
 Arena::~Arena() {
-    // A forked child does not have this memory (MADV_DONTFORK); whatever is mapped there now is somebody else's.
+    // A forked child does not have this memory (MADV_DONTFORK); whatever is mapped there now is somebody
+    // else's.
     if (::getpid() != owner_) return;
     if (cuda_) cuda_->unregister_memory(data_);
     ::munmap(data_, size_);

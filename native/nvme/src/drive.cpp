@@ -35,8 +35,10 @@ void block_signals() {
 }  // namespace
 
 DriveOptions checked(DriveOptions options) {
-    if (options.chunk_bytes == 0 || options.chunk_bytes % chunk_unit != 0) {
-        throw std::invalid_argument("chunk must be a positive multiple of 65536 bytes, got " +
+    if (options.chunk_bytes == 0 || options.chunk_bytes % chunk_unit != 0 ||
+        options.chunk_bytes > Arena::max_bytes) {
+        throw std::invalid_argument("chunk must be a positive multiple of 65536 bytes, at most " +
+                                    std::to_string(Arena::max_bytes) + ", got " +
                                     std::to_string(options.chunk_bytes));
     }
     if (options.inflight_bytes < options.chunk_bytes) {
@@ -144,6 +146,8 @@ void Drive::run(std::promise<void>& attached) {
         fail_everything(error.code().value());
     } catch (const std::bad_alloc&) {
         fail_everything(ENOMEM);
+    } catch (const std::exception&) {
+        fail_everything(EIO);  // a mistake of ours, but not the end of the program
     }
 }
 
@@ -316,7 +320,10 @@ bool Drive::needs_bounce(const Chunk& chunk) const {
 }
 
 void Drive::make_bounce_slots() {
-    const auto count = static_cast<std::int32_t>(options_.inflight_bytes / options_.chunk_bytes);
+    // As many as chunks can be in flight, and no more than one arena holds.
+    const std::uint64_t most =
+        std::min<std::uint64_t>(options_.inflight_bytes, Arena::max_bytes) / options_.chunk_bytes;
+    const auto count = static_cast<std::int32_t>(std::min<std::uint64_t>(most, chunks_.size()));
     bounce_ = std::make_shared<Arena>(static_cast<std::size_t>(count) * options_.chunk_bytes);
     for (std::int32_t slot = 0; slot < count; ++slot) free_slots_.push_back(slot);
     registration_due_ = true;  // used unregistered until the next quiet moment

@@ -17,15 +17,17 @@ unsigned depth_for(const DriveOptions& options) {
     return static_cast<unsigned>(std::clamp<std::uint64_t>(options.inflight_bytes / 65536, 32, 1024));
 }
 
-std::unique_ptr<Backend> backend_for(const QueueOptions& options) {
-    std::unique_ptr<Backend> backend = make_backend(options.backend, depth_for(options.drive));
+std::unique_ptr<Backend> backend_for(const QueueOptions& options, const DriveOptions& drive) {
+    std::unique_ptr<Backend> backend = make_backend(options.backend, depth_for(drive));
     return options.faults ? make_fault_backend(std::move(backend), *options.faults) : std::move(backend);
 }
 
 }  // namespace
 
 Queue::Queue(QueueOptions options)
-    : options_(std::move(options)), owner_(::getpid()), first_backend_(backend_for(options_)) {
+    : options_(std::move(options)),
+      owner_(::getpid()),
+      first_backend_(backend_for(options_, options_.drive)) {
     (void)checked(options_.drive);
     if (options_.max_pending == 0) throw std::invalid_argument("max_pending must be at least 1");
 }
@@ -43,11 +45,12 @@ Queue::~Queue() {
 }
 
 std::shared_ptr<OpenFile> Queue::open(const std::string& path, OpenMode mode, DirectIO direct,
-                                      unsigned permissions) {
+                                      unsigned permissions, const std::optional<DriveOptions>& drive) {
     refuse_if_unusable();
+    const DriveOptions options = checked(drive.value_or(options_.drive));
     if (options_.backend != "memory") {
         auto file = std::make_shared<OpenFile>(path, mode, direct, permissions);
-        (void)drive_for(file->device());
+        (void)drive_for(file->device(), options);
         return file;
     }
     int descriptor = -1;
@@ -65,7 +68,7 @@ std::shared_ptr<OpenFile> Queue::open(const std::string& path, OpenMode mode, Di
         }
     }
     auto file = std::make_shared<OpenFile>(path, descriptor, mode);
-    (void)drive_for(file->device());
+    (void)drive_for(file->device(), options);
     return file;
 }
 
@@ -106,13 +109,14 @@ void Queue::hand_over(Operation operation) {
     }
 }
 
-Drive& Queue::drive_for(dev_t device) {
+Drive& Queue::drive_for(dev_t device, const DriveOptions& options) {
     const std::lock_guard lock(drives_mutex_);
     auto& drive = drives_[device];
     if (!drive) {
         try {
-            auto backend = first_backend_ ? std::move(first_backend_) : backend_for(options_);
-            drive = std::make_unique<Drive>(std::move(backend), options_.drive,
+            const bool first_fits = first_backend_ && first_backend_->capacity() >= depth_for(options);
+            auto backend = first_fits ? std::move(first_backend_) : backend_for(options_, options);
+            drive = std::make_unique<Drive>(std::move(backend), options,
                                             [this](const Outcome& outcome) { ended(outcome); });
         } catch (...) {
             drives_.erase(device);

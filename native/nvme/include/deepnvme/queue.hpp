@@ -33,9 +33,11 @@ class Queue {
     Queue(const Queue&) = delete;
     Queue& operator=(const Queue&) = delete;
 
-    // Throws FileError, ClosedError, ForkedError.
+    // `drive` are the options of the file's drive where this is the first file on it; without them it gets
+    // the queue's. Throws FileError, ClosedError, ForkedError; std::invalid_argument as `checked` does.
     [[nodiscard]] std::shared_ptr<OpenFile> open(const std::string& path, OpenMode mode, DirectIO direct,
-                                                 unsigned permissions);
+                                                 unsigned permissions,
+                                                 const std::optional<DriveOptions>& drive = std::nullopt);
     // Waits for room. Throws ClosedError, ForkedError.
     void submit(Operation operation);
     // False: max_pending operations are pending.
@@ -56,7 +58,7 @@ class Queue {
     [[nodiscard]] std::uint64_t pending() const;
 
   private:
-    [[nodiscard]] Drive& drive_for(dev_t device);
+    [[nodiscard]] Drive& drive_for(dev_t device, const DriveOptions& options);
     void refuse_if_forked() const;
     void refuse_if_unusable() const;
     void hand_over(Operation operation);

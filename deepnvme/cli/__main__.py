@@ -1,0 +1,10 @@
+"""Runs the `deepnvme` command as `python -m deepnvme.cli`."""
+
+import sys
+
+from deepnvme.cli.main import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    sys.exit(main())

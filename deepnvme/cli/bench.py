@@ -1,0 +1,184 @@
+"""`deepnvme bench`: how fast files in one directory are read and overwritten through the public API, and by fio.
+
+Exit status: 0 measured, 1 not (no room, no right to write, an I/O error).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deepnvme.backends import CHAIN
+from deepnvme.cli import fio
+from deepnvme.cli.doctor import settings_record, settings_text
+from deepnvme.cli.scratch import PIECE_BYTES, data_file, progress_bar, usable_backend, usable_directory
+from deepnvme.cli.sizes import format_bytes, parse_seconds, parse_size
+from deepnvme.measure import MIB, Load, Measured, Workload, cut, fill, in_turn, measure, pending_for
+from deepnvme.pool import Pool
+from deepnvme.profile import Settings, load_profile, settle
+
+__all__ = ["HELP", "NAME", "OPERATIONS", "SCHEMA", "Figures", "Row", "add_arguments", "medians", "run"]
+
+NAME = "bench"
+HELP = "Measure reads and overwrites in a directory: throughput, CPU time, latency; beside fio where it is installed."
+SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
+OPERATIONS = (MIB // 16, MIB, 16 * MIB)
+
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The numbers of one measurement, or the medians of several."""
+
+    gb_per_s: float
+    cpu_s_per_gib: float
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    workload: Workload
+    operation_bytes: int
+    deepnvme: Figures
+    fio: Figures | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `deepnvme bench`."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to measure; the file made there is removed")
+    parser.add_argument(
+        "--size", type=_file_size, default="1GiB", help="of that file, a multiple of 64MiB (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=parse_seconds,
+        default=1.5,
+        help="that each figure is measured for, in three rounds (default: %(default)s)",
+    )
+    parser.add_argument("--backend", choices=("auto", *CHAIN), default="auto", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the file, measure, print, remove the file."""
+    directory = usable_directory(options.directory, options.size)
+    backend = usable_backend(options.backend)
+    tuned = load_profile().for_path(directory)
+    rows, yardstick = _measure(directory, options.size, options.seconds, backend, settle(tuned))
+    if options.json:
+        report = {
+            "schema": SCHEMA,
+            "directory": str(directory),
+            "file_bytes": options.size,
+            "backend": backend,
+            "settings": settings_record(tuned),
+            "fio": yardstick,
+            "figures": [{**asdict(row), "workload": row.workload.value} for row in rows],
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        console = Console(highlight=False)
+        console.print(Text(f"{directory}, {backend}: {settings_text(tuned)}"))
+        console.print()
+        console.print(_table(rows))
+        console.print()
+        console.print(Text("p50 and p99: of whole operations, from submission to end, waiting included."))
+        console.print(Text(f"fio: {yardstick}"))
+    return 0
+
+
+def medians(measurements: Sequence[Measured]) -> Figures:
+    """Return the median of each number."""
+    return Figures(
+        gb_per_s=statistics.median(one.bytes_per_s / 1e9 for one in measurements),
+        cpu_s_per_gib=statistics.median(one.cpu_s_per_gib for one in measurements),
+        p50_ms=statistics.median(one.p50_us / 1e3 for one in measurements),
+        p99_ms=statistics.median(one.p99_us / 1e3 for one in measurements),
+    )
+
+
+def _file_size(text: str) -> int:
+    size = parse_size(text)
+    if size == 0 or size % PIECE_BYTES != 0:
+        raise argparse.ArgumentTypeError(f"expected a multiple of {format_bytes(PIECE_BYTES)}, got {text!r}")
+    return size
+
+
+def _measure(
+    directory: Path, file_bytes: int, seconds: float, backend: str, settings: Settings
+) -> tuple[list[Row], str]:
+    """Return the rows, and fio's version or why it is missing from them."""
+    pool = Pool(max(size * pending_for(size, settings.inflight_bytes) for size in OPERATIONS))
+    memory = pool.buffer(pool.capacity)
+    fill(memory)
+    steps = file_bytes // PIECE_BYTES + _ROUNDS * len(Workload) * (len(OPERATIONS) + len(OPERATIONS))
+    with progress_bar(steps) as advance, data_file(directory, file_bytes, backend=backend, advance=advance) as made:
+        path, _ = made
+        loads = [
+            Load(path=path, file_bytes=file_bytes, workload=workload, operation_bytes=size, seconds=seconds / _ROUNDS)
+            for workload in Workload
+            for size in OPERATIONS
+        ]
+        jobs = {load: fio.job_beside(load, settings) for load in loads}
+        yardstick, fio_works = _try_fio(jobs[loads[0]])
+
+        def measure_one(point: Load | fio.Job) -> Measured:
+            advance(f"{point.workload.value} by {'fio' if isinstance(point, fio.Job) else 'deepnvme'}")
+            if isinstance(point, fio.Job):
+                return fio.run(point)
+            count = pending_for(point.operation_bytes, settings.inflight_bytes)
+            buffers = cut(memory, point.operation_bytes, count)
+            return measure(point, buffers, settings, backend=backend, pool=pool)
+
+        points: list[Load | fio.Job] = [*loads, *dict.fromkeys(jobs.values() if fio_works else ())]
+        found = in_turn(points, measure_one, rounds=_ROUNDS)
+    rows = [
+        Row(
+            workload=load.workload,
+            operation_bytes=load.operation_bytes,
+            deepnvme=medians(found[load]),
+            fio=medians(found[jobs[load]]) if fio_works else None,
+        )
+        for load in loads
+    ]
+    return rows, yardstick
+
+
+def _try_fio(job: fio.Job) -> tuple[str, bool]:
+    """Return which fio measures how, and True; or why it cannot measure here, and False."""
+    try:
+        version = fio.find()
+        fio.run(job)
+    except fio.FioError as reason:
+        return str(reason), False
+    return f"{version} with io_uring, requests of the same size, the same bytes in flight.", True
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
+    for title in ("", "size", "GB/s", "CPU\ns/GiB", "p50\nms", "p99\nms", "fio\nGB/s", "fio CPU\ns/GiB"):
+        table.add_column(title, justify="left" if title == "" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.workload.value if row.operation_bytes == OPERATIONS[0] else "",
+            format_bytes(row.operation_bytes),
+            f"{row.deepnvme.gb_per_s:.2f}",
+            f"{row.deepnvme.cpu_s_per_gib:.3f}",
+            f"{row.deepnvme.p50_ms:.1f}",
+            f"{row.deepnvme.p99_ms:.1f}",
+            f"{row.fio.gb_per_s:.2f}" if row.fio else "-",
+            f"{row.fio.cpu_s_per_gib:.3f}" if row.fio else "-",
+        )
+    return table

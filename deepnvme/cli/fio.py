@@ -1,0 +1,126 @@
+"""fio as the yardstick of a drive: the command of one measurement, and what fio's JSON says of it.
+
+fio gets every advantage: io_uring with registered buffers and files, huge pages, no time spent on filling buffers.
+Never writes outside the file it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from deepnvme.measure import Load, Measured, Workload
+from deepnvme.profile import Settings
+
+__all__ = ["FioError", "Job", "find", "job_beside", "parse", "run"]
+
+_DIRECTIONS = ("read", "write")
+_KINDS = MappingProxyType({Workload.READ: "read", Workload.OVERWRITE: "write", Workload.MIXED: "rw"})
+
+
+class FioError(OSError):
+    """fio is not there or cannot measure here; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One measurement: blocks of one size, as many at a time as keep the bytes in flight."""
+
+    path: Path
+    file_bytes: int
+    workload: Workload
+    block_bytes: int
+    inflight_bytes: int
+    seconds: float
+
+    def command(self) -> list[str]:
+        """Return fio's command line."""
+        filename = str(self.path).replace(":", r"\:")  # which else separates files
+        return [
+            "fio",
+            "--name=yardstick",
+            f"--filename={filename}",
+            f"--size={self.file_bytes}",
+            f"--rw={_KINDS[self.workload]}",
+            f"--bs={self.block_bytes}",
+            f"--iodepth={self.inflight_bytes // self.block_bytes}",
+            "--ioengine=io_uring",
+            "--fixedbufs=1",
+            "--registerfiles=1",
+            "--direct=1",
+            "--thread",
+            "--iomem_align=2m",
+            "--refill_buffers=0",
+            "--scramble_buffers=0",
+            "--fallocate=none",
+            "--overwrite=1",
+            "--time_based",
+            f"--runtime={round(self.seconds * 1e3)}ms",
+            "--eta=never",
+            "--output-format=json",
+        ]
+
+
+def job_beside(load: Load, settings: Settings) -> Job:
+    """Return the job that asks the same of the drive: requests of the same size, the same bytes in flight."""
+    return Job(
+        path=load.path,
+        file_bytes=load.file_bytes,
+        workload=load.workload,
+        block_bytes=min(load.operation_bytes, settings.chunk_bytes),
+        inflight_bytes=settings.inflight_bytes,
+        seconds=load.seconds,
+    )
+
+
+def find() -> str:
+    """Return fio's name and version.
+
+    Raises:
+        FioError: it is not installed.
+    """
+    if shutil.which("fio") is None:
+        raise FioError("fio is not installed (Debian, Ubuntu: apt install fio; Fedora: dnf install fio)")
+    return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def run(job: Job) -> Measured:
+    """Run one measurement.
+
+    Raises:
+        FioError: fio cannot do it here, for example because io_uring is refused.
+    """
+    # With this, glibc 2.35 and newer puts fio's buffers into huge pages where those are given on request.
+    environ = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    done = subprocess.run(job.command(), capture_output=True, text=True, check=False, env=environ)
+    if done.returncode != 0:
+        told = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise FioError(f"fio ended with status {done.returncode}: {' '.join(told)}")
+    try:
+        return parse(done.stdout)
+    except (ValueError, KeyError) as problem:
+        raise FioError(f"fio's report is not understood ({type(problem).__name__}: {problem})") from None
+
+
+def parse(report: str) -> Measured:
+    """Return what fio's JSON says. Its CPU seconds are those of its thread; its latencies, those of one block."""
+    (job,) = json.loads(report[report.index("{") :])["jobs"]
+    seconds = job["job_runtime"] / 1e3
+    return Measured(
+        nbytes=sum(job[direction]["io_bytes"] for direction in _DIRECTIONS),
+        seconds=seconds,
+        cpu_s=(job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds,
+        p50_us=max(_percentile_us(job[direction], "50.000000") for direction in _DIRECTIONS),
+        p99_us=max(_percentile_us(job[direction], "99.000000") for direction in _DIRECTIONS),
+    )
+
+
+def _percentile_us(direction: Mapping[str, Any], which: str) -> float:
+    return float(direction["clat_ns"].get("percentile", {}).get(which, 0.0)) / 1e3  # absent where nothing was done

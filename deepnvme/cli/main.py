@@ -1,0 +1,81 @@
+"""Entry point of the `deepnvme` command: parses the command line and hands it to the subcommand's module.
+
+Exit status: that of the subcommand, which says what it means; 1 when it could not do its work, 2 for wrong usage, 130
+when interrupted. What went wrong is one line on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Protocol
+
+from deepnvme.cli import bench, doctor, tune
+from deepnvme.profile import ProfileError
+
+__all__ = ["main"]
+
+
+class _Command(Protocol):
+    """What the module of a subcommand has."""
+
+    NAME: str
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+_FAILED = 1
+_INTERRUPTED = 130
+_PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
+_COMMANDS: tuple[_Command, ...] = (doctor, bench, tune)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (by default this process's) and return the exit status."""
+    options = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path need not be text in this terminal's encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+    except (OSError, ProfileError) as error:
+        print(f"deepnvme: {_what_happened(error)}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt:
+        print("deepnvme: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deepnvme", description="Asynchronous direct I/O: what a drive can do, and how to use it best."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"deepnvme: warning: {message}", file=sys.stderr)
+
+
+def _what_happened(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

@@ -1,0 +1,152 @@
+"""A file to measure on, and a progress bar. The file is gone afterwards, also after Ctrl-C, a signal or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from deepnvme.backends import CHAIN, choose_backend
+from deepnvme.cli.findings import Severity, about_directory
+from deepnvme.cli.sizes import format_bytes
+from deepnvme.measure import MIB, fill
+from deepnvme.pool import Pool
+from deepnvme.probing import probe_directory
+from deepnvme.profile import Settings
+from deepnvme.queue import IOQueue
+
+__all__ = ["PIECE_BYTES", "UnusableError", "data_file", "progress_bar", "usable_backend", "usable_directory"]
+
+PIECE_BYTES = 64 * MIB  # files are a whole number of these
+_OPERATION_BYTES = 16 * MIB
+
+_Advance = Callable[[str], None]
+
+
+class UnusableError(OSError):
+    """There is nothing to measure with, or nowhere; the message says why, and how much room it would need."""
+
+
+@contextlib.contextmanager
+def progress_bar(steps: int) -> Iterator[_Advance]:
+    """Show on standard error how many of the steps are done; yields what to call, with what comes, at each of them.
+
+    Nothing is drawn in between: a thread that draws would take part in what is measured.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(
+        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=steps)
+
+        def advance(what: str) -> None:
+            progress.update(task, description=what, advance=1, refresh=True)
+
+        yield advance
+
+
+def usable_backend(name: str) -> str:
+    """Return the backend to measure.
+
+    Raises:
+        UnusableError: there is none of that name, which may be the environment's, or it is not one for drives.
+        BackendUnavailableError: it is refused here.
+    """
+    try:
+        backend = choose_backend(name, None)
+    except ValueError as unknown:
+        raise UnusableError(str(unknown)) from None
+    if backend not in CHAIN:
+        raise UnusableError(f"{backend} has no drive to measure; choose one of {', '.join(CHAIN)}")
+    return backend
+
+
+def usable_directory(directory: Path, nbytes: int) -> Path:
+    """Return the directory's real path, where a file of `nbytes` can be made; warn where it is no place to measure.
+
+    Raises:
+        UnusableError: no file can be made there, or not so large a one.
+    """
+    probe = probe_directory(directory)
+    for finding in about_directory(probe):
+        if finding.severity is Severity.BLOCKER:
+            raise UnusableError(f"{finding.subject}: {finding.what}; {finding.remedy}")
+        if finding.severity is Severity.WEAK:
+            warnings.warn(f"{finding.subject}: {finding.what}", UserWarning, stacklevel=2)
+    free = probe.free_bytes or 0
+    if free < nbytes:
+        raise UnusableError(
+            f"{probe.path}: the file to measure on needs {format_bytes(nbytes)}, and {format_bytes(free)} are free"
+        )
+    return Path(probe.path)
+
+
+@contextlib.contextmanager
+def data_file(
+    directory: Path, nbytes: int, *, backend: str, advance: _Advance, seconds: float = float("inf")
+) -> Iterator[tuple[Path, int]]:
+    """Write a file of up to `nbytes` random bytes, as many as the time allows; yield its path and length."""
+    with _signals_are_exceptions():
+        descriptor, name = tempfile.mkstemp(prefix="deepnvme-", suffix=".tmp", dir=directory)
+        os.close(descriptor)
+        path = Path(name)
+        try:
+            yield path, _write(path, nbytes, backend, advance, time.perf_counter() + seconds)
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _write(path: Path, nbytes: int, backend: str, advance: _Advance, end: float) -> int:
+    pool = Pool(_OPERATION_BYTES)
+    block = pool.buffer(_OPERATION_BYTES)
+    fill(block)
+    usual = Settings()
+    with (
+        IOQueue(
+            backend,
+            chunk_bytes=usual.chunk_bytes,
+            inflight_bytes=usual.inflight_bytes,
+            user_memory=usual.user_memory,
+            pool=pool,
+        ) as queue,
+        queue.open(path, "w", size=nbytes) as file,
+    ):
+        written = 0
+        while written < nbytes and (written == 0 or time.perf_counter() < end):
+            advance(f"writing a file of {format_bytes(nbytes)}")
+            with queue.batch() as batch:
+                for offset in range(written, written + PIECE_BYTES, _OPERATION_BYTES):
+                    batch.pwrite(file, block, offset)
+            written += PIECE_BYTES
+        file.truncate(written)
+        file.sync().result()
+    return written
+
+
+@contextlib.contextmanager
+def _signals_are_exceptions() -> Iterator[None]:
+    """Let what a shell or a service manager ends a program with unwind it, as Ctrl-C does."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,452 @@
+"""Faults of the machine rather than of our own making: full disks, limits, broken and coarse drives, refused rights."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepnvme import IOQueue, NVMeError, Pool, ShortReadError
+from support import seccomp
+from support.nvme_disks import DiskUnavailableError, loop_device, loop_ext4, tmpfs
+from support.nvme_fuse import Behaviour, FuseUnavailableError, byte_pattern, failing_files
+from support.nvme_io import CHUNK, ON_DISK, PAGE, TIMEOUT_S, assert_same, backend_or_skip, pattern
+from support.nvme_programs import output_of, run_program
+
+MIB = 1 << 20
+NOBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no profile of this machine decide what is tested."""
+    monkeypatch.setenv("DEEPNVME_PROFILE", "")
+
+
+@pytest.fixture(params=ON_DISK)
+def backend(request: pytest.FixtureRequest) -> str:
+    return backend_or_skip(request.param)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Yield what undoes the mounts of a test, whatever became of it."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def failed(future: object) -> NVMeError:
+    """Return the error that the operation ended with."""
+    error = future.exception(TIMEOUT_S)  # type: ignore[attr-defined]
+    assert isinstance(error, NVMeError)
+    return error
+
+
+# --- a full disk -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["tmpfs", "ext4"])
+def small_disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a file system with room for less than 10 MiB."""
+    folder = tmp_path_factory.mktemp("small")
+    with ExitStack() as stack:
+        try:
+            make = {"tmpfs": lambda: tmpfs(folder, 10 * MIB), "ext4": lambda: loop_ext4(folder, 10 * MIB)}
+            yield stack.enter_context(make[request.param]())
+        except DiskUnavailableError as refusal:
+            pytest.skip(str(refusal))
+
+
+def test_a_write_that_the_disk_has_no_room_for_is_an_error_and_says_how_much_arrived(
+    small_disk: Path, backend: str
+) -> None:
+    path = small_disk / f"file-{backend}"
+    data = pattern(12 * MIB + 5, seed=1)
+    try:
+        with IOQueue(backend) as queue, queue.open(path, "w") as file:
+            error = failed(file.pwrite(data))
+            assert error.errno == errno.ENOSPC
+            assert "the file system is full" in str(error)
+            assert 0 < error.done <= 10 * MIB
+            assert_same(path.read_bytes()[: error.done], data[: error.done])
+    finally:
+        path.unlink()
+
+
+def test_a_disk_that_was_full_is_used_again_when_there_is_room(small_disk: Path, backend: str) -> None:
+    path = small_disk / f"file-{backend}"
+    data = pattern(2 * MIB + 5, seed=1)
+    try:
+        with IOQueue(backend) as queue, queue.open(path, "w") as file:
+            assert failed(file.pwrite(bytes(12 * MIB))).errno == errno.ENOSPC
+            file.truncate(0)
+            assert file.pwrite(data).result(TIMEOUT_S) == len(data)
+            file.sync().result(TIMEOUT_S)
+        assert_same(path.read_bytes(), data)
+    finally:
+        path.unlink()
+
+
+def test_reserving_more_than_the_disk_has_is_told_when_the_file_is_opened(small_disk: Path, backend: str) -> None:
+    path = small_disk / f"file-{backend}"
+    with IOQueue(backend) as queue, pytest.raises(OSError, match="the file system is full") as caught:
+        queue.open(path, "w", size=20 * MIB)
+    path.unlink()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith(str(path))]
+
+
+# --- the limit on a file's size ----------------------------------------------------------------------------------
+
+LIMITED = """
+import json, resource, sys
+from deepnvme import IOQueue, NVMeError
+
+backend, limit, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+with IOQueue(backend) as queue, queue.open(path, "w") as file:
+    error = file.pwrite(bytes([7]) * (4 << 20)).exception(60)
+    beyond = file.pwrite(b"x", limit).exception(60)
+    within = file.pwrite(b"y", 0).result(60)
+print(json.dumps([error.errno, error.done, str(error), beyond.errno, within]))
+"""
+
+
+@pytest.mark.parametrize("limit", [2 * MIB, 2 * MIB + 100], ids=["aligned", "unaligned"])
+def test_a_write_beyond_the_limit_on_file_sizes_is_an_error(tmp_path: Path, backend: str, limit: int) -> None:
+    told = output_of(run_program(LIMITED, backend, limit, tmp_path / "file", folder=tmp_path))
+    code, done, message, beyond, within = json.loads(told)
+    assert (code, beyond, within) == (errno.EFBIG, errno.EFBIG, 1)
+    assert "may not grow that large" in message
+    assert 0 < done <= limit
+    content = (tmp_path / "file").read_bytes()
+    assert len(content) <= limit
+    assert_same(content[1:done], b"\7" * (done - 1))
+
+
+# --- the end of a file -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, PAGE, 3 * CHUNK + 17])
+def test_reading_past_the_end_is_an_error_with_the_bytes_that_there_were(
+    tmp_path: Path, backend: str, length: int
+) -> None:
+    (tmp_path / "file").write_bytes(pattern(length, seed=1))
+    buffer = bytearray(length + 2 * CHUNK)
+    with IOQueue(backend, chunk_bytes=CHUNK) as queue, queue.open(tmp_path / "file") as file:
+        error = failed(file.pread(buffer))
+    assert isinstance(error, ShortReadError)
+    assert error.done == length
+    assert_same(buffer[:length], pattern(length, seed=1))
+
+
+# --- a broken drive ----------------------------------------------------------------------------------------------
+
+SIZE = 3 * MIB + 11
+FILES = {
+    "sound": Behaviour(SIZE),
+    "short": Behaviour(SIZE, longest=70_001),
+    "very short": Behaviour(70_000, longest=1000),
+    "broken": Behaviour(SIZE, fails_from=MIB + 4321),
+    "full": Behaviour(SIZE, fails_from=MIB + 4321, error=errno.ENOSPC),
+}
+
+
+@pytest.fixture(scope="module")
+def broken_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a directory of FILES."""
+    with ExitStack() as stack:
+        try:
+            yield stack.enter_context(failing_files(tmp_path_factory.mktemp("broken"), FILES))
+        except FuseUnavailableError as refusal:
+            pytest.skip(str(refusal))
+
+
+@pytest.mark.parametrize("name", ["sound", "short", "very short"])
+def test_reads_that_a_file_system_cuts_short_are_completed(broken_disk: Path, backend: str, name: str) -> None:
+    expected = byte_pattern(FILES[name].nbytes)
+    buffer = bytearray(len(expected))
+    with IOQueue(backend) as queue, queue.open(broken_disk / name) as file:
+        assert file.pread(buffer).result(TIMEOUT_S) == len(expected)
+        (drive,) = queue.stats().drives.values()
+    assert_same(buffer, expected)
+    assert bool(drive.short_transfers) == (name != "sound")
+
+
+@pytest.mark.parametrize("name", ["sound", "short", "very short"])
+def test_writes_that_a_file_system_cuts_short_are_completed_or_an_error(
+    broken_disk: Path, backend: str, name: str
+) -> None:
+    """The kernel itself makes an error of a FUSE file system's short write, but for the synchronous ones of threads."""
+    before, data = byte_pattern(FILES[name].nbytes), pattern(50_000, seed=1)
+    with IOQueue(backend) as queue, queue.open(broken_disk / name, "r+") as file:
+        future = file.pwrite(data, 1234)
+        if name == "sound" or backend == "threads":
+            assert future.result(TIMEOUT_S) == len(data)
+            assert_same((broken_disk / name).read_bytes()[1234:51_234], data)
+        elif future.exception(TIMEOUT_S):
+            assert failed(future).errno == errno.EIO
+    with IOQueue("threads") as queue, queue.open(broken_disk / name, "r+") as file:
+        file.pwrite(before).result(TIMEOUT_S)
+    assert_same((broken_disk / name).read_bytes(), before)
+
+
+def test_a_read_that_the_drive_fails_is_an_error_and_never_invented_bytes(broken_disk: Path, backend: str) -> None:
+    buffer = bytearray(b"\xee" * SIZE)
+    with IOQueue(backend) as queue, queue.open(broken_disk / "broken") as file:
+        error = failed(file.pread(buffer))
+        good = bytearray(MIB)
+        assert file.pread(good, 17).result(TIMEOUT_S) == MIB
+    assert error.errno == errno.EIO
+    assert error.done <= MIB + 4321
+    assert_same(buffer[: error.done], byte_pattern(SIZE)[: error.done])
+    assert_same(good, byte_pattern(SIZE)[17 : 17 + MIB])
+
+
+@pytest.mark.parametrize(("name", "code"), [("broken", errno.EIO), ("full", errno.ENOSPC)])
+def test_a_write_that_the_drive_fails_is_an_error(broken_disk: Path, backend: str, name: str, code: int) -> None:
+    data = byte_pattern(SIZE)
+    with IOQueue(backend) as queue, queue.open(broken_disk / name, "r+") as file:
+        error = failed(file.pwrite(data))
+        assert file.pwrite(data[:1000]).result(TIMEOUT_S) == 1000
+    assert error.errno == code
+    assert error.done <= MIB + 4321
+
+
+# --- refused backends --------------------------------------------------------------------------------------------
+
+IO_SETUP = {"x86_64": 206, "aarch64": 0}.get(platform.machine(), 0)
+
+CHOOSING = """
+import json, sys
+from deepnvme import IOQueue, NVMeError
+
+require = json.loads(sys.argv[2])
+try:
+    queue = IOQueue(require=require)
+except (NVMeError, ValueError) as error:
+    print(json.dumps([type(error).__name__, getattr(error, "errno", None), str(error)]))
+    raise SystemExit(0)
+with queue, queue.open(sys.argv[1], "w") as file:
+    file.pwrite(b"works" * 10_000).result(60)
+    back = bytearray(50_000)
+    file.pread(back).result(60)
+    print(json.dumps([queue.backend, queue.stats().backend, bytes(back) == b"works" * 10_000]))
+"""
+
+
+def choose(
+    folder: Path,
+    *,
+    refused: dict[int, str] | None = None,
+    require: Any = None,
+    environment: dict[str, str] | None = None,
+) -> tuple[list[Any], list[str]]:
+    """Return what a program that makes a queue printed, and the lines of warning it gave."""
+    launcher = [part for number, name in (refused or {}).items() for part in seccomp.refusing(name, number)]
+    if launcher and not seccomp.is_supported():
+        pytest.skip(f"no system call filter for {platform.machine()} here")
+    arguments = (folder / "file", json.dumps(require))
+    done = run_program(CHOOSING, *arguments, folder=folder, launcher=launcher, environment=environment)
+    told: list[Any] = json.loads(output_of(done))
+    return told, [line for line in done.stderr.splitlines() if "Warning" in line]
+
+
+@pytest.mark.parametrize("code", ["ENOSYS", "EPERM"])
+def test_where_io_uring_is_refused_linux_aio_is_used_and_one_line_says_why(tmp_path: Path, code: str) -> None:
+    told, warnings = choose(tmp_path, refused={seccomp.IO_URING_SETUP: code})
+    assert told == ["aio", "aio", True]
+    assert len(warnings) == 1
+    assert "BackendFallbackWarning: deepnvme uses aio: " in warnings[0]
+    assert "uring: " in warnings[0]
+
+
+def test_where_linux_aio_is_refused_too_threads_are_used_and_one_line_says_why(tmp_path: Path) -> None:
+    told, warnings = choose(tmp_path, refused={seccomp.IO_URING_SETUP: "EPERM", IO_SETUP: "ENOSYS"})
+    assert told == ["threads", "threads", True]
+    assert len(warnings) == 1
+    assert "deepnvme uses threads: " in warnings[0]
+    assert "uring: " in warnings[0]
+    assert "aio: " in warnings[0]
+
+
+@pytest.mark.parametrize("require", ["io_uring", "uring", ["liburing", "uring"]])
+def test_a_backend_that_is_required_is_never_replaced(tmp_path: Path, require: Any) -> None:
+    (kind, code, message), warnings = choose(tmp_path, refused={seccomp.IO_URING_SETUP: "EPERM"}, require=require)
+    assert (kind, code) == ("BackendUnavailableError", errno.ENOTSUP)
+    assert "uring: " in message
+    assert not warnings
+
+
+def test_a_requirement_that_is_met_further_down_the_chain_is_no_fallback(tmp_path: Path) -> None:
+    told, warnings = choose(tmp_path, require="threads")
+    assert told == ["threads", "threads", True]
+    assert not warnings
+
+
+def test_the_environment_names_the_backend(tmp_path: Path) -> None:
+    told, warnings = choose(tmp_path, environment={"DEEPNVME_BACKEND": "threads"})
+    assert told == ["threads", "threads", True]
+    assert not warnings
+
+
+def test_a_backend_named_by_the_environment_is_not_replaced_where_it_is_refused(tmp_path: Path) -> None:
+    told, _ = choose(tmp_path, refused={seccomp.IO_URING_SETUP: "EPERM"}, environment={"DEEPNVME_BACKEND": "uring"})
+    assert told[0] == "BackendUnavailableError"
+    assert "uring: " in told[2]
+
+
+def test_an_unknown_backend_in_the_environment_is_told_with_the_variable_and_the_choices(tmp_path: Path) -> None:
+    (kind, _, message), _ = choose(tmp_path, environment={"DEEPNVME_BACKEND": "iouring"})
+    assert kind == "ValueError"
+    for part in ("'iouring'", "DEEPNVME_BACKEND", "liburing, uring, aio, threads"):
+        assert part in message
+
+
+def test_an_empty_variable_is_as_good_as_none(tmp_path: Path) -> None:
+    told, _ = choose(tmp_path, environment={"DEEPNVME_BACKEND": ""})
+    assert told[2] is True
+
+
+# --- rights ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """Yield a directory that every user may enter and only its owner may write to."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+
+
+WITHOUT_RIGHTS = """
+import json, os, sys
+from deepnvme import IOQueue
+
+backend, folder, nobody = sys.argv[1], sys.argv[2], int(sys.argv[3])
+queue = IOQueue(backend)
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(nobody)
+    os.setuid(nobody)
+told = {}
+for name, mode in (("secret", "r"), ("readable", "r+"), ("locked/new", "w")):
+    try:
+        queue.open(os.path.join(folder, name), mode)
+    except OSError as error:
+        told[name] = [type(error).__name__, error.filename]
+with queue.open(os.path.join(folder, "readable")) as file:
+    buffer = bytearray(5)
+    told["read"] = file.pread(buffer).result(60)
+print(json.dumps(told))
+"""
+
+
+def test_a_user_without_rights_is_refused_with_the_path(open_folder: Path, backend: str) -> None:
+    for name, mode in (("secret", 0o000), ("readable", 0o444)):
+        (open_folder / name).write_bytes(b"bytes")
+        (open_folder / name).chmod(mode)
+    (open_folder / "locked").mkdir(mode=0o555)
+    told = json.loads(output_of(run_program(WITHOUT_RIGHTS, backend, open_folder, NOBODY, folder=open_folder)))
+    for name in ("secret", "readable", "locked/new"):
+        assert told[name] == ["PermissionError", str(open_folder / name)]
+    assert told["read"] == 5
+
+
+UNREGISTERED = """
+import json, os, resource, sys
+from deepnvme import IOQueue, Pool
+
+backend, path, nobody = sys.argv[1], sys.argv[2], int(sys.argv[3])
+file_descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+os.fchmod(file_descriptor, 0o666)
+pool = Pool(8 << 20)
+with IOQueue(backend):  # imports what another user may not be able to read
+    pool.empty(1)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))  # room for the ring itself, not for the pool
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(nobody)
+    os.setuid(nobody)
+with IOQueue(backend, pool=pool) as queue, queue.open(path, "r+") as file:
+    data = pool.empty(3 << 20)
+    data[:] = 9
+    file.pwrite(data).result(60)
+    odd = bytearray(1 << 20)
+    file.pread(odd, 100).result(60)
+    data[:] = 0
+    file.pread(data).result(60)
+    (drive,) = queue.stats().drives.values()
+print(json.dumps([drive.registration_error, drive.registered_bytes, int(data.min()), min(odd)]))
+"""
+
+
+@pytest.mark.parametrize("ring", ["liburing", "uring"])
+def test_memory_over_the_memlock_limit_goes_unregistered_and_says_so(open_folder: Path, ring: str) -> None:
+    told = output_of(run_program(UNREGISTERED, backend_or_skip(ring), open_folder / "file", NOBODY, folder=open_folder))
+    assert json.loads(told) == [errno.ENOMEM, 0, 9, 9]
+
+
+@pytest.mark.parametrize("ring", ["liburing", "uring"])
+def test_memory_within_the_memlock_limit_is_registered(tmp_path: Path, ring: str) -> None:
+    pool = Pool(2 * MIB)
+    with IOQueue(backend_or_skip(ring), pool=pool) as queue, queue.open(tmp_path / "file", "w"):
+        (drive,) = queue.stats().drives.values()
+    if drive.registration_error == errno.ENOMEM:
+        pytest.skip("this process may not lock 2 MiB")
+    assert (drive.registration_error, drive.registered_bytes) == (0, 2 * MIB)
+
+
+# --- a drive of 4 KiB sectors ------------------------------------------------------------------------------------
+
+
+def test_any_size_and_offset_works_on_a_drive_of_4_kib_sectors(tmp_path: Path, backend: str, stack: ExitStack) -> None:
+    try:
+        folder = stack.enter_context(loop_ext4(tmp_path, 32 * MIB, sector_bytes=4096))
+    except DiskUnavailableError as refusal:
+        pytest.skip(str(refusal))
+    pool = Pool(4 * MIB)
+    with IOQueue(backend, chunk_bytes=CHUNK, pool=pool) as queue, queue.open(folder / "file", "w") as file:
+        assert file.alignment == 4096
+        for offset in (0, 1, 512, PAGE, 12345):
+            for nbytes in (1, 512, PAGE - 1, PAGE + 1, MIB + 3):
+                data = pattern(nbytes, seed=offset + nbytes)
+                block = pool.empty(nbytes)
+                block[:] = bytearray(data)
+                assert file.pwrite(block, offset).result(TIMEOUT_S) == nbytes
+                back = bytearray(nbytes)
+                assert file.pread(back, offset).result(TIMEOUT_S) == nbytes
+                assert_same(back, data)
+                assert_same((folder / "file").read_bytes()[offset : offset + nbytes], data)
+        (drive,) = queue.stats().drives.values()
+        if file.direct:
+            assert drive.buffered_bytes < drive.written_bytes + drive.read_bytes
+        assert drive.direct_refused == 0
+
+
+@pytest.mark.parametrize("sector_bytes", [512, 4096])
+def test_a_whole_drive_is_a_file_too(tmp_path: Path, backend: str, stack: ExitStack, sector_bytes: int) -> None:
+    try:
+        device = stack.enter_context(loop_device(tmp_path, 8 * MIB, sector_bytes=sector_bytes))
+    except DiskUnavailableError as refusal:
+        pytest.skip(str(refusal))
+    data = pattern(2 * MIB + 5, seed=1)
+    with IOQueue(backend) as queue, queue.open(device, "r+") as file:
+        assert file.size == 8 * MIB
+        assert file.pwrite(data, 12345).result(TIMEOUT_S) == len(data)
+        file.sync().result(TIMEOUT_S)
+        back = bytearray(len(data))
+        file.pread(back, 12345).result(TIMEOUT_S)
+        error = failed(file.pwrite(data, 8 * MIB - PAGE))
+    assert_same(back, data)
+    assert error.errno == errno.ENOSPC
+    assert os.stat(tmp_path / "image").st_size == 8 * MIB
