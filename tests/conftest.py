@@ -1,0 +1,16 @@
+"""What every test may rely on, however the suite was started and whatever else the machine does."""
+
+from __future__ import annotations
+
+import signal
+
+from hypothesis import HealthCheck, settings
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt, and let no property fail for being slow."""
+    # A shell's background job is started with SIGINT ignored, and its children inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy machine")
