@@ -299,8 +299,13 @@ void bind_queue(py::module_& module) {
         .def("close", &Queue::close, py::call_guard<py::gil_scoped_release>())
         .def("stats",
              [](const Queue& queue) {
+                 std::map<dev_t, DriveStats> all;
+                 {
+                     const py::gil_scoped_release unlocked;
+                     all = queue.stats();
+                 }
                  py::dict dict;
-                 for (const auto& [device, stats] : queue.stats()) dict[py::int_(device)] = stats_of(stats);
+                 for (const auto& [device, stats] : all) dict[py::int_(device)] = stats_of(stats);
                  return dict;
              })
         .def_property_readonly("pending", &Queue::pending);
