@@ -46,9 +46,7 @@ _WORKLOADS = (Workload.READ, Workload.OVERWRITE)
 _ROUNDS = 3
 # Of the time: for writing the file, for the sizes, for the memory; and of that, in measurements and not between them.
 _FILE_SHARE, _SIZES_SHARE, _MEMORY_SHARE, _MEASURING_SHARE = 0.1, 0.75, 0.15, 0.8
-# How much better another choice must be than the modest one to be more than noise, or worth a copy of every byte.
-_WORTH_A_CHANGE = 1.03
-_WORTH_A_COPY = 1.1
+_WORTH_A_CHANGE = 1.1  # the best of many noisy figures is easily some percent too good
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def choose_sizes(measured: Mapping[Settings, Rates]) -> Settings:
 def choose_memory(measured: Mapping[UserMemory, Rates]) -> UserMemory:
     """Return how ordinary memory travels faster; copying it must be worth the CPU time."""
     copied, direct = measured[UserMemory.BOUNCE], measured[UserMemory.ZERO_COPY]
-    return UserMemory.BOUNCE if copied.both > direct.both * _WORTH_A_COPY else UserMemory.ZERO_COPY
+    return UserMemory.BOUNCE if copied.both > direct.both * _WORTH_A_CHANGE else UserMemory.ZERO_COPY
 
 
 def _measure(directory: Path, seconds: float, backend: str) -> tuple[dict[Settings, Rates], dict[UserMemory, Rates]]:

@@ -1,6 +1,26 @@
 """The public API: what a training script calls. Imports torch only when something here is used, not when imported."""
 
 from infinity_engine.engine.assemble import initialize
-from infinity_engine.plan import Budget
+from infinity_engine.errors import (
+    CapacityError,
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    InfinityError,
+    MissingDependencyError,
+    TransferError,
+)
+from infinity_engine.plan import Budget, Tier
 
-__all__ = ["Budget", "initialize"]
+__all__ = [
+    "Budget",
+    "CapacityError",
+    "CheckpointError",
+    "CollectiveError",
+    "ConfigError",
+    "InfinityError",
+    "MissingDependencyError",
+    "Tier",
+    "TransferError",
+    "initialize",
+]

@@ -2,7 +2,7 @@
 
 Needs nothing but a Python 3.10-3.13 with venv, a C++20 compiler and a package index. Every script of the project calls
 `ensure()` or `enter()`; both do nothing when the environment still matches what the checkout asks for.
-It never touches anything outside the checkout.
+Outside the checkout only the caches of its tools are written.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class EnvironmentMissingError(Exception):
 
 def ensure() -> Path:
     """Return the Python of `.venv`, after making or mending the environment and the native build where they differ."""
+    _require_compiler()
     with _locked():
         python = _ensure_packages()
         _ensure_build(python)
@@ -118,7 +119,7 @@ def run_logged(what: str, command: Sequence[str | Path], **overrides: str) -> No
 
 def _ensure_packages() -> Path:
     python = VENV / "bin" / "python"
-    recipe = _digest([TORCH, REQUIREMENTS.read_text(), version_in(python) or "none"])
+    recipe = _packages_recipe(python)
     if _read_stamp(VENV).get("packages") == recipe:
         return python
     base = _find_python()
@@ -126,22 +127,24 @@ def _ensure_packages() -> Path:
     _make_venv(VENV, base)
     run_logged(f"installing {TORCH}", _pip(python, "install", TORCH))
     run_logged("installing tools and libraries", _pip(python, "install", "-r", REQUIREMENTS))
-    _write_stamp(VENV, packages=_digest([TORCH, REQUIREMENTS.read_text(), version_in(python) or "none"]))
+    _write_stamp(VENV, packages=_packages_recipe(python))
     return python
+
+
+def _packages_recipe(python: Path) -> str:
+    """Tell apart what is installed; the checkout's own path counts, since environments do not survive a move."""
+    return _digest([str(ROOT), TORCH, REQUIREMENTS.read_text(), version_in(python) or "none"])
 
 
 def _ensure_build(python: Path) -> None:
     sources = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", *sorted((ROOT / "native").rglob("*"))]
-    recipe = _digest([f"{path.relative_to(ROOT)}\0{path.read_text()}" for path in sources if path.is_file()])
+    compilers = [os.environ.get(name, "") for name in ("CXX", "CXXFLAGS")]
+    contents = [f"{path.relative_to(ROOT)}\0{path.read_bytes()!r}" for path in sources if path.is_file()]
+    recipe = _digest([str(ROOT), *compilers, *contents])
     stamp = _read_stamp(VENV)
-    if stamp.get("build") == recipe:
+    if stamp.get("build") == recipe and (BUILD / "dev" / "CTestTestfile.cmake").exists():
         return
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise EnvironmentMissingError(
-            "No C++ compiler found: c++, g++ and clang++ are not on PATH and CXX is not set.\n"
-            "Install one (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set CXX."
-        )
+    _write_stamp(VENV, packages=stamp.get("packages", ""))  # a build that fails half-way is not believed later
     run_logged(
         "building the native modules and their tests",
         _pip(
@@ -151,6 +154,16 @@ def _ensure_build(python: Path) -> None:
         CMAKE_GENERATOR="Ninja",
     )  # fmt: skip
     _write_stamp(VENV, packages=stamp.get("packages", ""), build=recipe)
+
+
+def _require_compiler() -> None:
+    """Ask before the downloads, not after them."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise EnvironmentMissingError(
+            "No C++ compiler found: c++, g++ and clang++ are not on PATH and CXX is not set.\n"
+            "Install one (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set CXX."
+        )
 
 
 def _make_venv(folder: Path, base: str | Path) -> None:

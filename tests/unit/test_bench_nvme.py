@@ -130,7 +130,9 @@ def test_fio_is_told_to_use_huge_pages(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def program(path: Path, source: str) -> None:
-    path.write_text(f"#!{sys.executable}\n{source}\n")
+    body = path.with_suffix(".py")
+    body.write_text(source + "\n")
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{body}" "$@"\n')
     path.chmod(0o755)
 
 

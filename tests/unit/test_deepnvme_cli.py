@@ -642,12 +642,12 @@ def test_what_is_chosen_is_within_noise_of_the_fastest(rates: list[Rates]) -> No
 
     chosen = choose_sizes(measured)
 
-    assert measured[chosen].both * 1.0301 >= max(rates.both for rates in measured.values())
+    assert measured[chosen].both * 1.1001 >= max(rates.both for rates in measured.values())
 
 
 def test_noise_changes_no_default() -> None:
     measured = {settings: Rates(2e9, 3e9) for settings in GRID}
-    measured[GRID[0]] = Rates(2.04e9, 3.04e9)
+    measured[GRID[0]] = Rates(2.1e9, 3.1e9)
 
     assert choose_sizes(measured) == Settings()
 

@@ -17,8 +17,9 @@ def pretend_installed(folder: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_both_ways_of_importing_the_engine_give_the_same_function() -> None:
-    assert engine.initialize is infinity_engine.initialize
+def test_both_ways_of_importing_the_engine_give_the_same_names() -> None:
+    assert set(engine.__all__) == set(infinity_engine.__all__)
+    assert all(getattr(engine, name) is getattr(infinity_engine, name) for name in engine.__all__)
 
 
 def test_a_torch_too_old_is_named_with_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
