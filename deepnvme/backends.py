@@ -7,24 +7,45 @@ import os
 import platform
 import warnings
 from collections.abc import Collection
+from typing import Protocol, TypeVar
 
 from deepnvme import _native
 from deepnvme.errors import BackendUnavailableError
 from deepnvme.probing import Backend, find_liburing, read_process_limits, uring_refusal
 
-__all__ = ["BACKEND_VARIABLE", "CHAIN", "BackendFallbackWarning", "choose_backend"]
+__all__ = ["BACKEND_VARIABLE", "CHAIN", "BackendFallbackWarning", "Starter", "choose_backend", "start_on"]
 
 CHAIN = tuple(backend.value for backend in Backend)
 BACKEND_VARIABLE = "DEEPNVME_BACKEND"
 _OTHERS = ("memory",)
 
 
+_T = TypeVar("_T")
+_Started_co = TypeVar("_Started_co", covariant=True)
+
+
+class Starter(Protocol[_Started_co]):
+    """What needs a backend; raises BackendUnavailableError where it is refused."""
+
+    def __call__(self, *, backend: str) -> _Started_co:
+        """Start on that backend."""
+        ...
+
+
 class BackendFallbackWarning(RuntimeWarning):
     """A backend further down the chain is used; the message says why."""
 
 
-def choose_backend(wanted: str, require: str | Collection[str] | None) -> str:
-    """Return the backend to use.
+def choose_backend(wanted: str, require: str | Collection[str] | None = None) -> str:
+    """Return the name of the backend that a queue told the same would run on, small as it may be.
+
+    Raises what `start_on` does.
+    """
+    return start_on(wanted, require, lambda *, backend: _native.try_backend(backend))[0]
+
+
+def start_on(wanted: str, require: str | Collection[str] | None, start: Starter[_T]) -> tuple[str, _T]:
+    """Start something on the first backend that takes it; return the backend's name and what was started.
 
     `wanted` is a backend's name, or "auto" for the first of the chain that works here (or what the environment variable
     DEEPNVME_BACKEND names). `require` names the backends that are acceptable; "io_uring" stands for both rings.
@@ -46,12 +67,15 @@ def choose_backend(wanted: str, require: str | Collection[str] | None) -> str:
         if acceptable and name not in acceptable:
             refusals.append(f"{name}: not among the required {', '.join(acceptable)}")
             continue
-        refusal = _refusal(name)
-        if refusal is None:
-            if refusals and not acceptable:
-                warnings.warn(f"deepnvme uses {name}: {'; '.join(refusals)}", BackendFallbackWarning, stacklevel=3)
-            return name
-        refusals.append(f"{name}: {refusal}")
+        try:
+            _prepare(name)
+            started = start(backend=name)
+        except BackendUnavailableError as refusal:
+            refusals.append(f"{name}: {_reason(name, refusal)}")
+            continue
+        if refusals and not acceptable:
+            warnings.warn(f"deepnvme uses {name}: {'; '.join(refusals)}", BackendFallbackWarning, stacklevel=3)
+        return name, started
     raise BackendUnavailableError(errno.ENOTSUP, "no acceptable backend works here: " + "; ".join(refusals))
 
 
@@ -70,20 +94,25 @@ def _acceptable(require: str | Collection[str] | None) -> tuple[str, ...]:
     return tuple(part for name in names for part in (("liburing", "uring") if name == "io_uring" else (name,)))
 
 
-def _refusal(name: str) -> str | None:
-    """Return why this process cannot use the backend, None where it can: one is made and thrown away."""
-    if name == Backend.LIBURING.value:
-        found = find_liburing()
-        if not found.usable:
-            return f"python-liburing: {found.reason}"
-        # Importing it loads its library, which cannot be loaded otherwise; the native side then binds its functions.
-        import liburing.liburing
+def _prepare(name: str) -> None:
+    """Let the native side know python-liburing's library, where that is the backend."""
+    if name != Backend.LIBURING.value:
+        return
+    found = find_liburing()
+    if not found.usable:
+        raise BackendUnavailableError(errno.ENOENT, f"python-liburing: {found.reason}")
+    # Importing it loads its library, which cannot be loaded otherwise; the native side then binds its functions.
+    import liburing.liburing
 
-        _native.set_liburing_path(str(liburing.liburing.__file__))
-    try:
-        _native.try_backend(name)
-    except BackendUnavailableError as error:
-        if error.errno in (errno.EPERM, errno.ENOSYS) and name in (Backend.LIBURING.value, Backend.URING.value):
-            return uring_refusal(error.errno, read_process_limits()).cause
-        return str(error.strerror)
-    return None
+    _native.set_liburing_path(str(liburing.liburing.__file__))
+
+
+def _reason(name: str, refusal: BackendUnavailableError) -> str:
+    reason = str(refusal.strerror).removeprefix(f"{name}: ")
+    if name not in (Backend.LIBURING.value, Backend.URING.value):
+        return reason
+    if refusal.errno in (errno.EPERM, errno.ENOSYS):
+        return uring_refusal(refusal.errno, read_process_limits()).cause
+    if refusal.errno == errno.ENOMEM:
+        return f"{reason}: a ring counts against the limit on locked memory (ulimit -l)"
+    return reason

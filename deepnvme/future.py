@@ -1,19 +1,37 @@
-"""`IOFuture`: one I/O under way. A concurrent.futures.Future that can also be awaited."""
+"""`IOFuture`: one I/O under way. A concurrent.futures.Future that can also be awaited.
+
+Whoever calls `result()` sleeps in native code until the drive is done with that operation, and then completes all that
+have ended: one wake-up instead of two. Whoever awaits, adds callbacks or uses `concurrent.futures.wait` is told by the
+queue's own thread, on which callbacks always run.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import threading
+import time
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from deepnvme import _native
 
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["IOFuture"]
+__all__ = ["IOFuture", "Waiter"]
 
 _T = TypeVar("_T")
+# Python runs signal handlers only between calls: so long may Ctrl-C take to end a wait.
+_SLICE_S = 0.05
+_FINISHED = "FINISHED"  # concurrent.futures.Future._state
+
+
+class Waiter(Protocol):
+    """Whoever an operation was submitted through."""
+
+    def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
+        """Wait until the operation has ended; False when the time is up."""
+        ...
 
 
 class IOFuture(concurrent.futures.Future[_T]):
@@ -23,13 +41,22 @@ class IOFuture(concurrent.futures.Future[_T]):
     to the device until then. Cancelling an `await` leaves the operation running and its memory held.
     """
 
-    def __init__(self, cancellable: _native.Cancellable) -> None:
+    def __init__(self, ticket: _native.Ticket, waiter: Waiter) -> None:
         super().__init__()
-        self._cancellable = cancellable
+        self._ticket = ticket
+        self._waiter = waiter
 
     def cancel(self) -> bool:
         """Take the operation back if it has not begun; return whether that was so."""
-        return self.cancelled() or (not self.done() and self._cancellable.cancel() and super().cancel())
+        return self.cancelled() or (not self.done() and self._ticket.cancel() and super().cancel())
+
+    def result(self, timeout: float | None = None) -> _T:
+        """Wait for the end, at most `timeout` seconds; return the result or raise the operation's error."""
+        return super().result(self._wait(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end, at most `timeout` seconds; return the operation's error, None where it succeeded."""
+        return super().exception(self._wait(timeout))
 
     def __await__(self) -> Generator[Any, None, _T]:
         """Wait on the running event loop."""
@@ -38,6 +65,36 @@ class IOFuture(concurrent.futures.Future[_T]):
         waiting = asyncio.wrap_future(self)
         waiting.add_done_callback(_look_at)
         return asyncio.shield(waiting).__await__()
+
+    def _wait(self, timeout: float | None) -> float | None:
+        """Wait for the operation; return what is left of the time. The future may be completed a little later."""
+        if self.done():
+            return timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _SLICE_S if deadline is None else deadline - time.monotonic()
+            if self._waiter.wait_for(self._ticket, max(0.0, min(left, _SLICE_S))):
+                break
+            if left <= 0:
+                return 0.0
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+    def _end_unheard(self, result: _T) -> bool:
+        """Set the result unless somebody is to be told: that is for the queue's own thread. Again: does nothing."""
+        with self._condition:
+            if self._done_callbacks or self._waiters:  # type: ignore[attr-defined]
+                return False
+            if not self.done():
+                self._result = result
+                self._state = _FINISHED
+            self._condition.notify_all()
+            return True
+
+    def _end_in_child(self, error: BaseException) -> None:
+        """In a forked child: fail. The thread that held the lock at that moment may not exist here."""
+        self._condition = threading.Condition()
+        if not self.done():
+            self.set_exception(error)
 
 
 def _look_at(ended: asyncio.Future[Any]) -> None:

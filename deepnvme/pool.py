@@ -34,10 +34,14 @@ class Pool:
     """`nbytes` of memory for I/O, mapped and touched at once, of which buffers are cut.
 
     Give it to `IOQueue(pool=...)`: reads and writes of its buffers then go without any copy and without page lookups.
+    `numa_node` names the node whose memory it should be, best that of the drive (or GPU) it serves; without it the
+    memory is near the thread that makes the pool.
     """
 
-    def __init__(self, nbytes: int, *, cuda: Cuda = Cuda.IN_USE) -> None:
-        self._native = _native.Pool(nbytes)
+    def __init__(self, nbytes: int, *, cuda: Cuda = Cuda.IN_USE, numa_node: int | None = None) -> None:
+        if numa_node is not None and numa_node < 0:
+            raise ValueError(f"numa_node must be 0 or more, got {numa_node}")
+        self._native = _native.Pool(nbytes, numa_node)
         if cuda is Cuda.NEVER:
             return
         try:

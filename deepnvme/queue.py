@@ -1,18 +1,17 @@
 """`IOQueue` and `File`: where I/O is submitted. Each call returns its own IOFuture, which ends in a count or an error.
 
-Owns what keeps an operation alive until it has ended: its memory, its file, its future. Starts one thread that waits
-for ended operations without the GIL and completes their futures; the rest happens in native code (decision 0003).
+Starts one thread that waits for ended operations without the GIL and completes their futures (`deepnvme.pending`); the
+rest happens in native code (decision 0003).
 """
 
 from __future__ import annotations
 
-import errno
-import itertools
 import operator
 import os
 import threading
 import weakref
 from collections.abc import Collection
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -21,11 +20,12 @@ from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Literal
 
 from deepnvme import _native
-from deepnvme.backends import choose_backend
+from deepnvme.backends import start_on
 from deepnvme.buffers import Memory, memory_of
-from deepnvme.errors import BatchError, ClosedError, ForkedError, NVMeError, QueueFull, ShortReadError, io_error
+from deepnvme.errors import BatchError, ClosedError, NVMeError, QueueFull
 from deepnvme.faults import FaultPlan
 from deepnvme.future import IOFuture
+from deepnvme.pending import Pending
 from deepnvme.pool import Pool
 from deepnvme.profile import Profile, UserMemory, load_profile, settle
 
@@ -99,18 +99,6 @@ class QueueStats:
     drives: dict[int, DriveStats]
 
 
-@dataclass
-class _Pending:
-    """What has to outlive an operation, and what its error says."""
-
-    future: IOFuture[Any]
-    op: str
-    path: str
-    offset: int
-    asked: int
-    memory: Memory | None
-
-
 class IOQueue:
     """Asynchronous I/O on files: one I/O thread and one ring per drive, chunks under a budget of bytes in flight.
 
@@ -135,26 +123,23 @@ class IOQueue:
         pool: Pool | None = None,
         faults: FaultPlan | None = None,
     ) -> None:
-        self.backend = choose_backend(backend, require)
         self.max_pending = max_pending
         self.when_full = when_full
         self._settle = partial(settle, chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes, user_memory=user_memory)
+        self.backend, self._native = start_on(
+            backend,
+            require,
+            partial(
+                _native.Queue,
+                drive=self._settle(None).native(),
+                max_pending=max_pending,
+                faults=faults.native if faults else None,
+            ),
+        )
         told = None not in (chunk_bytes, inflight_bytes, user_memory)
         self._profile = Profile() if told or self.backend == "memory" else load_profile()
-        self._native = _native.Queue(
-            backend=self.backend,
-            drive=self._settle(None).native(),
-            max_pending=max_pending,
-            faults=faults.native if faults else None,
-        )
-        self._pending: dict[int, _Pending] = {}
-        self._ids = itertools.count()
-        self._completer = threading.Thread(
-            target=_complete_futures,
-            args=(self._native, self._pending, self.backend),
-            name="deepnvme-futures",
-            daemon=True,
-        )
+        self._pending = Pending(self._native, self.backend)
+        self._completer = threading.Thread(target=self._pending.run, name="deepnvme-futures", daemon=True)
         self._completer.start()
         self._finalizer = weakref.finalize(self, _shut_down, self._native, self._completer, os.getpid())
         IOQueue._living.add(self)
@@ -202,6 +187,13 @@ class IOQueue:
         """Take the pool's registration back."""
         self._native.forget_pool(pool._native)
 
+    async def room(self) -> None:
+        """Wait, without blocking the event loop, until an operation can be submitted at once.
+
+        For coroutines of one loop: whatever else submits to this queue may take the room first.
+        """
+        await self._pending.room(self.max_pending)
+
     def stats(self) -> QueueStats:
         """Return what was done so far."""
         drives = {device: DriveStats(**stats) for device, stats in self._native.stats().items()}
@@ -245,30 +237,17 @@ class IOQueue:
         _check_range("offset", offset, asked)
         if self.closed:
             raise ClosedError("the queue is closed")
-        cancellable = _native.Cancellable()
-        future: IOFuture[Any] = IOFuture(cancellable)
-        address = memory.address if memory else 0
-        number = next(self._ids)
-        self._pending[number] = _Pending(future, verb.name.lower(), file.path, offset, asked, memory)
+        number, ticket, future = self._pending.add(verb, file.path, offset, asked, memory)
         submit = self._native.submit if self.when_full is WhenFull.BLOCK else self._native.try_submit
         try:
-            taken = submit(number, verb, file, address, asked, offset, at_end, cancellable)
+            taken = submit(number, verb, file, memory.address if memory else 0, asked, offset, at_end, ticket)
         except (NVMeError, MemoryError):  # refused. Not so what a signal handler raises: the drive may be at work
-            del self._pending[number]
+            self._pending.drop(number)
             raise
         if taken is False:
-            del self._pending[number]
+            self._pending.drop(number)
             raise QueueFull(self.max_pending)
         return future
-
-    def _forget_parents_work(self) -> None:
-        """In a forked child: what the parent submitted ends there, and would be waited for here for ever."""
-        for pending in self._pending.values():
-            if not pending.future.done():
-                pending.future.set_exception(
-                    ForkedError(f"{pending.op} of {pending.path} was submitted by the parent process")
-                )
-        self._pending.clear()
 
 
 class File:
@@ -377,20 +356,17 @@ class Batch:
 
         Raises:
             NVMeError: the one operation that failed, or a BatchError of all that did.
+            CancelledError: none failed, and one was cancelled.
         """
-        total = 0
-        errors = []
-        for future in self.futures:
-            try:
-                total += future.result()
-            except NVMeError as error:
-                errors.append(error)
-        self.futures.clear()
+        # From the last one: when that has ended most have, which saves wake-ups.
+        ends = [_end_of(future) for future in reversed(self.futures)]
+        futures, self.futures = self.futures, []
+        errors = [end for end in reversed(ends) if isinstance(end, NVMeError)]
         if len(errors) == 1:
             raise errors[0]
         if errors:
             raise BatchError(errors)
-        return total
+        return sum(future.result() for future in futures)
 
     def __enter__(self) -> Batch:
         """Return itself."""
@@ -404,7 +380,15 @@ class Batch:
             self.wait()
             return
         for future in self.futures:
-            future.exception()
+            _end_of(future)
+
+
+def _end_of(future: IOFuture[int]) -> BaseException | None:
+    """Wait for the end of an operation, however it ends."""
+    try:
+        return future.exception()
+    except CancelledError as cancelled:
+        return cancelled
 
 
 def _check_range(what: str, start: int, nbytes: int = 0) -> None:
@@ -412,46 +396,6 @@ def _check_range(what: str, start: int, nbytes: int = 0) -> None:
         raise ValueError(f"{what} must not be negative, got {start}")
     if start + nbytes > _LARGEST_FILE:
         raise ValueError(f"no file is that large: {what} {start} and {nbytes} B from there, at most {_LARGEST_FILE} B")
-
-
-def _complete_futures(native: _native.Queue, pending: dict[int, _Pending], backend: str) -> None:
-    """Complete futures as operations end, until the queue is closed and drained. Runs on the queue's own thread."""
-    while ended := native.wait_ended():
-        for number, ending, done, error in ended:
-            _complete(pending.pop(number), ending, done, error, backend)
-
-
-def _complete(work: _Pending, ending: _native.Ending, done: int, error: int, backend: str) -> None:
-    future = work.future
-    work.memory = None  # before the future ends: whoever it wakes may resize or hand on the memory at once
-    if ending is _native.Ending.CANCELLED:
-        super(IOFuture, future).cancel()
-        future.set_running_or_notify_cancel()
-    elif ending is _native.Ending.SUCCEEDED:
-        future.set_result(done)
-    elif ending is _native.Ending.END_OF_FILE:
-        message = (
-            f"{work.op} of {work.asked} B at offset {work.offset} found the end of the file after {done} B; "
-            "readinto() accepts fewer"
-        )
-        future.set_exception(
-            ShortReadError(
-                errno.ENODATA,
-                message,
-                op=work.op,
-                path=work.path,
-                offset=work.offset,
-                asked=work.asked,
-                done=done,
-                backend=backend,
-            )
-        )
-    else:
-        future.set_exception(
-            io_error(
-                error, op=work.op, path=work.path, offset=work.offset, asked=work.asked, done=done, backend=backend
-            )
-        )
 
 
 def _shut_down(native: _native.Queue, completer: threading.Thread, owner: int) -> None:
@@ -465,7 +409,7 @@ def _shut_down(native: _native.Queue, completer: threading.Thread, owner: int) -
 
 def _after_fork_in_child() -> None:
     for queue in list(IOQueue._living):
-        queue._forget_parents_work()
+        queue._pending.forget_parents()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

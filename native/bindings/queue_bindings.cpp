@@ -4,7 +4,8 @@
 #include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
+#include <chrono>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -37,29 +38,55 @@ class BufferView {
     Py_buffer view_ = {};
 };
 
-// Lets the holder of an operation take it back while it has not begun.
-struct Cancellable {
-    std::shared_ptr<std::atomic<Claim>> claim = std::make_shared<std::atomic<Claim>>(Claim::free);
-
-    [[nodiscard]] bool cancel() const {
-        Claim expected = Claim::free;
-        return claim->compare_exchange_strong(expected, Claim::cancelled) || expected == Claim::cancelled;
+// In a forked child the threads of a queue are gone and its locks may be held by nobody: it is left alone.
+struct UnlessForked {
+    void operator()(Queue* queue) const {
+        if (!queue->belongs_to_a_parent()) delete queue;
     }
 };
 
-Operation operation_of(std::uint64_t id, Verb verb, std::shared_ptr<OpenFile> file, std::uintptr_t address,
-                       std::uint64_t length, std::uint64_t offset, AtEndOfFile at_end,
-                       const Cancellable& cancellable) {
+// `verb` and `at_end` arrive as plain numbers: what an enum.Enum costs to convert, twice for each operation, is
+// more than the rest of this call. Python's IntEnum members are such numbers.
+Operation operation_of(std::uint64_t id, int verb, std::shared_ptr<OpenFile> file, std::uintptr_t address,
+                       std::uint64_t length, std::uint64_t offset, int at_end,
+                       std::shared_ptr<Ticket> ticket) {
     Operation operation;
     operation.id = id;
-    operation.claim = cancellable.claim;
-    operation.verb = verb;
-    operation.at_end_of_file = at_end;
+    operation.ticket = std::move(ticket);
+    operation.verb = static_cast<Verb>(verb);
+    operation.at_end_of_file = static_cast<AtEndOfFile>(at_end);
     operation.file = std::move(file);
     operation.memory = reinterpret_cast<std::byte*>(address);
     operation.length = length;
     operation.offset = offset;
     return operation;
+}
+
+// Waits until the operation has ended, and completes what nobody took yet. False: the time is up. What
+// `complete` declines by returning false, or was interrupted in by a signal's exception, goes to wait_ended:
+// nothing that was taken here is lost.
+bool wait_for(Queue& queue, Ticket& ticket, double timeout_s, const py::function& complete) {
+    std::optional<std::vector<Outcome>> ended;
+    {
+        const py::gil_scoped_release unlocked;
+        ended = queue.wait_for(ticket, std::chrono::nanoseconds(static_cast<std::int64_t>(timeout_s * 1e9)));
+    }
+    if (!ended) return false;
+    std::vector<Outcome> declined;
+    std::exception_ptr interruption;
+    for (Outcome& outcome : *ended) {
+        try {
+            const py::object completed =
+                complete(outcome.id, static_cast<int>(outcome.ending), outcome.done, outcome.error);
+            if (completed.cast<bool>()) continue;
+        } catch (const py::error_already_set&) {
+            interruption = std::current_exception();
+        }
+        declined.push_back(std::move(outcome));
+    }
+    if (!declined.empty()) queue.hand_back(std::move(declined));
+    if (interruption) std::rethrow_exception(interruption);
+    return true;
 }
 
 py::dict stats_of(const DriveStats& stats) {
@@ -111,7 +138,7 @@ void translate(std::exception_ptr pointer) {
 }
 
 void bind_enums(py::module_& module) {
-    py::native_enum<Verb>(module, "Verb", "enum.Enum")
+    py::native_enum<Verb>(module, "Verb", "enum.IntEnum")
         .value("READ", Verb::read)
         .value("WRITE", Verb::write)
         .value("SYNC_DATA", Verb::sync_data)
@@ -128,7 +155,7 @@ void bind_enums(py::module_& module) {
         .value("NEVER", DirectIO::never)
         .value("REQUIRED", DirectIO::required)
         .finalize();
-    py::native_enum<AtEndOfFile>(module, "AtEndOfFile", "enum.Enum")
+    py::native_enum<AtEndOfFile>(module, "AtEndOfFile", "enum.IntEnum")
         .value("FAILS", AtEndOfFile::fails)
         .value("STOPS", AtEndOfFile::stops)
         .finalize();
@@ -136,7 +163,7 @@ void bind_enums(py::module_& module) {
         .value("ZERO_COPY", UserMemory::zero_copy)
         .value("BOUNCE", UserMemory::bounce)
         .finalize();
-    py::native_enum<Ending>(module, "Ending", "enum.Enum")
+    py::native_enum<Ending>(module, "Ending", "enum.IntEnum")
         .value("SUCCEEDED", Ending::succeeded)
         .value("FAILED", Ending::failed)
         .value("END_OF_FILE", Ending::end_of_file)
@@ -165,7 +192,8 @@ void bind_memory(py::module_& module) {
                                    {block.size()}, {1});
         });
     py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool")
-        .def(py::init(&Pool::make), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
+        .def(py::init(&Pool::make), py::arg("nbytes"), py::arg("numa_node"),
+             py::call_guard<py::gil_scoped_release>())
         .def("take", &Pool::take, py::arg("nbytes"))
         .def(
             "pin_with_cuda",
@@ -238,13 +266,15 @@ void bind_queue(py::module_& module) {
         .def_readonly("chunk_bytes", &DriveOptions::chunk_bytes)
         .def_readonly("inflight_bytes", &DriveOptions::inflight_bytes)
         .def_readonly("user_memory", &DriveOptions::user_memory);
-    py::class_<Cancellable>(module, "Cancellable").def(py::init<>()).def("cancel", &Cancellable::cancel);
+    py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
+        .def(py::init<>())
+        .def("cancel", &Ticket::cancel);
     module.def("set_liburing_path", &set_liburing_path, py::arg("path"));
     module.def(
         "try_backend", [](const std::string& name) { (void)make_backend(name, 1); }, py::arg("name"),
         py::call_guard<py::gil_scoped_release>());
 
-    py::class_<Queue>(module, "Queue")
+    py::class_<Queue, std::unique_ptr<Queue, UnlessForked>>(module, "Queue")
         .def(py::init([](std::string backend, const DriveOptions& drive, std::uint32_t max_pending,
                          std::optional<FaultPlan> faults) {
                  QueueOptions options;
@@ -252,35 +282,35 @@ void bind_queue(py::module_& module) {
                  options.drive = drive;
                  options.max_pending = max_pending;
                  options.faults = std::move(faults);
-                 return std::make_unique<Queue>(std::move(options));
+                 return std::unique_ptr<Queue, UnlessForked>(new Queue(std::move(options)));
              }),
              py::kw_only(), py::arg("backend"), py::arg("drive"), py::arg("max_pending"), py::arg("faults"))
         .def("open", &Queue::open, py::arg("path"), py::arg("mode"), py::arg("direct"),
              py::arg("permissions"), py::arg("drive"), py::call_guard<py::gil_scoped_release>())
         .def(
             "submit",
-            [](Queue& queue, std::uint64_t id, Verb verb, std::shared_ptr<OpenFile> file,
-               std::uintptr_t address, std::uint64_t length, std::uint64_t offset, AtEndOfFile at_end,
-               const Cancellable& cancellable) {
-                Operation operation =
-                    operation_of(id, verb, std::move(file), address, length, offset, at_end, cancellable);
+            [](Queue& queue, std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
+               std::uintptr_t address, std::uint64_t length, std::uint64_t offset, int at_end,
+               std::shared_ptr<Ticket> ticket) {
+                Operation operation = operation_of(id, verb, std::move(file), address, length, offset, at_end,
+                                                   std::move(ticket));
                 const py::gil_scoped_release unlocked;
                 queue.submit(std::move(operation));
             },
             py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("address"), py::arg("length"),
-            py::arg("offset"), py::arg("at_end"), py::arg("cancellable"))
+            py::arg("offset"), py::arg("at_end"), py::arg("ticket"))
         .def(
             "try_submit",
-            [](Queue& queue, std::uint64_t id, Verb verb, std::shared_ptr<OpenFile> file,
-               std::uintptr_t address, std::uint64_t length, std::uint64_t offset, AtEndOfFile at_end,
-               const Cancellable& cancellable) {
-                Operation operation =
-                    operation_of(id, verb, std::move(file), address, length, offset, at_end, cancellable);
+            [](Queue& queue, std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
+               std::uintptr_t address, std::uint64_t length, std::uint64_t offset, int at_end,
+               std::shared_ptr<Ticket> ticket) {
+                Operation operation = operation_of(id, verb, std::move(file), address, length, offset, at_end,
+                                                   std::move(ticket));
                 const py::gil_scoped_release unlocked;
                 return queue.try_submit(std::move(operation));
             },
             py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("address"), py::arg("length"),
-            py::arg("offset"), py::arg("at_end"), py::arg("cancellable"))
+            py::arg("offset"), py::arg("at_end"), py::arg("ticket"))
         .def("use_pool", &Queue::use_pool, py::arg("pool"), py::call_guard<py::gil_scoped_release>())
         .def("forget_pool", &Queue::forget_pool, py::arg("pool"), py::call_guard<py::gil_scoped_release>())
         .def("wait_ended",
@@ -292,10 +322,12 @@ void bind_queue(py::module_& module) {
                  }
                  py::list list(ended.size());
                  for (std::size_t i = 0; i < ended.size(); ++i) {
-                     list[i] = py::make_tuple(ended[i].id, ended[i].ending, ended[i].done, ended[i].error);
+                     list[i] = py::make_tuple(ended[i].id, static_cast<int>(ended[i].ending), ended[i].done,
+                                              ended[i].error);
                  }
                  return list;
              })
+        .def("wait_for", &wait_for, py::arg("ticket"), py::arg("timeout_s"), py::arg("complete"))
         .def("close", &Queue::close, py::call_guard<py::gil_scoped_release>())
         .def("stats",
              [](const Queue& queue) {

@@ -204,7 +204,8 @@ TEST(an_operation_cancelled_before_it_began_touches_no_memory) {
     std::vector<std::byte> untouched(chunk, std::byte{0xEE});
     Operation operation;
     operation.id = 999;
-    operation.claim = std::make_shared<std::atomic<Claim>>(Claim::cancelled);
+    operation.ticket = std::make_shared<Ticket>();
+    CHECK(operation.ticket->cancel());
     operation.verb = Verb::read;
     operation.file = bench.file;
     operation.memory = untouched.data();

@@ -1,12 +1,16 @@
 #include "deepnvme/arena.hpp"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <array>
+#include <cerrno>
 #include <cstdint>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 
 namespace deepnvme {
@@ -22,7 +26,7 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
 
 }  // namespace
 
-Arena::Arena(std::size_t nbytes) : size_(round_up(nbytes, page)), owner_(::getpid()) {
+Arena::Arena(std::size_t nbytes, std::optional<unsigned> numa_node) : size_(round_up(nbytes, page)), owner_(::getpid()) {
     if (nbytes == 0 || nbytes > max_bytes) {
         throw std::invalid_argument("an arena holds 1 to " + std::to_string(max_bytes) +
                                     " bytes, asked: " + std::to_string(nbytes));
@@ -38,12 +42,35 @@ Arena::Arena(std::size_t nbytes) : size_(round_up(nbytes, page)), owner_(::getpi
     const std::uintptr_t end = aligned + size_;
     if (start + mapped > end) ::munmap(reinterpret_cast<void*>(end), start + mapped - end);
     data_ = reinterpret_cast<std::byte*>(aligned);
+    if (numa_node) {
+        try {
+            bind_to(*numa_node);
+        } catch (...) {
+            ::munmap(data_, size_);
+            throw;
+        }
+    }
     // Advice before the first touch, touch before anybody registers the pages. Advice that is refused costs
     // speed, not correctness: a kernel without huge pages gives small ones.
     (void)::madvise(data_, size_, MADV_HUGEPAGE);
     (void)::madvise(data_, size_, MADV_DONTFORK);
     for (std::size_t at = 0; at < size_; at += page) {
         reinterpret_cast<volatile std::byte*>(data_)[at] = std::byte{0};
+    }
+}
+
+// Preferred, not required: a node that is full costs speed, and no memory at all would cost the run.
+void Arena::bind_to(unsigned node) {
+    constexpr int prefer = 1;  // MPOL_PREFERRED
+    constexpr unsigned bits_per_word = 64;
+    std::array<std::uint64_t, 16> nodes{};
+    const bool countable = node < nodes.size() * bits_per_word;
+    if (countable) nodes[node / bits_per_word] = std::uint64_t{1} << (node % bits_per_word);
+    // The kernel reads one bit less than it is told.
+    if (!countable || ::syscall(SYS_mbind, data_, size_, prefer, nodes.data(),
+                                nodes.size() * bits_per_word + 1, 0) != 0) {
+        throw std::invalid_argument("memory cannot be placed on NUMA node " + std::to_string(node) + ": " +
+                                    std::generic_category().message(countable ? errno : EINVAL));
     }
 }
 

@@ -155,9 +155,11 @@ void Drive::serve() {
     std::array<Completion, completions_per_call> completions;
     while (take_inbox()) {
         issue();
+        report();
         const std::size_t count = backend_->submit_and_reap(completions, how_to_wait());
         for (std::size_t i = 0; i < count; ++i) complete(completions[i]);
     }
+    report();
 }
 
 // False: asked to stop, and nothing is left to do.
@@ -242,12 +244,9 @@ bool Drive::begin(Active& active) {
         move_to(parked_, active);
         return false;
     }
-    if (active.issued == 0 && operation.claim) {
-        Claim expected = Claim::free;
-        if (!operation.claim->compare_exchange_strong(expected, Claim::begun)) {
-            end(active, {operation.id, Ending::cancelled, 0, ECANCELED});
-            return false;
-        }
+    if (active.issued == 0 && operation.ticket && !operation.ticket->begin()) {
+        end(active, {operation.id, Ending::cancelled, 0, ECANCELED});
+        return false;
     }
     if (operation.length == 0 && !is_sync(operation.verb)) {
         end(active, {operation.id, Ending::succeeded, 0, 0});
@@ -337,6 +336,7 @@ void Drive::push(std::uint32_t index) {
     request.verb = operation.verb;
     request.fd = chunk.direct ? file.direct_descriptor() : file.descriptor();
     request.token = index;
+    request.in_worker = file.wants_worker();
     if (!is_sync(operation.verb)) {
         request.offset = operation.offset + chunk.position + chunk.moved;
         request.length = chunk.length - chunk.moved;
@@ -462,11 +462,11 @@ void Drive::end_if_finished(Active& active) {
         operation.offset + outcome.done >= operation.file->expected_length()) {
         outcome.ending = Ending::succeeded;
     }
-    end(active, outcome);
+    end(active, std::move(outcome));
 }
 
-void Drive::end(Active& active, const Outcome& outcome) {
-    const Operation& operation = active.operation;
+void Drive::end(Active& active, Outcome outcome) {
+    Operation& operation = active.operation;
     const bool wrote = operation.verb == Verb::write;
     if (wrote) {
         if (outcome.done > 0) operation.file->wrote_until(operation.offset + outcome.done);
@@ -477,11 +477,15 @@ void Drive::end(Active& active, const Outcome& outcome) {
     counters_.operations += 1;
     if (outcome.ending != Ending::succeeded) counters_.failed += 1;
     latencies_.add(Clock::now() - active.submitted);
-    // Taken out first: the callback may let go of the last reference to the file and the memory.
-    std::list<Active> last;
-    last.splice(last.end(), *active.home, active.place);
+    outcome.ticket = std::move(operation.ticket);
+    outcomes_.push_back(std::move(outcome));
+    active.home->erase(active.place);
     if (wrote) unpark_syncs();
-    ended_(outcome);
+}
+
+// Several at a time: whoever waits for them is woken once.
+void Drive::report() {
+    if (!outcomes_.empty()) ended_(std::exchange(outcomes_, {}));
 }
 
 void Drive::move_to(std::list<Active>& home, Active& active) {
@@ -505,6 +509,7 @@ void Drive::fail_everything(int error) {
             end(active, {active.operation.id, Ending::failed, 0, error});
         }
     }
+    report();
     std::unique_lock lock(mutex_);
     while (true) {
         changed_.wait(lock, [this] { return stopping_ || !inbox_.empty(); });
@@ -512,7 +517,11 @@ void Drive::fail_everything(int error) {
         late.splice(late.end(), inbox_);
         if (late.empty()) return;
         lock.unlock();
-        for (const Active& active : late) ended_({active.operation.id, Ending::failed, 0, error});
+        for (Active& active : late) {
+            outcomes_.push_back(
+                {active.operation.id, Ending::failed, 0, error, std::move(active.operation.ticket)});
+        }
+        report();
         late.clear();
         lock.lock();
     }

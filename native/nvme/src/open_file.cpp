@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@ namespace deepnvme {
 namespace {
 
 constexpr std::uint64_t page = 4096;
+constexpr auto fuse_magic = 0x65735546;  // statfs::f_type of every FUSE file system
 
 int flags_of(OpenMode mode) {
     switch (mode) {
@@ -48,8 +50,7 @@ OpenFile::OpenFile(std::string path, OpenMode mode, DirectIO direct, unsigned pe
     try {
         learn_from_kernel();
         if (direct != DirectIO::never) {
-            const int access = writable() ? O_RDWR : O_RDONLY;
-            direct_ = open_retrying(path_.c_str(), access | O_DIRECT, 0);
+            open_directly();
             const int refused = direct_ < 0 ? errno : 0;
             const auto alignment = dio_alignment(path_);
             if (direct_ >= 0 && alignment && alignment->memory == 0 && alignment->offset == 0) {
@@ -100,7 +101,24 @@ void OpenFile::learn_from_kernel() {
     if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode))
         throw FileError(EINVAL, "open (not a file)", path_);
     device_ = S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev;
+    inode_ = status.st_ino;
+    struct statfs file_system = {};
+    // Only a FUSE server can leave this unanswered.
+    on_fuse_ = ::fstatfs(buffered_, &file_system) != 0 || file_system.f_type == fuse_magic;
     expected_length_ = length();
+}
+
+// Leaves errno as the kernel set it where it refuses.
+void OpenFile::open_directly() {
+    const int access = writable() ? O_RDWR : O_RDONLY;
+    direct_ = open_retrying(path_.c_str(), access | O_DIRECT, 0);
+    if (direct_ < 0) return;
+    struct stat status = {};
+    if (::fstat(direct_, &status) != 0) throw FileError(errno, "stat", path_);
+    const dev_t device = S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev;
+    if (device != device_ || status.st_ino != inode_) {
+        throw FileError(ESTALE, "open (another file took its name meanwhile)", path_);
+    }
 }
 
 std::uint64_t OpenFile::length() const {

@@ -36,14 +36,15 @@ Block::~Block() {
     pool_->give_back(arena_, offset_, nbytes_);
 }
 
-std::shared_ptr<Pool> Pool::make(std::size_t nbytes) {
-    return std::shared_ptr<Pool>(new Pool(nbytes));
+std::shared_ptr<Pool> Pool::make(std::size_t nbytes, std::optional<unsigned> numa_node) {
+    return std::shared_ptr<Pool>(new Pool(nbytes, numa_node));
 }
 
-Pool::Pool(std::size_t nbytes) {
+Pool::Pool(std::size_t nbytes, std::optional<unsigned> numa_node) {
     if (nbytes == 0) throw std::invalid_argument("a pool needs at least one byte");
     while (capacity_ < nbytes) {
-        arenas_.push_back(std::make_shared<Arena>(std::min(nbytes - capacity_, Arena::max_bytes)));
+        arenas_.push_back(
+            std::make_shared<Arena>(std::min(nbytes - capacity_, Arena::max_bytes), numa_node));
         capacity_ += arenas_.back()->size();
         free_.push_back({{0, arenas_.back()->size()}});
     }

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "deepnvme/error.hpp"
@@ -33,13 +34,6 @@ Queue::Queue(QueueOptions options)
 }
 
 Queue::~Queue() {
-    if (::getpid() != owner_) {
-        // A forked child has the rings but not the threads: nothing here can be drained or joined, only left
-        // alone.
-        for (auto& [device, drive] : drives_) (void)drive.release();
-        (void)first_backend_.release();
-        return;
-    }
     close();
     for (const auto& [name, descriptor] : memory_files_) ::close(descriptor);
 }
@@ -117,7 +111,7 @@ Drive& Queue::drive_for(dev_t device, const DriveOptions& options) {
             const bool first_fits = first_backend_ && first_backend_->capacity() >= depth_for(options);
             auto backend = first_fits ? std::move(first_backend_) : backend_for(options_, options);
             drive = std::make_unique<Drive>(std::move(backend), options,
-                                            [this](const Outcome& outcome) { ended(outcome); });
+                                            [this](std::vector<Outcome> outcomes) { ended(std::move(outcomes)); });
         } catch (...) {
             drives_.erase(device);
             throw;
@@ -149,12 +143,38 @@ void Queue::tell_drives_of_arenas() {
 
 std::vector<Outcome> Queue::wait_ended() {
     std::unique_lock lock(mutex_);
-    news_.wait(lock, [this] { return !ended_.empty() || drained_; });
+    // What a woken waiter is about to take is not waited for here.
+    news_.wait(lock, [this] {
+        return !handed_back_.empty() || (!ended_.empty() && coming_ == 0) || drained_;
+    });
+    std::vector<Outcome> taken = std::exchange(ended_, {});
+    std::move(handed_back_.begin(), handed_back_.end(), std::back_inserter(taken));
+    handed_back_.clear();
+    return taken;
+}
+
+std::optional<std::vector<Outcome>> Queue::wait_for(Ticket& ticket, std::chrono::nanoseconds timeout) {
+    if (belongs_to_a_parent()) return std::vector<Outcome>{};
+    std::unique_lock lock(mutex_);
+    if (!ticket.ended_) {
+        ++ticket.waiting_;
+        if (!ticket.changed_.wait_for(lock, timeout, [&] { return ticket.ended_; })) {
+            --ticket.waiting_;
+            return std::nullopt;
+        }
+        --coming_;
+    }
     return std::exchange(ended_, {});
 }
 
+void Queue::hand_back(std::vector<Outcome> outcomes) {
+    const std::lock_guard lock(mutex_);
+    std::move(outcomes.begin(), outcomes.end(), std::back_inserter(handed_back_));
+    news_.notify_one();
+}
+
 void Queue::close() {
-    if (::getpid() != owner_) return;
+    if (belongs_to_a_parent()) return;
     {
         const std::lock_guard lock(mutex_);
         closed_ = true;
@@ -183,8 +203,12 @@ std::uint64_t Queue::pending() const {
     return pending_;
 }
 
+bool Queue::belongs_to_a_parent() const noexcept {
+    return ::getpid() != owner_;
+}
+
 void Queue::refuse_if_forked() const {
-    if (::getpid() == owner_) return;
+    if (!belongs_to_a_parent()) return;
     throw ForkedError("this queue belongs to process " + std::to_string(owner_) +
                       "; a forked child makes its own (multiprocessing: use the spawn start method)");
 }
@@ -195,12 +219,20 @@ void Queue::refuse_if_unusable() const {
     if (closed_) throw ClosedError("the queue is closed");
 }
 
-void Queue::ended(const Outcome& outcome) {
+// A thread that waits for one of them takes all, so the one behind wait_ended() sleeps on.
+void Queue::ended(std::vector<Outcome> outcomes) {
     const std::lock_guard lock(mutex_);
-    --pending_;
-    ended_.push_back(outcome);
-    room_.notify_one();
-    news_.notify_one();
+    pending_ -= outcomes.size();
+    room_.notify_all();
+    for (Outcome& outcome : outcomes) {
+        if (outcome.ticket) {
+            outcome.ticket->ended_ = true;
+            coming_ += std::exchange(outcome.ticket->waiting_, 0);
+            outcome.ticket->changed_.notify_all();
+        }
+        ended_.push_back(std::move(outcome));
+    }
+    if (coming_ == 0) news_.notify_one();
 }
 
 }  // namespace deepnvme

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 
 #include "deepnvme/cuda_host.hpp"
 
@@ -18,7 +19,8 @@ class Arena {
 
     // Throws std::bad_alloc where the kernel gives no memory, std::invalid_argument for 0 or more than
     // max_bytes.
-    explicit Arena(std::size_t nbytes);
+    // Throws std::invalid_argument for a size or a NUMA node that there is not.
+    explicit Arena(std::size_t nbytes, std::optional<unsigned> numa_node = std::nullopt);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -34,6 +36,8 @@ class Arena {
     void pin_with(std::shared_ptr<CudaHost> cuda);
 
   private:
+    void bind_to(unsigned node);
+
     std::shared_ptr<CudaHost> cuda_;  // set: registered there
     std::byte* data_ = nullptr;
     std::size_t size_ = 0;

@@ -26,14 +26,32 @@ namespace deepnvme {
 
 enum class AtEndOfFile : std::uint8_t { fails, stops };
 
-// Whoever moves it away from `free` first decides: the drive by beginning the operation, or the caller by
-// cancelling it.
-enum class Claim : std::uint8_t { free, begun, cancelled };
+// The submitter's hold on an operation: to take it back while it has not begun, and to wait for its end.
+class Ticket {
+  public:
+    // Whoever comes first decides. True: the drive may begin; it never will.
+    [[nodiscard]] bool begin() noexcept { return claim(Claim::begun); }
+    [[nodiscard]] bool cancel() noexcept { return claim(Claim::cancelled); }
+
+  private:
+    friend class Queue;  // everything below is guarded by its mutex
+    enum class Claim : std::uint8_t { free, begun, cancelled };
+
+    [[nodiscard]] bool claim(Claim wanted) noexcept {
+        Claim found = Claim::free;
+        return claim_.compare_exchange_strong(found, wanted) || found == wanted;
+    }
+
+    std::atomic<Claim> claim_{Claim::free};
+    bool ended_ = false;
+    unsigned waiting_ = 0;  // threads that sleep on `changed_`
+    std::condition_variable changed_;
+};
 
 // What a caller wants done with one piece of memory. Memory and file stay valid until it has ended.
 struct Operation {
     std::uint64_t id = 0;
-    std::shared_ptr<std::atomic<Claim>> claim;  // empty: cannot be cancelled
+    std::shared_ptr<Ticket> ticket;  // empty: cannot be cancelled, nor waited for alone
     Verb verb = Verb::read;
     AtEndOfFile at_end_of_file = AtEndOfFile::fails;
     std::shared_ptr<OpenFile> file;
@@ -50,6 +68,7 @@ struct Outcome {
     Ending ending = Ending::succeeded;
     std::uint64_t done = 0;
     int error = 0;
+    std::shared_ptr<Ticket> ticket = nullptr;
 };
 
 // What to do with aligned memory that is in no registered arena: the drive's own decision would be a guess,
@@ -87,7 +106,8 @@ struct DriveStats {
 
 class Drive {
   public:
-    using Ended = std::function<void(const Outcome&)>;  // called on the drive's thread; must not throw
+    // Takes what has ended since the last call; called on the drive's thread, must not throw.
+    using Ended = std::function<void(std::vector<Outcome>)>;
 
     // Throws what Backend::attach throws.
     Drive(std::unique_ptr<Backend> backend, DriveOptions options, Ended ended);
@@ -162,7 +182,8 @@ class Drive {
     void fell_short(std::uint32_t index, Ending ending, int error);
     void end_chunk(std::uint32_t index);
     void end_if_finished(Active& active);
-    void end(Active& active, const Outcome& outcome);
+    void end(Active& active, Outcome outcome);
+    void report();
     void move_to(std::list<Active>& home, Active& active);
     void fail_everything(int error);
 
@@ -202,6 +223,7 @@ class Drive {
     bool registration_due_ = false;
     std::uint64_t inflight_ = 0;
     std::uint32_t in_kernel_ = 0;
+    std::vector<Outcome> outcomes_;  // not yet reported
 
     struct Counters {
         std::atomic<std::uint64_t> operations{0}, failed{0}, chunks{0}, read_bytes{0}, written_bytes{0},

@@ -44,6 +44,9 @@ class OpenFile {
     [[nodiscard]] std::uint64_t memory_alignment() const noexcept { return memory_alignment_; }
     [[nodiscard]] std::uint64_t offset_alignment() const noexcept { return offset_alignment_; }
     [[nodiscard]] dev_t device() const noexcept { return device_; }
+    // On FUSE a ring that calls without blocking reads a short read's rest from its start again, and reports
+    // success (Linux 6.18). Its workers do not.
+    [[nodiscard]] bool wants_worker() const noexcept { return on_fuse_; }
 
     // The length the file should have: as opened, or as our own writes and truncations left it. A read that
     // ends before it means that somebody else cut the file.
@@ -59,6 +62,7 @@ class OpenFile {
 
   private:
     void learn_from_kernel();
+    void open_directly();
     void close_all() noexcept;
 
     std::string path_;
@@ -68,6 +72,8 @@ class OpenFile {
     std::uint64_t memory_alignment_ = 1;
     std::uint64_t offset_alignment_ = 4096;
     dev_t device_ = 0;
+    ino_t inode_ = 0;
+    bool on_fuse_ = false;
     std::atomic<std::uint64_t> expected_length_{0};
 };
 

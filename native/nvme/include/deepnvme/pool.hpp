@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -45,7 +46,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
     static constexpr std::size_t granularity = 4096;
 
     // Maps and touches all of its memory now. Throws std::bad_alloc, std::invalid_argument.
-    [[nodiscard]] static std::shared_ptr<Pool> make(std::size_t nbytes);
+    [[nodiscard]] static std::shared_ptr<Pool> make(std::size_t nbytes,
+                                                    std::optional<unsigned> numa_node = std::nullopt);
 
     // Throws PoolExhausted; std::invalid_argument for 0 bytes or more than one arena holds.
     [[nodiscard]] std::shared_ptr<Block> take(std::size_t nbytes);
@@ -63,7 +65,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   private:
     friend class Block;
-    explicit Pool(std::size_t nbytes);
+    Pool(std::size_t nbytes, std::optional<unsigned> numa_node);
     void give_back(std::size_t arena, std::size_t offset, std::size_t nbytes) noexcept;
     [[nodiscard]] std::size_t free_locked() const;
     [[nodiscard]] std::size_t largest_locked() const;

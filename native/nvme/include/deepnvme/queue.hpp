@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
@@ -29,7 +30,7 @@ class Queue {
   public:
     // Throws what making the backend throws, before any file is open.
     explicit Queue(QueueOptions options);
-    ~Queue();
+    ~Queue();  // closes
     Queue(const Queue&) = delete;
     Queue& operator=(const Queue&) = delete;
 
@@ -47,15 +48,22 @@ class Queue {
     void use_pool(const std::shared_ptr<Pool>& pool);
     void forget_pool(const std::shared_ptr<Pool>& pool);
 
-    // Blocks until operations have ended and returns them; empty once the queue is closed and everything was
-    // returned.
+    // Blocks until operations have ended that no waiter of wait_for is about to take, and returns them; empty
+    // once the queue is closed and everything was returned.
     [[nodiscard]] std::vector<Outcome> wait_ended();
+    // Blocks until that operation has ended and returns whatever has ended and nobody took yet, itself among
+    // it or not; nothing when the time is up. Saves a thread's wake-up per operation: see docs/decisions/0003.
+    [[nodiscard]] std::optional<std::vector<Outcome>> wait_for(Ticket& ticket, std::chrono::nanoseconds timeout);
+    // Outcomes that were taken and are for wait_ended() after all.
+    void hand_back(std::vector<Outcome> outcomes);
 
     // Refuses new work, drains what was submitted. Again: does nothing.
     void close();
 
     [[nodiscard]] std::map<dev_t, DriveStats> stats() const;
     [[nodiscard]] std::uint64_t pending() const;
+    // This process is a forked child of the one that made it: it must neither be used nor destroyed here.
+    [[nodiscard]] bool belongs_to_a_parent() const noexcept;
 
   private:
     [[nodiscard]] Drive& drive_for(dev_t device, const DriveOptions& options);
@@ -63,7 +71,7 @@ class Queue {
     void refuse_if_unusable() const;
     void hand_over(Operation operation);
     void tell_drives_of_arenas();
-    void ended(const Outcome& outcome);
+    void ended(std::vector<Outcome> outcomes);
 
     const QueueOptions options_;
     const pid_t owner_;
@@ -80,6 +88,8 @@ class Queue {
     std::condition_variable room_;
     std::condition_variable news_;
     std::vector<Outcome> ended_;
+    std::vector<Outcome> handed_back_;  // only for wait_ended
+    std::uint64_t coming_ = 0;          // waiters that were woken and have not yet taken
     std::uint64_t pending_ = 0;
     bool closed_ = false;
     bool drained_ = false;
