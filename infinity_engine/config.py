@@ -6,18 +6,20 @@ Knows no tensor and starts nothing. Used by engine/ and cli/ only: everything be
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.plan import Budget
-from infinity_engine.plan.budget import known_mapping
+from infinity_engine.plan import Auto, Budget, Strategy, parse_strategy
+from infinity_engine.plan.mappings import known_mapping
+from infinity_engine.plan.strategy import STRATEGIES
+from infinity_engine.units import positive
 
 __all__ = [
     "Accelerator",
+    "Backend",
     "Checksum",
     "EngineConfig",
     "Precision",
@@ -44,6 +46,16 @@ class Accelerator(Enum):
     CUDA = "cuda"  # A GPU.
     CPU = "cpu"  # The host itself: DEVICE and HOST are one memory.
     EMULATED = "emulated"  # A device that lives in host memory behind links of set speed: for tests.
+
+
+class Backend(Enum):
+    """Which way deepnvme asks the kernel for I/O: its names, said again so that settings need no native code."""
+
+    AUTO = "auto"  # The first of the others that this machine allows.
+    LIBURING = "liburing"  # io_uring through python-liburing's library.
+    URING = "uring"  # io_uring through system calls of our own.
+    AIO = "aio"  # Linux AIO.
+    THREADS = "threads"  # Threads that wait in ordinary reads and writes.
 
 
 class Checksum(Enum):
@@ -90,24 +102,7 @@ def _whole(at_least: int) -> _Kind:
 
 def _positive() -> _Kind:
     words = "a positive number"
-
-    def read(place: str, given: object) -> float:
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= sys.float_info.max:
-            raise ConfigError(field=place, value=given, expected=words)
-        return float(given)
-
-    return _Kind(words, read)
-
-
-def _name() -> _Kind:
-    words = "a name"
-
-    def read(place: str, given: object) -> str:
-        if not isinstance(given, str) or not given.strip():
-            raise ConfigError(field=place, value=given, expected=words)
-        return given
-
-    return _Kind(words, read)
+    return _Kind(words, lambda place, given: positive(given, field=place, expected=words))
 
 
 def _member(kind: type[Enum]) -> _Kind:
@@ -137,6 +132,14 @@ def _budget() -> _Kind:
     return _Kind("a Budget, or a mapping of device, host and nvme", read)
 
 
+def _strategy() -> _Kind:
+    names = ", ".join(kind.name for kind in STRATEGIES)
+    return _Kind(
+        f"one of {names}, or a mapping of its name and settings",
+        lambda place, given: parse_strategy(given, field=place),
+    )
+
+
 def _section(kind: type[_Settings]) -> _Kind:
     def read(place: str, given: object) -> _Settings:
         return given if isinstance(given, kind) else kind._at(place, given)
@@ -157,6 +160,8 @@ def _kind(setting: Field[Any]) -> _Kind:
 def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, Strategy):
+        return value.to_plain()
     return value.to_mapping() if isinstance(value, Budget | _Settings) else value
 
 
@@ -188,9 +193,9 @@ _Section = TypeVar("_Section", bound=_Settings)
 class StorageConfig(_Settings):
     """How deepnvme is used; what is None here is deepnvme's to choose."""
 
-    backend: str = field(
-        default="auto",
-        metadata=_about(_name(), "deepnvme's I/O backend; auto: the best that this machine allows"),
+    backend: Backend = field(
+        default=Backend.AUTO,
+        metadata=_about(_member(Backend), "deepnvme's I/O backend; auto: the best that this machine allows"),
     )
     checksum: Checksum | None = field(
         default=None,
@@ -235,9 +240,9 @@ class EngineConfig(_Settings):
             _or_none(_budget()), "what may be taken of each tier; None: device and host as the machine allows, no NVMe"
         ),
     )
-    strategy: str = field(
-        default="auto",
-        metadata=_about(_name(), "which policy places and updates the states; auto: the planner chooses"),
+    strategy: Strategy = field(
+        default=Auto(),
+        metadata=_about(_strategy(), "where states stay and where their updates run; auto: the planner chooses"),
     )
     precision: Precision = field(
         default=Precision.FP32,
@@ -272,12 +277,23 @@ class EngineConfig(_Settings):
     def from_mapping(cls, mapping: Mapping[str, object]) -> EngineConfig:
         """Return the settings that a JSON-like `mapping` says; what it leaves out has its default.
 
-        Enums may be given by value ("bf16"), sizes as text ("12 GiB"), sections and the budget as mappings.
+        Enums may be given by value ("bf16"), sizes as text ("12 GiB"), the strategy by name, and what has parts (it,
+        the budget, sections) as a mapping of them.
 
         Raises:
             ConfigError: an unknown name at any level or a value that cannot be right; names its dotted path.
         """
         return cls._at("", mapping)
+
+    @classmethod
+    def from_keywords(cls, **settings: object) -> EngineConfig:
+        """Return the settings given as keywords, which may be what from_mapping takes.
+
+        Raises:
+            ConfigError: an unknown name, with the nearest known one, where `EngineConfig(...)` has but a TypeError; or
+                a value that cannot be right.
+        """
+        return cls.from_mapping(settings)
 
 
 def settings_table() -> list[Setting]:

@@ -1,7 +1,8 @@
-"""Every exception that infinity_engine raises on purpose: catch InfinityError and you have caught them all.
+"""The exceptions that say what went wrong with settings, memory, moves, ranks or a checkpoint: all are InfinityErrors.
 
-Each class takes what it knows as keyword fields, keeps them as attributes, and composes its message from them: what
-was expected, what came, what to do. All of them survive pickling, so that a rank or a worker can hand one over.
+A mistake of the calling code that none of them is about, such as calls in a wrong order, raises Python's own errors.
+Each class takes what it knows as keyword fields, keeps them as attributes, and composes its message from them. All of
+them survive pickling where what they hold does, so that a rank or a worker can hand one over.
 Imports nothing of the package; called by everybody.
 
     InfinityError
@@ -10,7 +11,7 @@ Imports nothing of the package; called by everybody.
       CapacityError                         a tier cannot hold what was asked of it
       IllegalTransition                     a shard cannot go from this residency to that one
       TraceMismatch                         another module ran than the trace says
-      TransferError(OSError)                an I/O or a copy failed; every deepnvme error maps here
+      TransferError(OSError)                an I/O or a copy failed
       CollectiveError                       a collective of several ranks failed
       CheckpointError                       a checkpoint cannot be used
         ManifestMismatch                    it describes something else than was asked for
@@ -142,7 +143,7 @@ class CapacityError(InfinityError):
 
 
 @dataclass(kw_only=True, eq=False)
-class IllegalTransition(InfinityError):  # noqa: N818 - the design's word
+class IllegalTransition(InfinityError):  # noqa: N818 - the name says it without 'Error'
     """A shard was sent to a residency that its present one does not lead to."""
 
     shard: str
@@ -156,7 +157,7 @@ class IllegalTransition(InfinityError):  # noqa: N818 - the design's word
 
 
 @dataclass(kw_only=True, eq=False)
-class TraceMismatch(InfinityError):  # noqa: N818 - the design's word
+class TraceMismatch(InfinityError):  # noqa: N818 - the name says it without 'Error'
     """Another module ran than the trace of the first step says."""
 
     expected: str
@@ -218,7 +219,7 @@ class CheckpointError(InfinityError):
 
 
 @dataclass(kw_only=True, eq=False)
-class ManifestMismatch(CheckpointError):  # noqa: N818 - the design's word
+class ManifestMismatch(CheckpointError):  # noqa: N818 - the name says it without 'Error'
     """The manifest describes something else than was asked for."""
 
     entry: str
@@ -233,7 +234,7 @@ class ManifestMismatch(CheckpointError):  # noqa: N818 - the design's word
 
 
 @dataclass(kw_only=True, eq=False)
-class IncompleteCheckpoint(CheckpointError):  # noqa: N818 - the design's word
+class IncompleteCheckpoint(CheckpointError):  # noqa: N818 - the name says it without 'Error'
     """Parts of the checkpoint are not there."""
 
     missing: tuple[str, ...]
@@ -276,6 +277,6 @@ def _shown(value: object) -> str:
 def _size(nbytes: int) -> str:
     # units.format_bytes rounds and units imports this module; an error needs the exact number, with one to read beside.
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale:
+        if round(1024 * nbytes / scale, 2) >= 1024:  # Not 1024.00 of the next smaller unit.
             return f"{nbytes} B ({nbytes / scale:.2f} {unit})"
     return f"{nbytes} B"

@@ -1,4 +1,4 @@
-"""What happened when: spans on tracks, counters, and the timeline of the newest steps.
+"""What happened when: spans on tracks, counters, gauges, and the timeline of the newest steps.
 
 Owns its records and nothing else: no global state, no output, no opinion on what is worth measuring. Memory is bounded;
 what no longer fits is dropped oldest first, and counted. Whoever measures is handed a Telemetry, or a NullTelemetry
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "Counter",
+    "Gauge",
     "NullTelemetry",
     "SpanRecord",
     "StepRecord",
@@ -50,7 +51,7 @@ class SpanRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One step: the spans that began in it, as they ended, and by how much each counter grew.
+    """One step: the spans that began in it, as they became known; each counter's growth and each gauge's peak.
 
     `end_ns` is None while the step runs.
     """
@@ -60,6 +61,7 @@ class StepRecord:
     end_ns: int | None
     spans: tuple[SpanRecord, ...]
     counters: Mapping[str, int]
+    peaks: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +96,49 @@ class Counter:
             self._total += amount
 
 
+class Gauge:
+    """A number that rises and falls and is never negative: bytes held, requests in flight. Made by Telemetry.gauge."""
+
+    __slots__ = ("_lock", "_peak", "_step_peak", "_value")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._value = 0
+        self._peak = 0
+        self._step_peak = 0
+
+    @property
+    def value(self) -> int:
+        """What it stands at."""
+        return self._value
+
+    @property
+    def peak(self) -> int:
+        """The highest it ever stood at."""
+        return self._peak
+
+    def set(self, value: int) -> None:
+        """Let it stand at `value`, which is not negative."""
+        with self._lock:
+            self._stand_at(value)
+
+    def add(self, amount: int) -> None:
+        """Let it rise by `amount`, or fall where that is negative."""
+        with self._lock:
+            self._stand_at(self._value + amount)
+
+    def _stand_at(self, value: int) -> None:
+        if value < 0:
+            raise ValueError(f"a gauge stands at 0 or more: expected no fall below, got {value}")
+        self._value = value
+        self._peak = max(self._peak, value)
+        self._step_peak = max(self._step_peak, value)
+
+    def _begin_step(self) -> None:
+        with self._lock:
+            self._step_peak = self._value
+
+
 @dataclass(kw_only=True, slots=True)
 class _Step:
     """A step as it is being recorded: late spans may still come after its end."""
@@ -104,10 +149,14 @@ class _Step:
     totals_before: dict[str, int]
     end_ns: int | None = None
     growth: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    def covers(self, moment_ns: int) -> bool:
+        return self.start_ns <= moment_ns and (self.end_ns is None or moment_ns < self.end_ns)
 
 
 class Telemetry:
-    """Records the spans and counters of one engine.
+    """Records the spans, counters and gauges of one engine.
 
     Args:
         keep_steps: how many steps the timeline holds.
@@ -120,9 +169,11 @@ class Telemetry:
         self._keep_spans = keep_spans
         self._lock = threading.Lock()
         self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
         self._steps: deque[_Step] = deque(maxlen=keep_steps)
         self._open: _Step | None = None
         self._between_steps: deque[SpanRecord] = deque(maxlen=keep_spans)
+        self._dropped_until_ns: int | None = None
         self._dropped_steps = 0
         self._dropped_spans = 0
 
@@ -133,23 +184,62 @@ class Telemetry:
         """
         return self._span(name, track, fields)
 
+    def now_ns(self) -> int:
+        """Return the time on its clock, to which times from elsewhere can be related."""
+        return self._clock_ns()
+
+    def record(self, name: str, /, *, track: str, start_ns: int, end_ns: int, **fields: object) -> None:
+        """Record a span whose times are known afterwards, such as those of an I/O thread or of events on a GPU.
+
+        Its times are on the clock of now_ns; `track` is the line of the timeline that it is drawn on. It belongs to the
+        step in which it began, and counts as dropped where that is no longer kept.
+        """
+        if end_ns < start_ns:
+            raise ValueError(
+                f"span {name} cannot end before it starts: expected {start_ns} ns or more, got {end_ns} ns"
+            )
+        span = SpanRecord(
+            name=name, track=track, thread=None, start_ns=start_ns, end_ns=end_ns, error=None, fields=fields
+        )
+        with self._lock:
+            step = next((step for step in reversed(self._steps) if step.covers(start_ns)), None)
+            if step is not None:
+                self._keep(span, step.spans)
+            elif self._dropped_until_ns is not None and start_ns < self._dropped_until_ns:
+                self._dropped_spans += 1
+            else:
+                self._keep(span, self._between_steps)
+
     def counter(self, name: str) -> Counter:
         """Return the counter `name`, the same one at every call."""
         with self._lock:
             return self._counters.setdefault(name, Counter())
+
+    def gauge(self, name: str) -> Gauge:
+        """Return the gauge `name`, the same one at every call."""
+        with self._lock:
+            return self._gauges.setdefault(name, Gauge())
 
     def counters(self) -> dict[str, int]:
         """Return the total of every counter."""
         with self._lock:
             return self._totals()
 
+    def peaks(self) -> dict[str, int]:
+        """Return the highest that every gauge ever stood at."""
+        with self._lock:
+            return {name: gauge.peak for name, gauge in self._gauges.items()}
+
     def begin_step(self, index: int) -> None:
-        """Begin step `index`: until end_step, new spans and the growth of counters belong to it."""
+        """Begin step `index`: until end_step, new spans, counters' growth and gauges' peaks belong to it."""
         with self._lock:
             if self._open is not None:
                 raise RuntimeError(f"step {index} cannot begin: step {self._open.index} has not ended; end it first")
             if len(self._steps) == self._steps.maxlen:
                 self._dropped_steps += 1
+                self._dropped_until_ns = self._steps[0].end_ns if self._steps else None
+            for gauge in self._gauges.values():
+                gauge._begin_step()
             self._open = _Step(
                 index=index,
                 start_ns=self._clock_ns(),
@@ -165,6 +255,7 @@ class Telemetry:
                 raise RuntimeError("no step can end: none has begun; call begin_step first")
             self._open.end_ns = self._clock_ns()
             self._open.growth = self._growth(self._open)
+            self._open.peaks = self._step_peaks()
             self._open = None
 
     @contextlib.contextmanager
@@ -210,15 +301,21 @@ class Telemetry:
                 fields=fields,
             )
             with self._lock:
-                if len(spans) == spans.maxlen:
-                    self._dropped_spans += 1
-                spans.append(record)
+                self._keep(record, spans)
+
+    def _keep(self, span: SpanRecord, spans: deque[SpanRecord]) -> None:
+        if len(spans) == spans.maxlen:
+            self._dropped_spans += 1
+        spans.append(span)
 
     def _totals(self) -> dict[str, int]:
         return {name: counter.total for name, counter in self._counters.items()}
 
     def _growth(self, step: _Step) -> dict[str, int]:
         return {name: total - step.totals_before.get(name, 0) for name, total in self._totals().items()}
+
+    def _step_peaks(self) -> dict[str, int]:
+        return {name: gauge._step_peak for name, gauge in self._gauges.items()}
 
     def _record(self, step: _Step) -> StepRecord:
         return StepRecord(
@@ -227,6 +324,7 @@ class Telemetry:
             end_ns=step.end_ns,
             spans=tuple(step.spans),
             counters=dict(step.growth) if step is not self._open else self._growth(step),
+            peaks=dict(step.peaks) if step is not self._open else self._step_peaks(),
         )
 
 
@@ -237,6 +335,7 @@ class NullTelemetry(Telemetry):
         super().__init__(keep_steps=0, keep_spans=0)
         self._nothing = contextlib.nullcontext()
         self._unread = _UnreadCounter()
+        self._unread_gauge = _UnreadGauge()
 
     def span(self, name: str, /, *, track: str | None = None, **fields: object) -> AbstractContextManager[None]:
         """Return a context manager that does nothing."""
@@ -245,6 +344,13 @@ class NullTelemetry(Telemetry):
     def counter(self, name: str) -> Counter:
         """Return a counter that stays at zero."""
         return self._unread
+
+    def record(self, name: str, /, *, track: str, start_ns: int, end_ns: int, **fields: object) -> None:
+        """Do nothing."""
+
+    def gauge(self, name: str) -> Gauge:
+        """Return a gauge that stays at zero."""
+        return self._unread_gauge
 
     def begin_step(self, index: int) -> None:
         """Do nothing."""
@@ -260,34 +366,65 @@ class _UnreadCounter(Counter):
         pass
 
 
+class _UnreadGauge(Gauge):
+    __slots__ = ()
+
+    def set(self, value: int) -> None:
+        pass
+
+    def add(self, amount: int) -> None:
+        pass
+
+
 def trace_events(timeline: Timeline) -> dict[str, object]:
     """Return `timeline` in the trace event format that Perfetto and chrome://tracing open, ready for json.dump.
 
-    Each track has its line and the steps one of their own; a counter shows its growth in each step.
+    Each track has its line and the steps one of their own; a counter shows its growth in each step, a gauge its peak.
+    Where spans of one track overlap and neither lies within the other, as those of concurrent requests do, the track
+    has as many lines as that takes: viewers draw only spans that nest on one.
     """
-    tids: dict[tuple[str, int | None], int] = {}
+    lines = _Lines()
     events: list[dict[str, object]] = []
     for step in timeline.steps:
         if step.end_ns is not None:
-            tid = tids.setdefault(("steps", None), 1 + len(tids))
+            tid = lines.place(("steps",), step.start_ns, step.end_ns)
             events.append(_complete(f"step {step.index}", tid, step.start_ns, step.end_ns, {"index": step.index}))
-        for name, growth in step.counters.items():
-            events.append(
-                {"ph": "C", "pid": _PID, "name": name, "ts": step.start_ns / 1000, "args": {"in step": growth}}
-            )
+        events += [_value(name, step.start_ns, "in step", growth) for name, growth in step.counters.items()]
+        events += [_value(name, step.start_ns, "peak in step", peak) for name, peak in step.peaks.items()]
     spans = [*timeline.between_steps, *(span for step in timeline.steps for span in step.spans)]
     spans.reverse()  # Kept as they ended, inner first; viewers nest spans of one start in file order, outer first.
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
-        tid = tids.setdefault((span.track, span.thread), 1 + len(tids))
+        tid = lines.place((span.track, span.thread), span.start_ns, span.end_ns)
         error = {} if span.error is None else {"error": span.error}
         events.append(_complete(span.name, tid, span.start_ns, span.end_ns, {**span.fields, **error}))
     names = [_metadata("process_name", 0, "infinity_engine")]
-    names += [_metadata("thread_name", tid, track) for (track, _), tid in tids.items()]
+    names += [_metadata("thread_name", tid, name) for tid, name in enumerate(lines.names, start=1)]
     return {
         "traceEvents": names + events,
         "displayTimeUnit": "ms",
         "otherData": {"dropped_steps": timeline.dropped_steps, "dropped_spans": timeline.dropped_spans},
     }
+
+
+class _Lines:
+    """The lines of a trace by number, from 1 on: on each, any two spans follow one another or one holds the other."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._of: dict[tuple[object, ...], list[tuple[int, list[int]]]] = {}
+
+    def place(self, track: tuple[object, ...], start_ns: int, end_ns: int) -> int:
+        """Return the line for a span; those of a track come in the order of their starts, outer ones first."""
+        lines = self._of.setdefault(track, [])
+        for number, ends_ns in lines:
+            while ends_ns and ends_ns[-1] <= start_ns:
+                ends_ns.pop()
+            if not ends_ns or end_ns <= ends_ns[-1]:
+                ends_ns.append(end_ns)
+                return number
+        self.names.append(str(track[0]))
+        lines.append((len(self.names), [end_ns]))
+        return len(self.names)
 
 
 def _complete(name: str, tid: int, start_ns: int, end_ns: int, args: Mapping[str, object]) -> dict[str, object]:
@@ -300,6 +437,10 @@ def _complete(name: str, tid: int, start_ns: int, end_ns: int, args: Mapping[str
         "dur": (end_ns - start_ns) / 1000,
         "args": {key: _json_value(value) for key, value in args.items()},
     }
+
+
+def _value(name: str, at_ns: int, series: str, value: int) -> dict[str, object]:
+    return {"ph": "C", "pid": _PID, "name": name, "ts": at_ns / 1000, "args": {series: value}}
 
 
 def _metadata(kind: str, tid: int, name: str) -> dict[str, object]:

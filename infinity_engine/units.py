@@ -27,6 +27,7 @@ __all__ = [
     "format_rate",
     "parse_bytes",
     "parse_rate",
+    "positive",
 ]
 
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
@@ -64,7 +65,7 @@ def format_bytes(nbytes: int) -> str:
     return _format(Fraction(nbytes), _BINARY)
 
 
-def parse_rate(rate: float | str, *, field: str = "rate") -> float:
+def parse_rate(rate: object, *, field: str = "rate") -> float:
     """Return `rate` in bytes per second: a positive number of them, or text such as "3.2 GB/s".
 
     Raises:
@@ -77,15 +78,23 @@ def parse_rate(rate: float | str, *, field: str = "rate") -> float:
         if not parts["per"]:
             raise ConfigError(field=field, value=rate, expected=f"a rate: write '{number} {unit or 'B'}/s'")
         rate = float(Fraction(number) * scale)
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= sys.float_info.max:
-        expected = "a positive number of bytes per second, or text such as '3.2 GB/s'"
-        raise ConfigError(field=field, value=rate, expected=expected)
-    return float(rate)
+    return positive(rate, field=field, expected="a positive number of bytes per second, or text such as '3.2 GB/s'")
 
 
 def format_rate(bytes_per_s: float) -> str:
     """Return a rate as short text in decimal units, such as "3.2 GB/s", rounded to three decimals."""
     return f"{_format(Fraction(bytes_per_s), _DECIMAL)}/s"
+
+
+def positive(value: object, *, field: str, expected: str = "a positive number") -> float:
+    """Return `value` as a float: a number above zero that is finite and no bool.
+
+    Raises:
+        ConfigError: it is another; names `field` and what was `expected`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(field=field, value=value, expected=expected)
+    return float(value)
 
 
 def align_up(nbytes: int, alignment: int) -> int:
@@ -114,7 +123,14 @@ def _scale(unit: str, *, number: str, per: str, field: str, given: object) -> in
 
 
 def _format(amount: Fraction, units: tuple[tuple[str, int], ...]) -> str:
-    """Return `amount` in the largest of the `units` that it fills."""
-    name, scale = next((unit for unit in units if amount >= unit[1]), units[-1])
-    whole, thousandths = divmod(round(amount * 1000 / scale), 1000)
+    """Return `amount`, rounded to three decimals, in the largest of the `units` that it then fills."""
+    _, scale = _largest(amount, units)
+    rounded = Fraction(round(amount * 1000 / scale) * scale, 1000)
+    # Rounding may fill the next unit: one byte less than a GiB is 1 GiB and not 1024 MiB.
+    name, scale = _largest(rounded, units)
+    whole, thousandths = divmod(int(rounded * 1000 / scale), 1000)
     return f"{whole}.{thousandths:03}".rstrip("0").rstrip(".") + f" {name}"
+
+
+def _largest(amount: Fraction, units: tuple[tuple[str, int], ...]) -> tuple[str, int]:
+    return next((unit for unit in units if amount >= unit[1]), units[-1])

@@ -6,12 +6,12 @@ and the simulator read it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.plan.budget import Directories, known_mapping
+from infinity_engine.plan.mappings import Directories, known_mapping
+from infinity_engine.units import parse_rate, positive
 
 __all__ = ["DriveRates", "Rates"]
 
@@ -20,7 +20,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveRates:
-    """Bytes per second of the drive behind one directory; None where not measured."""
+    """Bytes per second of the drive behind one directory, or text such as "6.5 GB/s"; None where not measured."""
 
     read_bytes_per_s: float | None = None  # nothing but reads
     write_bytes_per_s: float | None = None  # nothing but writes
@@ -35,7 +35,8 @@ class Rates:
     """What one rank gets while all ranks of its machine do the same; None where not measured.
 
     The links count bytes in the direction of their name: h2d from host to device, d2h from device to host. An update
-    rate counts the parameters whose optimizer step is done in that home.
+    rate counts the parameters whose optimizer step is done in that home. Bytes per second may be given as text, such as
+    "55 GB/s".
     """
 
     h2d_bytes_per_s: float | None = None
@@ -99,8 +100,9 @@ def _rates(given: Mapping[str, object], field: str) -> dict[str, float | None]:
 
 
 def _rate(value: object, *, field: str) -> float | None:
+    """Return a rate in the unit that its name, the end of `field`, says; only bytes may be given as text."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ConfigError(field=field, value=value, expected="a positive number, or None where not measured")
-    return float(value)
+    if field.endswith("_bytes_per_s"):
+        return parse_rate(value, field=field)
+    return positive(value, field=field, expected="a positive number of parameters per second")

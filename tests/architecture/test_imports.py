@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = (
     "deepnvme",
+    "deepnvme.cli.main",
     "infinity_engine",
+    "infinity_engine.config",
     "infinity_engine.engine",
     "infinity_engine.plan",
     "infinity_engine.sim",
@@ -21,14 +23,18 @@ WITHOUT_TORCH = (
     "infinity_engine.machine.survey",
     "infinity_engine.cli.main",
 )
-REFUSE_TORCH = """
+# Plans and settings are made where nothing is compiled.
+WITHOUT_NATIVE = ("infinity_engine.config", "infinity_engine.plan", "infinity_engine.telemetry")
+REFUSE = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "torch":
-            raise ImportError("torch is refused here")
+        if name.split(".")[{part}] == "{refused}":
+            raise ImportError("{refused} is refused here")
 sys.meta_path.insert(0, Refuse())
 """
+REFUSE_TORCH = REFUSE.format(part=0, refused="torch")
+REFUSE_NATIVE = REFUSE.format(part=-1, refused="_native")
 # Frozen: a name is added here when, and only when, it is meant to be supported.
 PUBLIC = {
     "infinity_engine": {
@@ -96,6 +102,19 @@ def test_importing_a_module_does_not_load_torch(module: str) -> None:
     run = python(f"import sys, {module}\nprint(sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))")
 
     assert run.stdout.strip() == "[]", run.stderr
+
+
+@pytest.mark.parametrize("module", WITHOUT_NATIVE)
+def test_a_module_imports_where_no_native_module_can(module: str) -> None:
+    run = python(f"{REFUSE_NATIVE}\nimport {module}")
+
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_refusal_of_native_modules_works() -> None:
+    run = python(f"{REFUSE_NATIVE}\nimport deepnvme.queue")
+
+    assert "_native is refused here" in run.stderr
 
 
 def test_the_refusal_of_torch_works() -> None:

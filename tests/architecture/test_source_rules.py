@@ -47,6 +47,11 @@ ONLY = (
     (r"print", ("infinity_engine/cli/", "deepnvme/cli.py", "deepnvme/cli/")),
 )
 
+# What code that may hold a parameter can set: its own objects' attributes, and of a tensor what torch means to be set.
+OWN = {"self", "cls"}
+SET_ON_TENSORS = {"data", "grad", "requires_grad"}
+SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "vars"}
+
 PURE = {"isinstance", "issubclass", "len", "all", "any", "type", "getattr", "hasattr", "callable", "id", "set"}
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "count"}
@@ -139,7 +144,7 @@ def bindings(module: Module) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def imports_go_down_only(root: Path) -> Iterator[str]:
-    """DESIGN section 4: a layer imports what is below it; features do not know each other; storage stands alone."""
+    """A layer imports what is below it; features do not know each other; storage stands alone (docs/concepts.md)."""
     known = {module.name for module in modules(root)}
     for module in modules(root):
         for node, target in imports(module, known):
@@ -208,6 +213,31 @@ def nothing_is_pasted_onto_torch(root: Path) -> Iterator[str]:
                 )
 
 
+def nothing_is_pasted_onto_parameters(root: Path) -> Iterator[str]:
+    """P8: where torch may be imported, an object's attributes are set by its own methods; a tensor gets none from us.
+
+    A state that belongs to a parameter is a field of a record of ours, looked up by the parameter.
+    """
+    for module in modules(root):
+        if module.name.split(".")[0] != "infinity_engine" or module.part in TORCH_NOWHERE:
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute):
+                stores = not isinstance(node.ctx, ast.Load) and node.attr not in SET_ON_TENSORS
+                owners = [node.value] if stores or node.attr == "__dict__" else []
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:
+                owners = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+            else:
+                continue
+            if owners and not any(is_own(owner) for owner in owners):
+                yield f"{module.file}:{node.lineno} stores on another object: {ast.unparse(node)}"
+
+
+def is_own(owner: ast.expr) -> bool:
+    """Tell whether the expression names the object or class whose method this is."""
+    return isinstance(owner, ast.Name) and owner.id in OWN
+
+
 def exports_are_listed(root: Path) -> Iterator[str]:
     """`__all__` names every public definition and nothing else; that of a package also what its own modules gave it."""
     for module in modules(root):
@@ -273,6 +303,7 @@ RULES: tuple[Rule, ...] = (
     torch_is_imported_late,
     only_the_named_files_use_it,
     nothing_is_pasted_onto_torch,
+    nothing_is_pasted_onto_parameters,
     exports_are_listed,
     modules_open_with_their_promise,
     asserts_hold_no_work,
@@ -340,6 +371,30 @@ VIOLATIONS: tuple[tuple[Rule, str, str, str], ...] = (
         "patches torch.Tensor",
     ),
     (nothing_is_pasted_onto_torch, f"{ENGINE}/tiling/t.py", "import torch\ndef f():\n    del torch.cuda.x", ":3"),
+    *(
+        (nothing_is_pasted_onto_parameters, f"{ENGINE}/{file}", source, f":{source.count(chr(10)) + 1} ")
+        for file, source in (
+            ("engine/hooks.py", "param.ds_status = 1"),
+            ("engine/hooks.py", "p: Any\nself.module.weight.seen = True"),
+            ("partition/shard.py", "for p in params:\n    p.shard = s"),
+            ("partition/shard.py", "for group.open in groups: ..."),
+            ("tiering/mover.py", "def f(p):\n    p.nvme_path, x = path, 1"),
+            ("tiering/mover.py", "with lease() as p.lease: ..."),
+            ("tiering/mover.py", "p.hits += 1"),
+            ("activation/store.py", "p.x: int = 1"),
+            ("activation/store.py", "def f(p):\n    del p.x"),
+            ("tiling/linear.py", "p.data.x = 1"),
+            ("tiling/linear.py", "setattr(p, name, 1)"),
+            ("optim/adam.py", "object.__setattr__(p, 'x', 1)"),
+            ("optim/adam.py", "p.__setattr__('x', 1)"),
+            ("memory/lease.py", "p.__dict__['x'] = 1"),
+            ("memory/lease.py", "vars(p).update(x=1)"),
+            ("schedule/executor.py", "[p.x for p.x in params]"),
+            ("checkpoint/reader.py", "import builtins\nbuiltins.setattr(p, 'x', 1)"),
+            ("accel/cuda.py", "self.stream.owner = p"),
+            ("cli/train.py", "model.patched = True"),
+        )
+    ),
     (exports_are_listed, f"{DEEP}/queue.py", "class Queue: ...", "has no __all__"),
     (exports_are_listed, f"{DEEP}/queue.py", "__all__ = []\nclass Queue: ...", "not in __all__: ['Queue']"),
     (exports_are_listed, f"{DEEP}/queue.py", "__all__ = []\nasync def drain(): ...", "['drain']"),
@@ -385,6 +440,16 @@ INNOCENT: tuple[tuple[Rule, str, str], ...] = (
     (only_the_named_files_use_it, f"{ENGINE}/cli/plan.py", "print('a plan')"),
     (only_the_named_files_use_it, f"{DEEP}/report.py", "console.print('a plan')"),
     (nothing_is_pasted_onto_torch, f"{ENGINE}/tiling/t.py", "import torch\nx = torch.ones(1)\nx.data = y"),
+    (nothing_is_pasted_onto_parameters, f"{ENGINE}/engine/hooks.py", "p.data = view\np.grad = None\ndel p.grad"),
+    (nothing_is_pasted_onto_parameters, f"{ENGINE}/engine/hooks.py", "p.requires_grad = False\nx = p.shape"),
+    (nothing_is_pasted_onto_parameters, f"{ENGINE}/engine/hooks.py", "records[id(p)] = r\np[0] = 1\np.copy_(q)"),
+    (nothing_is_pasted_onto_parameters, f"{ENGINE}/engine/engine.py", "class E:\n def f(self):\n  self.x = cls.y = 1"),
+    (
+        nothing_is_pasted_onto_parameters,
+        f"{ENGINE}/tiering/record.py",
+        "object.__setattr__(self, 'x', 1)\nself.__dict__",
+    ),
+    (nothing_is_pasted_onto_parameters, f"{ENGINE}/plan/rates.py", "object.__setattr__(record, name, rate)"),
     (exports_are_listed, f"{DEEP}/__init__.py", "from deepnvme.file import File\nimport os\n__all__ = ['File']"),
     (exports_are_listed, f"{DEEP}/file.py", "__all__ = ['File', 'SIZE']\n_X = 1\nSIZE = 2\nclass File:\n    y = 1"),
     (asserts_hold_no_work, f"{DEEP}/file.py", "assert isinstance(x, int) and all(y > 0 for y in z), f'{x!r}'"),

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from deepnvme.backends import CHAIN
 from infinity_engine.config import (
     Accelerator,
+    Backend,
     Checksum,
     EngineConfig,
     Precision,
@@ -23,13 +25,30 @@ from infinity_engine.config import (
     settings_table,
 )
 from infinity_engine.errors import ConfigError
-from infinity_engine.plan import Budget
+from infinity_engine.plan import (
+    Auto,
+    Budget,
+    DeviceOnly,
+    HostOnly,
+    Interleaved,
+    NvmeStreamed,
+    StaticSplit,
+)
 from infinity_engine.units import GiB
 
 PATIENT = settings(deadline=None)
 
 WHOLE = st.integers(1, 2**62)
-NAMES = st.text(min_size=1).filter(str.strip)
+PARTS = st.floats(0, 1)
+INTERLEAVED = st.builds(Interleaved, share=st.none() | PARTS, resident=PARTS) | st.builds(
+    Interleaved, stride=WHOLE, resident=PARTS
+)
+STRATEGIES = st.one_of(
+    st.sampled_from([Auto(), DeviceOnly(), HostOnly()]),
+    st.builds(StaticSplit, ratio=PARTS),
+    INTERLEAVED,
+    st.builds(NvmeStreamed, update=st.just(HostOnly()) | INTERLEAVED),
+)
 SIZES = st.one_of(st.none(), st.integers(0, 2**62), st.integers(1, 100).map("{}%".format))
 BUDGETS = st.builds(
     Budget,
@@ -40,13 +59,13 @@ BUDGETS = st.builds(
 CONFIGS = st.builds(
     EngineConfig,
     budget=st.none() | BUDGETS,
-    strategy=NAMES,
+    strategy=STRATEGIES,
     precision=st.sampled_from(Precision),
     accelerator=st.sampled_from(Accelerator),
     accumulation_steps=WHOLE,
     max_grad_norm=st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
     subgroup_numel=WHOLE,
-    storage=st.builds(StorageConfig, backend=NAMES, checksum=st.none() | st.sampled_from(Checksum)),
+    storage=st.builds(StorageConfig, backend=st.sampled_from(Backend), checksum=st.none() | st.sampled_from(Checksum)),
     telemetry=st.builds(TelemetryConfig, recording=st.sampled_from(Recording), keep_steps=WHOLE, keep_spans=WHOLE),
 )
 
@@ -85,9 +104,9 @@ def test_a_configuration_that_says_nothing_has_the_defaults() -> None:
 def test_the_defaults_promise_nothing_that_was_not_asked_for() -> None:
     config = EngineConfig()
 
-    assert (config.budget, config.strategy, config.precision) == (None, "auto", Precision.FP32)
+    assert (config.budget, config.strategy, config.precision) == (None, Auto(), Precision.FP32)
     assert (config.accelerator, config.accumulation_steps, config.max_grad_norm) == (Accelerator.AUTO, 1, None)
-    assert config.storage == StorageConfig(backend="auto", checksum=None)
+    assert config.storage == StorageConfig(backend=Backend.AUTO, checksum=None)
 
 
 def test_the_default_subgroup_fits_small_devices_three_times() -> None:
@@ -100,30 +119,46 @@ def test_a_mapping_may_say_enums_by_value_and_sizes_as_text() -> None:
     config = EngineConfig.from_mapping(
         {
             "budget": {"device": "20GiB", "host": "80%", "nvme": {"/mnt/a": "400 GiB"}},
+            "strategy": {"name": "static_split", "ratio": 0.3},
             "precision": "bf16",
             "accelerator": "cpu",
             "max_grad_norm": 1,
-            "storage": {"checksum": "off"},
+            "storage": {"backend": "uring", "checksum": "off"},
             "telemetry": {"recording": "off"},
         }
     )
 
     assert config == EngineConfig(
         budget=Budget(device=20 * GiB, host="80%", nvme={"/mnt/a": 400 * GiB}),
+        strategy=StaticSplit(ratio=0.3),
         precision=Precision.BF16,
         accelerator=Accelerator.CPU,
         max_grad_norm=1.0,
-        storage=StorageConfig(checksum=Checksum.OFF),
+        storage=StorageConfig(backend=Backend.URING, checksum=Checksum.OFF),
         telemetry=TelemetryConfig(recording=Recording.OFF),
     )
 
 
 def test_a_mapping_may_hold_values_that_are_made_already() -> None:
-    made = EngineConfig(budget=Budget(host=1), precision=Precision.FP16, storage=StorageConfig(backend="aio"))
-
-    assert (
-        EngineConfig.from_mapping({"budget": made.budget, "precision": made.precision, "storage": made.storage}) == made
+    made = EngineConfig(
+        budget=Budget(host=1),
+        strategy=Interleaved(stride=2),
+        precision=Precision.FP16,
+        storage=StorageConfig(backend=Backend.AIO),
     )
+    given = {name: getattr(made, name) for name in ("budget", "strategy", "precision", "storage")}
+
+    assert EngineConfig.from_mapping(given) == made
+
+
+def test_keywords_are_read_as_mappings_are() -> None:
+    given = {"budget": {"host": "1 GiB"}, "strategy": "host_only", "precision": "bf16"}
+
+    assert EngineConfig.from_keywords(**given) == EngineConfig.from_mapping(given)
+
+
+def test_the_backends_are_those_that_deepnvme_chooses_from() -> None:
+    assert [backend.value for backend in Backend] == ["auto", *CHAIN]
 
 
 def test_a_whole_number_is_kept_as_the_float_that_a_norm_is() -> None:
@@ -140,7 +175,7 @@ def test_a_configuration_is_a_value() -> None:
 
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        EngineConfig().strategy = "host_only"  # type: ignore[misc]
+        EngineConfig().strategy = HostOnly()  # type: ignore[misc]
 
 
 def test_a_configuration_is_made_by_name_only() -> None:
@@ -192,6 +227,16 @@ def test_a_key_with_one_letter_too_many_is_told_the_right_one(data: st.DataObjec
         EngineConfig.from_mapping(nested(section, {wrong: 1}))
 
 
+def test_an_unknown_keyword_is_told_the_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"^bugdet: expected one of budget, .*\(nearest: budget\), got 'bugdet'"):
+        EngineConfig.from_keywords(bugdet="12 GiB")
+
+
+def test_a_wrong_value_of_a_keyword_is_refused_by_its_dotted_path() -> None:
+    with pytest.raises(ConfigError, match=r"^telemetry\.keep_steps: "):
+        EngineConfig.from_keywords(telemetry={"keep_steps": 0})
+
+
 def test_an_unknown_key_is_refused_beside_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"^telemetry\.keep_step: .*nearest: keep_steps"):
         EngineConfig.from_mapping({**WHOLE_CONFIG, "telemetry": {"keep_steps": 1, "keep_step": 1}})
@@ -237,13 +282,19 @@ def test_a_norm_is_a_positive_finite_number(value: object) -> None:
         EngineConfig.from_mapping({"max_grad_norm": value})
 
 
-@pytest.mark.parametrize("name", ["strategy", "storage.backend"])
-@pytest.mark.parametrize("value", ["", "  ", None, 5, True, b"auto"])
-def test_a_name_is_text_that_is_not_empty(name: str, value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        EngineConfig.from_mapping(nested(tuple(name.split(".")), value))
-
-    assert (caught.value.field, caught.value.expected) == (name, "a name")
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("interleav", r"strategy: expected one of auto, .*\(nearest: interleaved\)"),
+        ("static_split", r"strategy: expected a mapping that gives its ratio too"),
+        (None, r"strategy: expected a name such as 'auto'"),
+        ({"name": "static_split", "ratio": 2}, r"strategy\.ratio: expected a number from 0 to 1, got 2"),
+        ({"name": "nvme_streamed", "update": {"name": "interleaved", "stride": 0}}, r"strategy\.update\.stride: "),
+    ],
+)
+def test_a_wrong_strategy_is_refused_by_its_dotted_path(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        EngineConfig.from_mapping({"strategy": value})
 
 
 @pytest.mark.parametrize(
@@ -254,6 +305,9 @@ def test_a_name_is_text_that_is_not_empty(name: str, value: object) -> None:
         ("precision", None, r"one of fp32, bf16, fp16"),
         ("precision", Accelerator.CPU, r"one of fp32, bf16, fp16"),
         ("accelerator", "cud", r"one of auto, cuda, cpu, emulated \(nearest: cuda\)"),
+        ("storage.backend", "io_uring", r"one of auto, liburing, uring, aio, threads \(nearest: uring\)"),
+        ("storage.backend", "memory", r"one of auto, liburing, uring, aio, threads"),
+        ("storage.backend", None, r"one of auto, liburing, uring, aio, threads"),
         ("storage.checksum", "crc", r"one of crc32c, off \(nearest: crc32c\)"),
         ("storage.checksum", False, r"one of crc32c, off"),
         ("telemetry.recording", ["off"], r"one of timeline, off"),
@@ -274,9 +328,9 @@ def test_a_wrong_size_is_refused_by_its_dotted_path(size: object) -> None:
     ("make", "place"),
     [
         (lambda: EngineConfig(accumulation_steps=True), "EngineConfig.accumulation_steps"),
-        (lambda: EngineConfig(strategy=""), "EngineConfig.strategy"),
+        (lambda: EngineConfig(strategy=""), "EngineConfig.strategy"),  # type: ignore[arg-type]
         (lambda: EngineConfig(storage=None), "EngineConfig.storage"),  # type: ignore[arg-type]
-        (lambda: StorageConfig(backend=""), "StorageConfig.backend"),
+        (lambda: StorageConfig(backend=""), "StorageConfig.backend"),  # type: ignore[arg-type]
         (lambda: TelemetryConfig(keep_steps=0), "TelemetryConfig.keep_steps"),
     ],
 )
@@ -312,6 +366,7 @@ def test_the_table_shows_the_defaults_as_they_are_written() -> None:
     assert defaults["accumulation_steps"] == "1"
     assert defaults["max_grad_norm"] == "None"
     assert defaults["storage.backend"] == "auto"
+    assert defaults["strategy"] == "auto"
 
 
 def test_the_table_says_kinds_in_the_words_of_the_errors() -> None:

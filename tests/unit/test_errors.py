@@ -183,6 +183,23 @@ def test_capacity_error_tells_a_shortage_that_rounding_would_hide() -> None:
     assert ", 1 B short" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [
+        (1023, "1023 B"),
+        (2**20 - 1, "1048575 B (1.00 MiB)"),
+        (2**20 - 2**10, "1047552 B (1023.00 KiB)"),
+        (2**30 - 1, "1073741823 B (1.00 GiB)"),
+        (2**40 - 1, "1099511627775 B (1.00 TiB)"),
+        (2**50, "1125899906842624 B (1024.00 TiB)"),
+    ],
+)
+def test_a_size_in_an_error_is_exact_with_a_rounded_one_in_the_unit_that_it_fills(nbytes: int, shown: str) -> None:
+    error = CapacityError(tier="HOST", asked=nbytes, free=0, limit=0, change="x")
+
+    assert str(error).startswith(f"HOST cannot hold {shown}: ")
+
+
 def test_capacity_error_lists_the_largest_holders_first_and_adds_up_the_rest() -> None:
     holders = tuple((f"h{nbytes}", nbytes) for nbytes in (1, 2, 3, 40, 50, 60, 70))
     error = CapacityError(tier="DEVICE", asked=9, free=8, limit=9, change="x", holders=holders)

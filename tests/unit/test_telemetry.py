@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity_engine.plan import Tier
-from infinity_engine.telemetry import NullTelemetry, SpanRecord, Telemetry, Timeline, trace_events
+from infinity_engine.telemetry import Gauge, NullTelemetry, SpanRecord, Telemetry, Timeline, trace_events
 
 PATIENT = settings(deadline=None)
 
@@ -288,6 +288,207 @@ def test_a_step_says_by_how_much_each_counter_grew_in_it() -> None:
     ]
 
 
+# --- gauges ---
+
+
+def test_a_gauge_rises_and_falls() -> None:
+    telemetry = recorder()
+
+    telemetry.gauge("held").add(5)
+    telemetry.gauge("held").add(-3)
+
+    assert telemetry.gauge("held").value == 2
+
+
+def test_a_gauge_can_be_set_to_what_was_measured() -> None:
+    gauge = recorder().gauge("rss")
+
+    gauge.set(7)
+    gauge.set(4)
+
+    assert (gauge.value, gauge.peak) == (4, 7)
+
+
+@PATIENT
+@given(st.lists(st.tuples(st.booleans(), st.integers(-10, 10))))
+def test_a_gauge_keeps_the_highest_it_ever_stood_at(changes: list[tuple[bool, int]]) -> None:
+    gauge = recorder().gauge("held")
+    stood = [0]
+
+    for is_set, number in changes:
+        after = number if is_set else stood[-1] + number
+        if after >= 0:
+            (gauge.set if is_set else gauge.add)(number)
+            stood.append(after)
+
+    assert (gauge.value, gauge.peak) == (stood[-1], max(stood))
+
+
+@pytest.mark.parametrize("change", [lambda gauge: gauge.add(-3), lambda gauge: gauge.set(-1)])
+def test_a_gauge_never_stands_below_zero(change: Callable[[Gauge], None]) -> None:
+    gauge = recorder().gauge("held")
+    gauge.add(2)
+
+    with pytest.raises(ValueError, match="a gauge stands at 0 or more: expected no fall below, got -1"):
+        change(gauge)
+    assert (gauge.value, gauge.peak) == (2, 2)
+
+
+def test_the_peaks_of_all_gauges_can_be_read() -> None:
+    telemetry = recorder()
+    telemetry.gauge("host").add(3)
+    telemetry.gauge("host").add(-1)
+    telemetry.gauge("device")
+
+    assert telemetry.peaks() == {"host": 3, "device": 0}
+
+
+def test_a_step_says_how_high_each_gauge_stood_in_it_from_its_beginning_on() -> None:
+    telemetry = recorder()
+    held = telemetry.gauge("held")
+    held.add(100)
+    held.add(-90)
+    with telemetry.step(0):
+        held.add(-5)
+    held.add(50)
+    held.add(-50)
+    with telemetry.step(1):
+        held.add(2)
+        held.add(-2)
+        telemetry.gauge("new").set(1)
+    held.add(1000)
+
+    assert [step.peaks for step in telemetry.timeline().steps] == [{"held": 10}, {"held": 7, "new": 1}]
+
+
+def test_a_step_that_is_running_says_its_peaks_so_far() -> None:
+    telemetry = recorder()
+    telemetry.begin_step(0)
+    telemetry.gauge("held").add(3)
+    before = telemetry.timeline()
+
+    telemetry.gauge("held").add(1)
+
+    assert before.steps[0].peaks == {"held": 3}
+
+
+# --- spans recorded afterwards ---
+
+
+def test_a_recorded_span_has_the_times_track_and_fields_that_it_is_given() -> None:
+    telemetry = recorder()
+
+    telemetry.record("read", track="nvme0", start_ns=3, end_ns=8, nbytes=4096, name="w1")
+
+    assert only_span(telemetry) == SpanRecord(
+        name="read",
+        track="nvme0",
+        thread=None,
+        start_ns=3,
+        end_ns=8,
+        error=None,
+        fields={"nbytes": 4096, "name": "w1"},
+    )
+
+
+def test_a_recorded_span_cannot_end_before_it_starts() -> None:
+    with pytest.raises(ValueError, match="span read cannot end before it starts: expected 8 ns or more, got 7 ns"):
+        recorder().record("read", track="nvme0", start_ns=8, end_ns=7)
+
+
+def test_the_clock_can_be_read_to_relate_other_times_to_it() -> None:
+    clock = Clock()
+    clock.now_ns = 42
+
+    assert recorder(clock).now_ns() == 42
+
+
+def test_a_recorded_span_belongs_to_the_step_in_which_it_began_whenever_it_is_recorded() -> None:
+    clock = Clock()
+    telemetry = recorder(clock)
+    for index in range(2):
+        clock.now_ns = 100 * index
+        telemetry.begin_step(index)
+        clock.now_ns = 100 * index + 50
+        telemetry.end_step()
+
+    for start_ns in (0, 49, 50, 99, 100, 149, 150):
+        telemetry.record(str(start_ns), track="t", start_ns=start_ns, end_ns=500)
+
+    timeline = telemetry.timeline()
+    assert [names(step.spans) for step in timeline.steps] == [["0", "49"], ["100", "149"]]
+    assert names(timeline.between_steps) == ["50", "99", "150"]
+
+
+def test_a_recorded_span_that_began_in_the_step_that_is_running_belongs_to_it() -> None:
+    telemetry = recorder()
+    telemetry.begin_step(0)
+
+    telemetry.record("copy", track="h2d", start_ns=telemetry.now_ns(), end_ns=10**9)
+
+    assert [names(step.spans) for step in telemetry.timeline().steps] == [["copy"]]
+
+
+def test_a_recorded_span_whose_step_is_no_longer_kept_counts_as_dropped() -> None:
+    clock = Clock()
+    telemetry = recorder(clock, keep_steps=1)
+    for index in range(2):
+        clock.now_ns = 100 * index
+        telemetry.begin_step(index)
+        clock.now_ns = 100 * index + 50
+        telemetry.end_step()
+
+    telemetry.record("late", track="t", start_ns=49, end_ns=60)
+    telemetry.record("between", track="t", start_ns=50, end_ns=60)
+
+    timeline = telemetry.timeline()
+    assert timeline.dropped_spans == 1
+    assert names(timeline.between_steps) == ["between"]
+
+
+def test_recorded_spans_are_bounded_as_others_are() -> None:
+    telemetry = recorder(keep_spans=2)
+
+    for number in range(5):
+        telemetry.record(str(number), track="t", start_ns=number, end_ns=number)
+
+    assert names(telemetry.timeline().between_steps) == ["3", "4"]
+    assert telemetry.timeline().dropped_spans == 3
+
+
+@PATIENT
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8),
+    st.lists(st.integers(0, 400), max_size=20),
+    st.integers(1, 3),
+    st.integers(1, 5),
+)
+def test_every_recorded_span_is_kept_where_it_began_or_counted(
+    steps: list[tuple[int, int]], starts_ns: list[int], keep_steps: int, keep_spans: int
+) -> None:
+    clock = Clock()
+    telemetry = recorder(clock, keep_steps=keep_steps, keep_spans=keep_spans)
+    for index, (idle_ns, busy_ns) in enumerate(steps):
+        clock.now_ns += idle_ns
+        telemetry.begin_step(index)
+        clock.now_ns += busy_ns
+        telemetry.end_step()
+
+    for start_ns in starts_ns:
+        telemetry.record("span", track="t", start_ns=start_ns, end_ns=start_ns + 1)
+
+    timeline = telemetry.timeline()
+    kept = [*timeline.between_steps, *(span for step in timeline.steps for span in step.spans)]
+    assert len(kept) + timeline.dropped_spans == len(starts_ns)
+    within = [(step.start_ns, step.end_ns or 0) for step in timeline.steps]
+    assert all(
+        start_ns <= span.start_ns < end_ns
+        for (start_ns, end_ns), step in zip(within, timeline.steps, strict=True)
+        for span in step.spans
+    )
+    assert not any(start_ns <= span.start_ns < end_ns for start_ns, end_ns in within for span in timeline.between_steps)
+
+
 # --- bounds ---
 
 
@@ -373,6 +574,23 @@ def test_threads_lose_no_span_and_no_count() -> None:
     assert telemetry.counters() == {"bytes": 2000}
 
 
+def test_threads_lose_no_change_of_a_gauge() -> None:
+    gauge = recorder().gauge("held")
+    together = threading.Barrier(4)
+
+    def work(_: int) -> None:
+        together.wait(timeout=60)
+        for _ in range(2000):
+            gauge.add(2)
+            gauge.add(-1)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+    assert gauge.value == 8000
+    assert 8001 <= gauge.peak <= 8004
+
+
 # --- records ---
 
 
@@ -417,13 +635,16 @@ def test_a_null_telemetry_takes_all_calls_and_keeps_nothing() -> None:
     telemetry.begin_step(0)
     with telemetry.span("load", track="t", nbytes=1), telemetry.span("inner"):
         telemetry.counter("bytes").add(5)
+        telemetry.gauge("held").add(5)
+        telemetry.gauge("rss").set(5)
+    telemetry.record("copy", track="t", start_ns=0, end_ns=1)
     telemetry.end_step()
     with telemetry.step(1):
         pass
 
     assert telemetry.timeline() == Timeline(steps=(), between_steps=(), dropped_steps=0, dropped_spans=0)
-    assert telemetry.counters() == {}
-    assert telemetry.counter("bytes").total == 0
+    assert (telemetry.counters(), telemetry.peaks()) == ({}, {})
+    assert (telemetry.counter("bytes").total, telemetry.gauge("held").value, telemetry.gauge("rss").peak) == (0, 0, 0)
 
 
 def test_a_null_telemetry_lets_exceptions_pass() -> None:
@@ -438,6 +659,7 @@ def test_a_null_telemetry_makes_nothing_new_for_a_span() -> None:
 
     assert telemetry.span("a") is telemetry.span("b", nbytes=1)
     assert telemetry.counter("a") is telemetry.counter("b")
+    assert telemetry.gauge("a") is telemetry.gauge("b")
 
 
 def test_a_null_telemetry_has_the_same_public_methods() -> None:
@@ -550,6 +772,66 @@ def test_a_counter_becomes_an_event_for_each_step() -> None:
         ("bytes", 0.0, {"in step": 10}),
         ("bytes", 1.0, {"in step": 11}),
     ]
+
+
+def test_a_gauge_becomes_an_event_with_its_peak_for_each_step() -> None:
+    clock = Clock()
+    telemetry = recorder(clock)
+    for index in range(2):
+        clock.now_ns = 1000 * index
+        with telemetry.step(index):
+            telemetry.gauge("held").add(10)
+
+    assert [(event["name"], event["ts"], event["args"]) for event in events(telemetry, "C")] == [
+        ("held", 0.0, {"peak in step": 10}),
+        ("held", 1.0, {"peak in step": 20}),
+    ]
+
+
+def lines_of(telemetry: Telemetry) -> dict[int, str]:
+    return {event["tid"]: event["args"]["name"] for event in events(telemetry, "M") if event["name"] == "thread_name"}
+
+
+def test_recorded_spans_have_the_line_of_their_track() -> None:
+    telemetry = recorder(Clock())
+    with telemetry.step(0), telemetry.span("load", track="nvme0"):
+        telemetry.record("read", track="nvme0", start_ns=10, end_ns=20)
+        telemetry.record("copy", track="h2d", start_ns=15, end_ns=30)
+
+    lines = lines_of(telemetry)
+    assert {event["name"]: lines[event["tid"]] for event in events(telemetry, "X")} == {
+        "step 0": "steps",
+        "load": "nvme0",
+        "read": "nvme0",
+        "copy": "h2d",
+    }
+    assert sorted(lines.values()) == ["h2d", "nvme0", "steps"]
+
+
+def test_spans_of_a_track_that_overlap_have_a_line_each() -> None:
+    telemetry = recorder()
+    for start_ns in (0, 10, 15):
+        telemetry.record("read", track="nvme0", start_ns=start_ns, end_ns=start_ns + 15)
+
+    assert [event["tid"] for event in events(telemetry, "X")] == [1, 2, 1]
+    assert lines_of(telemetry) == {1: "nvme0", 2: "nvme0"}
+
+
+@PATIENT
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30), st.integers(0, 30)), max_size=20))
+def test_on_every_line_spans_nest_or_follow_one_another(spans: list[tuple[str, int, int]]) -> None:
+    telemetry = recorder()
+    for track, start_ns, length_ns in spans:
+        telemetry.record("span", track=track, start_ns=1000 * start_ns, end_ns=1000 * (start_ns + length_ns))
+
+    lines = lines_of(telemetry)
+    drawn = [(event["tid"], event["ts"], event["ts"] + event["dur"]) for event in events(telemetry, "X")]
+    assert sorted((lines[tid], start, end) for tid, start, end in drawn) == sorted(
+        (track, start, start + length) for track, start, length in spans
+    )
+    for first, (tid, start, end) in enumerate(drawn):
+        for other_tid, other_start, other_end in drawn[first + 1 :]:
+            assert tid != other_tid or other_start >= end or (start <= other_start and other_end <= end)
 
 
 def test_spans_of_one_moment_stand_outer_first() -> None:

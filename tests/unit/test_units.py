@@ -23,9 +23,11 @@ from infinity_engine.units import (
     format_rate,
     parse_bytes,
     parse_rate,
+    positive,
 )
 
 PATIENT = settings(deadline=None)
+NEAR = st.integers(1, 2**19)
 UNITS = {"B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB, "KB": KB, "MB": MB, "GB": GB, "TB": TB}
 
 
@@ -147,6 +149,10 @@ def test_a_refused_size_names_the_field_it_was_given_for() -> None:
         (1234 * TiB, "1234 TiB"),
         (TiB + TiB // 8, "1.125 TiB"),
         (GiB // 3, "341.333 MiB"),
+        (MiB - 1, "1023.999 KiB"),
+        (GiB - 1, "1 GiB"),
+        (GiB - MiB // 2, "1023.5 MiB"),
+        (1024 * TiB - 1, "1024 TiB"),
     ],
 )
 def test_a_size_is_shown_short(nbytes: int, text: str) -> None:
@@ -174,6 +180,15 @@ def test_a_shown_size_is_off_by_less_than_a_thousandth(nbytes: int) -> None:
     assert abs(Fraction(number) * UNITS[unit] - nbytes) * 1000 <= nbytes
 
 
+@PATIENT
+@given(st.integers(1, 2**60) | st.builds(lambda unit, less: unit - less, st.sampled_from([MiB, GiB, TiB]), NEAR))
+def test_a_shown_size_never_fills_a_larger_unit_than_its_own(nbytes: int) -> None:
+    number, unit = format_bytes(nbytes).split()
+
+    assert Fraction(number) >= 1
+    assert Fraction(number) < 1024 or unit == "TiB"
+
+
 # --- rates ---
 
 
@@ -188,7 +203,7 @@ def test_a_rate_is_read_in_bytes_per_second(rate: float | str, bytes_per_s: floa
 @pytest.mark.parametrize("rate", [0, -1, 0.0, math.nan, math.inf, 10**400, "0 GB/s", "-1 GB/s", "fast", "", True, None])
 def test_what_is_no_positive_finite_rate_is_refused(rate: object) -> None:
     with pytest.raises(ConfigError, match=r"a positive number of bytes per second, or text such as '3\.2 GB/s'"):
-        parse_rate(rate)  # type: ignore[arg-type]
+        parse_rate(rate)
 
 
 @pytest.mark.parametrize(("rate", "right"), [("3 GB", "3 GB/s"), ("3", "3 B/s")])
@@ -208,7 +223,8 @@ def test_a_refused_rate_names_the_field_it_was_given_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "text"), [(3.2e9, "3.2 GB/s"), (999.0, "999 B/s"), (0.25, "0.25 B/s"), (1e12 / 3, "333.333 GB/s")]
+    ("bytes_per_s", "text"),
+    [(3.2e9, "3.2 GB/s"), (999.0, "999 B/s"), (0.25, "0.25 B/s"), (1e12 / 3, "333.333 GB/s"), (1e9 - 1, "1 GB/s")],
 )
 def test_a_rate_is_shown_short(bytes_per_s: float, text: str) -> None:
     assert format_rate(bytes_per_s) == text
@@ -222,6 +238,34 @@ def test_a_rate_of_whole_kilobytes_is_read_back_the_same(kb_per_s: int) -> None:
     assert abs(shown - kb_per_s * 1e3) <= shown / 1000
     if kb_per_s < 10**6:
         assert shown == kb_per_s * 1e3
+
+
+@PATIENT
+@given(st.floats(1, 1e18) | st.builds(lambda unit, less: float(unit - less), st.sampled_from([MB, GB, TB]), NEAR))
+def test_a_shown_rate_never_fills_a_larger_unit_than_its_own(bytes_per_s: float) -> None:
+    number, unit = format_rate(max(bytes_per_s, 1.0)).split()
+
+    assert Fraction(number) >= 1
+    assert Fraction(number) < 1000 or unit == "TB/s"
+
+
+# --- positive numbers ---
+
+
+@PATIENT
+@given(st.floats(0, exclude_min=True, allow_infinity=False) | st.integers(1, 2**1023))
+def test_a_positive_number_is_returned_as_a_float(value: float) -> None:
+    returned = positive(value, field="x")
+
+    assert isinstance(returned, float)
+    assert returned == float(value)
+
+
+@pytest.mark.parametrize("value", [0, -1, -0.0, math.nan, math.inf, 10**400, True, "1", None, [1], 1j])
+def test_what_is_no_positive_finite_number_is_refused_in_the_words_given(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^norm: expected more than nothing, got ") as caught:
+        positive(value, field="norm", expected="more than nothing")
+    assert caught.value.value is value
 
 
 # --- alignment ---

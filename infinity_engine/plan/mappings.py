@@ -1,0 +1,76 @@
+"""Mappings as plans and settings read them: keys that are known, and directories of which each has one spelling.
+
+Pure data; looks at no path on disk. Called by whatever reads or holds a mapping that somebody else wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import TypeVar
+
+from infinity_engine.errors import ConfigError
+
+__all__ = ["Directories", "known_mapping"]
+
+_Value_co = TypeVar("_Value_co", covariant=True)
+
+
+class Directories(Mapping[str, _Value_co]):
+    """One value for each of some directories, in the order given; frozen and hashable.
+
+    Spellings of a directory that differ only in slashes and dots name the same one, which may be given only once.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, given: Mapping[str, _Value_co], *, field: str) -> None:
+        values: dict[str, _Value_co] = {}
+        for directory, value in given.items():
+            spelling = _one_spelling(directory, field=field)
+            if spelling in values:
+                raise ConfigError(field=field, value=directory, expected=f"each directory once; {spelling!r} is given")
+            values[spelling] = value
+        self._values = values
+
+    def __getitem__(self, directory: str) -> _Value_co:
+        return self._values[_spelling(directory)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+def known_mapping(mapping: object, *, field: str, known: Iterable[str]) -> Mapping[str, object]:
+    """Return `mapping` if it is one and knows its keys; `field` is its dotted path, "" where it is the outermost."""
+    names = tuple(known)
+    if not isinstance(mapping, Mapping):
+        expected = f"a mapping with keys out of {', '.join(names)}"
+        raise ConfigError(field=field or "settings", value=mapping, expected=expected)
+    for key in mapping:
+        if key not in names:
+            raise ConfigError.unknown_name(field=f"{field}.{key}" if field else str(key), name=key, known=names)
+    return mapping
+
+
+def _spelling(directory: str) -> str:
+    """Return the one spelling of `directory`: no doubled or closing slashes, no single dots."""
+    path = PurePosixPath(directory)
+    return "/" + "/".join(path.parts[1:]) if path.is_absolute() else str(path)
+
+
+def _one_spelling(directory: object, *, field: str) -> str:
+    """Return the same for what may be no directory at all."""
+    if not isinstance(directory, str) or not directory:
+        raise ConfigError(field=field, value=directory, expected="directories as text, such as '/mnt/a'")
+    if ".." in PurePosixPath(directory).parts:
+        raise ConfigError(field=field, value=directory, expected="a path without '..'")
+    return _spelling(directory)
