@@ -37,6 +37,7 @@ __all__ = [
     "SystemRoots",
     "UringProbe",
     "best_backend",
+    "drive_directory",
     "find_liburing",
     "find_mount",
     "judge_liburing",
@@ -49,7 +50,10 @@ __all__ = [
     "uring_refusal",
 ]
 
-_OLDEST_URING_KERNEL = (5, 1)
+# The ring backends (native/nvme/src/backend_uring.cpp) refuse a ring without this feature, which came with 5.13: only
+# from then on can buffers be registered while the read that wakes the ring is in flight.
+_OLDEST_URING_KERNEL = (5, 13)
+_FEATURE_RSRC_TAGS = 1 << 10
 _OLDEST_LIBURING = (2026, 3, 25)
 _CAP_IPC_LOCK = 14
 _CAP_SYS_ADMIN = 21
@@ -94,7 +98,7 @@ class RefusalKind(str, Enum):
 _REFUSALS = MappingProxyType(
     {
         RefusalKind.OLD_KERNEL: (
-            "Linux {release} has no io_uring, which came with 5.1",
+            "Linux {release} is older than 5.13, from where on its io_uring can be used",
             "boot Linux 6.1 or newer; in a sandbox that reports an old release (gVisor), use another runtime",
         ),
         RefusalKind.SANDBOX: (
@@ -155,8 +159,9 @@ class ProcessLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UringProbe:
-    """Whether this process can make an io_uring, and what the ring offers.
+    """Whether this process can make an io_uring that a queue can use, and what the ring offers.
 
+    One without the features that our backends need is refused here as it is there: ENOSYS, for the kernel is too old.
     `defer_taskrun`: single-issuer rings that run completions only when asked (Linux 6.1). `opcodes` are the numbers
     of the supported operations.
     """
@@ -260,10 +265,11 @@ def probe_system(roots: SystemRoots = HOST_ROOTS) -> SystemProbe:
     """Ask the kernel what this process may use."""
     limits = read_process_limits(roots)
     ring = _native.probe_uring()
+    error = ring.error or (0 if ring.features & _FEATURE_RSRC_TAGS else errno.ENOSYS)
     uring = UringProbe(
-        available=ring.error == 0,
-        errno_name=_errno_name(ring.error),
-        refusal=uring_refusal(ring.error, limits) if ring.error else None,
+        available=error == 0,
+        errno_name=_errno_name(error),
+        refusal=uring_refusal(error, limits) if error else None,
         features=ring.features,
         defer_taskrun=ring.defer_taskrun,
         opcodes=tuple(ring.opcodes),
@@ -351,7 +357,7 @@ def kernel_version(release: str) -> tuple[int, int]:
 def read_process_limits(roots: SystemRoots = HOST_ROOTS) -> ProcessLimits:
     """Read what is imposed on this process."""
     status = dict(
-        line.split(":", 1) for line in read_kernel_file(roots.proc / "self/status").splitlines() if ":" in line
+        line.split(":", 1) for line in read_kernel_file(roots.proc / "self/status").split("\n") if ":" in line
     )
     capabilities = int(status.get("CapEff", "0").strip() or "0", 16)
     groups = {*status.get("Gid", "").split(), *status.get("Groups", "").split()}
@@ -368,7 +374,8 @@ def read_process_limits(roots: SystemRoots = HOST_ROOTS) -> ProcessLimits:
 def read_mounts(roots: SystemRoots = HOST_ROOTS) -> tuple[Mount, ...]:
     """Read the mounts that this process sees, in the order in which they were made."""
     mounts = []
-    for line in read_kernel_file(roots.proc / "self/mountinfo").splitlines():
+    # Not splitlines(): a mount point may hold any character that Python takes for the end of a line but \n.
+    for line in filter(None, read_kernel_file(roots.proc / "self/mountinfo").split("\n")):
         left, _, right = line.partition(" - ")
         _, _, device, root, mount_point, options, *_ = left.split(" ")
         file_system, source, super_options = right.split(" ", 2)
@@ -391,10 +398,27 @@ def find_mount(mounts: tuple[Mount, ...], path: str) -> Mount | None:
     return max(reversed(holding), key=lambda mount: len(mount.mount_point), default=None)
 
 
+def drive_directory(mount: Mount, roots: SystemRoots = HOST_ROOTS) -> Path | None:
+    """Return the directory in sysfs of the whole drive that `mount` is on.
+
+    None for a mount that is on no drive: network, memory, overlay.
+    """
+    device = mount.device
+    if device.startswith("0:"):  # btrfs and others number themselves; their source is the block device
+        device = _block_device_number(Path(mount.source)) or device
+    directory = (roots.sys / "dev/block" / device).resolve()
+    if not directory.exists():
+        return None
+    return directory.parent if (directory / "partition").exists() else directory
+
+
 def read_kernel_file(path: Path) -> str:
-    """Return the stripped text of a file under /proc or /sys, empty where there is none or it cannot be read."""
+    """Return the stripped text of a file under /proc or /sys, empty where there is none or it cannot be read.
+
+    File names in it, which need not be text, are spelled as Python spells them elsewhere.
+    """
     try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
+        return os.fsdecode(path.read_bytes()).strip()
     except OSError:
         return ""
 
@@ -419,15 +443,10 @@ def _refusal_kind(error: int, limits: ProcessLimits) -> RefusalKind:
 
 
 def _drive_of(mount: Mount, roots: SystemRoots) -> Drive | None:
-    """Return the whole drive that `mount` is on, None for one that is on none (network, memory, overlay)."""
-    device = mount.device
-    if device.startswith("0:"):  # btrfs and others number themselves; their source is the block device
-        device = _block_device_number(Path(mount.source)) or device
-    directory = (roots.sys / "dev/block" / device).resolve()
-    if not directory.exists():
+    """Return the whole drive that `mount` is on, None for one that is on none."""
+    directory = drive_directory(mount, roots)
+    if directory is None:
         return None
-    if (directory / "partition").exists():
-        directory = directory.parent
     rotational = read_kernel_file(directory / "queue/rotational")
     return Drive(
         name=directory.name,

@@ -17,7 +17,15 @@ from types import MappingProxyType
 from typing import Any
 
 from deepnvme import _native
-from deepnvme.probing import HOST_ROOTS, Mount, SystemRoots, find_mount, read_kernel_file, read_mounts
+from deepnvme.probing import (
+    HOST_ROOTS,
+    Mount,
+    SystemRoots,
+    drive_directory,
+    find_mount,
+    read_kernel_file,
+    read_mounts,
+)
 
 __all__ = [
     "PROFILE_VARIABLE",
@@ -211,25 +219,13 @@ def drive_key(path: str | os.PathLike[str], roots: SystemRoots = HOST_ROOTS) -> 
 
 def _identity(mount: Mount, roots: SystemRoots) -> str | None:
     """Return what the drive that `mount` is on calls itself, None where it is on none, or on one without a name."""
-    drive = _drive_directory(mount, roots)
+    drive = drive_directory(mount, roots)
     if drive is not None:
         for attribute in _IDENTITIES:
             name = " ".join(read_kernel_file(drive / attribute).split())
             if name:
                 return f"{attribute} {name}"
     return None
-
-
-def _drive_directory(mount: Mount, roots: SystemRoots) -> Path | None:
-    """Return the directory in sysfs of the whole drive that `mount` is on, None for one that is on none."""
-    device = mount.device
-    if device.startswith("0:"):  # btrfs and others number themselves; their source is the block device
-        source = Path(mount.source)
-        device = f"{os.major(source.stat().st_rdev)}:{os.minor(source.stat().st_rdev)}" if source.exists() else device
-    directory = (roots.sys / "dev/block" / device).resolve()
-    if not directory.exists():
-        return None
-    return directory.parent if (directory / "partition").exists() else directory
 
 
 def _device(path: str | os.PathLike[str]) -> int:

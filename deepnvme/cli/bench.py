@@ -18,12 +18,13 @@ from rich.text import Text
 
 from deepnvme.backends import CHAIN
 from deepnvme.cli import fio
+from deepnvme.cli.arguments import seconds_argument, size_argument
 from deepnvme.cli.doctor import settings_record, settings_text
 from deepnvme.cli.scratch import PIECE_BYTES, data_file, progress_bar, usable_backend, usable_directory
-from deepnvme.cli.sizes import format_bytes, parse_seconds, parse_size
 from deepnvme.measure import MIB, Load, Measured, Workload, cut, fill, in_turn, measure, pending_for
 from deepnvme.pool import Pool
 from deepnvme.profile import Settings, load_profile, settle
+from deepnvme.sizes import format_bytes
 
 __all__ = ["HELP", "NAME", "OPERATIONS", "SCHEMA", "Figures", "Row", "add_arguments", "medians", "run"]
 
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=parse_seconds,
+        type=seconds_argument,
         default=1.5,
         help="that each figure is measured for, in three rounds (default: %(default)s)",
     )
@@ -110,7 +111,7 @@ def medians(measurements: Sequence[Measured]) -> Figures:
 
 
 def _file_size(text: str) -> int:
-    size = parse_size(text)
+    size = size_argument(text)
     if size == 0 or size % PIECE_BYTES != 0:
         raise argparse.ArgumentTypeError(f"expected a multiple of {format_bytes(PIECE_BYTES)}, got {text!r}")
     return size

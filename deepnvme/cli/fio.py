@@ -1,7 +1,7 @@
 """fio as the yardstick of a drive: the command of one measurement, and what fio's JSON says of it.
 
-fio gets every advantage: io_uring with registered buffers and files, huge pages, no time spent on filling buffers.
-Never writes outside the file it is given.
+fio gets every advantage: io_uring with registered buffers and files, huge pages, one thread, no time spent on filling
+buffers. Never writes outside the file it is given.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def run(job: Job) -> Measured:
     """
     # With this, glibc 2.35 and newer puts fio's buffers into huge pages where those are given on request.
     environ = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    done = subprocess.run(job.command(), capture_output=True, text=True, check=False, env=environ)
+    # Its report repeats the file's name, which need not be text.
+    done = subprocess.run(job.command(), capture_output=True, text=True, errors="replace", check=False, env=environ)
     if done.returncode != 0:
         told = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise FioError(f"fio ended with status {done.returncode}: {' '.join(told)}")

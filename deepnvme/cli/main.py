@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from deepnvme.cli import bench, doctor, tune
+from deepnvme.cli.report import installed_version
 from deepnvme.profile import ProfileError
 
 __all__ = ["main"]
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepnvme", description="Asynchronous direct I/O: what a drive can do, and how to use it best."
     )
+    parser.add_argument("--version", action="version", version=f"deepnvme {installed_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from deepnvme.backends import CHAIN, choose_backend
-from deepnvme.cli.findings import Severity, about_directory
-from deepnvme.cli.sizes import format_bytes
+from deepnvme.diagnosis import Severity, about_directory
 from deepnvme.measure import MIB, fill
 from deepnvme.pool import Pool
 from deepnvme.probing import probe_directory
 from deepnvme.profile import Settings
 from deepnvme.queue import IOQueue
+from deepnvme.sizes import format_bytes
 
 __all__ = ["PIECE_BYTES", "UnusableError", "data_file", "progress_bar", "usable_backend", "usable_directory"]
 

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deepnvme.cli.arguments import seconds_argument
 from deepnvme.cli.doctor import settings_text
 from deepnvme.cli.scratch import PIECE_BYTES, data_file, progress_bar, usable_backend, usable_directory
-from deepnvme.cli.sizes import format_bytes, parse_seconds
 from deepnvme.measure import GIB, MIB, Load, Workload, cut, fill, in_turn, measure, pending_for, small_pages
 from deepnvme.pool import Pool
 from deepnvme.profile import (
@@ -32,6 +32,7 @@ from deepnvme.profile import (
     read_profile,
     write_profile,
 )
+from deepnvme.sizes import format_bytes
 
 __all__ = ["CHUNKS", "HELP", "INFLIGHT", "NAME", "Rates", "add_arguments", "choose_memory", "choose_sizes", "run"]
 
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `deepnvme tune`."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="on the drive; the file made there is removed")
     parser.add_argument(
-        "--seconds", type=parse_seconds, default=20.0, help="to take about that long (default: %(default)s)"
+        "--seconds", type=seconds_argument, default=20.0, help="to take about that long (default: %(default)s)"
     )
 
 

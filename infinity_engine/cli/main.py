@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+from deepnvme.cli.report import installed_version
 from infinity_engine.cli import doctor
 
 __all__ = ["main"]
@@ -35,6 +36,7 @@ _COMMANDS: tuple[_Command, ...] = (doctor,)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (by default this process's) and return the exit status."""
     parser = argparse.ArgumentParser(prog="infinity", description="Train models that do not fit.")
+    parser.add_argument("--version", action="version", version=f"infinity {installed_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         subparser = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
+from infinity_engine.config import EngineConfig
 from infinity_engine.engine.requirements import require_torch
 
 if TYPE_CHECKING:
@@ -20,9 +21,11 @@ def initialize(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **setti
 
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.
+        ConfigError: a setting that there is not, or a value that it cannot have.
         NotImplementedError: always, until the engine lands (CHANGELOG.md, Unreleased).
     """
     require_torch("infinity_engine.initialize")
+    EngineConfig.from_keywords(**settings)
     raise NotImplementedError(
         "infinity_engine.initialize: the training engine is not in this development version; nothing was changed. "
         "What works today: deepnvme, infinity_engine.plan and `infinity doctor` (see CHANGELOG.md, Unreleased)."

@@ -37,7 +37,7 @@ def read_number(path: Path) -> int | None:
 def _groups_of_this_process(roots: SystemRoots) -> dict[str, str]:
     """Return the path of this process's group by controller; version 2 has one for all of them, under ""."""
     groups: dict[str, str] = {}
-    for line in read_kernel_file(roots.proc / "self/cgroup").splitlines():
+    for line in filter(None, read_kernel_file(roots.proc / "self/cgroup").split("\n")):
         _, controllers, path = line.split(":", 2)
         groups.update(dict.fromkeys(controllers.split(","), path))
     return groups

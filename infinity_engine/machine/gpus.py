@@ -7,15 +7,18 @@ library that is compiled for the purpose; not yet run on a machine with a GPU.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeVar
 
 from deepnvme.probing import HOST_ROOTS, SystemRoots, read_kernel_file
 
-__all__ = ["NVML_LIBRARIES", "Gpu", "Gpus", "PcieLink", "probe_gpus"]
+__all__ = ["NVML_LIBRARIES", "VISIBLE_VARIABLE", "Gpu", "Gpus", "PcieLink", "count_visible", "probe_gpus"]
 
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 # Where the library is found: by the loader, in containers, in distributions, under WSL.
 NVML_LIBRARIES = (
     "libnvidia-ml.so.1",
@@ -52,28 +55,63 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpus:
-    """All GPUs of the machine, and why they are not known where that is so."""
+    """All GPUs of the machine, and why they are not known where that is so.
+
+    `driver` is its version, `cuda` the newest CUDA that it serves. `visible_devices` is what CUDA_VISIBLE_DEVICES says
+    (None: it is not set), `visible_count` how many of the devices CUDA therefore offers to this process.
+    """
 
     devices: tuple[Gpu, ...]
     driver: str | None
+    cuda: str | None
     reason: str | None
+    visible_devices: str | None
+    visible_count: int
 
 
 def probe_gpus(libraries: Sequence[str] = NVML_LIBRARIES, roots: SystemRoots = HOST_ROOTS) -> Gpus:
     """Ask the first of `libraries` that loads."""
     library = _load(libraries)
     if library is None:
-        return Gpus(devices=(), driver=None, reason="no NVIDIA driver: libnvidia-ml.so.1 is not found")
+        return _no_gpus("no NVIDIA driver: libnvidia-ml.so.1 is not found")
     try:
         with _session(library) as nvml:
             devices = tuple(_gpu(nvml, index, roots) for index in range(nvml.number("nvmlDeviceGetCount_v2")))
+            visible = os.environ.get(VISIBLE_VARIABLE)
             return Gpus(
                 devices=devices,
                 driver=nvml.text("nvmlSystemGetDriverVersion"),
+                cuda=_cuda_version(nvml),
                 reason=None if devices else "the NVIDIA driver sees no GPU",
+                visible_devices=visible,
+                visible_count=count_visible(visible, len(devices)),
             )
     except _NvmlError as error:
-        return Gpus(devices=(), driver=None, reason=f"the NVIDIA driver does not answer: {error}")
+        return _no_gpus(f"the NVIDIA driver does not answer: {error}")
+
+
+def count_visible(visible_devices: str | None, count: int) -> int:
+    """Return how many of `count` GPUs CUDA offers where CUDA_VISIBLE_DEVICES is `visible_devices`.
+
+    CUDA reads the list up to the first entry that is no GPU. Names, such as "GPU-8932f937", are taken for those of GPUs
+    that are there.
+    """
+    if visible_devices is None:
+        return count
+    entries = (entry.strip() for entry in visible_devices.split(","))
+    good = takewhile(lambda it: it.startswith(("GPU-", "MIG-")) or (it.isdecimal() and int(it) < count), entries)
+    return min(count, sum(1 for _ in good))
+
+
+def _no_gpus(reason: str) -> Gpus:
+    return Gpus(
+        devices=(),
+        driver=None,
+        cuda=None,
+        reason=reason,
+        visible_devices=os.environ.get(VISIBLE_VARIABLE),
+        visible_count=0,
+    )
 
 
 class _NvmlError(Exception):
@@ -150,6 +188,15 @@ def _session(library: ctypes.CDLL) -> Iterator[_Nvml]:
         yield nvml
     finally:
         nvml.call("nvmlShutdown")
+
+
+def _cuda_version(nvml: _Nvml) -> str | None:
+    """Return the newest CUDA that the driver serves, such as "12.8"; None where it does not tell."""
+    try:
+        number = nvml.number("nvmlSystemGetCudaDriverVersion_v2")
+    except _NvmlError:
+        return None
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _gpu(nvml: _Nvml, index: int, roots: SystemRoots) -> Gpu:

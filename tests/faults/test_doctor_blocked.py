@@ -47,6 +47,17 @@ def test_a_directory_of_others_is_a_finding(tmp_path: Path) -> None:
     assert "EACCES" in run.findings(str(tmp_path))[0]["what"]
 
 
+def test_a_current_directory_that_nobody_named_and_nobody_can_write_is_no_blocker() -> None:
+    in_proc = ["sh", "-c", 'cd /proc && exec "$@"', "elsewhere"]
+
+    [by_default] = run_doctor("--json", launcher=in_proc).findings("/proc")
+    [by_name] = run_doctor("--json", ".", launcher=in_proc).findings("/proc")
+
+    assert (by_default["severity"], by_name["severity"]) == ("weak", "blocker")
+    assert by_default["id"] == by_name["id"]
+    assert "name the directory" in by_default["remedy"]
+
+
 def test_an_old_torch_is_a_finding(tmp_path: Path) -> None:
     write_tree(tmp_path, {"torch-2.4.1.dist-info/METADATA": "Name: torch\nVersion: 2.4.1\n"})
 
@@ -71,7 +82,8 @@ def test_native_modules_that_cannot_be_loaded_are_a_finding(tmp_path: Path) -> N
     run = run_doctor("--json", tmp_path, import_first=tmp_path)
 
     assert (run.status, run.stderr) == (1, "")
-    assert run.findings("native modules")[0]["what"] == "they cannot be loaded: wrong ELF class"
+    [finding] = run.report["findings"]
+    assert (finding["id"], finding["what"]) == ("native-modules-not-loaded", "they cannot be loaded: wrong ELF class")
     assert set(run.machine) == {"system"}
 
 

@@ -47,6 +47,17 @@ def test_the_driver_tells_its_version() -> None:
     assert found.reason is None
 
 
+def test_the_newest_cuda_that_the_driver_serves_is_what_cuda_itself_says() -> None:
+    driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    assert driver.cuDriverGetVersion(ctypes.byref(version)) == 0
+
+    assert probe_gpus().cuda == f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def test_as_many_gpus_are_visible_as_torch_sees() -> None:
+    assert probe_gpus().visible_count == torch.cuda.device_count()
+
+
 def test_total_memory_is_what_cuda_offers_and_the_little_that_the_driver_keeps(gpu: Gpu) -> None:
     offered = torch.cuda.get_device_properties(0).total_memory
 

@@ -18,9 +18,9 @@ from deepnvme import errors
 from deepnvme.backends import BACKEND_VARIABLE, CHAIN
 from deepnvme.cli import bench, doctor, tune
 from deepnvme.cli.main import main
-from deepnvme.cli.sizes import format_bytes
 from deepnvme.profile import PROFILE_VARIABLE, Settings
 from deepnvme.queue import DriveStats, IOQueue, QueueStats
+from deepnvme.sizes import format_bytes
 from support.nvme_programs import output_of, run_program
 
 ROOT = Path(__file__).resolve().parents[2]

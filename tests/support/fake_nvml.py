@@ -16,6 +16,9 @@ _SOURCE = r"""
 #ifndef LINK_STATUS
 #define LINK_STATUS 0
 #endif
+#ifndef CUDA_STATUS
+#define CUDA_STATUS 0
+#endif
 #ifndef GPU_COUNT
 #define GPU_COUNT 2
 #endif
@@ -35,6 +38,7 @@ int nvmlSystemGetDriverVersion(char* text, unsigned length) {
     std::snprintf(text, length, "570.86.15");
     return 0;
 }
+int nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = 12080; return CUDA_STATUS; }
 int nvmlDeviceGetCount_v2(unsigned* count) { *count = GPU_COUNT; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) { *device = &gpus[index]; return 0; }
 int nvmlDeviceGetName(void* device, char* text, unsigned length) {

@@ -43,7 +43,7 @@ def good_machine() -> Machine:
             simd=Simd(features=("sse4_2", "avx2", "fma", "f16c"), level="avx2", problem=None),
         ),
         memory=Memory(total_bytes=64 * GiB, available_bytes=60 * GiB, usable_bytes=64 * GiB, cgroup=None),
-        gpus=Gpus(devices=(good_gpu(),), driver="570.86.15", reason=None),
+        gpus=good_gpus(good_gpu()),
         packages=Packages(
             torch="2.13.0+cu130",
             torch_build=TorchBuild(cuda="13.0"),
@@ -70,6 +70,23 @@ def good_machine() -> Machine:
         ),
         directories=(good_directory(),),
     )
+
+
+def good_gpus(*devices: Gpu) -> Gpus:
+    """Return these GPUs, all of them visible, under a driver that is new enough."""
+    return Gpus(
+        devices=devices,
+        driver="570.86.15",
+        cuda="13.0",
+        reason=None,
+        visible_devices=None,
+        visible_count=len(devices),
+    )
+
+
+def no_gpus(reason: str) -> Gpus:
+    """Return what is known where there is no GPU."""
+    return Gpus(devices=(), driver=None, cuda=None, reason=reason, visible_devices=None, visible_count=0)
 
 
 def good_gpu() -> Gpu:

@@ -8,27 +8,32 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import bench
 import fio
 import rival_deepnvme
-from fio import CPU, P99, RATE, Workload
+from deepnvme.cli.fio import Job
+from deepnvme.measure import Workload
+from fio import CPU, P99, RATE
 from rival_deepnvme import Order, Rival
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
-JOB = fio.Job(Path("/drive/data"), 64 * MIB, Workload.READ, MIB, 16 * MIB, seconds=2)
+JOB = Job(
+    path=Path("/drive/data"),
+    file_bytes=64 * MIB,
+    workload=Workload.READ,
+    block_bytes=MIB,
+    inflight_bytes=16 * MIB,
+    seconds=2,
+)
 ORDER = Order("read", "pinned", "/drive/tensor", MIB, 0.0, queue_depth=8, threads=1, waiting="sync")
 
 
@@ -51,34 +56,35 @@ VS_FIO, VS_DEEPSPEED = script("nvme_vs_fio"), script("nvme_vs_deepspeed")
 # --- fio ---------------------------------------------------------------------------------------------------------
 
 
+def answering(folder: Path, read: dict[str, Any], write: dict[str, Any], condition: str = "True") -> str:
+    """Make a fio that ran for two seconds at 2% user and 3% system time; return the PATH on which it is found."""
+    job = {"job_runtime": 2000, "usr_cpu": 2.0, "sys_cpu": 3.0, "read": read, "write": write}
+    program(folder / "fio", f"import os\nif {condition}: print({json.dumps({'jobs': [job]})!r})")
+    return str(folder)
+
+
 def direction(nbytes: int = 0, p99_ns: int | None = None) -> dict[str, Any]:
     """One direction of a job in fio's JSON; where nothing was done, it has no percentiles."""
     return {"io_bytes": nbytes, "clat_ns": {} if p99_ns is None else {"percentile": {"99.000000": p99_ns}}}
 
 
-def report(read: dict[str, Any], write: dict[str, Any]) -> str:
-    """What fio prints after running for two seconds at 2% user and 3% system time."""
-    job = {"job_runtime": 2000, "usr_cpu": 2.0, "sys_cpu": 3.0, "read": read, "write": write}
-    return json.dumps({"fio version": "fio-3.33", "jobs": [job]})
+def test_what_fio_measured_is_given_in_the_units_of_the_benches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", answering(tmp_path, direction(8 * fio.GIB, p99_ns=2_500_000), direction()))
+
+    assert fio.run(JOB) == {RATE: 4.0, CPU: pytest.approx(0.1 / 8), P99: 2.5}
 
 
-def test_a_read_job_is_read_from_fios_json() -> None:
-    numbers = fio.parse(report(direction(8 * fio.GIB, p99_ns=2_500_000), direction()))
+def test_a_mixed_job_counts_both_directions_and_the_slower_ones_latency(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    both = direction(2 * fio.GIB, 1_000_000), direction(2 * fio.GIB, 3_000_000)
+    monkeypatch.setenv("PATH", answering(tmp_path, *both))
 
-    assert numbers == {RATE: 4.0, CPU: pytest.approx(0.1 / 8), P99: 2.5}
+    numbers = fio.run(JOB)
 
-
-def test_a_mixed_job_counts_both_directions_and_the_slower_ones_latency() -> None:
-    numbers = fio.parse(report(direction(2 * fio.GIB, 1_000_000), direction(2 * fio.GIB, 3_000_000)))
-
-    assert numbers[RATE] == 2.0
-    assert numbers[P99] == 3.0
-
-
-def test_warnings_before_fios_json_are_passed_over() -> None:
-    warned = "fio: this platform does not support everything\n" + report(direction(fio.GIB, 1), direction())
-
-    assert fio.parse(warned)[RATE] == 0.5
+    assert (numbers[RATE], numbers[P99]) == (2.0, 3.0)
 
 
 @pytest.mark.parametrize("block", VS_FIO.BLOCKS)
@@ -88,10 +94,6 @@ def test_fio_keeps_the_same_bytes_in_flight_at_every_block_size(block: int) -> N
     depth = next(int(each.split("=")[1]) for each in arguments if each.startswith("--iodepth="))
     assert f"--bs={block}" in arguments
     assert depth * block == JOB.inflight_bytes
-
-
-def test_fio_fills_no_buffers_while_it_is_measured() -> None:
-    assert {"--refill_buffers=0", "--scramble_buffers=0"} <= set(JOB.command())
 
 
 def test_the_fastest_setting_is_the_one_with_the_best_median_not_the_luckiest_run() -> None:
@@ -122,9 +124,8 @@ def test_a_failing_fio_is_unavailable_in_its_own_words(monkeypatch: pytest.Monke
 
 
 def test_fio_is_told_to_use_huge_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    answer = report(direction(fio.GIB, 1), direction())
-    program(tmp_path / "fio", f"import os\nif 'hugetlb=1' in os.environ['GLIBC_TUNABLES']: print({answer!r})")
-    monkeypatch.setenv("PATH", str(tmp_path))
+    told = "'hugetlb=1' in os.environ['GLIBC_TUNABLES']"
+    monkeypatch.setenv("PATH", answering(tmp_path, direction(fio.GIB, 1), direction(), condition=told))
 
     assert fio.run(JOB)[RATE] == 0.5
 
@@ -137,62 +138,6 @@ def program(path: Path, source: str) -> None:
 
 
 # --- deepnvme beside fio -----------------------------------------------------------------------------------------
-
-
-def test_mixed_operations_alternate_and_each_direction_goes_through_the_file_on_its_own() -> None:
-    course = VS_FIO.transfers(Workload.MIXED, file_bytes=4, operation_bytes=2)
-
-    assert list(islice(course, 6)) == [(False, 0), (True, 0), (False, 2), (True, 2), (False, 0), (True, 0)]
-
-
-@pytest.mark.parametrize(("workload", "writes"), [(Workload.READ, False), (Workload.OVERWRITE, True)])
-def test_unmixed_workloads_only_read_or_only_write(workload: Workload, writes: bool) -> None:
-    assert {each for each, _ in islice(VS_FIO.transfers(workload, 4, 1), 9)} == {writes}
-
-
-@given(operation=st.integers(1, 50), more=st.integers(0, 200), workload=st.sampled_from(Workload))
-def test_no_operation_reaches_over_the_end_of_the_file(operation: int, more: int, workload: Workload) -> None:
-    course = VS_FIO.transfers(workload, operation + more, operation)
-
-    assert all(0 <= offset <= more for _, offset in islice(course, 100))
-
-
-class Drive:
-    """Stands for a drive: an operation takes as long as somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.under_way: list[memoryview] = []
-        self.most = 0
-
-    def start(self, buffer: memoryview) -> Future[int]:
-        assert buffer not in self.under_way, "the buffer is still in use"
-        self.under_way.append(buffer)
-        self.most = max(self.most, len(self.under_way))
-        drive = self
-
-        class Operation(Future[int]):
-            def result(self, timeout: float | None = None) -> int:
-                drive.under_way.remove(buffer)
-                drive.now += 1.0
-                return buffer.nbytes
-
-        return Operation()
-
-    def starts(self) -> Iterator[Callable[[memoryview], Future[int]]]:
-        while True:
-            yield self.start
-
-
-def test_every_buffer_has_an_operation_pending_until_the_time_is_up_and_all_are_waited_for() -> None:
-    drive = Drive()
-    buffers = [memoryview(bytes([number]) * 10) for number in range(3)]
-
-    moved = VS_FIO.keep_pending(drive.starts(), buffers, seconds=5.0, clock=lambda: drive.now)
-
-    assert drive.most == 3
-    assert drive.under_way == []
-    assert moved == (4 + 3) * 10  # four ended within the time and were followed by another, three were left
 
 
 @pytest.mark.parametrize("memory", VS_FIO.Memory)

@@ -10,9 +10,9 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,12 @@ from hypothesis import strategies as st
 
 from deepnvme import UserMemory
 from deepnvme.cli import bench, doctor, fio, scratch, tune
-from deepnvme.cli.findings import Finding, Severity, about_directory, about_system
 from deepnvme.cli.main import main
-from deepnvme.cli.sizes import format_bytes, parse_size
 from deepnvme.cli.tune import Rates, choose_memory, choose_sizes
 from deepnvme.measure import MIB, Load, Measured, Workload, cut, in_turn, keep_pending, pending_for, transfers
-from deepnvme.probing import DirectoryProbe, Drive, Memlock, Refusal, RefusalKind, SystemProbe, UringProbe
+from deepnvme.probing import DirectoryProbe, Memlock, SystemProbe
 from deepnvme.profile import Settings, drive_key, read_profile, write_profile
+from deepnvme.sizes import format_bytes, parse_size
 from support.machines import good_directory, good_machine
 
 PIECE = scratch.PIECE_BYTES
@@ -53,90 +52,11 @@ def drive(tmp_path: Path) -> Path:
     return folder
 
 
-# --- doctor: findings --------------------------------------------------------------------------------------------
+# --- doctor ------------------------------------------------------------------------------------------------------
 
 
 def good_system() -> SystemProbe:
     return good_machine().storage
-
-
-def the_finding(found: Iterator[Finding]) -> Finding:
-    [finding] = found
-    assert finding.what
-    assert finding.remedy
-    return finding
-
-
-def test_nothing_is_said_about_a_good_system_and_a_good_directory() -> None:
-    assert list(about_system(good_system(), "x86_64")) == []
-    assert list(about_directory(good_directory())) == []
-
-
-def test_a_refused_io_uring_is_weak_and_names_what_is_used_instead() -> None:
-    refusal = Refusal(kind=RefusalKind.SYSCTL, cause="switched off", advice="switch it on")
-    refused = UringProbe(
-        available=False, errno_name="EPERM", refusal=refusal, features=0, defer_taskrun=False, opcodes=()
-    )
-
-    finding = the_finding(about_system(replace(good_system(), uring=refused), "x86_64"))
-
-    assert (finding.severity, finding.subject) == (Severity.WEAK, "io_uring")
-    assert "(EPERM): switched off; liburing is used instead" in finding.what
-    assert finding.remedy == "switch it on"
-
-
-@pytest.mark.parametrize(
-    ("changed", "subject"),
-    [
-        ({"uring": replace(good_system().uring, defer_taskrun=False)}, "kernel"),
-        ({"liburing": replace(good_system().liburing, usable=False, reason="not installed")}, "python-liburing"),
-        ({"memlock": Memlock(soft_bytes=8 * MIB, hard_bytes=8 * MIB, exempt=False)}, "memlock"),
-        ({"huge_pages": "never"}, "huge pages"),
-    ],
-)
-def test_a_weak_point_of_the_system_is_found(changed: dict[str, Any], subject: str) -> None:
-    finding = the_finding(about_system(replace(good_system(), **changed), "x86_64"))
-
-    assert (finding.severity, finding.subject) == (Severity.WEAK, subject)
-
-
-@pytest.mark.parametrize(
-    ("changed", "architecture"),
-    [
-        ({"liburing": replace(good_system().liburing, usable=False, reason="not installed")}, "aarch64"),
-        ({"memlock": Memlock(soft_bytes=8 * MIB, hard_bytes=8 * MIB, exempt=True)}, "x86_64"),
-        ({"memlock": Memlock(soft_bytes=1 << 30, hard_bytes=1 << 30, exempt=False)}, "x86_64"),
-        ({"huge_pages": None}, "x86_64"),
-    ],
-)
-def test_what_costs_nothing_is_no_finding(changed: dict[str, Any], architecture: str) -> None:
-    assert list(about_system(replace(good_system(), **changed), architecture)) == []
-
-
-@pytest.mark.parametrize(
-    ("changed", "severity", "said"),
-    [
-        ({"plain_errno": "EACCES"}, Severity.BLOCKER, "may not write here (EACCES)"),
-        ({"plain_errno": "EROFS"}, Severity.BLOCKER, "mounted read-only (EROFS)"),
-        ({"plain_errno": "ENOTDIR"}, Severity.BLOCKER, "not a directory (ENOTDIR)"),
-        ({"plain_errno": "ENOENT", "total_bytes": None}, Severity.BLOCKER, "no such directory (ENOENT)"),
-        ({"plain_errno": "EIO"}, Severity.BLOCKER, "no file can be written here (EIO)"),
-        ({"free_bytes": 0}, Severity.BLOCKER, "no space is left (ENOSPC)"),
-        ({"in_memory": True, "file_system": "tmpfs"}, Severity.WEAK, "tmpfs is host memory"),
-        ({"direct_errno": "EINVAL"}, Severity.WEAK, "refuses O_DIRECT (EINVAL)"),
-        ({"drive": Drive(name="sda", model=None, rotational=True)}, Severity.WEAK, "sda is a rotating drive"),
-        ({"drive": Drive(name="vda", model=None, rotational=True)}, Severity.NOTE, "virtual drives often do"),
-        ({"discard": True}, Severity.NOTE, "mounted with 'discard'"),
-    ],
-)
-def test_a_point_about_a_directory_is_found(changed: dict[str, Any], severity: Severity, said: str) -> None:
-    finding = the_finding(about_directory(replace(good_directory(), **changed)))
-
-    assert (finding.severity, finding.subject) == (severity, "/mnt/a")
-    assert said in finding.what
-
-
-# --- doctor: output ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -216,11 +136,14 @@ def test_json_holds_facts_settings_and_findings(on: Any) -> None:
 
     report = json.loads(output)
     assert status == 0
-    assert set(report) == {"schema", "works", "findings", "system", "directories"}
+    assert set(report) == {"schema", "version", "works", "findings", "system", "directories"}
     assert report["works"] is True
     assert report["system"]["backend"] == "liburing"
     assert report["directories"][0]["settings"]["user_memory"] == "zero_copy"
-    assert [(finding["severity"], finding["subject"]) for finding in report["findings"]] == [("note", "/mnt/a")]
+    assert (report["schema"], report["version"]) == (2, metadata.version("infinity-engine"))
+    [finding] = report["findings"]
+    assert set(finding) == {"id", "severity", "subject", "what", "remedy"}
+    assert (finding["id"], finding["severity"], finding["subject"]) == ("mounted-with-discard", "note", "/mnt/a")
 
 
 @pytest.mark.parametrize("columns", [60, 100, 140])
@@ -233,6 +156,39 @@ def test_words_stay_whole_at_any_usual_width(columns: int, on: Any) -> None:
 
     assert max(map(len, narrow.splitlines())) <= columns
     assert sorted(narrow.split()) == sorted(wide.split())
+
+
+def test_a_current_directory_that_nobody_named_and_nobody_can_write_is_no_blocker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir("/proc")
+
+    by_default = main(["doctor"]), capsys.readouterr().out
+    by_name = main(["doctor", "."]), capsys.readouterr().out
+
+    assert (by_default[0], by_name[0]) == (0, 1)
+    assert "WEAK     /proc: " in by_default[1]
+    assert "-> name the directory that is to hold the data" in by_default[1]
+    assert "BLOCKER  /proc: " in by_name[1]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_a_directory_without_a_text_name_is_reported(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    directory = tmp_path / os.fsdecode(b"n\xffme")
+    directory.mkdir()
+
+    output, errors = deepnvme("doctor", *arguments, directory, COLUMNS="500").communicate(timeout=120)
+
+    assert errors == ""
+    assert "n\\udcffme" in output
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"deepnvme {metadata.version('infinity-engine')}\n"
 
 
 def test_doctor_looks_at_this_machine(drive: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,6 +283,13 @@ def test_a_size_is_read(text: str, nbytes: int) -> None:
     ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB"), (1 << 50, "1024 TiB")]
 )
 def test_a_size_is_shown(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [((1 << 20) - 1, "1 MiB"), ((1 << 30) - 1, "1 GiB"), (1 << 55, "32768 TiB")]
+)
+def test_a_size_that_rounds_up_to_the_next_unit_is_shown_in_it(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
 
 
@@ -477,6 +440,13 @@ def test_fios_report_is_read() -> None:
 
     assert measured == Measured(nbytes=4 << 30, seconds=2.0, cpu_s=0.5, p50_us=2000.0, p99_us=5000.0)
     assert (measured.bytes_per_s, measured.cpu_s_per_gib) == (2 << 30, 0.125)
+
+
+def test_a_report_that_repeats_a_name_which_is_no_text_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = json.dumps({**FIO_REPORT, "filename": "n?me"}).replace("?", "\\377")
+    monkeypatch.setenv("PATH", fake_fio(tmp_path / "bin", f"printf '{report}'"))
+
+    assert fio.run(JOB).nbytes == 4 << 30
 
 
 def run_bench(drive: Path, monkeypatch: pytest.MonkeyPatch, path: str, *arguments: str) -> int:

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ import pytest
 from infinity_engine.cli import doctor
 from infinity_engine.cli.main import main
 from infinity_engine.machine import survey as survey_module
-from infinity_engine.machine.gpus import Gpus
 from infinity_engine.machine.memory import CgroupMemory
 from infinity_engine.machine.survey import Machine
 from infinity_engine.machine.system import System
 from infinity_engine.units import GiB
 from support.doctor import run_doctor
-from support.machines import good_directory, good_gpu, good_machine
+from support.machines import good_directory, good_gpu, good_gpus, good_machine, no_gpus
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_the_facts_about_this_machine_agree_with_other_readings(tmp_path: Path) 
     run = run_doctor("--json", tmp_path)
 
     machine = run.machine
-    assert run.report["schema"] == 1
+    assert run.report["schema"] == 2
     assert machine["system"]["release"] == os.uname().release
     assert machine["cpu"]["usable_cores"] == len(os.sched_getaffinity(0))
     assert machine["memory"]["total_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -88,7 +88,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     run = run_doctor("--json", tmp_path, import_first=tmp_path)
 
     assert "torch was imported" not in run.stderr
-    assert run.report["schema"] == 1
+    assert run.report["schema"] == 2
 
 
 def test_a_machine_without_findings_can_run(on: Any) -> None:
@@ -103,13 +103,13 @@ def test_every_group_of_facts_is_shown(on: Any) -> None:
     _, output = on(good_machine())
 
     titles = [line for line in output.splitlines() if line and not line.startswith(" ")]
-    assert titles[:-1] == ["System", "CPU", "Memory", "GPU 0", "Drive under /mnt/a", "I/O", "Packages"]
+    assert titles[:-1] == ["System", "CPU", "Memory", "GPUs", "GPU 0", "Drive under /mnt/a", "I/O", "Packages"]
     for fact in ("Imaginary 9000", "64 GiB", "Imaginary GPU", "xfs", "Imaginary SSD 990", "madvise", "2.13.0+cu130"):
         assert fact in output
 
 
 def test_weak_points_are_shown_with_their_remedies_and_counted(on: Any) -> None:
-    machine = replace(good_machine(), gpus=Gpus(devices=(), driver=None, reason="no NVIDIA driver"))
+    machine = replace(good_machine(), gpus=no_gpus("no NVIDIA driver"))
     machine = replace(machine, storage=replace(machine.storage, huge_pages="never"))
 
     status, output = on(machine)
@@ -135,7 +135,7 @@ def test_words_stay_whole_at_any_usual_width(columns: int, on: Any) -> None:
     machine = replace(
         good_machine(),
         memory=replace(good_machine().memory, usable_bytes=2 * GiB, cgroup=cgroup),
-        gpus=Gpus(devices=(good_gpu(), good_gpu()), driver="570.86.15", reason=None),
+        gpus=good_gpus(good_gpu(), good_gpu()),
         directories=(replace(good_directory(), plain_errno="EROFS"),),
     )
 
@@ -153,9 +153,48 @@ def test_json_is_one_object_that_holds_facts_and_findings(on: Any) -> None:
 
     report = json.loads(output)
     assert status == 0
-    assert set(report) == {"schema", "can_run", "findings", "machine"}
+    assert set(report) == {"schema", "version", "can_run", "findings", "machine"}
     assert report["machine"]["gpus"]["devices"][0]["link"]["max_generation"] == 4
-    assert [(finding["severity"], finding["subject"]) for finding in report["findings"]] == [("note", "/mnt/a")]
+    assert report["version"] == metadata.version("infinity-engine")
+    [finding] = report["findings"]
+    assert set(finding) == {"id", "severity", "subject", "what", "remedy"}
+    assert (finding["id"], finding["severity"], finding["subject"]) == ("mounted-with-discard", "note", "/mnt/a")
+
+
+def test_a_backend_that_the_environment_asks_for_is_shown(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPNVME_BACKEND", "aio")
+
+    _, output = on(good_machine())
+
+    assert "liburing; DEEPNVME_BACKEND asks for aio" in output
+
+
+def test_the_driver_and_what_the_environment_shows_of_the_gpus_are_shown(on: Any) -> None:
+    gpus = replace(good_gpus(good_gpu(), good_gpu()), visible_devices="1", visible_count=1)
+
+    _, output = on(replace(good_machine(), gpus=gpus))
+
+    assert "570.86.15, for CUDA up to 13.0" in output
+    assert "1 of 2 (CUDA_VISIBLE_DEVICES=1)" in output
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"infinity {metadata.version('infinity-engine')}\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_a_directory_without_a_text_name_is_reported(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    directory = tmp_path / os.fsdecode(b"n\xffme")
+    directory.mkdir()
+
+    run = run_doctor(*arguments, directory, environment={"COLUMNS": "500"})
+
+    assert run.stderr == ""
+    assert "n\\udcffme" in run.stdout
 
 
 def test_a_fact_that_looks_like_markup_is_shown_as_it_is(on: Any) -> None:

@@ -70,6 +70,16 @@ def test_version_2_limits_the_process_by_its_own_group(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["a\x0bb", "a\x0cb", "a\u2028b"])
+def test_a_group_may_have_any_characters_in_its_name(name: str, tmp_path: Path) -> None:
+    roots = version_2(tmp_path, f"/{name}", {f"{name}/memory.max": str(3 * GiB)})
+
+    limit = probe_cgroup_memory(roots)
+
+    assert limit is not None
+    assert limit.directory == str(tmp_path / "unified" / name)
+
+
 def test_version_2_writes_no_limit_as_max(tmp_path: Path) -> None:
     roots = version_2(tmp_path, "/job", {"job/memory.max": "max\n", "job/memory.high": "max\n"})
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infinity_engine.machine.cpu import probe_cpu, probe_simd
-from infinity_engine.machine.gpus import Gpu, PcieLink, probe_gpus
+from infinity_engine.machine.gpus import Gpu, PcieLink, count_visible, probe_gpus
 from infinity_engine.machine.memory import probe_memory
 from infinity_engine.machine.packages import TorchBuild, is_torch_new_enough, probe_packages
 from infinity_engine.machine.system import probe_system
@@ -108,7 +108,7 @@ def test_gpus_are_read_through_the_drivers_library(tmp_path: Path) -> None:
 
     gpus = probe_gpus([str(tmp_path / "missing.so"), str(library)], roots)
 
-    assert (gpus.driver, gpus.reason, len(gpus.devices)) == ("570.86.15", None, 2)
+    assert (gpus.driver, gpus.cuda, gpus.reason, len(gpus.devices)) == ("570.86.15", "12.8", None, 2)
     assert gpus.devices[1] == Gpu(
         name="Imaginary GPU 1",
         total_bytes=24 * GiB,
@@ -117,6 +117,49 @@ def test_gpus_are_read_through_the_drivers_library(tmp_path: Path) -> None:
         numa_node=1,
         link=PcieLink(generation=1, max_generation=4, width=8, max_width=16),
     )
+
+
+@needs_compiler
+@pytest.mark.parametrize("said", [None, "", "1", "0,1"])
+def test_gpus_that_the_environment_hides_are_listed_and_counted_as_hidden(
+    said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if said is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
+
+    gpus = probe_gpus([str(fake_nvml.compile_nvml(tmp_path))])
+
+    assert len(gpus.devices) == 2
+    assert (gpus.visible_devices, gpus.visible_count) == (said, count_visible(said, 2))
+
+
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("2", 1),
+        ("3,0", 2),
+        (" 0, 1 ", 2),
+        ("0,4,1", 1),
+        ("0,-1,1", 1),
+        ("GPU-8932f937,GPU-1", 2),
+        ("MIG-1f2e", 1),
+        ("0,1,2,3,0", 4),
+    ],
+)
+def test_cuda_offers_what_the_list_names_up_to_the_first_entry_that_is_no_gpu(said: str | None, count: int) -> None:
+    assert count_visible(said, 4) == count
+
+
+@needs_compiler
+def test_a_driver_that_does_not_tell_its_cuda_still_has_gpus(tmp_path: Path) -> None:
+    gpus = probe_gpus([str(fake_nvml.compile_nvml(tmp_path, "CUDA_STATUS=3"))])
+
+    assert (gpus.cuda, len(gpus.devices)) == (None, 2)
 
 
 @needs_compiler

@@ -8,11 +8,14 @@ import os
 import resource
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepnvme import _native
+from deepnvme.backends import choose_backend
 from deepnvme.probing import (
     Backend,
     Drive,
@@ -20,6 +23,7 @@ from deepnvme.probing import (
     ProcessLimits,
     RefusalKind,
     best_backend,
+    drive_directory,
     find_liburing,
     find_mount,
     judge_liburing,
@@ -43,8 +47,9 @@ AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
     ("error", "limits", "kind"),
     [
         (errno.ENOSYS, replace(FREE, kernel_release="5.0.21"), RefusalKind.OLD_KERNEL),
+        (errno.ENOSYS, replace(FREE, kernel_release="5.12.19"), RefusalKind.OLD_KERNEL),
         (errno.ENOSYS, replace(FILTERED, kernel_release="4.4.0"), RefusalKind.OLD_KERNEL),
-        (errno.ENOSYS, replace(FREE, kernel_release="5.1.0"), RefusalKind.SANDBOX),
+        (errno.ENOSYS, replace(FREE, kernel_release="5.13.0"), RefusalKind.SANDBOX),
         (errno.ENOSYS, FREE, RefusalKind.SANDBOX),
         (errno.ENOSYS, FILTERED, RefusalKind.SECCOMP),
         (errno.EPERM, FILTERED, RefusalKind.SECCOMP),
@@ -100,6 +105,33 @@ def test_the_best_backend_is_the_first_of_the_chain_that_works(
     uring: bool, liburing: bool, aio: bool, best: Backend
 ) -> None:
     assert best_backend(uring=uring, liburing=liburing, aio=aio) is best
+
+
+@pytest.mark.parametrize(
+    ("release", "features", "available"), [("5.10.0", 0x3FF, False), ("5.12.19", 0x3FF, False), ("5.13.0", 0x7FF, True)]
+)
+def test_a_ring_that_no_queue_can_use_is_not_the_best_backend_and_the_kernel_is_called_too_old(
+    release: str, features: int, available: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = SimpleNamespace(error=0, features=features, defer_taskrun=False, opcodes=[])
+    monkeypatch.setattr(_native, "probe_uring", lambda: ring)
+
+    found = probe_system(fake_roots(tmp_path, proc={"sys/kernel/osrelease": f"{release}\n"}))
+
+    assert found.uring.available is available
+    assert (found.backend is Backend.URING) is available
+    if not available:
+        assert found.uring.errno_name == "ENOSYS"
+        assert found.uring.refusal is not None
+        assert found.uring.refusal.kind is RefusalKind.OLD_KERNEL
+        assert f"Linux {release} is older than 5.13" in found.uring.refusal.cause
+
+
+@pytest.mark.filterwarnings("ignore::deepnvme.BackendFallbackWarning")
+def test_the_best_backend_is_the_one_that_a_queue_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEEPNVME_BACKEND", raising=False)
+
+    assert choose_backend("auto", None) == probe_system().backend.value
 
 
 @pytest.mark.parametrize("version", ["2026.3.25", "2026.3.30", "2026.10.1", "2027.1.1"])
@@ -207,6 +239,20 @@ def test_a_mount_is_read_with_its_escapes_undone_and_both_kinds_of_options(tmp_p
     )
 
 
+@pytest.mark.parametrize("name", [b"n\xffme", b"a\x0bb", b"a\x0cb", "a\u2028b\x85c".encode()])
+def test_a_mount_point_may_have_any_bytes_in_its_name(name: bytes, tmp_path: Path) -> None:
+    point = f"/mnt/{os.fsdecode(name)}"
+    roots = fake_roots(tmp_path)
+    (roots.proc / "self").mkdir(parents=True)
+    lines = mount_line("/", "ext4") + mount_line(point, "xfs")
+    (roots.proc / "self/mountinfo").write_bytes(os.fsencode(lines))
+
+    mount = find_mount(read_mounts(roots), f"{point}/folder")
+
+    assert mount is not None
+    assert (mount.mount_point, mount.file_system) == (point, "xfs")
+
+
 def mounts_at(*mount_points: str) -> tuple[Mount, ...]:
     return tuple(
         Mount(device="0:1", root="/", mount_point=point, file_system="ext4", source=str(n), options=frozenset())
@@ -266,6 +312,15 @@ def test_a_file_system_that_numbers_itself_leads_to_its_source(tmp_path: Path) -
 
     assert drive is not None
     assert drive.rotational
+
+
+def test_a_source_that_is_no_block_device_leads_to_no_drive(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.touch()
+    roots = fake_roots(tmp_path, sys={"dev/block/0:0/queue/rotational": "1\n"})
+    mount = replace(mounts_at("/")[0], device="0:55", source=str(source))
+
+    assert drive_directory(mount, roots) is None
 
 
 def test_a_network_file_system_is_on_no_drive(tmp_path: Path) -> None:
@@ -347,10 +402,14 @@ def test_the_memlock_limit_is_the_processs_own_and_can_be_none(
     assert (memlock.soft_bytes, memlock.hard_bytes) == shown
 
 
-def test_all_answers_turn_into_json(tmp_path: Path) -> None:
-    text = json.dumps([asdict(probe_system()), asdict(probe_directory(tmp_path))])
+@pytest.mark.parametrize("name", [b"plain", b"n\xffme", "n\u00e4me".encode()])
+def test_all_answers_turn_into_json(name: bytes, tmp_path: Path) -> None:
+    directory = tmp_path / os.fsdecode(name)
+    directory.mkdir()
 
-    assert json.loads(text)[1]["path"] == str(tmp_path)
+    text = json.dumps([asdict(probe_system()), asdict(probe_directory(directory))])
+
+    assert json.loads(text.encode())[1]["path"] == str(directory)
 
 
 def test_an_available_ring_has_no_refusal_and_an_unavailable_one_has() -> None:

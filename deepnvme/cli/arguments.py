@@ -1,0 +1,28 @@
+"""What the arguments of the `deepnvme` commands stand for: argparse's `type=` functions, which refuse in its words."""
+
+from __future__ import annotations
+
+import argparse
+
+from deepnvme.sizes import parse_size
+
+__all__ = ["seconds_argument", "size_argument"]
+
+
+def size_argument(text: str) -> int:
+    """Return the bytes that `text`, such as "512MiB", stands for."""
+    try:
+        return parse_size(text)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+
+
+def seconds_argument(text: str) -> float:
+    """Return a time between a tenth of a second and an hour."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"expected 0.1 to 3600 seconds, got {text!r}")
+    return seconds

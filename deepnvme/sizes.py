@@ -1,0 +1,32 @@
+"""Sizes in bytes as people write and read them: "1GiB" is 1073741824. A leaf: works without the native module."""
+
+from __future__ import annotations
+
+import re
+from types import MappingProxyType
+
+__all__ = ["format_bytes", "parse_size"]
+
+_UNITS = MappingProxyType({"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1})
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `text`, such as "512MiB", stands for.
+
+    Raises:
+        ValueError: it is not a whole number and one of the units.
+    """
+    parts = re.fullmatch(r"([0-9]{1,15}) ?([KMGT]iB|B)", text)
+    if parts is None:
+        raise ValueError(f"expected a whole number and one of {', '.join(_UNITS)}; got {text!r}")
+    return int(parts[1]) * _UNITS[parts[2]]
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return `nbytes` as short text, such as "1.5 GiB"."""
+    amount, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if round(amount, 2) < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{round(amount, 2):g} {unit}"
