@@ -24,15 +24,23 @@ class Memory:
     nbytes: int
     holder: object
 
+    def part(self, start: int, nbytes: int) -> Memory:
+        """Return `nbytes` of it from `start`."""
+        if not 0 <= start <= start + nbytes <= self.nbytes:
+            raise ValueError(f"bytes {start} to {start + nbytes} are not within {self.nbytes} bytes of memory")
+        return Memory(self.address + start, nbytes, self.holder)
+
 
 def memory_of(thing: Any, *, writable: bool) -> Memory:
-    """Return the memory that `thing` exposes, to be written to if `writable`.
+    """Return the memory that `thing` exposes, to be written to if `writable`; a Memory as it is.
 
     Raises:
         TypeError: it exposes none, or memory that is not the host's.
         ValueError: it is not contiguous.
         BufferError: it is read-only and `writable` was asked.
     """
+    if isinstance(thing, Memory):
+        return thing
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
         return _of_tensor(thing, torch)
