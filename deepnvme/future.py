@@ -18,7 +18,7 @@ from deepnvme import _native
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["IOFuture", "Waiter"]
+__all__ = ["IOFuture", "Waiter", "awaited"]
 
 _T = TypeVar("_T")
 # Python runs signal handlers only between calls: so long may Ctrl-C take to end a wait.
@@ -60,11 +60,7 @@ class IOFuture(concurrent.futures.Future[_T]):
 
     def __await__(self) -> Generator[Any, None, _T]:
         """Wait on the running event loop."""
-        import asyncio  # costs a third of importing this package, and whoever awaits has it
-
-        waiting = asyncio.wrap_future(self)
-        waiting.add_done_callback(_look_at)
-        return asyncio.shield(waiting).__await__()
+        return awaited(self)
 
     def _wait(self, timeout: float | None) -> float | None:
         """Wait for the operation; return what is left of the time. The future may be completed a little later."""
@@ -95,6 +91,15 @@ class IOFuture(concurrent.futures.Future[_T]):
         self._condition = threading.Condition()
         if not self.done():
             self.set_exception(error)
+
+
+def awaited(future: concurrent.futures.Future[_T]) -> Generator[Any, None, _T]:
+    """Wait for a future on the running event loop. Cancelling the wait leaves the operation running."""
+    import asyncio  # costs a third of importing this package, and whoever awaits has it
+
+    waiting = asyncio.wrap_future(future)
+    waiting.add_done_callback(_look_at)
+    return asyncio.shield(waiting).__await__()
 
 
 def _look_at(ended: asyncio.Future[Any]) -> None:

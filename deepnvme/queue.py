@@ -368,6 +368,12 @@ class Batch:
             raise BatchError(errors)
         return sum(future.result() for future in futures)
 
+    def drain(self) -> None:
+        """Wait for all, however they end, and forget them: memory is free again, and errors are not of interest."""
+        for future in self.futures:
+            _end_of(future)
+        self.futures.clear()
+
     def __enter__(self) -> Batch:
         """Return itself."""
         return self
@@ -378,9 +384,8 @@ class Batch:
         """Wait for all, also when the body raised: memory is not let go while a drive may use it."""
         if kind is None:
             self.wait()
-            return
-        for future in self.futures:
-            _end_of(future)
+        else:
+            self.drain()
 
 
 def _end_of(future: IOFuture[int]) -> BaseException | None:

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include "crc32c_bindings.hpp"
 #include "deepnvme/probe.hpp"
 #include "queue_bindings.hpp"
 
@@ -41,4 +42,5 @@ PYBIND11_MODULE(_native, module) {
     module.doc() = "The storage core of deepnvme, in C++.";
     bind_probe(module);
     bind_queue(module);
+    bind_crc32c(module);
 }

@@ -45,8 +45,8 @@ struct UnlessForked {
     }
 };
 
-// `verb` and `at_end` arrive as plain numbers: what an enum.Enum costs to convert, twice for each operation, is
-// more than the rest of this call. Python's IntEnum members are such numbers.
+// `verb` and `at_end` arrive as plain numbers: what an enum.Enum costs to convert, twice for each operation,
+// is more than the rest of this call. Python's IntEnum members are such numbers.
 Operation operation_of(std::uint64_t id, int verb, std::shared_ptr<OpenFile> file, std::uintptr_t address,
                        std::uint64_t length, std::uint64_t offset, int at_end,
                        std::shared_ptr<Ticket> ticket) {

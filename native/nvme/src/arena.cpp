@@ -26,7 +26,8 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
 
 }  // namespace
 
-Arena::Arena(std::size_t nbytes, std::optional<unsigned> numa_node) : size_(round_up(nbytes, page)), owner_(::getpid()) {
+Arena::Arena(std::size_t nbytes, std::optional<unsigned> numa_node)
+    : size_(round_up(nbytes, page)), owner_(::getpid()) {
     if (nbytes == 0 || nbytes > max_bytes) {
         throw std::invalid_argument("an arena holds 1 to " + std::to_string(max_bytes) +
                                     " bytes, asked: " + std::to_string(nbytes));
@@ -67,8 +68,8 @@ void Arena::bind_to(unsigned node) {
     const bool countable = node < nodes.size() * bits_per_word;
     if (countable) nodes[node / bits_per_word] = std::uint64_t{1} << (node % bits_per_word);
     // The kernel reads one bit less than it is told.
-    if (!countable || ::syscall(SYS_mbind, data_, size_, prefer, nodes.data(),
-                                nodes.size() * bits_per_word + 1, 0) != 0) {
+    if (!countable ||
+        ::syscall(SYS_mbind, data_, size_, prefer, nodes.data(), nodes.size() * bits_per_word + 1, 0) != 0) {
         throw std::invalid_argument("memory cannot be placed on NUMA node " + std::to_string(node) + ": " +
                                     std::generic_category().message(countable ? errno : EINVAL));
     }

@@ -31,9 +31,6 @@ constexpr std::array<std::uint32_t, 4> setup_ladder = {
 // Linux 5.13: from then on buffers can be registered while the wake-up's read is in flight.
 constexpr std::uint32_t required_feature = uring::feature_rsrc_tags;
 
-// From this many requests under way, completions are taken several at a time.
-constexpr unsigned busy_depth = 8;
-
 class RingBackend final : public Backend {
   public:
     RingBackend(UringFunctions functions, unsigned depth)
@@ -153,17 +150,11 @@ class RingBackend final : public Backend {
         ++unsubmitted_;
     }
 
-    // How many completions a blocked call waits for. Being woken for each one costs more than handling it,
-    // and a quarter of what is in flight leaves the drive busy enough meanwhile.
-    [[nodiscard]] unsigned worth_waking_for() const noexcept {
-        return pending_ >= busy_depth ? pending_ / 4 : 1;
-    }
-
     // Submits what was added and, with `blocks`, waits for a completion. False when the kernel had no room
     // for all: completions have to be taken before it is tried again.
     [[nodiscard]] bool enter(bool blocks) {
         while (blocks || unsubmitted_ > 0) {
-            const int result = functions_.submit_and_wait(&ring_, blocks ? worth_waking_for() : 0);
+            const int result = functions_.submit_and_wait(&ring_, blocks ? 1 : 0);
             if (result == -EINTR) continue;
             if (result == -EAGAIN || result == -EBUSY) return false;
             if (result < 0) throw_error(-result, "io_uring_enter");

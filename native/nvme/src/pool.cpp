@@ -43,8 +43,7 @@ std::shared_ptr<Pool> Pool::make(std::size_t nbytes, std::optional<unsigned> num
 Pool::Pool(std::size_t nbytes, std::optional<unsigned> numa_node) {
     if (nbytes == 0) throw std::invalid_argument("a pool needs at least one byte");
     while (capacity_ < nbytes) {
-        arenas_.push_back(
-            std::make_shared<Arena>(std::min(nbytes - capacity_, Arena::max_bytes), numa_node));
+        arenas_.push_back(std::make_shared<Arena>(std::min(nbytes - capacity_, Arena::max_bytes), numa_node));
         capacity_ += arenas_.back()->size();
         free_.push_back({{0, arenas_.back()->size()}});
     }

@@ -110,8 +110,9 @@ Drive& Queue::drive_for(dev_t device, const DriveOptions& options) {
         try {
             const bool first_fits = first_backend_ && first_backend_->capacity() >= depth_for(options);
             auto backend = first_fits ? std::move(first_backend_) : backend_for(options_, options);
-            drive = std::make_unique<Drive>(std::move(backend), options,
-                                            [this](std::vector<Outcome> outcomes) { ended(std::move(outcomes)); });
+            drive = std::make_unique<Drive>(
+                std::move(backend), options,
+                [this](std::vector<Outcome> outcomes) { ended(std::move(outcomes)); });
         } catch (...) {
             drives_.erase(device);
             throw;
@@ -144,9 +145,8 @@ void Queue::tell_drives_of_arenas() {
 std::vector<Outcome> Queue::wait_ended() {
     std::unique_lock lock(mutex_);
     // What a woken waiter is about to take is not waited for here.
-    news_.wait(lock, [this] {
-        return !handed_back_.empty() || (!ended_.empty() && coming_ == 0) || drained_;
-    });
+    news_.wait(lock,
+               [this] { return !handed_back_.empty() || (!ended_.empty() && coming_ == 0) || drained_; });
     std::vector<Outcome> taken = std::exchange(ended_, {});
     std::move(handed_back_.begin(), handed_back_.end(), std::back_inserter(taken));
     handed_back_.clear();

@@ -52,8 +52,10 @@ class Queue {
     // once the queue is closed and everything was returned.
     [[nodiscard]] std::vector<Outcome> wait_ended();
     // Blocks until that operation has ended and returns whatever has ended and nobody took yet, itself among
-    // it or not; nothing when the time is up. Saves a thread's wake-up per operation: see docs/decisions/0003.
-    [[nodiscard]] std::optional<std::vector<Outcome>> wait_for(Ticket& ticket, std::chrono::nanoseconds timeout);
+    // it or not; nothing when the time is up. Saves a thread's wake-up per operation: see
+    // docs/decisions/0003.
+    [[nodiscard]] std::optional<std::vector<Outcome>> wait_for(Ticket& ticket,
+                                                               std::chrono::nanoseconds timeout);
     // Outcomes that were taken and are for wait_ended() after all.
     void hand_back(std::vector<Outcome> outcomes);
 

@@ -1,0 +1,27 @@
+// crc32c (Castagnoli; RFC 3720, appendix B.4): the checksum of what is stored. Summing alone, and summing
+// while copying, so that the source is read from memory once. Never allocates and never fails; any thread may
+// call it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace deepnvme {
+
+// The crc of everything so far, `crc` being that of what came before: 0 at the start.
+[[nodiscard]] std::uint32_t crc32c(std::uint32_t crc, const std::byte* data, std::size_t nbytes) noexcept;
+
+// crc32c() of `source`, copied to `destination` in the same pass. The two do not overlap. Large copies go
+// past the caches: they are for memory that is read next by a drive, or much later.
+[[nodiscard]] std::uint32_t crc32c_copy(std::uint32_t crc, std::byte* destination, const std::byte* source,
+                                        std::size_t nbytes) noexcept;
+
+// The crc of a piece with crc `crc_a` followed by one of `nbytes_b` bytes with crc `crc_b`.
+[[nodiscard]] std::uint32_t crc32c_combine(std::uint32_t crc_a, std::uint32_t crc_b,
+                                           std::uint64_t nbytes_b) noexcept;
+
+// The name of what computes it on this CPU: "sse4.2", "aarch64" or "tables".
+[[nodiscard]] std::string_view crc32c_implementation() noexcept;
+
+}  // namespace deepnvme
