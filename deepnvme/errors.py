@@ -8,6 +8,12 @@ NVMeError(OSError)              op, path, offset, asked, done, errno, backend
   ForkedError(RuntimeError)     the queue belongs to the parent process
   PoolExhaustedError(MemoryError)   the pool has no free piece of that size
   BackendUnavailableError       the kernel or this process refuses the backend asked for
+  VolumeError                   a volume's directory is not what it should be: missing, damaged, another volume's
+    VolumeLockedError           somebody else is using it; `pid` is who, where that can be known
+    VolumeFullError             the volume has no room; asked, free, largest
+  StoreError                    a store's directory holds no store, or a damaged one
+    PoisonedError               an fsync failed: nothing can be made durable any more
+  ChecksumError                 the drive returned other bytes than were put; `name`, `offset`
 """
 
 from __future__ import annotations
@@ -20,12 +26,18 @@ from types import MappingProxyType
 __all__ = [
     "BackendUnavailableError",
     "BatchError",
+    "ChecksumError",
     "ClosedError",
     "ForkedError",
     "NVMeError",
+    "PoisonedError",
     "PoolExhaustedError",
     "QueueFull",
     "ShortReadError",
+    "StoreError",
+    "VolumeError",
+    "VolumeFullError",
+    "VolumeLockedError",
     "file_error",
     "io_error",
 ]
@@ -41,6 +53,8 @@ _HINTS = MappingProxyType(
         errno_names.EBADF: "the file was opened for reading only",
     }
 )
+
+_NAMED = 8  # files in the message of a BatchError; its `errors` have all
 
 
 class NVMeError(OSError):
@@ -80,9 +94,11 @@ class BatchError(NVMeError):
 
     def __init__(self, errors: Sequence[NVMeError]) -> None:
         first = errors[0]
+        others = [path for path in dict.fromkeys(error.path for error in errors) if path not in ("", first.path)]
+        also = f"; others on {', '.join(others[:_NAMED])}{', ...' if len(others) > _NAMED else ''}" if others else ""
         super().__init__(
             first.errno or 0,
-            f"{len(errors)} operations of the batch failed; the first: {first}",
+            f"{len(errors)} operations of the batch failed; the first: {first}{also}",
             op=first.op,
             offset=first.offset,
             asked=first.asked,
@@ -127,6 +143,58 @@ class PoolExhaustedError(NVMeError, MemoryError):
 
 class BackendUnavailableError(NVMeError):
     """The kernel or this process refuses the backend asked for."""
+
+
+class VolumeError(NVMeError):
+    """A directory is not what the volume needs there; `path` is the directory, the message says what to do."""
+
+    def __init__(self, errno: int, message: str, *, path: str = "") -> None:
+        super().__init__(errno, message, path=path)
+
+
+class VolumeLockedError(VolumeError):
+    """Somebody else is using the directory; `pid` is the process, None where the kernel does not tell."""
+
+    def __init__(self, path: str, pid: int | None) -> None:
+        who = {None: "another process", os.getpid(): "this process"}.get(pid, f"process {pid}")
+        super().__init__(errno_names.EWOULDBLOCK, f"{who} is using this volume; close it there first", path=path)
+        self.pid = pid
+
+
+class VolumeFullError(VolumeError):
+    """The volume has no room for the bytes asked for."""
+
+    def __init__(self, directories: Sequence[str], *, asked: int, free: int, largest: int) -> None:
+        super().__init__(
+            errno_names.ENOSPC,
+            f"no room for {asked} B in the volume of {', '.join(directories)}: {free} B are free, {largest} B of them "
+            "in one piece; release something, or make a larger volume",
+        )
+        self.asked, self.free, self.largest = asked, free, largest
+
+
+class StoreError(NVMeError):
+    """A directory holds no store, or a damaged one; the message says what is wrong and what can be opened."""
+
+
+class PoisonedError(StoreError):
+    """An fsync failed, after which the kernel may have dropped what it could not write: nothing is durable any more."""
+
+
+class ChecksumError(NVMeError):
+    """The drive returned other bytes than were put: `nbytes` of the tensor `name`, from `offset` on."""
+
+    def __init__(self, name: str, offset: int, nbytes: int) -> None:
+        super().__init__(
+            errno_names.EBADMSG,
+            f"tensor {name!r}: bytes {offset} to {offset + nbytes} are not those that were put (crc32c differs); "
+            "TensorStore.verify() and `deepnvme verify` list all damage",
+            op="read",
+            offset=offset,
+            asked=nbytes,
+        )
+        self.name = name
+        self.nbytes = nbytes
 
 
 def io_error(errno: int, *, op: str, path: str, offset: int, asked: int, done: int, backend: str) -> NVMeError:

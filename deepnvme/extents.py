@@ -1,0 +1,168 @@
+"""Where bytes lie in a volume: `Extent` names a piece of one member, `SpaceMap` knows which of its bytes are free.
+
+Arithmetic in whole pages; reads and writes nothing, and takes no locks. `Volume` chooses the member and serialises
+calls.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["PAGE", "Extent", "SpaceMap", "slices", "whole_pages"]
+
+PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`nbytes` bytes of one member, from `offset` of its file. They own the whole of their last page."""
+
+    member: int
+    offset: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.member < 0 or self.offset < 0 or self.offset % PAGE or self.nbytes < 1:
+            raise ValueError(
+                f"an extent has a member from 0, an offset that is a multiple of {PAGE}, and at least one byte; "
+                f"got {self}"
+            )
+
+    @property
+    def end(self) -> int:
+        """Where the next page after it begins."""
+        return self.offset + whole_pages(self.nbytes)
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the bytes of the pages that `nbytes` take."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def slices(extents: Iterable[Extent], start: int, nbytes: int) -> tuple[Extent, ...]:
+    """Return where `nbytes` from `start` on of the bytes in `extents` lie.
+
+    Raises:
+        ValueError: there are not so many, or they do not begin on a page of every extent.
+    """
+    found, passed, end = [], 0, start + nbytes
+    for extent in extents:
+        first, last = max(start - passed, 0), min(end - passed, extent.nbytes)
+        if first < last:
+            found.append(Extent(extent.member, extent.offset + first, last - first))
+        passed += extent.nbytes
+    if not 0 <= start <= end <= passed:
+        raise ValueError(f"bytes {start} to {end} are not within the {passed} bytes of these extents")
+    return tuple(found)
+
+
+class SpaceMap:
+    """The free bytes between `start` and `end` of one file. At first all are; pieces that touch become one.
+
+    Taking and giving cost two searches in sorted lists, however many pieces there are.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        if start < 0 or end < start or start % PAGE or end % PAGE:
+            raise ValueError(f"space begins and ends on multiples of {PAGE}; got {start} to {end}")
+        self.start, self.end = start, end
+        self.free_bytes = 0
+        self._lengths: dict[int, int] = {}  # of each free piece, by its offset
+        self._offsets: list[int] = []  # the same pieces, ascending
+        self._by_length: list[tuple[int, int]] = []  # (length, offset), ascending
+        if start < end:
+            self._add(start, end - start)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest free piece."""
+        return self._by_length[-1][0] if self._by_length else 0
+
+    def take(self, nbytes: int) -> int | None:
+        """Take room for `nbytes` from the smallest piece that has it; return its offset, None where no piece has."""
+        space = _space_of(nbytes)
+        place = bisect_left(self._by_length, (space, 0))
+        if place == len(self._by_length):
+            return None
+        offset = self._by_length[place][1]
+        self._cut(offset, offset, space)
+        return offset
+
+    def take_most(self, nbytes: int) -> tuple[int, int] | None:
+        """Take room for as many of `nbytes` as the largest piece has; return offset and bytes, None without space."""
+        nbytes = min(nbytes, self.largest) if self.largest else nbytes
+        offset = self.take(nbytes)
+        return None if offset is None else (offset, nbytes)
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Make the room of `nbytes` at `offset` free again.
+
+        Raises:
+            ValueError: it is not within this space, or some of it is free already.
+        """
+        end = self._end_of(offset, nbytes)
+        place = bisect_right(self._offsets, offset)
+        before = self._offsets[place - 1] if place else None
+        after = self._offsets[place] if place < len(self._offsets) else None
+        begins = offset
+        if before is not None and before + self._lengths[before] >= offset:
+            if before + self._lengths[before] > offset:
+                raise ValueError(f"bytes {offset} to {end} are not all in use: given back twice?")
+            begins = before
+        ends = end
+        if after is not None and after <= end:
+            if after < end:
+                raise ValueError(f"bytes {offset} to {end} are not all in use: given back twice?")
+            ends = after + self._lengths[after]
+            self._remove(after)
+        if begins < offset:
+            self._remove(begins)
+        self._add(begins, ends - begins)
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Take the room of `nbytes` at `offset`, as somebody else's record says they lie there.
+
+        Raises:
+            ValueError: it is not within this space, or some of it is in use.
+        """
+        end = self._end_of(offset, nbytes)
+        place = bisect_right(self._offsets, offset)
+        piece = self._offsets[place - 1] if place else None
+        if piece is None or piece + self._lengths[piece] < end:
+            raise ValueError(f"bytes {offset} to {end} are not all free")
+        self._cut(piece, offset, end - offset)
+
+    def _end_of(self, offset: int, nbytes: int) -> int:
+        end = offset + _space_of(nbytes)
+        if offset % PAGE or not self.start <= offset < end <= self.end:
+            raise ValueError(f"bytes {offset} to {end} are not pages between {self.start} and {self.end}")
+        return end
+
+    def _cut(self, piece: int, offset: int, space: int) -> None:
+        """Take `space` at `offset` out of the piece."""
+        end = piece + self._lengths[piece]
+        self._remove(piece)
+        if piece < offset:
+            self._add(piece, offset - piece)
+        if offset + space < end:
+            self._add(offset + space, end - offset - space)
+
+    def _add(self, offset: int, length: int) -> None:
+        self._lengths[offset] = length
+        insort(self._offsets, offset)
+        insort(self._by_length, (length, offset))
+        self.free_bytes += length
+
+    def _remove(self, offset: int) -> None:
+        length = self._lengths.pop(offset)
+        del self._offsets[bisect_left(self._offsets, offset)]
+        del self._by_length[bisect_left(self._by_length, (length, offset))]
+        self.free_bytes -= length
+
+
+def _space_of(nbytes: int) -> int:
+    if nbytes < 1:
+        raise ValueError(f"space is taken and given for at least one byte; got {nbytes}")
+    return whole_pages(nbytes)

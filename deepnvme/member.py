@@ -1,0 +1,477 @@
+"""One directory of a volume: its `data` file made, locked, named by its first page, measured and removed.
+
+Owns what is on disk and who may use it; which bytes hold what, `Volume` knows, the only caller. Space is reserved when
+a member is made and never grows.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+from deepnvme.buffers import Memory
+from deepnvme.checksum import crc32c
+from deepnvme.errors import ClosedError, VolumeError, VolumeLockedError
+from deepnvme.extents import PAGE
+from deepnvme.future import IOFuture
+from deepnvme.measure import Workload, cut, fill, in_turn, keep_pending, transfers
+from deepnvme.pool import Cuda, Pool
+from deepnvme.probing import HOST_ROOTS, SystemRoots, read_kernel_file
+from deepnvme.queue import File, IOQueue
+
+__all__ = ["DATA", "MEASURED_BYTES", "Header", "MemberFile", "lock_holder", "measure_rates", "remove_abandoned"]
+
+DATA = "data"
+"""The name of a member's one file."""
+
+MEASURED_BYTES = 64 << 20
+"""How much of a member is read and overwritten, at most, to measure it."""
+
+_TEMPORARY = "deepnvme-swap-"  # what directories of temporary volumes begin with
+_FRAME = re.compile(rb"deepnvme-volume ([0-9]{1,9}) ([0-9]{1,4}) ([0-9a-f]{8})\n")
+_VERSION = 1
+
+# Measuring: enough in flight for any drive, short enough for a caller that waits.
+_OPERATION = 2 << 20
+_PENDING = 4
+_ROUND_S = 0.04
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the first page of a member's file says: which volume, which of its members, how much is for use."""
+
+    volume: str
+    member: int
+    capacity: int
+    rates: tuple[float, ...]  # bytes per second of every member, so there are as many members
+
+    def encode(self) -> bytes:
+        """Return the page.
+
+        Raises:
+            ValueError: the volume has too many members.
+        """
+        text = json.dumps(asdict(self), separators=(",", ":")).encode()
+        page = b"deepnvme-volume %d %d %08x\n" % (_VERSION, len(text), crc32c(text)) + text
+        if len(page) > PAGE:
+            raise ValueError(f"a volume of {len(self.rates)} members is too large; use fewer directories")
+        return page.ljust(PAGE, b"\0")
+
+    @classmethod
+    def parse(cls, page: bytes) -> Header:
+        """Return what the page says.
+
+        Raises:
+            ValueError: it says nothing that can be believed; the text says why.
+        """
+        frame = _FRAME.match(page)
+        if frame is None:
+            zeros = not any(page)
+            raise ValueError("making it never finished" if zeros else "its first page is not that of a volume")
+        version, nbytes, crc = int(frame[1]), int(frame[2]), int(frame[3], 16)
+        if version > _VERSION:
+            raise ValueError(f"it is of format {version}, and this deepnvme knows up to {_VERSION}: update deepnvme")
+        text = page[frame.end() : frame.end() + nbytes]
+        if version != _VERSION or crc32c(text) != crc or any(page[frame.end() + nbytes :]):
+            raise ValueError("its first page is damaged: its checksum does not fit")
+        return _header_of(text)
+
+
+def _header_of(text: bytes) -> Header:
+    try:
+        fields: Any = json.loads(text)
+        header = Header(fields["volume"], fields["member"], fields["capacity"], tuple(fields["rates"]))
+        sound = (
+            re.fullmatch("[0-9a-f]{32}", header.volume)
+            and 0 <= header.member < len(header.rates)
+            and header.capacity > 0
+            and header.capacity % PAGE == 0
+            and all(math.isfinite(rate) and rate > 0 for rate in header.rates)
+        )
+    except (ValueError, KeyError, TypeError):
+        sound = None
+    if not sound:
+        raise ValueError("its first page has a valid checksum and makes no sense: it was not written by deepnvme")
+    return header
+
+
+class MemberFile:
+    """A member's directory, held: `data` is locked against everybody else, and open for I/O after `open()`.
+
+    The lock belongs to this process: a forked child does not have it, the end of the process releases it.
+    """
+
+    _living: ClassVar[weakref.WeakSet[MemberFile]] = weakref.WeakSet()
+
+    def __init__(self, directory: Path, lock: int, *, made_directory: bool, temporary: bool) -> None:
+        self.directory = directory
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self._lock = lock
+        self._made_directory = made_directory
+        self._temporary = temporary
+        self._file: File | None = None
+        self._queue: IOQueue | None = None
+        self._under_way: deque[IOFuture[int]] = deque()
+        self._changing = threading.Lock()
+        MemberFile._living.add(self)
+
+    @classmethod
+    def make(cls, directory: Path) -> MemberFile:
+        """Make `data` in a directory that is empty or does not exist yet; its parent does.
+
+        Raises:
+            VolumeError: the directory has something in it, or cannot be made.
+        """
+        try:
+            directory.mkdir(mode=0o700)
+            made = True
+        except FileExistsError:
+            made = False
+            if not directory.is_dir():
+                raise VolumeError(errno.ENOTDIR, "it is no directory; name another", path=str(directory)) from None
+            if any(directory.iterdir()):
+                raise _not_empty(directory) from None
+        except FileNotFoundError:
+            raise VolumeError(
+                errno.ENOENT, "the directory that it is to be made in does not exist; is the drive mounted?",
+                path=str(directory),
+            ) from None  # fmt: skip
+        try:
+            return cls(directory, _made_and_locked(directory / DATA), made_directory=made, temporary=False)
+        except BaseException as error:
+            if made:
+                with suppress(OSError):
+                    directory.rmdir()
+            if isinstance(error, FileExistsError):
+                raise _not_empty(directory) from None
+            raise
+
+    @classmethod
+    def make_temporary(cls, parent: Path) -> MemberFile:
+        """Make `data` in a new directory in `parent`, known by its name as one that nobody needs once it is unlocked.
+
+        Raises:
+            VolumeError: there is no such directory.
+        """
+        while True:
+            directory = parent / f"{_TEMPORARY}{uuid.uuid4().hex[:16]}"
+            try:
+                directory.mkdir(mode=0o700)
+            except FileNotFoundError:
+                raise VolumeError(
+                    errno.ENOENT, "there is no such directory; is the drive mounted?", path=str(parent)
+                ) from None
+            # Before it is locked it looks abandoned: who removes such may be faster, and then it is made anew.
+            try:
+                lock = _made_and_locked(directory / DATA)
+            except (FileNotFoundError, BlockingIOError):
+                continue
+            except BaseException:
+                with suppress(OSError):
+                    directory.rmdir()
+                raise
+            if os.fstat(lock).st_nlink:
+                return cls(directory, lock, made_directory=True, temporary=True)
+            os.close(lock)
+
+    @classmethod
+    def hold(cls, directory: Path) -> MemberFile:
+        """Lock the `data` that is there.
+
+        Raises:
+            VolumeError: there is none.
+            VolumeLockedError: somebody else has it.
+        """
+        try:
+            lock = os.open(directory / DATA, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except (FileNotFoundError, NotADirectoryError):
+            what = "it holds no volume" if directory.is_dir() else "there is no such directory; is the drive mounted?"
+            raise VolumeError(errno.ENOENT, what, path=str(directory)) from None
+        try:
+            with _naming(directory):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException as error:
+            status = os.fstat(lock)
+            os.close(lock)
+            if isinstance(error, BlockingIOError):
+                raise VolumeLockedError(str(directory), lock_holder(status)) from None
+            raise
+        return cls(directory, lock, made_directory=False, temporary=False)
+
+    @property
+    def file(self) -> File:
+        """The open file."""
+        if self._file is None:
+            raise ClosedError(f"the volume in {self.directory} is closed")
+        return self._file
+
+    def open(self, queue: IOQueue) -> None:
+        """Open `data` for I/O through this queue."""
+        self._file = queue.open(self.directory / DATA, "r+")
+        self._queue = queue
+
+    @property
+    def queue(self) -> IOQueue:
+        """Through which it is open."""
+        if self._queue is None:
+            raise ClosedError(f"the volume in {self.directory} is closed")
+        return self._queue
+
+    def reserve_space(self, nbytes: int) -> None:
+        """Make `data` that long, with all of it reserved on the drive.
+
+        Raises:
+            VolumeError: the drive has not so much.
+        """
+        try:
+            self.file.truncate(nbytes)
+            self.file.preallocate(nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise VolumeError(
+                error.errno,
+                f"{nbytes} B cannot be reserved here, {shutil.disk_usage(self.directory).free} B are free "
+                f"({error.strerror}); ask for less capacity, or give each Member its own",
+                path=str(self.directory),
+            ) from None
+
+    def write_header(self, header: Header) -> None:
+        """Write the first page; unless temporary, let nobody else into the directory and make all of it durable."""
+        with _naming(self.directory):
+            os.pwrite(self._lock, header.encode(), 0)
+        if self._temporary:
+            return
+        self.directory.chmod(0o700)
+        with _naming(self.directory):
+            os.fsync(self._lock)
+        parent = [self.directory.absolute().parent] if self._made_directory else []
+        for directory in (self.directory, *parent):
+            with _opened(directory) as descriptor, _naming(directory):
+                os.fsync(descriptor)
+
+    def read_header(self) -> Header:
+        """Return what the first page says.
+
+        Raises:
+            VolumeError: it is damaged, or the file is shorter than it says.
+        """
+        with _naming(self.directory):
+            page = os.pread(self._lock, PAGE, 0)
+        try:
+            header = Header.parse(page.ljust(PAGE, b"\0"))
+            nbytes = os.fstat(self._lock).st_size
+            if nbytes < PAGE + header.capacity:
+                raise ValueError(f"{DATA} was cut off: it has {nbytes} B and should have {PAGE + header.capacity} B")
+        except ValueError as problem:
+            raise VolumeError(
+                errno.EBADMSG,
+                f"it holds no volume that can be used: {problem}. Restore it from a copy, or remove it and make anew",
+                path=str(self.directory),
+            ) from None
+        return header
+
+    def pread(self, memory: Memory, offset: int) -> IOFuture[int]:
+        """As `File.pread`, and counted."""
+        future = self.file.pread(memory, offset)
+        with self._changing:
+            self.read_bytes += memory.nbytes
+            self._note(future)
+        return future
+
+    def pwrite(self, memory: Memory, offset: int) -> IOFuture[int]:
+        """As `File.pwrite`, and counted."""
+        future = self.file.pwrite(memory, offset)
+        with self._changing:
+            self.written_bytes += memory.nbytes
+            self._note(future)
+        return future
+
+    def drain(self) -> None:
+        """Wait until every read and write has ended, however."""
+        while self._under_way:
+            with suppress(CancelledError):
+                self._under_way.popleft().exception()
+
+    def close(self) -> None:
+        """Close and unlock the file, when everything has ended; remove it if temporary. Again: does nothing."""
+        if self._temporary:
+            self.discard()
+        else:
+            self._let_go()
+
+    def discard(self) -> None:
+        """Remove what was made, and close."""
+        try:
+            if self._lock >= 0:
+                self.drain()
+                (self.directory / DATA).unlink(missing_ok=True)
+                if self._made_directory:
+                    with suppress(OSError):  # somebody put something into it
+                        self.directory.rmdir()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._lock < 0:
+            return
+        self.drain()
+        if self._file:
+            self._file.close()
+        # Not by closing alone: a child forked a moment ago may still have a copy of the descriptor.
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        self._close_lock()
+
+    def _note(self, future: IOFuture[int]) -> None:
+        """Remember it until it has ended."""
+        self._under_way.append(future)
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft()
+
+    def _close_lock(self) -> None:
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
+def _not_empty(directory: Path) -> VolumeError:
+    return VolumeError(
+        errno.ENOTEMPTY, "a volume is made in a new or empty directory, and this one holds something: name another",
+        path=str(directory),
+    )  # fmt: skip
+
+
+def _made_and_locked(path: Path) -> int:
+    """Return the descriptor of a new file that this process has locked.
+
+    Raises:
+        FileExistsError: there is one already.
+        BlockingIOError: somebody locked it first; it is gone again.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with _naming(path.parent):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(lock)
+        path.unlink(missing_ok=True)
+        raise
+    return lock
+
+
+@contextmanager
+def _naming(directory: Path) -> Iterator[None]:
+    """Name the directory in errors of calls on descriptors, which cannot."""
+    try:
+        yield
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise VolumeError(error.errno or 0, os.strerror(error.errno or 0), path=str(directory)) from error
+
+
+def lock_holder(status: os.stat_result, roots: SystemRoots = HOST_ROOTS) -> int | None:
+    """Return the process that holds an flock on the file, None where the kernel does not tell."""
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    for line in read_kernel_file(roots.proc / "locks").splitlines():
+        fields = line.split()  # 1: FLOCK ADVISORY WRITE 4711 fe:00:1310733 0 EOF
+        if len(fields) == 8 and fields[1] == "FLOCK" and fields[5] == file and fields[4].isdecimal():
+            return int(fields[4]) or None  # 0: of another process namespace
+    return None
+
+
+def remove_abandoned(parent: Path) -> Iterator[Path]:
+    """Remove the directories of temporary volumes in `parent` that nobody uses; yield each.
+
+    Only those of this user, and of these only what a temporary volume makes.
+    """
+    for directory in sorted(parent.glob(f"{_TEMPORARY}*")):
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError), _opened(directory) as place:
+            if os.fstat(place).st_uid == os.geteuid() and _emptied(place):
+                with suppress(FileNotFoundError):
+                    directory.rmdir()
+                    yield directory
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    """Yield a descriptor by which the directory stays the same, whatever becomes of its name."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _emptied(place: int) -> bool:
+    """Remove `data` if nobody has locked it; return whether the directory is empty then."""
+    names = os.listdir(place)
+    if names != [DATA] or not stat.S_ISREG(os.stat(DATA, dir_fd=place, follow_symlinks=False).st_mode):
+        return not names
+    data = os.open(DATA, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place)
+    try:
+        fcntl.flock(data, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(DATA, dir_fd=place)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:  # whoever made it has given up
+        return True
+    finally:
+        os.close(data)
+    return True
+
+
+def measure_rates(files: Sequence[File], nbytes: int) -> list[float]:
+    """Return the bytes per second of each file, reading and overwriting its first `nbytes` in turn."""
+    operation = min(_OPERATION, nbytes)
+    pool = Pool(_PENDING * operation, cuda=Cuda.NEVER)
+    buffers = cut(pool.buffer(pool.capacity), operation, _PENDING)
+    for buffer in buffers:
+        fill(buffer)
+    for file in files:  # first writes are of another speed
+        for future in [file.pwrite(buffers[0], offset) for offset in range(0, nbytes - operation + 1, operation)]:
+            future.result()
+    loads = {file: _starts(file, nbytes, operation) for file in files}
+
+    def rate(file: File) -> float:
+        begin_s = time.perf_counter()
+        return keep_pending(loads[file], buffers, _ROUND_S) / (time.perf_counter() - begin_s)
+
+    return [median(rates) for rates in in_turn(files, rate, rounds=_ROUNDS).values()]
+
+
+def _starts(file: File, nbytes: int, operation: int) -> Iterator[Callable[[memoryview], IOFuture[int]]]:
+    verbs = (file.pread, file.pwrite)
+    for writes, offset in transfers(Workload.MIXED, nbytes, operation):
+        yield partial(verbs[writes], offset=offset)
+
+
+def _after_fork_in_child() -> None:
+    for member in list(MemberFile._living):
+        with suppress(OSError):  # closed at that moment
+            member._close_lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

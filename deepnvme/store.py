@@ -1,0 +1,654 @@
+"""`TensorStore`: named tensors on one or several drives, checksummed, and durable when asked.
+
+Owns names and generations, and when space may be used again: never while a reader or one of the last two commits needs
+it (decision 0004). Where bytes lie is the Volume's business, what a manifest looks like `manifest`'s.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, TypeVar
+
+from deepnvme.arrays import Returns, default_returns, describe, empty, kind_of
+from deepnvme.buffers import memory_of
+from deepnvme.errors import ClosedError, NVMeError, PoisonedError, StoreError
+from deepnvme.future import awaited
+from deepnvme.manifest import Manifest, ManifestError, Record, check_name, encode, parse
+from deepnvme.queue import IOQueue, Sync
+from deepnvme.tensor_io import Damage, TensorIO
+from deepnvme.tree import flatten, leaves, unflatten
+from deepnvme.volume import Member, Volume
+
+__all__ = ["Checksum", "Durability", "StoreFuture", "TensorStore", "UncommittedWarning"]
+
+_T = TypeVar("_T")
+_Directories = Sequence["str | os.PathLike[str] | Member"]
+_WORKERS = 4
+_SLOTS = ("manifest.0", "manifest.1")
+_DRAFT = "manifest.new"
+
+
+class UncommittedWarning(ResourceWarning):
+    """A durable store was closed with changes that were not committed."""
+
+
+class Durability(Enum):
+    """What `commit()` makes of what was put (docs/decisions/0004)."""
+
+    NONE = "none"  # swap: everything goes at close
+    DATA = "data"  # survives the process; after a power loss the store is at this or an earlier commit
+    COMMIT = "commit"  # survives power loss
+
+
+class Checksum(Enum):
+    """Whether bytes are summed when they are put, and compared when they are got."""
+
+    CRC32C = "crc32c"
+    NONE = "none"
+
+
+class StoreFuture(Future[_T]):
+    """The result of an operation of a store; can be awaited."""
+
+    def __await__(self) -> Generator[Any, None, _T]:
+        """Wait on the running event loop."""
+        return awaited(self)
+
+
+@dataclass(eq=False)
+class _Stored:
+    """A tensor's place on the drives, and who needs it."""
+
+    record: Record
+    named: bool = False
+    readers: int = 0
+    commits: int = 0  # of the last two, those that hold it
+
+    @property
+    def needed(self) -> bool:
+        return self.named or self.readers > 0 or self.commits > 0
+
+
+class TensorStore:
+    """Named tensors in one or several directories. Made by `create`, `open` or `swap`; a context manager.
+
+    Any thread may call. What was put is there for `get` at once, and for the next process after `commit()`.
+    """
+
+    def __init__(
+        self,
+        volume: Volume,
+        *,
+        durability: Durability,
+        checksum: Checksum,
+        returns: Returns | None = None,
+    ) -> None:
+        self.durability = durability
+        self.checksum = checksum
+        self.returns = default_returns() if returns is None else returns
+        self._volume = volume
+        self._io = TensorIO(volume, summing=checksum is Checksum.CRC32C)
+        self._lock = threading.Lock()
+        self._committing = threading.Lock()
+        self._tensors: dict[str, _Stored] = {}
+        self._trees: dict[str, Any] = {}
+        self._generation = 0
+        self._held: dict[int, tuple[_Stored, ...]] = {}
+        self._changed = False
+        self._poison: NVMeError | None = None
+        self._closed = False
+        self._workers: ThreadPoolExecutor | None = None
+        self._prefetched: dict[str, tuple[_Stored, StoreFuture[Any]]] = {}
+
+    # --- making and opening --------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        directories: _Directories,
+        capacity: int | None = None,
+        *,
+        durability: Durability = Durability.COMMIT,
+        checksum: Checksum = Checksum.CRC32C,
+        returns: Returns | None = None,
+        queue: IOQueue | None = None,
+    ) -> TensorStore:
+        """Make a store of `capacity` bytes in `directories`, one per drive, and reserve them.
+
+        Replacing a tensor needs room for both until two commits later, so a store that is rewritten wholly needs
+        three times what it holds.
+
+        Raises:
+            OSError: a directory holds one already, is full, or cannot be written.
+        """
+        if durability is Durability.NONE:
+            raise ValueError("a store without durability is made by TensorStore.swap()")
+        volume = Volume.create(directories, capacity, queue=queue)
+        try:
+            store = cls(volume, durability=durability, checksum=checksum, returns=returns)
+            store.commit()
+        except BaseException:
+            volume.discard()
+            raise
+        return store
+
+    @classmethod
+    def swap(
+        cls,
+        directories: _Directories,
+        capacity: int | None = None,
+        *,
+        checksum: Checksum = Checksum.NONE,
+        returns: Returns | None = None,
+        queue: IOQueue | None = None,
+    ) -> TensorStore:
+        """Make a store that lasts until it is closed: no commits, and no checksums unless asked for."""
+        volume = Volume.temporary(directories, capacity, queue=queue)
+        return cls(volume, durability=Durability.NONE, checksum=checksum, returns=returns)
+
+    @classmethod
+    def open(
+        cls,
+        directories: _Directories,
+        *,
+        generation: int | None = None,
+        durability: Durability = Durability.COMMIT,
+        checksum: Checksum = Checksum.CRC32C,
+        returns: Returns | None = None,
+        queue: IOQueue | None = None,
+    ) -> TensorStore:
+        """Open a store at its last commit, or at the commit before it where `generation` names that.
+
+        Raises:
+            StoreError: there never was a commit, or its manifest is damaged: which file, and what is wrong with it.
+            VolumeError: a directory is missing, foreign, or in use by another process.
+        """
+        if durability is Durability.NONE:
+            raise ValueError("a store without durability is made by TensorStore.swap()")
+        volume = Volume.open(directories, queue=queue)
+        try:
+            store = cls(volume, durability=durability, checksum=checksum, returns=returns)
+            store._restore(generation)
+        except BaseException:
+            volume.close()
+            raise
+        return store
+
+    # --- tensors -------------------------------------------------------------------------------------------------
+
+    def put(self, name: str, tensor: Any) -> None:
+        """Write a tensor, an array or bytes under `name`, in place of what had it. Returns when it is on the drive.
+
+        Raises:
+            VolumeFullError: there is no room; nothing has changed.
+            NVMeError: a drive failed; the name still has what it had.
+        """
+        self.put_many({name: tensor})
+
+    def put_many(self, tensors: Mapping[str, Any]) -> None:
+        """Write several tensors, small ones together; all of them or, where that fails, none."""
+        self._check_writable()
+        described = {check_name(name): describe(tensor) for name, tensor in tensors.items()}
+        records = self._io.write(list(described.values()))
+        with self._lock:
+            if self._poison is not None:  # a commit failed meanwhile
+                self._io.release(records)
+                raise self._poison
+            for name, record in zip(described, records, strict=True):
+                self._name(name, _Stored(record))
+            self._changed = True
+
+    def get(self, name: str, out: Any = None) -> Any:
+        """Return the tensor of that name, read into `out` where given, which must have its type and shape.
+
+        Raises:
+            KeyError: there is none.
+            ChecksumError: the drive returned other bytes than were put.
+        """
+        if out is None:
+            ahead = self._take_prefetched(name)
+            if ahead is not None:
+                return ahead.result()
+        return self.get_many((name,), None if out is None else {name: out})[name]
+
+    def get_many(self, names: Iterable[str], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return several tensors by name, small ones read together."""
+        wanted = list(dict.fromkeys(names))
+        with self._reading(wanted) as stored:
+            results = {name: self._target(name, stored[name].record, out) for name in wanted}
+            self._read(stored, results)
+        return results
+
+    def delete(self, name: str) -> None:
+        """Forget a tensor. Its space is used again when no commit holds it any more.
+
+        Raises:
+            KeyError: there is none.
+        """
+        self._check_writable()
+        with self._lock:
+            self._unname(name)
+            self._changed = True
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Begin to read tensors; the next `get` of each, without `out`, finds it read or being read."""
+        for name in names:
+            with self._lock:
+                known = name in self._prefetched
+                stored = self._stored(name)
+            if not known:
+                reading = self._start(partial(self._read_one, name))
+                with self._lock:
+                    self._prefetched[name] = (stored, reading)
+
+    def stream(self, names: Iterable[str] | None = None, *, depth: int = 4) -> Iterator[tuple[str, Any]]:
+        """Yield names and tensors in the order of `names` (all, as they lie, without it), `depth` of them ahead."""
+        waiting: deque[tuple[str, StoreFuture[Any]]] = deque()
+        for name in self._order(names, depth):
+            waiting.append((name, self.get_async(name)))
+            if len(waiting) > depth:
+                ready, future = waiting.popleft()
+                yield ready, future.result()
+        for ready, future in waiting:
+            yield ready, future.result()
+
+    # --- without blocking ----------------------------------------------------------------------------------------
+
+    def put_async(self, name: str, tensor: Any) -> StoreFuture[None]:
+        """Begin to put; `tensor` must not change until the future has ended."""
+        return self._start(lambda: self.put(name, tensor))
+
+    def get_async(self, name: str, out: Any = None) -> StoreFuture[Any]:
+        """Begin to get."""
+        return self._start(lambda: self.get(name, out))
+
+    def put_many_async(self, tensors: Mapping[str, Any]) -> StoreFuture[None]:
+        """Begin to put several."""
+        return self._start(lambda: self.put_many(tensors))
+
+    def get_many_async(
+        self, names: Iterable[str], out: Mapping[str, Any] | None = None
+    ) -> StoreFuture[dict[str, Any]]:
+        """Begin to get several."""
+        wanted = list(names)
+        return self._start(lambda: self.get_many(wanted, out))
+
+    def commit_async(self) -> StoreFuture[int]:
+        """Begin to commit what is put by now."""
+        return self._start(self.commit)
+
+    async def stream_async(
+        self, names: Iterable[str] | None = None, *, depth: int = 4
+    ) -> AsyncIterator[tuple[str, Any]]:
+        """As `stream`, on the running event loop."""
+        waiting: deque[tuple[str, StoreFuture[Any]]] = deque()
+        for name in self._order(names, depth):
+            waiting.append((name, self.get_async(name)))
+            if len(waiting) > depth:
+                ready, future = waiting.popleft()
+                yield ready, await future
+        for ready, future in waiting:
+            yield ready, await future
+
+    # --- state dicts ---------------------------------------------------------------------------------------------
+
+    def put_state(self, name: str, state: Any) -> None:
+        """Put a state dict: nested dicts, lists and plain values, with tensors as leaves. Replaces one of that name."""
+        structure, leaves = flatten(state)
+        prefix = f"{check_name(name)}/"
+        tensors = {prefix + path: leaf for path, leaf in leaves.items()}
+        self.put_many(tensors)
+        with self._lock:
+            for old in [other for other in self._tensors if other.startswith(prefix) and other not in tensors]:
+                self._unname(old)
+            self._trees[name] = structure
+            self._changed = True
+
+    def get_state(self, name: str) -> Any:
+        """Return a state dict as it was put.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        with self._lock:
+            if name not in self._trees:
+                raise KeyError(f"no state dict {name!r}; there are: {', '.join(map(repr, self._trees)) or 'none'}")
+            structure = self._trees[name]
+            kinds = {f"{name}/{leaf}": kind for leaf, kind in leaves(structure).items()}
+        with self._reading(kinds) as stored:
+            tensors = {
+                leaf: empty(stored[leaf].record.dtype, stored[leaf].record.shape, kind) for leaf, kind in kinds.items()
+            }
+            self._read(stored, tensors)
+        return unflatten(structure, {leaf.removeprefix(f"{name}/"): tensor for leaf, tensor in tensors.items()})
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of the state dicts."""
+        with self._lock:
+            return tuple(self._trees)
+
+    # --- what is there -------------------------------------------------------------------------------------------
+
+    def record(self, name: str) -> Record:
+        """Return a tensor's type, shape and place."""
+        with self._lock:
+            return self._stored(name).record
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether a tensor has that name."""
+        with self._lock:
+            return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names there are now."""
+        with self._lock:
+            return iter(tuple(self._tensors))
+
+    def __len__(self) -> int:
+        """Count the tensors."""
+        return len(self._tensors)
+
+    def __getitem__(self, name: str) -> Any:
+        """As `get`."""
+        return self.get(name)
+
+    @property
+    def generation(self) -> int:
+        """The number of the last commit."""
+        return self._generation
+
+    @property
+    def volume(self) -> Volume:
+        """Where the bytes are."""
+        return self._volume
+
+    def verify(self, progress: Callable[[str, int], None] = lambda _name, _nbytes: None) -> tuple[Damage, ...]:
+        """Read every tensor and compare it with its checksums; return what is wrong. Tells `progress` of each."""
+        found: list[Damage] = []
+        for name in self:
+            with self._reading((name,)) as stored:
+                found += self._io.damage(name, stored[name].record)
+            progress(name, stored[name].record.nbytes)
+        return tuple(found)
+
+    # --- durability ----------------------------------------------------------------------------------------------
+
+    def commit(self) -> int:
+        """Make what is put by now the store's content, whole, for every later process; return its generation.
+
+        Raises:
+            PoisonedError: an earlier fsync failed, so that nothing can be promised any more; open the store again.
+            NVMeError: this one failed; the store on the drives is still what it was, or the store is now poisoned.
+        """
+        if self.durability is Durability.NONE:
+            raise ValueError("a swap store has no commits: use TensorStore.create()")
+        with self._committing:
+            self._check_writable()
+            with self._lock:
+                stored = dict(self._tensors)
+                trees = dict(self._trees)
+                self._changed = False
+                for each in stored.values():
+                    each.commits += 1
+            generation = self._generation + 1
+            try:
+                self._poisoning("fdatasync of the tensors", self._volume.sync)
+                records = {name: each.record for name, each in stored.items()}
+                self._write_manifest(
+                    generation, encode(Manifest(self._volume.uuid, generation, MappingProxyType(records), trees))
+                )
+            except BaseException:
+                with self._lock:
+                    self._changed = True
+                    if self._poison is None:  # else it may be on the drives, and keeps its space
+                        self._let_go(stored.values())
+                raise
+            with self._lock:
+                self._generation = generation
+                self._held[generation] = tuple(stored.values())
+                self._let_go(self._held.pop(generation - 2, ()))
+            return generation
+
+    def _write_manifest(self, generation: int, content: bytes) -> None:
+        folder, queue = self._volume.directories[0], self._volume.queues[0]
+        draft, place = folder / _DRAFT, folder / _SLOTS[generation % 2]
+        synced = self.durability is Durability.COMMIT
+        try:
+            with queue.open(draft, "w", permissions=0o600) as file:
+                file.pwrite(content).result()
+                if synced:
+                    self._poisoning("fsync of the manifest", lambda: file.sync(Sync.ALL).result())
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        self._poisoning("renaming the manifest", lambda: draft.replace(place))
+        if synced:
+            self._poisoning("fsync of the directory", lambda: _sync_directory(folder))
+
+    def _poisoning(self, what: str, step: Callable[[], object]) -> None:
+        """Do what leaves the drives in doubt when it fails."""
+        try:
+            step()
+        except OSError as error:
+            self._poison = PoisonedError(
+                error.errno or errno.EIO,
+                f"{what} failed ({error}): what was put since commit {self._generation} may be lost, and no later sync "
+                "would tell. Tensors can still be got; open the store again to go on from its last commit",
+                path=str(self._volume.directories[0]),
+            )
+            raise self._poison from error
+
+    def _restore(self, generation: int | None) -> None:
+        folder = self._volume.directories[0]
+        whole: dict[int, Manifest] = {}
+        broken: list[str] = []
+        for slot in _SLOTS:
+            place = folder / slot
+            try:
+                content = place.read_bytes()
+            except FileNotFoundError:
+                continue
+            try:
+                manifest = parse(content, volume=self._volume.uuid, capacities=self._volume.capacities)
+            except ManifestError as problem:
+                broken.append(f"{place}: {problem.strerror}")
+            else:
+                whole[manifest.generation] = manifest
+        chosen = max(whole, default=None) if generation is None else generation
+        available = f"; generations that can be opened: {', '.join(map(str, sorted(whole))) or 'none'}"
+        if generation is None and broken:
+            raise StoreError(errno.EBADMSG, f"a manifest is damaged: {'; '.join(broken)}{available}", path=str(folder))
+        if chosen is None:
+            raise StoreError(errno.ENOENT, "there never was a commit here", path=str(folder))
+        if chosen not in whole:
+            problems = f" ({'; '.join(broken)})" if broken else ""
+            message = f"there is no generation {chosen} here{problems}{available}"
+            raise StoreError(errno.ENOENT, message, path=str(folder))
+        self._adopt(whole, chosen)
+
+    def _adopt(self, manifests: Mapping[int, Manifest], chosen: int) -> None:
+        """Take over what the manifests say, the space of both, the names of one."""
+        known: dict[Record, _Stored] = {}
+        for generation, manifest in manifests.items():
+            held = []
+            for record in manifest.tensors.values():
+                if record not in known:
+                    known[record] = _Stored(record)
+                    try:
+                        self._volume.reserve(record.extents)
+                    except ValueError as problem:
+                        message = f"generations {sorted(manifests)} claim the same space: {problem}"
+                        raise StoreError(errno.EBADMSG, message, path=str(self._volume.directories[0])) from None
+                known[record].commits += 1
+                held.append(known[record])
+            self._held[generation] = tuple(held)
+        self._generation = max(manifests)
+        self._trees = dict(manifests[chosen].trees)
+        for name, record in manifests[chosen].tensors.items():
+            known[record].named = True
+            self._tensors[name] = known[record]
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Wait for what is under way and let go of the drives. What was not committed is gone. Again: does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._workers is not None:
+            self._workers.shutdown(wait=True)
+        self._volume.close()
+        if self._changed and self.durability is not Durability.NONE and self._poison is None:
+            warnings.warn(
+                f"the store in {self._volume.directories[0]} was closed with changes that were not committed; they "
+                "are gone",
+                UncommittedWarning,
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> TensorStore:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show where it is, and what it holds."""
+        state = "closed" if self._closed else f"{len(self)} tensors, generation {self._generation}"
+        return f"TensorStore({str(self._volume.directories[0])!r}, {state})"
+
+    # --- names ---------------------------------------------------------------------------------------------------
+
+    def _stored(self, name: str) -> _Stored:
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise KeyError(f"no tensor {name!r} among the {len(self._tensors)} of {self!r}")
+        return stored
+
+    def _name(self, name: str, stored: _Stored) -> None:
+        if name in self._tensors:
+            self._unname(name)
+        stored.named = True
+        self._tensors[name] = stored
+
+    def _unname(self, name: str) -> None:
+        stored = self._stored(name)
+        stored.named = False
+        del self._tensors[name]
+        self._prefetched.pop(name, None)
+        self._free_unless_needed(stored)
+
+    def _let_go(self, stored: Iterable[_Stored]) -> None:
+        for each in stored:
+            each.commits -= 1
+            self._free_unless_needed(each)
+
+    def _free_unless_needed(self, stored: _Stored) -> None:
+        if not stored.needed and not self._closed:
+            self._io.release((stored.record,))
+
+    @contextmanager
+    def _reading(self, names: Iterable[str]) -> Iterator[dict[str, _Stored]]:
+        """Keep the space of these tensors from being used again meanwhile."""
+        with self._lock:
+            self._check_open()
+            stored = {name: self._stored(name) for name in names}
+            for each in stored.values():
+                each.readers += 1
+        try:
+            yield stored
+        finally:
+            with self._lock:
+                for each in stored.values():
+                    each.readers -= 1
+                    self._free_unless_needed(each)
+
+    def _target(self, name: str, record: Record, out: Mapping[str, Any] | None) -> Any:
+        if out is None or name not in out:
+            return empty(record.dtype, record.shape, self.returns)
+        kind = kind_of(out[name])
+        if kind != (record.dtype, record.shape):
+            raise ValueError(
+                f"{name!r} is {record.dtype} of shape {record.shape}; it cannot be read into {kind[0]} of shape {kind[1]}"
+            )
+        return out[name]
+
+    def _read(self, stored: Mapping[str, _Stored], into: Mapping[str, Any]) -> None:
+        self._io.read({name: (stored[name].record, memory_of(into[name], writable=True)) for name in into})
+
+    def _read_one(self, name: str) -> Any:
+        return self.get_many((name,))[name]
+
+    def _take_prefetched(self, name: str) -> StoreFuture[Any] | None:
+        with self._lock:
+            stored, reading = self._prefetched.pop(name, (None, None))
+            return reading if stored is not None and stored is self._tensors.get(name) else None
+
+    def _order(self, names: Iterable[str] | None, depth: int) -> list[str]:
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        if names is not None:
+            return list(names)
+        with self._lock:
+            places = {name: stored.record.extents for name, stored in self._tensors.items()}
+        return sorted(places, key=lambda name: [(extent.member, extent.offset) for extent in places[name]])
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self._poison is not None:
+            raise self._poison
+
+    def _start(self, work: Callable[[], _T]) -> StoreFuture[_T]:
+        with self._lock:
+            self._check_open()
+            if self._workers is None:
+                self._workers = ThreadPoolExecutor(_WORKERS, "deepnvme-store")
+            workers = self._workers
+        future: StoreFuture[_T] = StoreFuture()
+        workers.submit(_run, work, future)
+        return future
+
+
+def _run(work: Callable[[], _T], future: StoreFuture[_T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
