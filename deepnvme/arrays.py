@@ -210,7 +210,9 @@ def _pages(nbytes: int) -> np.ndarray[Any, Any]:
         return np.empty(nbytes, np.uint8)
     room = np.empty(nbytes + PAGE - 1, np.uint8)
     start = -room.ctypes.data % PAGE
-    return room[start : start + nbytes]
+    pages = room[start : start + nbytes]
+    pages[::PAGE] = 0  # the kernel makes them now, and not in the thread that drives the ring
+    return pages
 
 
 def _tensor_code(tensor: Any, torch: Any) -> str:

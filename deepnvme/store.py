@@ -22,7 +22,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 from deepnvme.arrays import Returns, default_returns, describe, empty, kind_of
-from deepnvme.buffers import memory_of
+from deepnvme.buffers import Memory, memory_of
 from deepnvme.errors import ClosedError, NVMeError, PoisonedError, StoreError
 from deepnvme.future import awaited
 from deepnvme.manifest import Manifest, ManifestError, Record, check_name, encode, parse
@@ -227,8 +227,15 @@ class TensorStore:
         """Return several tensors by name, small ones read together."""
         wanted = list(dict.fromkeys(names))
         with self._reading(wanted) as stored:
-            results = {name: self._target(name, stored[name].record, out) for name in wanted}
-            self._read(stored, results)
+            results = {}
+
+            def targets() -> Iterator[tuple[str, Record, Memory]]:
+                for name in wanted:
+                    record = stored[name].record
+                    results[name] = self._target(name, record, out)
+                    yield name, record, memory_of(results[name], writable=True)
+
+            self._io.read(targets())
         return results
 
     def delete(self, name: str) -> None:
@@ -278,9 +285,7 @@ class TensorStore:
         """Begin to put several."""
         return self._start(lambda: self.put_many(tensors))
 
-    def get_many_async(
-        self, names: Iterable[str], out: Mapping[str, Any] | None = None
-    ) -> StoreFuture[dict[str, Any]]:
+    def get_many_async(self, names: Iterable[str], out: Mapping[str, Any] | None = None) -> StoreFuture[dict[str, Any]]:
         """Begin to get several."""
         wanted = list(names)
         return self._start(lambda: self.get_many(wanted, out))
@@ -328,10 +333,15 @@ class TensorStore:
             structure = self._trees[name]
             kinds = {f"{name}/{leaf}": kind for leaf, kind in leaves(structure).items()}
         with self._reading(kinds) as stored:
-            tensors = {
-                leaf: empty(stored[leaf].record.dtype, stored[leaf].record.shape, kind) for leaf, kind in kinds.items()
-            }
-            self._read(stored, tensors)
+            tensors = {}
+
+            def targets() -> Iterator[tuple[str, Record, Memory]]:
+                for leaf, kind in kinds.items():
+                    record = stored[leaf].record
+                    tensors[leaf] = empty(record.dtype, record.shape, kind)
+                    yield leaf, record, memory_of(tensors[leaf], writable=True)
+
+            self._io.read(targets())
         return unflatten(structure, {leaf.removeprefix(f"{name}/"): tensor for leaf, tensor in tensors.items()})
 
     @property
@@ -591,12 +601,9 @@ class TensorStore:
         kind = kind_of(out[name])
         if kind != (record.dtype, record.shape):
             raise ValueError(
-                f"{name!r} is {record.dtype} of shape {record.shape}; it cannot be read into {kind[0]} of shape {kind[1]}"
+                f"{name!r} is {record.dtype} of shape {record.shape}; `out` for it is {kind[0]} of shape {kind[1]}"
             )
         return out[name]
-
-    def _read(self, stored: Mapping[str, _Stored], into: Mapping[str, Any]) -> None:
-        self._io.read({name: (stored[name].record, memory_of(into[name], writable=True)) for name in into})
 
     def _read_one(self, name: str) -> Any:
         return self.get_many((name,))[name]

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from deepnvme.arrays import Description
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.checksum import CHECKSUM_BYTES, checksums_of, copy_checksummed
-from deepnvme.errors import ChecksumError, NVMeError
+from deepnvme.errors import ChecksumError, NVMeError, VolumeFullError
 from deepnvme.extents import Extent, slices, whole_pages
 from deepnvme.manifest import Record
 from deepnvme.pool import Pool
@@ -31,6 +31,7 @@ _RUN_BYTES = 8 << 20  # the most that one such operation moves
 _GAP_BYTES = 128 << 10  # reading over so much is cheaper than another operation
 _STAGED_RUNS = 4
 _PIECE_BYTES = 16 << 20  # of a large tensor: one is summed while the drives are busy with the next
+_PIPELINE_BYTES = 64 << 20  # from so many under way on, no more are begun
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class TensorIO:
         self._volume = volume
         self._summing = summing
         self._making = threading.Lock()
-        self._free: SimpleQueue[Memory] | None = None  # staging memory
+        self._made = False
+        self._free: SimpleQueue[Memory] = SimpleQueue()  # staging memory
 
     # --- writing -------------------------------------------------------------------------------------------------
 
@@ -58,12 +60,12 @@ class TensorIO:
         """Write all of them, or none and raise. Returns when the drives have them."""
         records: dict[int, Record] = {}
         try:
-            small = [index for index, each in enumerate(tensors) if 0 < each.memory.nbytes <= _SMALL_BYTES]
-            if len(small) > 1:
-                self._write_together([(index, tensors[index]) for index in small], records)
-            for index, each in enumerate(tensors):
-                if index not in records:
-                    records[index] = self._write_alone(each)
+            with _Pipeline() as pipeline:
+                for group in _cut([each for each in enumerate(tensors) if 0 < each[1].memory.nbytes <= _SMALL_BYTES]):
+                    self._write_together(group, records, pipeline)
+                for index, tensor in enumerate(tensors):
+                    if index not in records:
+                        self._write_alone(index, tensor, records, pipeline)
         except BaseException:
             self.release(records.values())
             raise
@@ -74,87 +76,79 @@ class TensorIO:
         for record in records:
             self._volume.release(record.extents)
 
-    def _write_alone(self, tensor: Description) -> Record:
+    def _write_alone(self, index: int, tensor: Description, records: dict[int, Record], pipeline: _Pipeline) -> None:
         extents = self._volume.allocate(tensor.memory.nbytes)
-        try:
-            with Batch() as batch:
-                batch.futures += self._volume.pwrite(extents, tensor.memory)
-                sums = checksums_of(tensor.memory) if self._summing else None
-        except BaseException:
-            self._volume.release(extents)
-            raise
-        return Record(tensor.code, tensor.shape, extents, sums)
+        records[index] = Record(tensor.code, tensor.shape, extents, None)  # from here on a failure gives the space back
+        batch = pipeline.start(tensor.memory.nbytes)
+        batch.futures += self._volume.pwrite(extents, tensor.memory)
+        if self._summing:  # while the drives are busy
+            records[index] = replace(records[index], checksums=checksums_of(tensor.memory))
 
-    def _write_together(self, tensors: Sequence[tuple[int, Description]], records: dict[int, Record]) -> None:
-        with self._runs() as runs:
-            for group in _cut(tensors):
-                extents = self._volume.allocate_run([each.memory.nbytes for _, each in group])
-                try:
-                    run = runs.begin()
-                    at = 0
-                    for (index, each), extent in zip(group, extents, strict=True):
-                        sums = copy_checksummed(run.staging.part(at, extent.nbytes), each.memory)
-                        records[index] = Record(each.code, each.shape, (extent,), sums if self._summing else None)
-                        at += whole_pages(extent.nbytes)
-                except BaseException:
-                    self._volume.release(extents[sum(index in records for index, _ in group) :])
-                    raise
-                for start, extent in _joined(extents):
-                    run.batch.futures += self._volume.pwrite((extent,), run.staging.part(start, extent.nbytes))
+    def _write_together(
+        self, group: Sequence[tuple[int, Description]], records: dict[int, Record], pipeline: _Pipeline
+    ) -> None:
+        try:
+            extents = self._volume.allocate_run([tensor.memory.nbytes for _, tensor in group])
+        except VolumeFullError:
+            return  # there may be room in smaller pieces, for each alone
+        for (index, tensor), extent in zip(group, extents, strict=True):
+            records[index] = Record(tensor.code, tensor.shape, (extent,), None)
+        staging = self._staging(pipeline)
+        batch = pipeline.start(staging.nbytes, release=partial(self._free.put, staging))
+        at = 0
+        for (index, tensor), extent in zip(group, extents, strict=True):
+            sums = copy_checksummed(staging.part(at, extent.nbytes), tensor.memory)
+            if self._summing:
+                records[index] = Record(tensor.code, tensor.shape, (extent,), sums)
+            at += whole_pages(extent.nbytes)
+        for start, stretch in _joined(extents):
+            batch.futures += self._volume.pwrite((stretch,), staging.part(start, stretch.nbytes))
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def read(self, wanted: Mapping[str, tuple[Record, Memory]]) -> None:
-        """Fill each memory with its tensor.
+    def read(self, wanted: Iterable[tuple[str, Record, Memory]]) -> None:
+        """Fill each memory with its tensor. `wanted` is asked for the next while the drives are busy with those before.
 
         Raises:
             ChecksumError: the drive returned other bytes than were written.
         """
-        small = {
-            name: (record, memory)
-            for name, (record, memory) in wanted.items()
-            if 0 < memory.nbytes <= _SMALL_BYTES and len(record.extents) == 1
-        }
-        if len(small) > 1:
-            self._read_together(small)
-        for name, (record, memory) in wanted.items():
-            if len(small) <= 1 or name not in small:
-                self._read_alone(name, record, memory)
+        small: list[tuple[str, Record, Memory]] = []
+        with _Pipeline() as pipeline:
+            for name, record, memory in wanted:
+                if 0 < memory.nbytes <= _SMALL_BYTES and len(record.extents) == 1:
+                    small.append((name, record, memory))
+                else:
+                    self._read_alone(name, record, memory, pipeline)
+            for group, stretch in _neighbours(small):
+                self._read_together(group, stretch, pipeline)
 
-    def _read_alone(self, name: str, record: Record, memory: Memory) -> None:
-        pieces = [(start, length, Batch()) for start, length in _pieces(memory.nbytes)]
-        try:
-            for start, length, batch in pieces:
-                self._fetch(record, start, memory.part(start, length), batch)
-            for start, length, batch in pieces:
-                batch.wait()
-                if self._summing and record.checksums is not None:
-                    self._check(name, record, start, checksums_of(memory.part(start, length)))
-        finally:
-            for *_, batch in pieces:
-                batch.drain()
+    def _read_alone(self, name: str, record: Record, memory: Memory, pipeline: _Pipeline) -> None:
+        for start, length in _pieces(memory.nbytes):
+            piece = memory.part(start, length)
+            batch = pipeline.start(length, land=partial(self._check_piece, name, record, start, piece))
+            self._fetch(record, start, piece, batch)
 
-    def _read_together(self, small: Mapping[str, tuple[Record, Memory]]) -> None:
-        with self._runs(self._land) as runs:
-            for group, extent in _neighbours(small):
-                run = runs.begin()
-                run.tensors = [
-                    (record.extents[0].offset - extent.offset, name, record, memory) for name, record, memory in group
-                ]
-                run.batch.futures += self._volume.pread((extent,), run.staging.part(0, extent.nbytes))
+    def _check_piece(self, name: str, record: Record, start: int, piece: Memory) -> None:
+        if self._summing and record.checksums is not None:
+            _check(name, record, start, checksums_of(piece))
 
-    def _land(self, run: _Run) -> None:
-        for at, name, record, memory in run.tensors:
-            sums = copy_checksummed(memory, run.staging.part(at, memory.nbytes))
+    def _read_together(self, group: Sequence[tuple[str, Record, Memory]], stretch: Extent, pipeline: _Pipeline) -> None:
+        staging = self._staging(pipeline)
+        batch = pipeline.start(
+            staging.nbytes,
+            land=partial(self._land, group, stretch.offset, staging),
+            release=partial(self._free.put, staging),
+        )
+        batch.futures += self._volume.pread((stretch,), staging.part(0, stretch.nbytes))
+
+    def _land(self, group: Sequence[tuple[str, Record, Memory]], offset: int, staging: Memory) -> None:
+        for name, record, memory in group:
+            sums = copy_checksummed(memory, staging.part(record.extents[0].offset - offset, memory.nbytes))
             if self._summing:
-                self._check(name, record, 0, sums)
+                _check(name, record, 0, sums)
 
     def _fetch(self, record: Record, start: int, memory: Memory, batch: Batch) -> None:
         batch.futures += self._volume.pread(slices(record.extents, start, memory.nbytes), memory)
-
-    def _check(self, name: str, record: Record, start: int, sums: Sequence[int]) -> None:
-        for at, nbytes in _differing(record, start, sums):
-            raise ChecksumError(name, at, nbytes)
 
     def damage(self, name: str, record: Record) -> Iterator[Damage]:
         """Read a tensor and yield what of it is wrong."""
@@ -172,78 +166,87 @@ class TensorIO:
             for at, nbytes in _differing(record, start, checksums_of(buffer.part(0, length))):
                 yield Damage(name, at, nbytes, "these are not the bytes that were put")
 
-    # --- staging -------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _runs(self, land: Callable[[_Run], None] = lambda _: None) -> Iterator[_Runs]:
-        runs = _Runs(self._staging(), land)
-        try:
-            yield runs
-            runs.finish()
-        finally:
-            runs.abandon()
-
-    def _staging(self) -> SimpleQueue[Memory]:
+    def _staging(self, pipeline: _Pipeline) -> Memory:
+        """Return free staging memory; ends our own oldest steps for it before it waits for those of other calls."""
         with self._making:
-            if self._free is None:
+            if not self._made:
                 pool = Pool(_STAGED_RUNS * _RUN_BYTES)
                 for queue in set(self._volume.queues):
                     queue.use_pool(pool)
-                self._free = SimpleQueue()
                 for _ in range(_STAGED_RUNS):
                     self._free.put(memory_of(pool.buffer(_RUN_BYTES), writable=True))
-            return self._free
-
-
-@dataclass
-class _Run:
-    """Small tensors under way through one piece of staging memory."""
-
-    staging: Memory
-    batch: Batch
-    tensors: Sequence[tuple[int, str, Record, Memory]] = ()  # where in the staging memory, and whose
-
-
-class _Runs:
-    """The runs of one call, oldest first. Staging memory goes back when no drive uses it any more."""
-
-    def __init__(self, free: SimpleQueue[Memory], land: Callable[[_Run], None]) -> None:
-        self._free = free
-        self._land = land
-        self._pending: deque[_Run] = deque()
-
-    def begin(self) -> _Run:
-        """Start a run in free staging memory, ending our own oldest for it where there is none."""
+                self._made = True
         while True:
             try:
-                staging = self._free.get(block=not self._pending)
-                break
+                return self._free.get(block=pipeline.empty)
             except Empty:
-                self._finish_oldest()
-        run = _Run(staging, Batch())
-        self._pending.append(run)
-        return run
+                pipeline.finish_oldest()
 
-    def finish(self) -> None:
-        """Wait for all and land them."""
-        while self._pending:
-            self._finish_oldest()
 
-    def abandon(self) -> None:
-        """Wait for those left by an error."""
-        while self._pending:
-            self._give_back(self._pending[0])
+def _nothing() -> None:
+    """Do nothing."""
 
-    def _finish_oldest(self) -> None:
-        run = self._pending[0]
-        run.batch.wait()
-        self._land(run)
-        self._give_back(run)
 
-    def _give_back(self, run: _Run) -> None:
-        run.batch.drain()
-        self._free.put(run.staging)
-        self._pending.remove(run)
+@dataclass(frozen=True)
+class _Step:
+    """Operations under way, what to do when they have ended well, and however they ended."""
+
+    nbytes: int
+    batch: Batch
+    land: Callable[[], None]
+    release: Callable[[], None]
+
+
+class _Pipeline:
+    """The operations of one call, oldest first, a bounded number of bytes at once. At its end none is under way."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque()
+        self._nbytes = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._steps
+
+    def start(
+        self, nbytes: int, *, land: Callable[[], None] = _nothing, release: Callable[[], None] = _nothing
+    ) -> Batch:
+        """Return the batch for operations on so many bytes, once there is room for them beside those under way."""
+        step = _Step(nbytes, Batch(), land, release)
+        try:
+            while self._nbytes >= _PIPELINE_BYTES:
+                self.finish_oldest()
+        except BaseException:
+            release()
+            raise
+        self._steps.append(step)
+        self._nbytes += nbytes
+        return step.batch
+
+    def finish_oldest(self) -> None:
+        """Wait for the oldest step and land it."""
+        step = self._steps[0]
+        step.batch.wait()
+        step.land()
+        self._drop()
+
+    def _drop(self) -> None:
+        step = self._steps.popleft()
+        self._nbytes -= step.nbytes
+        step.batch.drain()
+        step.release()
+
+    def __enter__(self) -> _Pipeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._steps and kind is None:
+                self.finish_oldest()
+        finally:
+            while self._steps:
+                self._drop()
 
 
 def _cut(tensors: Sequence[tuple[int, Description]]) -> Iterator[list[tuple[int, Description]]]:
@@ -276,13 +279,10 @@ def _joined(extents: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
 
 
 def _neighbours(
-    small: Mapping[str, tuple[Record, Memory]],
+    small: Iterable[tuple[str, Record, Memory]],
 ) -> Iterator[tuple[list[tuple[str, Record, Memory]], Extent]]:
     """Yield tensors that lie close together, and the stretch of whole pages that holds them."""
-    in_order = sorted(
-        ((name, record, memory) for name, (record, memory) in small.items()),
-        key=lambda each: (each[1].extents[0].member, each[1].extents[0].offset),
-    )
+    in_order = sorted(small, key=lambda each: (each[1].extents[0].member, each[1].extents[0].offset))
     group: list[tuple[str, Record, Memory]] = []
     member = start = end = 0
     for each in in_order:
@@ -314,3 +314,8 @@ def _differing(record: Record, start: int, sums: Sequence[int]) -> Iterator[tupl
         if got != record.checksums[index]:
             at = index * CHECKSUM_BYTES
             yield at, min(CHECKSUM_BYTES, record.nbytes - at)
+
+
+def _check(name: str, record: Record, start: int, sums: Sequence[int]) -> None:
+    for at, nbytes in _differing(record, start, sums):
+        raise ChecksumError(name, at, nbytes)

@@ -1,0 +1,499 @@
+"""DeepNVMe's names and call shapes over `IOQueue`: a program written for DeepSpeed's `aio_handle` changes one import.
+
+What fails raises, where DeepNVMe reports success or ends the program. Knows nothing of drives: queue and pool do the
+work. Called by programs of users only; docs/migrate-from-deepnvme.md says what is the same and what is not. Imports
+torch when a locked tensor is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import operator
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
+
+from deepnvme.buffers import Memory, memory_of
+from deepnvme.errors import BatchError, ForkedError, NVMeError
+from deepnvme.future import IOFuture
+from deepnvme.pool import Pool
+from deepnvme.queue import Direct, File, IOQueue
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+__all__ = [
+    "AsyncIOBuilder",
+    "PinMemoryBuilder",
+    "aio_handle",
+    "aio_read",
+    "aio_write",
+    "deepspeed_memcpy",
+    "pin_handle",
+]
+
+_Path: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
+
+# DeepNVMe's defaults. A handle made with both leaves the choice to deepnvme.
+_BLOCK_BYTES = 1 << 20
+_QUEUE_DEPTH = 128
+_CHUNK_UNIT_BYTES = 64 << 10  # a queue's chunks are multiples of it
+_MOST_INFLIGHT_BYTES = 64 << 20  # more makes no drive faster, and bouncing takes as much memory
+_SECTOR_BYTES = 512
+_LARGEST_LOCKED_BYTES = 1 << 30  # what a pool gives in one piece
+_CHECKED_BYTES = 8 << 20  # validated at a time
+
+
+class AsyncIOBuilder:
+    """Stands where DeepSpeed's builder stands: `AsyncIOBuilder().load().aio_handle()`. There is nothing to build."""
+
+    NAME = "async_io"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return True: where this can be imported, some backend works."""
+        return True
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """Return this module."""
+        return sys.modules[__name__]
+
+
+class PinMemoryBuilder:
+    """Stands where DeepSpeed's builder stands: `PinMemoryBuilder().load().pin_handle()`."""
+
+    NAME = "pin_memory"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return True."""
+        return True
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """Return this module."""
+        return sys.modules[__name__]
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """A transfer under way, and how it is validated once it has ended."""
+
+    future: IOFuture[int]
+    validate: Callable[[], BaseException | None] | None
+
+    def failure(self) -> BaseException | None:
+        """Wait for the end; return what went wrong."""
+        error = self.future.exception()
+        return error if error or not self.validate else self.validate()
+
+
+class aio_handle:  # noqa: N801 - the name that programs use
+    """Reads and writes whole buffers by file name. `wait()` waits for all that is pending, and raises what failed.
+
+    `queue` is the IOQueue below, for whoever wants more than this. `block_size` decides its chunk and `queue_depth` its
+    bytes in flight; the other parameters have no effect and are kept for the `get_` methods.
+    With a `file_offset`, a write changes those bytes and no others; without, the file becomes what the buffer holds.
+    """
+
+    def __init__(
+        self,
+        block_size: int = _BLOCK_BYTES,
+        queue_depth: int = _QUEUE_DEPTH,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        self._block_size = _positive("block_size", block_size)
+        self._queue_depth = _positive("queue_depth", queue_depth)
+        self._single_submit = bool(single_submit)
+        self._overlap_events = bool(overlap_events)
+        self._intra_op_parallelism = _positive("intra_op_parallelism", intra_op_parallelism)
+        chunk_bytes, inflight_bytes = _settings(self._block_size, self._queue_depth)
+        self.queue = IOQueue(chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes)
+        self._pending: list[_Operation] = []
+        self._waiting = threading.Lock()
+        self._finalizer = weakref.finalize(self, _abandon, self.queue, self._pending, os.getpid())
+
+    def get_block_size(self) -> int:
+        """Return `block_size` as given."""
+        return self._block_size
+
+    def get_queue_depth(self) -> int:
+        """Return `queue_depth` as given."""
+        return self._queue_depth
+
+    def get_single_submit(self) -> bool:
+        """Return `single_submit` as given."""
+        return self._single_submit
+
+    def get_overlap_events(self) -> bool:
+        """Return `overlap_events` as given."""
+        return self._overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        """Return `intra_op_parallelism` as given."""
+        return self._intra_op_parallelism
+
+    def get_alignment(self) -> int:
+        """Return the bytes to which DeepNVMe needs buffers padded; here any length is right."""
+        return self._intra_op_parallelism * _SECTOR_BYTES
+
+    def async_pread(self, buffer: Any, filename: _Path, file_offset: int = 0) -> int:
+        """Start filling `buffer` from the file. Returns 0; `wait()` tells how it ended."""
+        return self.pread(buffer, filename, False, True, file_offset)
+
+    def sync_pread(self, buffer: Any, filename: _Path, file_offset: int = 0) -> int:
+        """Fill `buffer` from the file. Waits for all that is pending, and returns how many operations that were."""
+        return self.pread(buffer, filename, False, False, file_offset)
+
+    def pread(self, buffer: Any, filename: _Path, validate: bool, async_: bool, file_offset: int = 0) -> int:
+        """As `async_pread` or `sync_pread`; `validate` compares the buffer with the file afterwards."""
+        self._pending.append(self._read(buffer, filename, validate, file_offset))
+        return 0 if async_ else self.wait()
+
+    @overload
+    def async_pwrite(self, buffer: Any, filename: _Path, file_offset: int | None = None) -> int: ...
+
+    @overload
+    def async_pwrite(self, buffer: Any, filename: int, file_offset: int = 0) -> int: ...
+
+    @overload
+    def async_pwrite(self, buffer: Any, *, fd: int, file_offset: int = 0) -> int: ...
+
+    def async_pwrite(
+        self, buffer: Any, filename: _Path | int | None = None, file_offset: int | None = None, *, fd: int | None = None
+    ) -> int:
+        """Start writing `buffer` to the file, named or open as a descriptor. Returns 0; `wait()` tells how it ended."""
+        descriptor = filename if isinstance(filename, int) else fd
+        if descriptor is not None:
+            # Opened anew: the descriptor may be closed at once, and need not be for direct I/O.
+            self._pending.append(self._write(buffer, f"/proc/self/fd/{descriptor}", False, file_offset or 0))
+            return 0
+        if filename is None or isinstance(filename, int):
+            raise TypeError("async_pwrite needs a filename or an fd")
+        return self.pwrite(buffer, filename, False, True, file_offset)
+
+    def sync_pwrite(self, buffer: Any, filename: _Path, file_offset: int | None = None) -> int:
+        """Write `buffer` to the file. Waits for all that is pending, and returns how many operations that were."""
+        return self.pwrite(buffer, filename, False, False, file_offset)
+
+    def pwrite(self, buffer: Any, filename: _Path, validate: bool, async_: bool, file_offset: int | None = None) -> int:
+        """As `async_pwrite` or `sync_pwrite`; `validate` reads the file back and compares."""
+        self._pending.append(self._write(buffer, filename, validate, file_offset))
+        return 0 if async_ else self.wait()
+
+    def read(self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None = None) -> int:
+        """Fill `buffer` from the file, all of it unless there is a `file_offset`. Waits for this alone; returns 0."""
+        return _end(self._read(buffer, filename, validate, file_offset))
+
+    def write(self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None = None) -> int:
+        """Write `buffer` to the file. Waits for this alone; returns 0."""
+        return _end(self._write(buffer, filename, validate, file_offset))
+
+    def wait(self) -> int:
+        """Wait until everything pending has ended; return how many operations that were, 0 where there was none.
+
+        Raises:
+            NVMeError: one of them failed.
+            BatchError: several did; `errors` has them all.
+        """
+        with self._waiting:
+            operations = self._pending[:]
+            failures = [failure for operation in operations if (failure := operation.failure())]
+            del self._pending[: len(operations)]
+        errors = [failure for failure in failures if isinstance(failure, NVMeError)]
+        if len(errors) > 1 and len(errors) == len(failures):
+            raise BatchError(errors)
+        if failures:
+            raise failures[0]
+        return len(operations)
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised tensor of the example's type in memory of a `Pool`, registered with this handle."""
+        return _LockedTensors.make(num_elem, example_tensor, self.queue)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Give a locked tensor's memory back, which leaves it empty; False for other tensors.
+
+        Where views or operations still use the memory, it goes back when the last of them is gone.
+        """
+        return _LockedTensors.free(tensor)
+
+    def is_pinned(self, buffer: Any) -> bool:
+        """Tell whether `buffer` lies in a locked tensor of this process, or is page-locked by torch."""
+        return _LockedTensors.hold(buffer)
+
+    def close(self) -> None:
+        """Wait as `wait()` does, then free the rings and threads. Dropping the handle does the same, but only warns."""
+        try:
+            self.wait()
+        finally:
+            self._finalizer.detach()
+            self.queue.close()
+
+    def _read(self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None) -> _Operation:
+        path = os.fsdecode(filename)
+        with self.queue.open(path) as file:
+            if file_offset is None and file.size > _nbytes(buffer):
+                raise ValueError(
+                    f"{path} has {file.size} B, more than the {_nbytes(buffer)} B of the buffer; to read a part of it, "
+                    "give a file_offset"
+                )
+            future = file.pread(buffer, file_offset or 0)
+        return _Operation(future, self._validation(buffer, path, file_offset or 0) if validate else None)
+
+    def _write(self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None) -> _Operation:
+        path = os.fsdecode(filename)
+        nbytes = _nbytes(buffer)
+        with self._open_for_writing(path) as file:
+            future = file.pwrite(buffer, file_offset or 0)  # before the file is cut: it may refuse the buffer
+            if file_offset is None and file.size > nbytes:
+                file.truncate(nbytes)
+        return _Operation(future, self._validation(buffer, path, file_offset or 0) if validate else None)
+
+    def _open_for_writing(self, path: str) -> File:
+        """Open a file that is there without emptying it: writing over what is allocated is faster."""
+        with suppress(FileNotFoundError):
+            return self.queue.open(path, "r+")
+        try:
+            return self.queue.open(path, "x", permissions=0o600)
+        except FileExistsError:  # made by somebody else meanwhile
+            return self.queue.open(path, "r+")
+
+    def _validation(self, buffer: Any, path: str, offset: int) -> Callable[[], BaseException | None]:
+        """Open the file now, as its name may be another's by then, and not for direct I/O, which is what is checked."""
+        return partial(_difference, self.queue.open(path, direct=Direct.NEVER), buffer, offset)
+
+
+class pin_handle:  # noqa: N801 - the name that programs use
+    """Locked tensors without a handle for I/O. Tensors made by a handle's own method are registered with it as well."""
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """As `aio_handle.new_cpu_locked_tensor`, registered with no handle."""
+        return _LockedTensors.make(num_elem, example_tensor, None)
+
+    def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
+        """As `aio_handle.free_cpu_locked_tensor`."""
+        return _LockedTensors.free(locked_tensor)
+
+    def is_pinned(self, buffer: Any) -> bool:
+        """As `aio_handle.is_pinned`."""
+        return _LockedTensors.hold(buffer)
+
+
+def aio_read(  # noqa: PLR0917 - the call shape of DeepNVMe
+    buffer: Any,
+    filename: _Path,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """Fill `buffer` from the file, which must be as large, with a handle for this alone. Returns 0."""
+    handle = aio_handle(block_size, queue_depth, single_submit, overlap_events)
+    try:
+        return handle.read(buffer, filename, validate)
+    finally:
+        handle.close()
+
+
+def aio_write(  # noqa: PLR0917 - the call shape of DeepNVMe
+    buffer: Any,
+    filename: _Path,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """Make the file what `buffer` holds, with a handle for this alone. Returns 0."""
+    handle = aio_handle(block_size, queue_depth, single_submit, overlap_events)
+    try:
+        return handle.write(buffer, filename, validate)
+    finally:
+        handle.close()
+
+
+def deepspeed_memcpy(dest: Any, src: Any) -> int:
+    """Copy the bytes of one buffer in host memory over those of another of the same size. Returns 0."""
+    target, source = memory_of(dest, writable=True), memory_of(src, writable=False)
+    if target.nbytes != source.nbytes:
+        raise ValueError(
+            f"expected buffers of one size, got {target.nbytes} B to copy to and {source.nbytes} B to copy"
+        )
+    ctypes.memmove(target.address, source.address, source.nbytes)
+    return 0
+
+
+@dataclass(frozen=True, eq=False)
+class _LockedTensor:
+    """What is known of a locked tensor. Its memory is in use as long as `view` lives."""
+
+    view: weakref.ref[memoryview]
+    address: int
+    nbytes: int
+    pool: Pool
+    queue: weakref.ref[IOQueue] | None  # which the pool is registered with
+
+    def holds(self, memory: Memory) -> bool:
+        """Tell whether `memory` is a part of this."""
+        end = memory.address + memory.nbytes
+        return self.view() is not None and self.address <= memory.address and end <= self.address + self.nbytes
+
+
+class _LockedTensors:
+    """The locked tensors of this process: any handle may be asked about those that another made."""
+
+    _known: ClassVar[set[_LockedTensor]] = set()
+
+    @classmethod
+    def make(cls, num_elem: int, example: torch.Tensor, queue: IOQueue | None) -> torch.Tensor:
+        try:
+            import torch
+        except ImportError:
+            raise ImportError(
+                "locked tensors need torch, which is not installed; deepnvme.Pool(nbytes).empty(shape, dtype) gives "
+                "numpy arrays of the same memory"
+            ) from None
+        if not isinstance(example, torch.Tensor):
+            raise TypeError(f"expected an example tensor, whose dtype is taken; got {type(example).__name__}")
+        if num_elem == 0:
+            return torch.empty(0, dtype=example.dtype)
+        nbytes = _positive("num_elem", num_elem) * example.element_size()
+        if nbytes > _LARGEST_LOCKED_BYTES:
+            raise ValueError(
+                f"a locked tensor holds at most {_LARGEST_LOCKED_BYTES} B, asked: {nbytes} B; make several"
+            )
+        cls._forget_unused()
+        pool = Pool(nbytes)
+        if queue is not None:
+            queue.use_pool(pool)
+        view = pool.buffer(nbytes)
+        tensor = torch.frombuffer(view, dtype=example.dtype)  # holds `view` until nothing uses the memory any more
+        registered = None if queue is None else weakref.ref(queue)
+        cls._known.add(_LockedTensor(weakref.ref(view), tensor.data_ptr(), nbytes, pool, registered))
+        return tensor
+
+    @classmethod
+    def free(cls, tensor: torch.Tensor) -> bool:
+        import torch
+
+        start = Memory(tensor.data_ptr(), 1, None)
+        if not any(start.address == known.address and known.holds(start) for known in cls._known.copy()):
+            return False
+        tensor.data = torch.empty(0, dtype=tensor.dtype)
+        cls._forget_unused()
+        return True
+
+    @classmethod
+    def hold(cls, buffer: Any) -> bool:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(buffer, torch.Tensor) and buffer.is_pinned():
+            return True
+        try:
+            memory = memory_of(buffer, writable=False)
+        except (TypeError, ValueError):
+            return False
+        return any(known.holds(memory) for known in cls._known.copy())
+
+    @classmethod
+    def _forget_unused(cls) -> None:
+        """Let go of the pools whose tensors are gone. Not as they go: that may be on a thread which the queue needs."""
+        for known in cls._known.copy():
+            if known.view() is not None:
+                continue
+            queue = None if known.queue is None else known.queue()
+            if queue is not None:
+                with suppress(ForkedError):
+                    queue.forget_pool(known.pool)
+            cls._known.discard(known)
+
+
+def _positive(name: str, value: int) -> int:
+    if operator.index(value) < 1:
+        raise ValueError(f"{name} must be 1 or more, got {value}")
+    return operator.index(value)
+
+
+def _settings(block_size: int, queue_depth: int) -> tuple[int | None, int | None]:
+    """Return the chunk and the bytes in flight that come nearest to what was asked, None for deepnvme's own choice."""
+    if (block_size, queue_depth) == (_BLOCK_BYTES, _QUEUE_DEPTH):
+        return None, None
+    chunk_bytes = min(-(-block_size // _CHUNK_UNIT_BYTES) * _CHUNK_UNIT_BYTES, _MOST_INFLIGHT_BYTES)
+    return chunk_bytes, min(chunk_bytes * queue_depth, _MOST_INFLIGHT_BYTES)
+
+
+def _end(operation: _Operation) -> int:
+    if failure := operation.failure():
+        raise failure
+    return 0
+
+
+def _abandon(queue: IOQueue, pending: list[_Operation], owner: int) -> None:
+    """End the operations of a handle that is gone. Nobody is left to raise to, so errors are told by a warning."""
+    if os.getpid() != owner:
+        return
+    queue.close()
+    futures = [operation.future for operation in pending if operation.future.done()]
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:
+        warnings.warn(
+            f"an aio_handle was dropped without wait() and {len(errors)} of its operations failed; the first: "
+            f"{errors[0]}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _nbytes(buffer: Any) -> int:
+    """Return the size of a buffer in host or device memory."""
+    nbytes = getattr(buffer, "nbytes", None)
+    return memoryview(buffer).nbytes if nbytes is None else int(nbytes)
+
+
+def _difference(file: File, buffer: Any, offset: int) -> BaseException | None:
+    """Compare a buffer with the file from `offset` on; return what differs, or why that cannot be told."""
+    import numpy as np
+
+    try:
+        expected = _bytes_of(buffer)
+        space = np.empty(_CHECKED_BYTES, np.uint8)
+        for start in range(0, expected.size, space.size):
+            wanted = expected[start : start + space.size]
+            found = space[: file.readinto(space[: wanted.size], offset + start).result()]
+            differs = np.flatnonzero(found != wanted[: found.size])
+            same = int(differs[0]) if differs.size else found.size
+            if same < wanted.size:
+                at = start + same
+                return NVMeError(
+                    errno.EIO,
+                    f"the file differs from the buffer {at} B into it, at offset {offset + at}",
+                    op="validate",
+                    path=file.path,
+                    offset=offset,
+                    asked=expected.size,
+                    done=at,
+                )
+    except (OSError, TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def _bytes_of(buffer: Any) -> NDArray[np.uint8]:
+    import numpy as np
+
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(buffer, torch.Tensor):
+        bytes_: NDArray[np.uint8] = buffer.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        return bytes_
+    return buffer.reshape(-1).view(np.uint8) if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
