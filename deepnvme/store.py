@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -40,7 +41,7 @@ _SLOTS = ("manifest.0", "manifest.1")
 _DRAFT = "manifest.new"
 
 
-class UncommittedWarning(ResourceWarning):
+class UncommittedWarning(RuntimeWarning):
     """A durable store was closed with changes that were not committed."""
 
 
@@ -108,6 +109,7 @@ class TensorStore:
         self._held: dict[int, tuple[_Stored, ...]] = {}
         self._changed = False
         self._poison: NVMeError | None = None
+        self._closing = False
         self._closed = False
         self._workers: ThreadPoolExecutor | None = None
         self._prefetched: dict[str, tuple[_Stored, StoreFuture[Any]]] = {}
@@ -140,6 +142,8 @@ class TensorStore:
             store = cls(volume, durability=durability, checksum=checksum, returns=returns)
             store.commit()
         except BaseException:
+            for left in (*_SLOTS, _DRAFT):
+                (volume.directories[0] / left).unlink(missing_ok=True)
             volume.discard()
             raise
         return store
@@ -199,16 +203,8 @@ class TensorStore:
 
     def put_many(self, tensors: Mapping[str, Any]) -> None:
         """Write several tensors, small ones together; all of them or, where that fails, none."""
-        self._check_writable()
-        described = {check_name(name): describe(tensor) for name, tensor in tensors.items()}
-        records = self._io.write(list(described.values()))
-        with self._lock:
-            if self._poison is not None:  # a commit failed meanwhile
-                self._io.release(records)
-                raise self._poison
-            for name, record in zip(described, records, strict=True):
-                self._name(name, _Stored(record))
-            self._changed = True
+        with self._putting(tensors):
+            pass
 
     def get(self, name: str, out: Any = None) -> Any:
         """Return the tensor of that name, read into `out` where given, which must have its type and shape.
@@ -219,7 +215,8 @@ class TensorStore:
         """
         if out is None:
             ahead = self._take_prefetched(name)
-            if ahead is not None:
+            # What has not begun is not waited for: it may be queued behind us, for the thread that this runs in.
+            if ahead is not None and not ahead.cancel():
                 return ahead.result()
         return self.get_many((name,), None if out is None else {name: out})[name]
 
@@ -311,15 +308,13 @@ class TensorStore:
 
     def put_state(self, name: str, state: Any) -> None:
         """Put a state dict: nested dicts, lists and plain values, with tensors as leaves. Replaces one of that name."""
-        structure, leaves = flatten(state)
-        prefix = f"{check_name(name)}/"
-        tensors = {prefix + path: leaf for path, leaf in leaves.items()}
-        self.put_many(tensors)
-        with self._lock:
-            for old in [other for other in self._tensors if other.startswith(prefix) and other not in tensors]:
-                self._unname(old)
+        structure, found = flatten(state)
+        tensors = {f"{check_name(name)}/{leaf}": tensor for leaf, tensor in found.items()}
+        with self._putting(tensors):
+            for old in self._leaves(name) if name in self._trees else ():
+                if old in self._tensors and old not in tensors:
+                    self._unname(old)
             self._trees[name] = structure
-            self._changed = True
 
     def get_state(self, name: str) -> Any:
         """Return a state dict as it was put.
@@ -331,8 +326,9 @@ class TensorStore:
             if name not in self._trees:
                 raise KeyError(f"no state dict {name!r}; there are: {', '.join(map(repr, self._trees)) or 'none'}")
             structure = self._trees[name]
-            kinds = {f"{name}/{leaf}": kind for leaf, kind in leaves(structure).items()}
-        with self._reading(kinds) as stored:
+            kinds = self._leaves(name)
+            stored = self._hold(kinds)
+        with self._until_read(stored):
             tensors = {}
 
             def targets() -> Iterator[tuple[str, Record, Memory]]:
@@ -389,9 +385,12 @@ class TensorStore:
         """Read every tensor and compare it with its checksums; return what is wrong. Tells `progress` of each."""
         found: list[Damage] = []
         for name in self:
-            with self._reading((name,)) as stored:
-                found += self._io.damage(name, stored[name].record)
-            progress(name, stored[name].record.nbytes)
+            with self._lock:
+                held = self._hold({name} & self._tensors.keys())  # it may be deleted by now
+            with self._until_read(held):
+                for stored in held.values():
+                    found += self._io.damage(name, stored.record)
+                    progress(name, stored.record.nbytes)
         return tuple(found)
 
     # --- durability ----------------------------------------------------------------------------------------------
@@ -452,14 +451,17 @@ class TensorStore:
         """Do what leaves the drives in doubt when it fails."""
         try:
             step()
-        except OSError as error:
+        except BaseException as error:  # after Ctrl-C, too: what was interrupted may have failed, and is told once
             self._poison = PoisonedError(
-                error.errno or errno.EIO,
-                f"{what} failed ({error}): what was put since commit {self._generation} may be lost, and no later sync "
-                "would tell. Tensors can still be got; open the store again to go on from its last commit",
+                getattr(error, "errno", None) or errno.EINTR,
+                f"{what} failed ({str(error) or type(error).__name__}): what was put since commit {self._generation} "
+                "may be lost, and no later sync would tell. Tensors can still be got; open the store again to go on "
+                "from its last commit",
                 path=str(self._volume.directories[0]),
             )
-            raise self._poison from error
+            if not isinstance(error, OSError):
+                raise
+            self._check_writable()
 
     def _restore(self, generation: int | None) -> None:
         folder = self._volume.directories[0]
@@ -516,16 +518,20 @@ class TensorStore:
     @property
     def closed(self) -> bool:
         """Whether `close()` was called."""
-        return self._closed
+        return self._closing
 
     def close(self) -> None:
         """Wait for what is under way and let go of the drives. What was not committed is gone. Again: does nothing."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
         if self._workers is not None:
             self._workers.shutdown(wait=True)
-        self._volume.close()
+        with self._committing:  # or a manifest would be renamed after somebody else has opened the store
+            self._closed = True
+            self._io.close()
+            self._volume.close()
         if self._changed and self.durability is not Durability.NONE and self._poison is None:
             warnings.warn(
                 f"the store in {self._volume.directories[0]} was closed with changes that were not committed; they "
@@ -579,16 +585,44 @@ class TensorStore:
         if not stored.needed and not self._closed:
             self._io.release((stored.record,))
 
+    def _leaves(self, state: str) -> dict[str, Returns]:
+        """Return the tensors of a state dict, each with what it was."""
+        return {f"{state}/{leaf}": kind for leaf, kind in leaves(self._trees[state]).items()}
+
+    @contextmanager
+    def _putting(self, tensors: Mapping[str, Any]) -> Iterator[None]:
+        """Write tensors and name them; what the body does to other names happens in the same step."""
+        self._check_writable()
+        described = {check_name(name): describe(tensor) for name, tensor in tensors.items()}
+        records = self._io.write(list(described.values()))
+        with self._lock:
+            if self._poison is not None:  # a commit failed meanwhile
+                self._io.release(records)
+                self._check_writable()
+            for name, record in zip(described, records, strict=True):
+                self._name(name, _Stored(record))
+            yield
+            self._changed = True
+
     @contextmanager
     def _reading(self, names: Iterable[str]) -> Iterator[dict[str, _Stored]]:
         """Keep the space of these tensors from being used again meanwhile."""
         with self._lock:
-            self._check_open()
-            stored = {name: self._stored(name) for name in names}
-            for each in stored.values():
-                each.readers += 1
-        try:
+            stored = self._hold(names)
+        with self._until_read(stored):
             yield stored
+
+    def _hold(self, names: Iterable[str]) -> dict[str, _Stored]:
+        self._check_open()
+        stored = {name: self._stored(name) for name in names}
+        for each in stored.values():
+            each.readers += 1
+        return stored
+
+    @contextmanager
+    def _until_read(self, stored: Mapping[str, _Stored]) -> Iterator[None]:
+        try:
+            yield
         finally:
             with self._lock:
                 for each in stored.values():
@@ -629,16 +663,16 @@ class TensorStore:
     def _check_writable(self) -> None:
         self._check_open()
         if self._poison is not None:
-            raise self._poison
+            raise copy(self._poison)  # each with a traceback of its own
 
     def _start(self, work: Callable[[], _T]) -> StoreFuture[_T]:
         with self._lock:
-            self._check_open()
+            if self._closing:
+                raise ClosedError("the store is closed")
             if self._workers is None:
                 self._workers = ThreadPoolExecutor(_WORKERS, "deepnvme-store")
-            workers = self._workers
-        future: StoreFuture[_T] = StoreFuture()
-        workers.submit(_run, work, future)
+            future: StoreFuture[_T] = StoreFuture()
+            self._workers.submit(_run, work, future)
         return future
 
 

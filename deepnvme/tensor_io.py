@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -17,7 +18,7 @@ from queue import Empty, SimpleQueue
 from deepnvme.arrays import Description
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.checksum import CHECKSUM_BYTES, checksums_of, copy_checksummed
-from deepnvme.errors import ChecksumError, NVMeError, VolumeFullError
+from deepnvme.errors import ChecksumError, ForkedError, NVMeError, VolumeFullError
 from deepnvme.extents import Extent, slices, whole_pages
 from deepnvme.manifest import Record
 from deepnvme.pool import Pool
@@ -51,7 +52,7 @@ class TensorIO:
         self._volume = volume
         self._summing = summing
         self._making = threading.Lock()
-        self._made = False
+        self._pool: Pool | None = None
         self._free: SimpleQueue[Memory] = SimpleQueue()  # staging memory
 
     # --- writing -------------------------------------------------------------------------------------------------
@@ -75,6 +76,13 @@ class TensorIO:
         """Give their space back."""
         for record in records:
             self._volume.release(record.extents)
+
+    def close(self) -> None:
+        """Let go of the staging memory, which queues that go on would keep. Whoever reads or writes has ended."""
+        if self._pool is not None:
+            with suppress(ForkedError):  # the parent's queues are none of ours
+                for queue in set(self._volume.queues):
+                    queue.forget_pool(self._pool)
 
     def _write_alone(self, index: int, tensor: Description, records: dict[int, Record], pipeline: _Pipeline) -> None:
         extents = self._volume.allocate(tensor.memory.nbytes)
@@ -169,13 +177,12 @@ class TensorIO:
     def _staging(self, pipeline: _Pipeline) -> Memory:
         """Return free staging memory; ends our own oldest steps for it before it waits for those of other calls."""
         with self._making:
-            if not self._made:
-                pool = Pool(_STAGED_RUNS * _RUN_BYTES)
+            if self._pool is None:
+                self._pool = Pool(_STAGED_RUNS * _RUN_BYTES)
                 for queue in set(self._volume.queues):
-                    queue.use_pool(pool)
+                    queue.use_pool(self._pool)
                 for _ in range(_STAGED_RUNS):
-                    self._free.put(memory_of(pool.buffer(_RUN_BYTES), writable=True))
-                self._made = True
+                    self._free.put(memory_of(self._pool.buffer(_RUN_BYTES), writable=True))
         while True:
             try:
                 return self._free.get(block=pipeline.empty)

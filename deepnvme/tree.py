@@ -7,7 +7,6 @@ do, never changed. A structure that was read is not believed: `leaves` and `unfl
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 import re
 import struct
@@ -275,7 +274,7 @@ def _tagged_value(tag: str, content: Any, path: _Path) -> Any:
     if tag == "bytes" and isinstance(content, str):
         try:
             return base64.b64decode(content, validate=True)
-        except binascii.Error as flaw:
+        except ValueError as flaw:
             raise ValueError(f"{_place(path)}: {flaw}") from None
     if tag == "numpy" and isinstance(content, list) and len(content) == 2:
         return _numpy_value(content[0], content[1], path)
@@ -286,12 +285,11 @@ def _numpy_value(code: Any, digits: Any, path: _Path) -> Any:
     import numpy as np
 
     try:
-        kind = numpy_dtype(code)
-        if re.fullmatch("[0-9a-f]*", digits) is None:
-            raise _refusal(path, "hexadecimal digits", digits)
-        [value] = np.frombuffer(bytes.fromhex(digits), kind)
+        [value] = np.frombuffer(bytes.fromhex(digits), numpy_dtype(code))
     except (TypeError, ValueError, KeyError) as flaw:
         raise ValueError(f"{_place(path)} is no scalar of numpy: {flaw}") from None
+    if value.tobytes().hex() != digits:  # a bool of 2, or spaces between the digits
+        raise ValueError(f"{_place(path)} is no scalar of numpy: {code} is never written as {_shown(digits)}")
     return value
 
 

@@ -117,6 +117,21 @@ def test_a_volume_that_is_interrupted_while_it_is_made_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("make", [Volume.create, Volume.temporary])
+def test_a_file_system_without_locks_is_named_and_left_empty(
+    tmp_path: Path, queue: IOQueue, monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    place = tmp_path if make == Volume.temporary else tmp_path / "0"
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(VolumeError, match="No locks available") as caught:
+        make([place], MIB, queue=queue)
+    assert caught.value.path.startswith(str(place))
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_operation_on_a_member_lost_later_names_it_and_the_other_goes_on(tmp_path: Path) -> None:
     lost = FaultPlan().fail(probability=1.0, requests=Requests.READS)
     with (

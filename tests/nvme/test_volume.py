@@ -553,8 +553,9 @@ def test_a_copy_of_a_member_is_told(made: list[Path], plain_queue: IOQueue, tmp_
     assert (error.path, "it is a copy of" in str(error)) == (str(tmp_path / "copy"), True)
 
 
-def test_a_member_that_was_cut_off_is_told(made: list[Path], plain_queue: IOQueue) -> None:
-    os.truncate(made[2] / "data", MIB)
+@pytest.mark.parametrize("missing", [1, MIB])
+def test_a_member_that_was_cut_off_is_told(made: list[Path], plain_queue: IOQueue, missing: int) -> None:
+    os.truncate(made[2] / "data", (made[2] / "data").stat().st_size - missing)
     error = refused(made, plain_queue)
     assert (error.errno, error.path) == (errno.EBADMSG, str(made[2]))
     assert "cut off" in str(error)
@@ -783,6 +784,18 @@ def test_closing_waits_for_what_is_under_way_and_unlocks(tmp_path: Path) -> None
         volume.close()
 
 
+def test_closing_unlocks_though_somebody_still_has_a_copy_of_the_descriptor(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
+    volume = Volume.create([tmp_path / "0"], MIB, queue=plain_queue)
+    copy = os.dup(volume._parts[0].member._lock)  # as a child has that was forked and starts a program only now
+    try:
+        volume.close()
+        Volume.open([tmp_path / "0"], queue=plain_queue).close()
+    finally:
+        os.close(copy)
+
+
 def test_a_closed_volume_refuses_everything_by_name(tmp_path: Path, plain_queue: IOQueue) -> None:
     volume = Volume.create([tmp_path / "0"], MIB, queue=plain_queue)
     extents = volume.allocate(5)
@@ -814,6 +827,21 @@ def test_a_volume_that_nobody_holds_is_closed(tmp_path: Path, plain_queue: IOQue
     Volume.create([tmp_path / "0"], MIB, queue=plain_queue)
     gc.collect()
     Volume.open([tmp_path / "0"], queue=plain_queue).close()
+
+
+def test_a_discarded_volume_leaves_nothing(tmp_path: Path, plain_queue: IOQueue) -> None:
+    volume = Volume.create(members(tmp_path, 1.0, 1.0), MIB, queue=plain_queue)
+    volume.discard()
+    assert volume.closed
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_volume_tells_queue_and_capacity_of_each_member(tmp_path: Path, plain_queue: IOQueue) -> None:
+    with IOQueue(EVERYWHERE) as other:
+        specs = [Member(tmp_path / "0", rate=1.0, capacity=MIB), Member(tmp_path / "1", other, 1.0, 2 * MIB - 1)]
+        with Volume.create(specs, queue=plain_queue) as volume:
+            assert volume.queues == (plain_queue, other)
+            assert volume.capacities == (MIB, 2 * MIB)
 
 
 # --- temporary volumes -------------------------------------------------------------------------------------------
@@ -879,6 +907,17 @@ def test_nothing_is_removed_but_what_a_temporary_volume_makes(tmp_path: Path, pl
     before = sorted(tmp_path.rglob("*"))
     assert Volume.remove_stale([tmp_path]) == []
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_another_user_left_is_not_removed(tmp_path: Path) -> None:
+    theirs = tmp_path / "deepnvme-swap-0123456789abcdef"
+    theirs.mkdir()
+    try:
+        os.chown(theirs, 65534, 65534)
+    except PermissionError:
+        pytest.skip("only root can give a directory to another user")
+    assert Volume.remove_stale([tmp_path]) == []
+    assert theirs.exists()
 
 
 def test_a_temporary_volume_is_made_again_where_somebody_took_it_for_abandoned(
