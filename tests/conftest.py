@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import signal
+import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 
@@ -14,3 +18,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy machine")
+
+
+@pytest.fixture(scope="session")
+def pyproject() -> dict[str, Any]:
+    """Return what pyproject.toml says."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # came with pytest
+    return dict(tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text()))

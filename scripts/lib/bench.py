@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import env
+from env import THIS_PYTHON
 
 __all__ = [
     "THIS_PYTHON",
@@ -44,9 +45,6 @@ __all__ = [
     "spread",
     "write_page",
 ]
-
-THIS_PYTHON = "INFINITY_THIS_PYTHON"
-"""Set to 1, the environment variable that runs a bench under the Python it was started with, `.venv` left alone."""
 
 Measure = Callable[[], "float | Mapping[str, float]"]
 Document = dict[str, Any]
@@ -235,14 +233,15 @@ def _value(wanted: _Wanted, measured: Mapping[str, float]) -> float:
     return value
 
 
+@env.plain_ending()
 def main(script: str, define: Callable[[Bench], None], *, rounds: int, quick_rounds: int) -> int:
     """Run the bench that `define` registers, as the program `script`; return its exit status.
 
     A target that does not hold is a result, not a failure: the status is 0 when everything ran.
     """
     options = _parse(script)
-    if os.environ.get(THIS_PYTHON) != "1":
-        env.enter(script)
+    os.environ["DEEPNVME_PROFILE"] = ""  # what somebody tuned on this machine is no part of what is compared
+    env.enter(script)
     bench = Bench(Path(script).name, options.quick)
     define(bench)
     figures = _run_shown(bench, quick_rounds if options.quick else rounds)
@@ -425,9 +424,11 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
+    """Return the checkout's commit. The pages that benches write are no change to what they measure."""
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
-        return f"{commit} (with changes)" if _git("status", "--porcelain") else commit
+        changes = _git("status", "--porcelain", "--", ".", ":(exclude)docs/benchmarks")
+        return f"{commit} (with changes)" if changes else commit
     except (OSError, subprocess.CalledProcessError):
         return "unknown (not a git checkout with a commit)"
 

@@ -1,7 +1,8 @@
-"""The project's own environment: makes `.venv`, installs what scripts/requirements.txt pins, builds the native code.
+"""The project's own environment: makes `.venv`, installs what the requirements files pin, builds the native code.
 
-Needs nothing but a Python 3.10-3.13 with venv, a C++20 compiler and a package index. Every script of the project calls
-`ensure()` or `enter()`; both do nothing when the environment still matches what the checkout asks for.
+Needs nothing but a supported Python with venv, a C++20 compiler and a package index. Every script of the project calls
+`ensure()` or `enter()`; both do nothing when the environment still has what the script `Needs`. An environment that
+works is replaced only by one that is complete: after a failure, Ctrl-C or a kill the earlier one is there again.
 Outside the checkout only the caches of its tools are written.
 """
 
@@ -16,17 +17,23 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 
 __all__ = [
+    "BUILD",
     "ROOT",
+    "SUPPORTED",
+    "THIS_PYTHON",
     "TORCH",
     "VENV",
     "EnvironmentMissingError",
+    "Needs",
     "child_env",
     "ensure",
     "enter",
+    "plain_ending",
     "rival_venv",
     "run_logged",
     "version_in",
@@ -37,51 +44,83 @@ VENV = ROOT / ".venv"
 BUILD = ROOT / "build"
 LOGS = BUILD / "logs"
 REQUIREMENTS = ROOT / "scripts" / "requirements.txt"
+CHECK_REQUIREMENTS = ROOT / "scripts" / "requirements-check.txt"
 STAMP = "infinity-engine.json"
 # Installed first and alone: where a CPU build of this version is at hand it satisfies the pin, and nothing later pulls
-# the CUDA packages of a newer one. The package itself asks only for torch >= 2.6.
+# the CUDA packages of a newer one. What the package itself asks for is older.
 TORCH = "torch==2.13.0"
-SUPPORTED = ((3, 10), (3, 11), (3, 12), (3, 13))
+SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
+THIS_PYTHON = "INFINITY_THIS_PYTHON"
+"""Set to 1, the environment variable that runs a script under the Python it was started with, `.venv` left alone."""
 
 
 class EnvironmentMissingError(Exception):
     """The environment cannot be made; the message says what is missing and what to do."""
 
 
-def ensure() -> Path:
-    """Return the Python of `.venv`, after making or mending the environment and the native build where they differ."""
+class Needs(Enum):
+    """What a script asks of the environment. The value names its build, a folder of build/."""
+
+    RUN = "run"  # torch, the libraries, the native modules as a user's wheel has them
+    CHECK = "dev"  # besides, linters, test tools and native tests; warnings of the compiler are errors
+
+
+def ensure(needs: Needs) -> Path:
+    """Return the Python of `.venv`, after making or mending the environment and the native build where they differ.
+
+    Raises:
+        EnvironmentMissingError: that cannot be done here.
+    """
     _require_compiler()
-    with _locked():
-        python = _ensure_packages()
-        _ensure_build(python)
+    with _changing_environments():
+        python = _ensure_packages(needs)
+        _ensure_build(python, needs)
     return python
 
 
-def enter(script: str | Path) -> None:
-    """Re-execute `script` with its arguments under `.venv`'s Python, unless it runs there already.
-
-    A problem with the environment is one message and exit status 3.
-    """
+@contextlib.contextmanager
+def plain_ending() -> Iterator[None]:
+    """End the script with one message and no traceback: status 3 without an environment, 130 after Ctrl-C."""
     try:
-        python = ensure()
+        yield
     except EnvironmentMissingError as problem:
         print(f"\n{problem}", file=sys.stderr)
         raise SystemExit(3) from None
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+@plain_ending()
+def enter(script: str | Path) -> None:
+    """Re-execute `script` with its arguments under `.venv`'s Python, unless it runs there already or THIS_PYTHON is 1.
+
+    A problem with the environment is one message and exit status 3.
+    """
+    if os.environ.get(THIS_PYTHON) == "1":
+        return
+    python = ensure(Needs.RUN)
     if Path(sys.prefix) != VENV:
         os.execve(python, [str(python), str(script), *sys.argv[1:]], child_env())
 
 
 def rival_venv(name: str, requirements: Sequence[str]) -> Path:
-    """Return the Python of `.venvs/<name>`, a rival's own environment, installed in the order of `requirements`."""
-    with _locked():
+    """Return the Python of `.venvs/<name>`, a rival's own environment, installed in the order of `requirements`.
+
+    Raises:
+        EnvironmentMissingError: it cannot be made here.
+    """
+    with _changing_environments():
         folder = ROOT / ".venvs" / name
         python = folder / "bin" / "python"
         recipe = _digest([name, *requirements])
+        _put_back(folder)
         if _read_stamp(folder).get("packages") != recipe or not python.exists():
-            _make_venv(folder, _find_python())
-            for requirement in requirements:
-                run_logged(f"installing {requirement} into .venvs/{name}", _pip(python, "install", requirement))
-            _write_stamp(folder, packages=recipe)
+            with _replacing(folder):
+                _make_venv(folder, _find_python())
+                for requirement in requirements:
+                    run_logged(f"installing {requirement} into .venvs/{name}", _pip(python, "install", requirement))
+                _write_stamp(folder, {"packages": recipe})
     return python
 
 
@@ -117,17 +156,24 @@ def run_logged(what: str, command: Sequence[str | Path], **overrides: str) -> No
         )
 
 
-def _ensure_packages() -> Path:
+def _ensure_packages(needs: Needs) -> Path:
+    """Install what is not there yet. Whoever needs less finds it in an environment that has more."""
     python = VENV / "bin" / "python"
-    recipe = _packages_recipe(python)
-    if _read_stamp(VENV).get("packages") == recipe:
-        return python
-    base = _find_python()
-    print(f"making .venv with Python {version_in(base)} (once; kept for later runs)")
-    _make_venv(VENV, base)
-    run_logged(f"installing {TORCH}", _pip(python, "install", TORCH))
-    run_logged("installing tools and libraries", _pip(python, "install", "-r", REQUIREMENTS))
-    _write_stamp(VENV, packages=_packages_recipe(python))
+    _put_back(VENV)
+    if _read_stamp(VENV).get("packages") != _packages_recipe(python):
+        base = _find_python()
+        print(f"making .venv with Python {version_in(base)} (once; kept for later runs)", flush=True)
+        with _replacing(VENV):
+            _make_venv(VENV, base)
+            run_logged(f"installing {TORCH}", _pip(python, "install", TORCH))
+            run_logged("installing the libraries", _pip(python, "install", "-r", REQUIREMENTS))
+            _write_stamp(VENV, {"packages": _packages_recipe(python)})
+    stamp = _read_stamp(VENV)
+    tools = _digest([CHECK_REQUIREMENTS.read_text()])
+    if needs is Needs.CHECK and stamp.pop("tools", None) != tools:
+        _write_stamp(VENV, stamp)  # an installation that ends half-way is not believed later
+        run_logged("installing the tools", _pip(python, "install", "-r", REQUIREMENTS, "-r", CHECK_REQUIREMENTS))
+        _write_stamp(VENV, {**stamp, "tools": tools})
     return python
 
 
@@ -136,24 +182,37 @@ def _packages_recipe(python: Path) -> str:
     return _digest([str(ROOT), TORCH, REQUIREMENTS.read_text(), version_in(python) or "none"])
 
 
-def _ensure_build(python: Path) -> None:
-    sources = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", *sorted((ROOT / "native").rglob("*"))]
-    compilers = [os.environ.get(name, "") for name in ("CXX", "CXXFLAGS")]
-    contents = [f"{path.relative_to(ROOT)}\0{path.read_bytes()!r}" for path in sources if path.is_file()]
-    recipe = _digest([str(ROOT), *compilers, *contents])
+def _ensure_build(python: Path, needs: Needs) -> None:
+    """Build and install the package unless what is installed was built from these sources for as much or more."""
     stamp = _read_stamp(VENV)
-    if stamp.get("build") == recipe and (BUILD / "dev" / "CTestTestfile.cmake").exists():
+    built = stamp.pop("build", None)
+    recipes = _build_recipes()
+    if needs is Needs.RUN:
+        is_enough = built in recipes.values()
+    else:
+        is_enough = built == recipes[needs] and (BUILD / needs.value / "CTestTestfile.cmake").exists()
+    if is_enough:
         return
-    _write_stamp(VENV, packages=stamp.get("packages", ""))  # a build that fails half-way is not believed later
+    _write_stamp(VENV, stamp)  # a build that fails half-way is not believed later
+    checks = "ON" if needs is Needs.CHECK else "OFF"
+    folder = f"build/{needs.value}"
     run_logged(
-        "building the native modules and their tests",
+        "building the native modules and their tests" if needs is Needs.CHECK else "building the native modules",
         _pip(
-            python, "install", "--no-deps", "--no-build-isolation", "--editable", ".",
-            "-Cbuild-dir=build/dev", "-Ccmake.define.INFINITY_DEV=ON", "-Ccmake.define.INFINITY_TESTS=ON",
+            python, "install", "--no-deps", "--no-build-isolation", "--editable", ".", f"-Cbuild-dir={folder}",
+            f"-Ccmake.define.INFINITY_DEV={checks}", f"-Ccmake.define.INFINITY_TESTS={checks}",
         ),
         CMAKE_GENERATOR="Ninja",
     )  # fmt: skip
-    _write_stamp(VENV, packages=stamp.get("packages", ""), build=recipe)
+    _write_stamp(VENV, {**stamp, "build": recipes[needs]})
+
+
+def _build_recipes() -> dict[Needs, str]:
+    """Tell apart what is built: the sources, the compiler asked for, and what the build is for."""
+    sources = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", *sorted((ROOT / "native").rglob("*"))]
+    compilers = [os.environ.get(name, "") for name in ("CXX", "CXXFLAGS")]
+    contents = [f"{path.relative_to(ROOT)}\0{path.read_bytes()!r}" for path in sources if path.is_file()]
+    return {needs: _digest([needs.value, str(ROOT), *compilers, *contents]) for needs in Needs}
 
 
 def _require_compiler() -> None:
@@ -167,35 +226,79 @@ def _require_compiler() -> None:
 
 
 def _make_venv(folder: Path, base: str | Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     run_logged(f"creating {folder.relative_to(ROOT)}", [base, "-m", "venv", folder])
     python = folder / "bin" / "python"
     run_logged("updating pip", _pip(python, "install", "--upgrade", "pip"))
 
 
+@contextlib.contextmanager
+def _replacing(folder: Path) -> Iterator[None]:
+    """Let a new environment be made and stamped at `folder`; if that fails, the earlier one is put back.
+
+    Environments hold their own path, so the new one is made in its place while the earlier one waits aside.
+    """
+    aside = _aside(folder)
+    if folder.exists():
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(aside)
+    try:
+        yield
+    except BaseException:
+        _remove(folder)
+        _put_back(folder)
+        raise
+    _remove(aside)
+
+
+def _put_back(folder: Path) -> None:
+    """Undo what a run that failed or was killed left: one that was never stamped goes, the earlier one comes back."""
+    aside = _aside(folder)
+    if not aside.exists():
+        return
+    if _read_stamp(folder):
+        _remove(aside)
+    else:
+        _remove(folder)
+        aside.rename(folder)
+
+
+def _aside(folder: Path) -> Path:
+    return BUILD / "aside" / folder.name
+
+
+def _remove(folder: Path) -> None:
+    """Delete an environment; one that is half deleted stands nowhere where it could be taken for a whole one."""
+    trash = BUILD / "trash"
+    shutil.rmtree(trash, ignore_errors=True)
+    if folder.exists():
+        folder.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
 def _find_python() -> str:
-    """Return the first supported interpreter that can make environments, the one running this script preferred."""
+    """Return a supported interpreter that can make environments: the one running this script, else the newest."""
     running = getattr(sys, "_base_executable", sys.executable)
-    named = (shutil.which(f"python3.{minor}") for minor in (11, 12, 13, 10))
+    named = (shutil.which(f"python{version}") for version in reversed(SUPPORTED))
     for candidate in (running, *named):
         if candidate and version_in(candidate) and _can_make_venv(candidate):
             return str(candidate)
     raise EnvironmentMissingError(
-        f"No Python 3.10 to 3.13 with the venv module found; this script runs under {sys.version.split()[0]} at "
-        f"{running}.\nInstall one (Debian and Ubuntu: apt install python3-venv) and put it on PATH."
+        f"No Python {SUPPORTED[0]} to {SUPPORTED[-1]} with the venv module found; this script runs under "
+        f"{sys.version.split()[0]} at {running}.\n"
+        "Install one (Debian and Ubuntu: apt install python3-venv) and put it on PATH."
     )
 
 
 def version_in(python: str | Path) -> str | None:
     """Return the version of a supported interpreter, None for one that is missing, broken or not supported."""
-    report = "import sys; print(*sys.version_info[:3])"
+    report = "import sys; print(*sys.version_info[:3], sep='.')"
     try:
         done = subprocess.run([str(python), "-c", report], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    version = tuple(int(part) for part in done.stdout.split())
-    return ".".join(map(str, version)) if version[:2] in SUPPORTED else None
+    version = done.stdout.strip()
+    return version if version.rpartition(".")[0] in SUPPORTED else None
 
 
 def _can_make_venv(python: str | Path) -> bool:
@@ -220,14 +323,24 @@ def _read_stamp(folder: Path) -> dict[str, str]:
     return stamp if isinstance(stamp, dict) else {}
 
 
-def _write_stamp(folder: Path, **entries: str) -> None:
-    (folder / STAMP).write_text(json.dumps(entries))
+def _write_stamp(folder: Path, stamp: Mapping[str, str]) -> None:
+    (folder / STAMP).write_text(json.dumps(stamp))
 
 
 @contextlib.contextmanager
-def _locked() -> Iterator[None]:
-    """Keep two scripts started together from making the same environment twice."""
-    BUILD.mkdir(exist_ok=True)
-    with (BUILD / "environment.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _changing_environments() -> Iterator[None]:
+    """Keep two scripts started together from changing the same environment; say what the disk refuses."""
+    try:
+        BUILD.mkdir(exist_ok=True)
+        with (BUILD / "environment.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print("waiting for another script that is making an environment in this checkout ...", flush=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as problem:
+        raise EnvironmentMissingError(
+            f"The environment cannot be made: {problem}.\n"
+            f"It takes up to 5 GB in .venv, .venvs and build of {ROOT}, all of which you must be able to write to."
+        ) from problem

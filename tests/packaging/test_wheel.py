@@ -1,16 +1,27 @@
-"""What a user gets: one wheel, installed in a fresh environment without torch and with no compiler on PATH."""
+"""What a user gets: one wheel, installed in a fresh environment without torch and with no compiler on PATH.
+
+The wheels that it requires are kept in build/wheelhouse, in the versions that the project pins: only the first run
+after a change of these asks the package index.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PINS = ROOT / "scripts" / "requirements.txt"
+WHEELHOUSES = ROOT / "build" / "wheelhouse"
 
 
 def pip(*arguments: str | Path, python: Path | str = sys.executable) -> None:
@@ -28,12 +39,27 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheelhouse(pyproject: dict[str, Any]) -> Path:
+    """Return a folder with the wheels that ours requires, for this Python and platform and in the pinned versions."""
+    wanted: list[str] = pyproject["project"]["dependencies"]
+    recipe = "\n".join([*wanted, PINS.read_text(), sys.version, sysconfig.get_platform()])
+    folder = WHEELHOUSES / hashlib.sha256(recipe.encode()).hexdigest()[:16]
+    if not folder.exists():
+        shutil.rmtree(WHEELHOUSES, ignore_errors=True)
+        WHEELHOUSES.mkdir(parents=True)
+        draft = Path(tempfile.mkdtemp(dir=WHEELHOUSES))
+        pip("download", "--only-binary", ":all:", "--constraint", PINS, "--dest", draft, *wanted)
+        draft.rename(folder)  # a download that ends half-way is not believed later
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fresh_python(wheel: Path, wheelhouse: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the Python of an environment that holds the wheel and what it requires, nothing else."""
     folder = tmp_path_factory.mktemp("fresh")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
-    pip("install", wheel, python=python)
+    pip("--isolated", "install", "--no-index", "--find-links", wheelhouse, wheel, python=python)
     return python
 
 

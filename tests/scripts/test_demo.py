@@ -1,0 +1,51 @@
+"""scripts/demo, under the Python of these tests: a few steps, what it prints, what it leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import env
+
+SCRIPT = env.ROOT / "scripts" / "demo"
+
+
+def leftovers() -> set[Path]:
+    return set(env.BUILD.glob("demo*"))
+
+
+def test_two_steps_train_and_end_with_the_report() -> None:
+    pytest.importorskip("torch", reason="the demo trains with torch")
+    environ = {**os.environ, env.THIS_PYTHON: "1", "COLUMNS": "100"}
+    before = leftovers()
+
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--steps", "2"], env=environ, capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    first, _, last, *_ = done.stdout.split("\nloss ")[-1].split()
+    assert 0 < float(last) < float(first) < 10
+    for said in ("where the bytes lived", "optimizer states", "update", "drive of this checkout", "peak memory"):
+        assert said in done.stdout
+    assert leftovers() == before
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [("0", "--steps must be at least 1, got 0"), ("-3", "at least 1, got -3"), ("many", "invalid int value: 'many'")],
+)
+def test_a_number_of_steps_that_makes_no_sense_is_told_before_anything_is_made(steps: str, said: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != env.THIS_PYTHON}
+
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), f"--steps={steps}"], env=environ, capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
