@@ -105,7 +105,10 @@ def _of_dlpack(thing: Any, *, writable: bool) -> Memory:
         raise TypeError(_DEVICE.format(kind=type(thing).__name__))
     import numpy as np
 
-    return memory_of(np.from_dlpack(thing), writable=writable)
+    array = np.from_dlpack(thing)
+    # Before 2.2 numpy calls every such array read-only, and no read-only memory was handed out this way.
+    tells = tuple(map(int, np.__version__.split(".")[:2])) >= (2, 2)
+    return memory_of(array, writable=writable and tells)
 
 
 def _holds_objects(thing: Any) -> bool:

@@ -25,7 +25,15 @@ from deepnvme.profile import Settings
 from deepnvme.queue import IOQueue
 from deepnvme.sizes import format_bytes
 
-__all__ = ["PIECE_BYTES", "UnusableError", "data_file", "progress_bar", "usable_backend", "usable_directory"]
+__all__ = [
+    "PIECE_BYTES",
+    "UnusableError",
+    "data_file",
+    "progress_bar",
+    "signals_are_exceptions",
+    "usable_backend",
+    "usable_directory",
+]
 
 PIECE_BYTES = 64 * MIB  # files are a whole number of these
 _OPERATION_BYTES = 16 * MIB
@@ -44,10 +52,11 @@ def progress_bar(steps: int) -> Iterator[_Advance]:
     Nothing is drawn in between: a thread that draws would take part in what is measured.
     """
     console = Console(stderr=True)
+    if not console.is_terminal:  # older versions of rich end even a disabled bar with an empty line
+        yield lambda _: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(
-        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
-    ) as progress:
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("", total=steps)
 
         def advance(what: str) -> None:
@@ -97,7 +106,7 @@ def data_file(
     directory: Path, nbytes: int, *, backend: str, advance: _Advance, seconds: float = float("inf")
 ) -> Iterator[tuple[Path, int]]:
     """Write a file of up to `nbytes` random bytes, as many as the time allows; yield its path and length."""
-    with _signals_are_exceptions():
+    with signals_are_exceptions():
         descriptor, name = tempfile.mkstemp(prefix="deepnvme-", suffix=".tmp", dir=directory)
         os.close(descriptor)
         path = Path(name)
@@ -135,7 +144,7 @@ def _write(path: Path, nbytes: int, backend: str, advance: _Advance, end: float)
 
 
 @contextlib.contextmanager
-def _signals_are_exceptions() -> Iterator[None]:
+def signals_are_exceptions() -> Iterator[None]:
     """Let what a shell or a service manager ends a program with unwind it, as Ctrl-C does."""
 
     def end(number: int, _frame: FrameType | None) -> None:
