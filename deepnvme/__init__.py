@@ -1,4 +1,4 @@
-"""Asynchronous direct I/O for tensors, arrays and bytes. Needs no torch and knows nothing of training.
+"""Asynchronous direct I/O for tensors, arrays and bytes, and stores of them. Needs no torch, knows nothing of training.
 
 A name is imported when it is first used, so that `deepnvme.diagnosis` and what else needs no native module works also
 where that cannot be loaded.
@@ -8,16 +8,24 @@ import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
+    from deepnvme.arrays import Returns
     from deepnvme.backends import BackendFallbackWarning
+    from deepnvme.checkpoint import load, save
     from deepnvme.errors import (
         BackendUnavailableError,
         BatchError,
+        ChecksumError,
         ClosedError,
         ForkedError,
         NVMeError,
+        PoisonedError,
         PoolExhaustedError,
         QueueFull,
         ShortReadError,
+        StoreError,
+        VolumeError,
+        VolumeFullError,
+        VolumeLockedError,
     )
     from deepnvme.faults import FaultPlan, Requests
     from deepnvme.future import IOFuture
@@ -25,33 +33,73 @@ if _typing.TYPE_CHECKING:
     from deepnvme.probing import probe_directory, probe_system
     from deepnvme.profile import UserMemory
     from deepnvme.queue import Direct, File, IOQueue, Sync, WhenFull
+    from deepnvme.safetensors import SafetensorsError, read_safetensors, safetensors_header, write_safetensors
+    from deepnvme.store import Checksum, Durability, StoreFuture, TensorStore, UncommittedWarning
+    from deepnvme.tensor_io import Damage
+    from deepnvme.volume import Member, Volume
 
 __all__ = [
     "BackendFallbackWarning",
     "BackendUnavailableError",
     "BatchError",
+    "Checksum",
+    "ChecksumError",
     "ClosedError",
     "Cuda",
+    "Damage",
     "Direct",
+    "Durability",
     "FaultPlan",
     "File",
     "ForkedError",
     "IOFuture",
     "IOQueue",
+    "Member",
     "NVMeError",
+    "PoisonedError",
     "Pool",
     "PoolExhaustedError",
     "QueueFull",
     "Requests",
+    "Returns",
+    "SafetensorsError",
     "ShortReadError",
+    "StoreError",
+    "StoreFuture",
     "Sync",
+    "TensorStore",
+    "UncommittedWarning",
     "UserMemory",
+    "Volume",
+    "VolumeError",
+    "VolumeFullError",
+    "VolumeLockedError",
     "WhenFull",
+    "load",
     "probe_directory",
     "probe_system",
+    "read_safetensors",
+    "safetensors_header",
+    "save",
+    "write_safetensors",
 ]
 
-_PARTS = ("backends", "errors", "faults", "future", "pool", "probing", "profile", "queue")
+_PARTS = (
+    "backends",
+    "errors",
+    "faults",
+    "future",
+    "pool",
+    "probing",
+    "profile",
+    "queue",
+    "arrays",
+    "volume",
+    "tensor_io",
+    "store",
+    "safetensors",
+    "checkpoint",
+)
 
 if not _typing.TYPE_CHECKING:  # with a __getattr__, type checkers would take any name for one of ours
 

@@ -83,6 +83,12 @@ class Description(NamedTuple):
     shape: tuple[int, ...]
     memory: Memory
 
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Expose the memory as bytes: a description can be read into, as what it describes."""
+        address = self.memory.address
+        return {"version": 3, "typestr": "|u1", "shape": (self.memory.nbytes,), "data": (address, False)}
+
 
 def default_returns() -> Returns:
     """Return TORCH where torch is installed, whether or not it has been imported, else NUMPY."""
@@ -121,6 +127,8 @@ def code_of(thing: Any) -> str:
 
 def kind_of(thing: Any) -> tuple[str, tuple[int, ...]]:
     """Return code and shape of a tensor, array or buffer, wherever its memory is. Raises as `code_of` does."""
+    if isinstance(thing, Description):
+        return thing.code, thing.shape
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
         return _tensor_code(thing, torch), tuple(thing.shape)
@@ -131,12 +139,15 @@ def kind_of(thing: Any) -> tuple[str, tuple[int, ...]]:
 def describe(thing: Any) -> Description:
     """Return what is stored of a tensor on the CPU, a numpy array or any buffer: bytes are U8 of one dimension.
 
+    A description is returned as it is: so whoever has neither torch nor a numpy dtype can pass on what was read.
     The memory is for reading, and stays valid as long as the description lives.
 
     Raises:
         TypeError: its dtype has no code, or its memory is not the host's.
         ValueError: it is not contiguous, or has too many dimensions.
     """
+    if isinstance(thing, Description):
+        return thing
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(thing, torch.Tensor):
         found = Description(_tensor_code(thing, torch), tuple(thing.shape), memory_of(thing, writable=False))

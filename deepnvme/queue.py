@@ -28,6 +28,7 @@ from deepnvme.future import IOFuture
 from deepnvme.pending import Pending
 from deepnvme.pool import Pool
 from deepnvme.profile import Profile, UserMemory, load_profile, settle
+from deepnvme.staging import Staging, device_array_of
 
 __all__ = ["Batch", "Direct", "DriveStats", "File", "IOQueue", "QueueStats", "Sync", "WhenFull"]
 
@@ -141,7 +142,17 @@ class IOQueue:
         self._pending = Pending(self._native, self.backend)
         self._completer = threading.Thread(target=self._pending.run, name="deepnvme-futures", daemon=True)
         self._completer.start()
-        self._finalizer = weakref.finalize(self, _shut_down, self._native, self._completer, os.getpid())
+        self._staging = Staging(
+            self._native,
+            self._pending,
+            self._completer,
+            backend=self.backend,
+            max_pending=max_pending,
+            patience_s=None if when_full is WhenFull.BLOCK else 0.0,
+        )
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._native, self._completer, self._staging, os.getpid()
+        )
         IOQueue._living.add(self)
         if pool is not None:
             self.use_pool(pool)
@@ -197,7 +208,7 @@ class IOQueue:
     def stats(self) -> QueueStats:
         """Return what was done so far."""
         drives = {device: DriveStats(**stats) for device, stats in self._native.stats().items()}
-        return QueueStats(self.backend, self._native.pending, drives)
+        return QueueStats(self.backend, self._native.pending + self._staging.pending, drives)
 
     @property
     def closed(self) -> bool:
@@ -223,6 +234,30 @@ class IOQueue:
         """Show the backend and what is pending."""
         state = "closed" if self.closed else f"{self._native.pending} pending"
         return f"IOQueue({self.backend}, {state})"
+
+    def _move(
+        self,
+        verb: _native.Verb,
+        file: _native.OpenFile,
+        buffer: Any,
+        offset: int,
+        at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
+    ) -> IOFuture[int]:
+        """Submit a read or write of the memory of `buffer`, wherever that is."""
+        writable = verb is _native.Verb.READ
+        try:
+            memory = memory_of(buffer, writable=writable)
+        except TypeError:
+            array = device_array_of(buffer, writable=writable)
+            if array is None:
+                raise
+        else:
+            return self._submit(verb, file, memory, offset, at_end)
+        offset = operator.index(offset)
+        _check_range("offset", offset, array.nbytes)
+        if self.closed:
+            raise ClosedError("the queue is closed")
+        return self._staging.submit(verb, file, array, offset, at_end)
 
     def _submit(
         self,
@@ -283,19 +318,20 @@ class File:
 
     def pread(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
         """Fill `buffer` from `offset`. Ends in its size in bytes; a file that is too short is a ShortReadError."""
-        return self._queue._submit(_native.Verb.READ, self._open(), memory_of(buffer, writable=True), offset)
+        return self._queue._move(_native.Verb.READ, self._open(), buffer, offset)
 
     def readinto(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
         """Read into `buffer` from `offset` up to the end of the file. Ends in the bytes read, which may be fewer."""
-        memory = memory_of(buffer, writable=True)
-        return self._queue._submit(_native.Verb.READ, self._open(), memory, offset, _native.AtEndOfFile.STOPS)
+        return self._queue._move(_native.Verb.READ, self._open(), buffer, offset, _native.AtEndOfFile.STOPS)
 
     def pwrite(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
         """Write all of `buffer` at `offset`. Ends in its size in bytes."""
-        return self._queue._submit(_native.Verb.WRITE, self._open(), memory_of(buffer, writable=False), offset)
+        return self._queue._move(_native.Verb.WRITE, self._open(), buffer, offset)
 
     def sync(self, what: Sync = Sync.DATA) -> IOFuture[int]:
         """Make every write to this file that was submitted before durable. Ends in 0."""
+        if self._queue._staging.pending:  # writes that the drive has not heard of yet
+            return self._queue._staging.submit(what.value, self._open(), None, 0)
         return self._queue._submit(what.value, self._open(), None, 0)
 
     def preallocate(self, nbytes: int) -> None:
@@ -403,10 +439,14 @@ def _check_range(what: str, start: int, nbytes: int = 0) -> None:
         raise ValueError(f"no file is that large: {what} {start} and {nbytes} B from there, at most {_LARGEST_FILE} B")
 
 
-def _shut_down(native: _native.Queue, completer: threading.Thread, owner: int) -> None:
+def _shut_down(native: _native.Queue, completer: threading.Thread, staging: Staging, owner: int) -> None:
     """Drain and join; at interpreter exit too. In a forked child there is nothing to drain."""
     if os.getpid() != owner:
         return
+    if staging.needs_this_thread():  # a callback closes: it would wait for itself
+        threading.Thread(target=_shut_down, args=(native, completer, staging, owner), name="deepnvme-close").start()
+        return
+    staging.close()
     native.close()
     if completer is not threading.current_thread():
         completer.join()
@@ -415,6 +455,7 @@ def _shut_down(native: _native.Queue, completer: threading.Thread, owner: int) -
 def _after_fork_in_child() -> None:
     for queue in list(IOQueue._living):
         queue._pending.forget_parents()
+        queue._staging.forget_parents()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

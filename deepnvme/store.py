@@ -32,7 +32,7 @@ from deepnvme.tensor_io import Damage, TensorIO
 from deepnvme.tree import flatten, leaves, unflatten
 from deepnvme.volume import Member, Volume
 
-__all__ = ["Checksum", "Durability", "StoreFuture", "TensorStore", "UncommittedWarning"]
+__all__ = ["Checksum", "Durability", "StoreFuture", "TensorStore", "UncommittedWarning", "sync_directory"]
 
 _T = TypeVar("_T")
 _Directories = Sequence["str | os.PathLike[str] | Member"]
@@ -49,7 +49,7 @@ class Durability(Enum):
     """What `commit()` makes of what was put (docs/decisions/0004)."""
 
     NONE = "none"  # swap: everything goes at close
-    DATA = "data"  # survives the process; after a power loss the store is at this or an earlier commit
+    DATA = "data"  # survives the process; after a power loss the store is at this commit or the one before
     COMMIT = "commit"  # survives power loss
 
 
@@ -340,6 +340,29 @@ class TensorStore:
             self._io.read(targets())
         return unflatten(structure, {leaf.removeprefix(f"{name}/"): tensor for leaf, tensor in tensors.items()})
 
+    def put_tree(self, name: str, structure: Any) -> None:
+        """Make a state dict of tensors that are there already, under `name`, a slash and the name of the leaf.
+
+        `structure` is one of the `trees` of another store.
+
+        Raises:
+            ManifestError: it is not the structure of a state dict.
+            KeyError: a tensor of it is missing.
+        """
+        self._check_writable()
+        wanted = [f"{check_name(name)}/{leaf}" for leaf in leaves(structure)]
+        with self._lock:
+            for leaf in wanted:
+                self._stored(leaf)
+            self._trees[name] = structure
+            self._changed = True
+
+    @property
+    def trees(self) -> Mapping[str, Any]:
+        """The structures of the state dicts (deepnvme.tree), by name."""
+        with self._lock:
+            return MappingProxyType(dict(self._trees))
+
     @property
     def states(self) -> tuple[str, ...]:
         """The names of the state dicts."""
@@ -415,6 +438,8 @@ class TensorStore:
             generation = self._generation + 1
             try:
                 self._poisoning("fdatasync of the tensors", self._volume.sync)
+                if self.durability is Durability.DATA and self._generation:
+                    self._poisoning("fsync of the commit before", self._sync_last_commit)
                 records = {name: each.record for name, each in stored.items()}
                 self._write_manifest(
                     generation, encode(Manifest(self._volume.uuid, generation, MappingProxyType(records), trees))
@@ -445,7 +470,13 @@ class TensorStore:
             raise
         self._poisoning("renaming the manifest", lambda: draft.replace(place))
         if synced:
-            self._poisoning("fsync of the directory", lambda: _sync_directory(folder))
+            self._poisoning("fsync of the directory", lambda: sync_directory(folder))
+
+    def _sync_last_commit(self) -> None:
+        """Make durable what was only renamed: no power loss may bring back older commits, whose space is used again."""
+        folder = self._volume.directories[0]
+        _sync(folder / _SLOTS[self._generation % 2])
+        sync_directory(folder)
 
     def _poisoning(self, what: str, step: Callable[[], object]) -> None:
         """Do what leaves the drives in doubt when it fails."""
@@ -522,16 +553,8 @@ class TensorStore:
 
     def close(self) -> None:
         """Wait for what is under way and let go of the drives. What was not committed is gone. Again: does nothing."""
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-        if self._workers is not None:
-            self._workers.shutdown(wait=True)
-        with self._committing:  # or a manifest would be renamed after somebody else has opened the store
-            self._closed = True
-            self._io.close()
-            self._volume.close()
+        if not self._end(self._volume.close):
+            return
         if self._changed and self.durability is not Durability.NONE and self._poison is None:
             warnings.warn(
                 f"the store in {self._volume.directories[0]} was closed with changes that were not committed; they "
@@ -539,6 +562,29 @@ class TensorStore:
                 UncommittedWarning,
                 stacklevel=2,
             )
+
+    def discard(self) -> None:
+        """Close, and remove the store's files: what was made is not wanted after all."""
+        self._end(self._remove)
+
+    def _end(self, let_go: Callable[[], None]) -> bool:
+        """Wait for what is under way, then let go of the drives; return False where that was done before."""
+        with self._lock:
+            if self._closing:
+                return False
+            self._closing = True
+        if self._workers is not None:
+            self._workers.shutdown(wait=True)
+        with self._committing:  # or a manifest would be renamed after somebody else has opened the store
+            self._closed = True
+            self._io.close()
+            let_go()
+        return True
+
+    def _remove(self) -> None:
+        for name in (*_SLOTS, _DRAFT):
+            (self._volume.directories[0] / name).unlink(missing_ok=True)
+        self._volume.discard()
 
     def __enter__(self) -> TensorStore:
         """Return itself."""
@@ -687,8 +733,13 @@ def _run(work: Callable[[], _T], future: StoreFuture[_T]) -> None:
         future.set_result(result)
 
 
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync_directory(folder: Path) -> None:
+    """Make the names in a directory durable."""
+    _sync(folder, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int = 0) -> None:
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(descriptor)
     finally:

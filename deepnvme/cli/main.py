@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
-from deepnvme.cli import bench, doctor, tune
+from deepnvme.cli import bench, cp, doctor, ls, tune, verify
 from deepnvme.cli.report import installed_version
 from deepnvme.profile import ProfileError
 
@@ -35,7 +35,7 @@ class _Command(Protocol):
 _FAILED = 1
 _INTERRUPTED = 130
 _PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
-_COMMANDS: tuple[_Command, ...] = (doctor, bench, tune)
+_COMMANDS: tuple[_Command, ...] = (doctor, bench, tune, ls, cp, verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="deepnvme", description="Asynchronous direct I/O: what a drive can do, and how to use it best."
+        prog="deepnvme",
+        description="Asynchronous direct I/O: what a drive can do, how to use it best, and stores of tensors.",
     )
     parser.add_argument("--version", action="version", version=f"deepnvme {installed_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -16,7 +16,7 @@ import pytest
 import deepnvme
 from deepnvme import errors
 from deepnvme.backends import BACKEND_VARIABLE, CHAIN
-from deepnvme.cli import bench, doctor, tune
+from deepnvme.cli import bench, cp, doctor, ls, tune, verify
 from deepnvme.cli.main import main
 from deepnvme.profile import PROFILE_VARIABLE, Settings
 from deepnvme.queue import DriveStats, IOQueue, QueueStats
@@ -26,7 +26,7 @@ from support.nvme_programs import output_of, run_program
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/nvme.md")
 NVME_PAGE = (ROOT / "docs/nvme.md").read_text()
-COMMANDS = (doctor.NAME, bench.NAME, tune.NAME)
+COMMANDS = (doctor.NAME, bench.NAME, tune.NAME, ls.NAME, cp.NAME, verify.NAME)
 WITHOUT_TORCH = """
 import sys
 
@@ -87,9 +87,10 @@ def test_a_program_of_the_docs_runs_without_torch(name: str, tmp_path: Path) -> 
     run(PROGRAMS[name], tmp_path)
 
 
-def test_only_the_section_on_torch_imports_it() -> None:
+def test_only_the_sections_for_torch_import_it() -> None:
     assert [name for name, program in PROGRAMS.items() if "torch" in program and imports_torch(program)] == [
-        "docs/nvme.md: With torch"
+        "docs/nvme.md: With torch",
+        "docs/nvme.md: State dicts",
     ]
 
 
@@ -133,7 +134,7 @@ def shown_commands() -> list[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_flag_of_a_command_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    [text] = re.findall(rf"^\*\*`deepnvme {command} .*?(?=^\*\*`|^All three)", NVME_PAGE, re.MULTILINE | re.DOTALL)
+    [text] = re.findall(rf"^\*\*`deepnvme {command} .*?(?=^\*\*`|^All of them)", NVME_PAGE, re.MULTILINE | re.DOTALL)
 
     assert flags_of(command, capsys) == set(re.findall(r"--[a-z][a-z-]*", text))
 

@@ -1,0 +1,254 @@
+"""`deepnvme cp`: copies tensors between stores and safetensors files, with a bounded part of them in memory.
+
+The copy appears when it is whole: until then nothing that was there is touched, and where anything fails, what was
+begun is removed. Exit status: 0 copied, 1 not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepnvme.arrays import Description, Returns, empty, nbytes_of
+from deepnvme.buffers import memory_of
+from deepnvme.checkpoint import capacity_for, new_store
+from deepnvme.cli.places import FILE_SUFFIX, Place, byte_progress, place_argument, tensor_count
+from deepnvme.cli.scratch import signals_are_exceptions
+from deepnvme.safetensors import METADATA, SafetensorsFile, SafetensorsWriter
+from deepnvme.sizes import format_bytes
+from deepnvme.store import TensorStore, sync_directory
+from deepnvme.tree import leaves
+from deepnvme.volume import Volume
+
+__all__ = ["HELP", "NAME", "add_arguments", "run"]
+
+NAME = "cp"
+HELP = "Copy the tensors of a store or a safetensors file into a new store or safetensors file."
+
+_GROUP_BYTES = 64 << 20  # of tensors in memory twice: being read, and being written; more where one is larger
+_STORE_FILES = frozenset({"data", "manifest.0", "manifest.1", "manifest.new"})
+
+_Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
+_Tensors = dict[str, Description]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is copied: codes and shapes by name, as they lie, and how to read some of them."""
+
+    kinds: _Kinds
+    read: Callable[[Sequence[str]], _Tensors]
+    metadata: Mapping[str, str]
+    trees: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where to: what takes the tensors, in which order."""
+
+    names: Sequence[str]
+    write: Callable[[_Tensors], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `deepnvme cp`."""
+    place = "a .safetensors file, or a store: its directory, or several joined by commas"
+    parser.add_argument("source", type=place_argument, metavar="SRC", help=place)
+    parser.add_argument("target", type=place_argument, metavar="DST", help=f"{place}, one on each drive")
+    parser.add_argument("--force", action="store_true", help="replace what is there, once the copy is whole")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Copy, print."""
+    began = time.perf_counter()
+    open_target = _target_file if options.target.is_file else _target_store
+    with (
+        signals_are_exceptions(),
+        _source(options.source, to_file=options.target.is_file) as source,
+        open_target(options.target, source, force=options.force) as target,
+    ):
+        total = sum(nbytes_of(*kind) for kind in source.kinds.values())
+        with byte_progress(f"copying to {options.target}", total) as advance:
+            _copy(source, target, advance)
+    seconds = time.perf_counter() - began
+    print(
+        f"{options.target}: {tensor_count(len(source.kinds))}, {format_bytes(total)} in {seconds:.1f} s "
+        f"({total / 1e9 / seconds:.2f} GB/s)"
+    )
+    return 0
+
+
+def _copy(source: _Source, target: _Target, advance: Callable[[int], None]) -> None:
+    """Read each group while the one before is being written."""
+    with ThreadPoolExecutor(1) as writer:
+        writing: Future[None] | None = None
+        for names in _groups(target.names, source.kinds):
+            tensors = source.read(names)
+            if writing is not None:
+                writing.result()
+            writing = writer.submit(target.write, tensors)
+            advance(sum(each.memory.nbytes for each in tensors.values()))
+        if writing is not None:
+            writing.result()
+
+
+def _groups(names: Iterable[str], kinds: _Kinds) -> Iterator[list[str]]:
+    group: list[str] = []
+    held = 0
+    for name in names:
+        nbytes = nbytes_of(*kinds[name])
+        if group and held + nbytes > _GROUP_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(name)
+        held += nbytes
+    if group:
+        yield group
+
+
+# --- where from --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _source(place: Place, *, to_file: bool) -> Iterator[_Source]:
+    if place.is_file:
+        with SafetensorsFile(place.paths[0]) as file:
+            kinds = {name: (entry.dtype, entry.shape) for name, entry in file.header.tensors.items()}
+            yield _Source(kinds, file.read, file.header.metadata)
+    else:
+        with TensorStore.open(place.paths) as store:
+            yield _of_store(store, to_file=to_file)
+
+
+def _of_store(store: TensorStore, *, to_file: bool) -> _Source:
+    trees = dict(store.trees)
+    records = {name: store.record(name) for name in store}
+    metadata: Mapping[str, str] = {}
+    prefix = ""
+    if to_file:
+        # A file's metadata becomes a state dict of the store, and that becomes metadata again.
+        metadata = store.get_state(METADATA) if trees.pop(METADATA, None) is not None else {}
+        prefix = _common_prefix(records, trees)
+        for name, tree in trees.items():
+            if not _is_flat(tree):
+                warnings.warn(
+                    f"of the state dict {name!r} only the tensors are copied: a {FILE_SUFFIX} file has no place for "
+                    "its structure and plain values",
+                    stacklevel=2,
+                )
+
+    def read(names: Sequence[str]) -> _Tensors:
+        out = {prefix + name: _new(*kinds[name]) for name in names}
+        return {name.removeprefix(prefix): each for name, each in store.get_many(out, out).items()}
+
+    in_order = sorted(records, key=lambda name: [(it.member, it.offset) for it in records[name].extents])
+    kinds = {name.removeprefix(prefix): (records[name].dtype, records[name].shape) for name in in_order}
+    return _Source(kinds, read, metadata, trees)
+
+
+def _common_prefix(names: Iterable[str], states: Iterable[str]) -> str:
+    """Return what a file leaves out of all names: that of the state dict, where a store holds one and nothing else."""
+    prefixes = [f"{state}/" for state in states]
+    return prefixes[0] if len(prefixes) == 1 and all(name.startswith(prefixes[0]) for name in names) else ""
+
+
+def _is_flat(tree: Any) -> bool:
+    """Tell whether a state dict is nothing but tensors by name.
+
+    Raises:
+        ManifestError: it is no state dict.
+    """
+    leaves(tree)
+    [(tag, pairs)] = tree.items() if isinstance(tree, dict) else [("", [])]
+    return tag in ("dict", "ordered") and all(node in ({"tensor": key}, {"array": key}) for key, node in pairs)
+
+
+def _new(code: str, shape: tuple[int, ...]) -> Description:
+    room = empty("U8", (nbytes_of(code, shape),), Returns.NUMPY)
+    return Description(code, shape, memory_of(room, writable=True))
+
+
+# --- where to ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _target_file(place: Place, source: _Source, *, force: bool) -> Iterator[_Target]:
+    [path] = place.paths
+    if path.exists() and not force:
+        raise FileExistsError(errno.EEXIST, "there is one already: name another file, or replace it with --force", path)
+    with SafetensorsWriter(path, source.kinds, source.metadata) as writer:
+        yield _Target(writer.names, writer.write)
+
+
+@contextmanager
+def _target_store(place: Place, source: _Source, *, force: bool) -> Iterator[_Target]:
+    capacity = capacity_for(nbytes_of(*kind) for kind in source.kinds.values())
+    with _room_for_store(place, force=force) as directories, new_store(directories, capacity) as store:
+        yield _Target(tuple(source.kinds), store.put_many)
+        for name, tree in source.trees.items():
+            store.put_tree(name, tree)
+        if source.metadata:
+            store.put_state(METADATA, dict(source.metadata))
+
+
+@contextmanager
+def _room_for_store(place: Place, *, force: bool) -> Iterator[Sequence[Path]]:
+    """Yield where to make the new store; afterwards it is at its place."""
+    taken = [path for path in place.paths if path.exists() and not (path.is_dir() and _is_empty(path))]
+    if not taken:
+        yield place.paths
+        return
+    if not force:
+        what = "there is something already: name another directory, or replace the store there with --force"
+        raise FileExistsError(errno.EEXIST, what, str(taken[0]))
+    with Volume.open(place.paths) as old:  # nobody uses it, and it is whole
+        directories = [Path(os.path.realpath(directory)) for directory in old.directories]
+        for directory in directories:
+            _check_replaceable(directory)
+        beside = [directory.with_name(f".{directory.name}.deepnvme-new") for directory in directories]
+        yield beside
+        _replace(directories, beside)
+
+
+def _is_empty(directory: Path) -> bool:
+    return not any(directory.iterdir())
+
+
+def _check_replaceable(directory: Path) -> None:
+    """Refuse to remove what is not of a store, and what the copy cannot be renamed to."""
+    others = {path.name for path in directory.iterdir()} - _STORE_FILES
+    if others:
+        raise FileExistsError(
+            errno.EEXIST, f"it also holds {min(others)!r}, which is not of a store: remove that first", str(directory)
+        )
+    if directory.is_mount():
+        raise OSError(
+            errno.EBUSY, "a drive is mounted here, so that no copy can take its place: name a directory in it, or "
+            "remove the store first", str(directory),
+        )  # fmt: skip
+
+
+def _replace(directories: Sequence[Path], beside: Sequence[Path]) -> None:
+    """Let the new directories have the places of the old ones, and remove these."""
+    old = [directory.with_name(f".{directory.name}.deepnvme-old") for directory in directories]
+    with ExitStack() as undo:
+        for directory, new, aside in zip(directories, beside, old, strict=True):
+            directory.rename(aside)
+            undo.callback(aside.rename, directory)
+            new.rename(directory)
+            undo.callback(directory.rename, new)
+        undo.pop_all()
+    for parent in {directory.parent for directory in directories}:
+        sync_directory(parent)
+    for aside in old:
+        shutil.rmtree(aside)

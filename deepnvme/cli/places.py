@@ -1,0 +1,65 @@
+"""What `deepnvme ls`, `verify` and `cp` work on: a store or a safetensors file, as one argument. Progress in bytes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+__all__ = ["FILE_SUFFIX", "Place", "byte_progress", "place_argument", "printable", "tensor_count"]
+
+FILE_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The directories of a store, or one safetensors file."""
+
+    paths: tuple[Path, ...]
+    is_file: bool
+
+    def __str__(self) -> str:
+        """Return the argument."""
+        return ",".join(map(str, self.paths))
+
+
+def place_argument(text: str) -> Place:
+    """Return what an argument names: a file by its suffix or because it is one, else a store by its directories."""
+    whole = Path(text)
+    if whole.suffix == FILE_SUFFIX or whole.is_file():
+        return Place((whole,), is_file=True)
+    parts = [text] if whole.exists() else text.split(",")
+    if not all(parts):
+        raise argparse.ArgumentTypeError(f"expected a {FILE_SUFFIX} file or directories joined by commas, got {text!r}")
+    return Place(tuple(map(Path, parts)), is_file=False)
+
+
+@contextlib.contextmanager
+def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show on standard error how many of `total` bytes are done; yields what to call with how many more there are."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)
+
+
+def printable(name: str) -> str:
+    """Return a name as a terminal may show it: whoever wrote the file chose it."""
+    return name if name.isprintable() else ascii(name)[1:-1]
+
+
+def tensor_count(count: int) -> str:
+    """Return how many tensors, in words."""
+    return f"{count} tensor{'' if count == 1 else 's'}"
