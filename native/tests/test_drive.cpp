@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -54,9 +55,10 @@ struct Bench {
         : queue(std::move(options)), file(queue.open("file", OpenMode::create, DirectIO::automatic, 0600)) {}
 
     std::uint64_t submit(Verb verb, std::vector<std::byte>& memory, std::uint64_t offset,
-                         AtEndOfFile at_end = AtEndOfFile::fails) {
+                         AtEndOfFile at_end = AtEndOfFile::fails, std::shared_ptr<Ticket> ticket = nullptr) {
         Operation operation;
         operation.id = next++;
+        operation.ticket = std::move(ticket);
         operation.verb = verb;
         operation.at_end_of_file = at_end;
         operation.file = file;
@@ -85,6 +87,13 @@ struct Bench {
     Outcome run(Verb verb, std::vector<std::byte>& memory, std::uint64_t offset,
                 AtEndOfFile at_end = AtEndOfFile::fails) {
         return outcome(submit(verb, memory, offset, at_end));
+    }
+
+    std::shared_ptr<Ticket> sync_with_ticket() {
+        auto ticket = std::make_shared<Ticket>();
+        std::vector<std::byte> none;
+        (void)submit(Verb::sync_data, none, 0, AtEndOfFile::fails, ticket);
+        return ticket;
     }
 
     DriveStats stats() { return queue.stats().begin()->second; }
@@ -290,6 +299,246 @@ TEST(many_threads_may_submit_at_once) {
         CHECK_EQ(bench.run(Verb::read, read, std::uint64_t{i} * 3000).ending, Ending::succeeded);
         CHECK(read == blocks[i]);
     }
+}
+
+// --- waiting for one of them
+// --------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto long_enough = 60s;
+
+QueueOptions with_slow_syncs(std::uint32_t delay_us) {
+    return in_memory(one_rule(
+        {.kind = FaultRule::Kind::delay, .verbs = {Verb::sync_data}, .every = 1, .delay_us = delay_us}));
+}
+
+std::vector<std::uint64_t> ids_of(const std::vector<Outcome>& outcomes) {
+    std::vector<std::uint64_t> ids;
+    for (const Outcome& outcome : outcomes) ids.push_back(outcome.id);
+    std::sort(ids.begin(), ids.end());
+    return ids;
+}
+
+// A thread behind wait_ended(), as a queue's own. Closes the queue at its end.
+class Listener {
+  public:
+    explicit Listener(Queue& queue) : queue_(queue), thread_([this] { listen(); }) {}
+    ~Listener() {
+        queue_.close();
+        thread_.join();
+    }
+    Listener(const Listener&) = delete;
+    Listener& operator=(const Listener&) = delete;
+
+    [[nodiscard]] bool hears(std::size_t count) {
+        std::unique_lock lock(mutex_);
+        return heard_more_.wait_for(lock, long_enough, [&] { return heard_.size() >= count; });
+    }
+    [[nodiscard]] std::vector<std::uint64_t> heard() {
+        const std::lock_guard lock(mutex_);
+        std::vector<std::uint64_t> sorted = heard_;
+        std::sort(sorted.begin(), sorted.end());
+        return sorted;
+    }
+
+  private:
+    void listen() {
+        for (auto ended = queue_.wait_ended(); !ended.empty(); ended = queue_.wait_ended()) {
+            const std::lock_guard lock(mutex_);
+            for (const Outcome& outcome : ended) heard_.push_back(outcome.id);
+            heard_more_.notify_all();
+        }
+    }
+
+    Queue& queue_;
+    std::mutex mutex_;
+    std::condition_variable heard_more_;
+    std::vector<std::uint64_t> heard_;
+    std::thread thread_;
+};
+
+}  // namespace
+
+TEST(whoever_waits_for_one_takes_all_that_have_ended) {
+    Bench bench;
+    std::vector<std::byte> memory = pattern(100, 1);
+    for (int i = 0; i < 5; ++i) (void)bench.submit(Verb::write, memory, 0);
+    const std::shared_ptr<Ticket> last = bench.sync_with_ticket();
+    const auto ended = bench.queue.wait_for(*last, long_enough);
+    CHECK(ended.has_value());
+    CHECK(ids_of(*ended) == std::vector<std::uint64_t>({1, 2, 3, 4, 5, 6}));
+    CHECK_EQ(bench.queue.pending(), 0);
+}
+
+TEST(a_wait_for_what_has_ended_needs_no_time_and_may_find_that_another_took_it) {
+    Bench bench;
+    const std::shared_ptr<Ticket> ticket = bench.sync_with_ticket();
+    const auto first = bench.queue.wait_for(*ticket, long_enough);
+    CHECK(first.has_value());
+    CHECK_EQ(first->size(), 1);
+    const auto again = bench.queue.wait_for(*ticket, 0ns);
+    CHECK(again.has_value());
+    CHECK(again->empty());
+}
+
+TEST(a_wait_whose_time_is_up_returns_nothing_and_leaves_nothing_behind) {
+    Bench bench(with_slow_syncs(300'000));
+    const std::shared_ptr<Ticket> ticket = bench.sync_with_ticket();
+    for (const std::chrono::nanoseconds timeout : {-1ns, 0ns, 1ns, std::chrono::nanoseconds(1ms)}) {
+        CHECK(!bench.queue.wait_for(*ticket, timeout).has_value());
+    }
+    // Had one of them counted as still waiting, this would wait for it to take the outcome.
+    CHECK_EQ(bench.outcome(1).ending, Ending::succeeded);
+    CHECK(bench.queue.wait_for(*ticket, 0ns)->empty());
+}
+
+TEST(of_many_that_wait_for_one_operation_one_takes_it_and_all_are_woken) {
+    Bench bench(with_slow_syncs(50'000));
+    const std::shared_ptr<Ticket> ticket = bench.sync_with_ticket();
+    std::atomic<unsigned> woken{0};
+    std::atomic<unsigned> taken{0};
+    std::vector<std::thread> waiters;
+    for (int i = 0; i < 8; ++i) {
+        waiters.emplace_back([&] {
+            const auto ended = bench.queue.wait_for(*ticket, long_enough);
+            if (!ended) return;
+            ++woken;
+            taken += static_cast<unsigned>(ended->size());
+        });
+    }
+    for (std::thread& waiter : waiters) waiter.join();
+    CHECK_EQ(woken.load(), 8);
+    CHECK_EQ(taken.load(), 1);
+}
+
+TEST(what_a_waiter_takes_wait_ended_never_sees_and_what_it_hands_back_it_does) {
+    Bench bench(with_slow_syncs(20'000));
+    std::vector<Outcome> taken;
+    {
+        Listener listener(bench.queue);
+        const std::shared_ptr<Ticket> kept = bench.sync_with_ticket();
+        const std::shared_ptr<Ticket> returned = bench.sync_with_ticket();
+        // The waiters may come too late, when the listener has heard already: then there is nothing to see.
+        for (const std::shared_ptr<Ticket>& ticket : {kept, returned}) {
+            auto ended = bench.queue.wait_for(*ticket, long_enough);
+            CHECK(ended.has_value());
+            for (Outcome& outcome : *ended) taken.push_back(std::move(outcome));
+        }
+        const std::vector<std::uint64_t> seen = listener.heard();
+        const std::vector<std::uint64_t> mine = ids_of(taken);
+        for (const std::uint64_t id : mine) CHECK(std::find(seen.begin(), seen.end(), id) == seen.end());
+        bench.queue.hand_back(std::move(taken));
+        CHECK(listener.hears(2));
+        bench.queue.close();
+        CHECK(listener.heard() == std::vector<std::uint64_t>({1, 2}));
+    }
+}
+
+TEST(what_is_handed_back_reaches_wait_ended_while_a_waiter_is_about_to_take_more) {
+    Bench bench(with_slow_syncs(30'000));
+    std::vector<std::byte> memory = pattern(100, 1);
+    auto ticket = std::make_shared<Ticket>();
+    (void)bench.submit(Verb::write, memory, 0, AtEndOfFile::fails, ticket);
+    auto taken = bench.queue.wait_for(*ticket, long_enough);
+    CHECK(taken.has_value());
+    const std::shared_ptr<Ticket> slow = bench.sync_with_ticket();
+    std::thread waiter([&] { (void)bench.queue.wait_for(*slow, long_enough); });
+    bench.queue.hand_back(std::move(*taken));
+    const std::vector<Outcome> ended = bench.queue.wait_ended();
+    waiter.join();
+    CHECK_EQ(ended.front().id, 1);
+}
+
+TEST(what_was_handed_back_before_the_queue_closed_is_still_returned) {
+    Bench bench;
+    const std::shared_ptr<Ticket> ticket = bench.sync_with_ticket();
+    auto taken = bench.queue.wait_for(*ticket, long_enough);
+    CHECK(taken.has_value());
+    bench.queue.hand_back(std::move(*taken));
+    bench.queue.close();
+    CHECK_EQ(bench.outcome(1).ending, Ending::succeeded);
+    CHECK(bench.queue.wait_ended().empty());
+}
+
+TEST(closing_wakes_whoever_waits_with_what_they_wait_for) {
+    Bench bench(with_slow_syncs(50'000));
+    const std::shared_ptr<Ticket> ticket = bench.sync_with_ticket();
+    std::atomic<bool> woken{false};
+    std::thread waiter([&] { woken = bench.queue.wait_for(*ticket, long_enough).has_value(); });
+    bench.queue.close();
+    waiter.join();
+    CHECK(woken.load());
+    const auto late = bench.queue.wait_for(*ticket, 0ns);
+    CHECK(late.has_value());
+}
+
+TEST(a_cancelled_operation_ends_for_whoever_waits_for_it) {
+    Bench bench(in_memory(one_rule({.kind = FaultRule::Kind::delay, .nth = 1, .delay_us = 20'000})));
+    std::vector<std::byte> large = pattern(4 * chunk, 11);
+    (void)bench.submit(Verb::write, large, 0);
+    std::vector<std::byte> small = pattern(chunk, 12);
+    auto ticket = std::make_shared<Ticket>();
+    CHECK(ticket->cancel());
+    const std::uint64_t cancelled = bench.submit(Verb::write, small, 0, AtEndOfFile::fails, ticket);
+    const auto ended = bench.queue.wait_for(*ticket, long_enough);
+    CHECK(ended.has_value());
+    for (const Outcome& outcome : *ended) bench.outcomes[outcome.id] = outcome;
+    CHECK(bench.outcomes.contains(cancelled));
+    CHECK_EQ(bench.outcomes[cancelled].ending, Ending::cancelled);
+}
+
+TEST(every_operation_reaches_exactly_one_of_those_that_wait_and_listen) {
+    Bench bench(in_memory(one_rule({.kind = FaultRule::Kind::reorder, .every = 5, .hold = 3})));
+    constexpr unsigned threads = 6;
+    constexpr unsigned each = 60;
+    std::vector<std::vector<std::uint64_t>> taken(threads);
+    std::vector<std::uint64_t> heard;
+    {
+        Listener listener(bench.queue);
+        std::vector<std::thread> workers;
+        for (unsigned i = 0; i < threads; ++i) {
+            workers.emplace_back([&, i] {
+                std::vector<std::byte> memory = pattern(1000, i);
+                for (unsigned n = 0; n < each; ++n) {
+                    Operation operation;
+                    operation.id = i * each + n;
+                    operation.ticket = std::make_shared<Ticket>();
+                    operation.verb = Verb::write;
+                    operation.file = bench.file;
+                    operation.memory = memory.data();
+                    operation.length = memory.size();
+                    operation.offset = std::uint64_t{i} * 1000;
+                    const std::shared_ptr<Ticket> ticket = operation.ticket;
+                    bench.queue.submit(std::move(operation));
+                    const std::chrono::nanoseconds timeout =
+                        n % 3 == 0 ? 1us : std::chrono::nanoseconds(long_enough);
+                    auto ended = bench.queue.wait_for(*ticket, timeout);
+                    if (!ended) continue;
+                    std::vector<Outcome> declined;
+                    for (Outcome& outcome : *ended) {
+                        if (outcome.id % 4 == 0)
+                            declined.push_back(std::move(outcome));
+                        else
+                            taken[i].push_back(outcome.id);
+                    }
+                    if (!declined.empty()) bench.queue.hand_back(std::move(declined));
+                }
+            });
+        }
+        for (std::thread& worker : workers) worker.join();
+        bench.queue.close();
+        std::size_t mine = 0;
+        for (const auto& ids : taken) mine += ids.size();
+        CHECK(listener.hears(threads * each - mine));
+        heard = listener.heard();
+    }
+    for (const auto& ids : taken) heard.insert(heard.end(), ids.begin(), ids.end());
+    std::sort(heard.begin(), heard.end());
+    CHECK_EQ(heard.size(), threads * each);
+    for (std::size_t id = 0; id < heard.size(); ++id) CHECK_EQ(heard[id], id);
 }
 
 TEST(wrong_options_are_refused_before_a_thread_starts) {

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from deepnvme import IOQueue, NVMeError, Pool, ShortReadError
+from deepnvme import Direct, IOQueue, NVMeError, Pool, ShortReadError
 from support import seccomp
 from support.nvme_disks import DiskUnavailableError, loop_device, loop_ext4, tmpfs
-from support.nvme_fuse import Behaviour, FuseUnavailableError, byte_pattern, failing_files
+from support.nvme_fuse import Behaviour, DirectIO, FuseUnavailableError, Identity, byte_pattern, failing_files
 from support.nvme_io import CHUNK, ON_DISK, PAGE, TIMEOUT_S, assert_same, backend_or_skip, pattern
 from support.nvme_programs import output_of, run_program
 
@@ -157,15 +157,16 @@ FILES = {
     "very short": Behaviour(70_000, longest=1000),
     "broken": Behaviour(SIZE, fails_from=MIB + 4321),
     "full": Behaviour(SIZE, fails_from=MIB + 4321, error=errno.ENOSPC),
+    "replaced": Behaviour(SIZE, identity=Identity.REPLACED),
 }
 
 
-@pytest.fixture(scope="module")
-def broken_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield a directory of FILES."""
+@pytest.fixture(scope="module", params=DirectIO, ids=lambda answer: answer.name.lower())
+def broken_disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a directory of FILES, from file systems of both kinds."""
     with ExitStack() as stack:
         try:
-            yield stack.enter_context(failing_files(tmp_path_factory.mktemp("broken"), FILES))
+            yield stack.enter_context(failing_files(tmp_path_factory.mktemp("broken"), FILES, request.param))
         except FuseUnavailableError as refusal:
             pytest.skip(str(refusal))
 
@@ -185,15 +186,15 @@ def test_reads_that_a_file_system_cuts_short_are_completed(broken_disk: Path, ba
 def test_writes_that_a_file_system_cuts_short_are_completed_or_an_error(
     broken_disk: Path, backend: str, name: str
 ) -> None:
-    """The kernel itself makes an error of a FUSE file system's short write, but for the synchronous ones of threads."""
+    """The kernel itself may make an error of a FUSE file system's short write, but not of a synchronous one."""
     before, data = byte_pattern(FILES[name].nbytes), pattern(50_000, seed=1)
     with IOQueue(backend) as queue, queue.open(broken_disk / name, "r+") as file:
         future = file.pwrite(data, 1234)
-        if name == "sound" or backend == "threads":
-            assert future.result(TIMEOUT_S) == len(data)
+        error = future.exception(TIMEOUT_S)
+        if error is None:
             assert_same((broken_disk / name).read_bytes()[1234:51_234], data)
-        elif future.exception(TIMEOUT_S):
-            assert failed(future).errno == errno.EIO
+        else:
+            assert (name == "sound" or backend == "threads", failed(future).errno) == (False, errno.EIO)
     with IOQueue("threads") as queue, queue.open(broken_disk / name, "r+") as file:
         file.pwrite(before).result(TIMEOUT_S)
     assert_same((broken_disk / name).read_bytes(), before)
@@ -219,6 +220,58 @@ def test_a_write_that_the_drive_fails_is_an_error(broken_disk: Path, backend: st
         assert file.pwrite(data[:1000]).result(TIMEOUT_S) == 1000
     assert error.errno == code
     assert error.done <= MIB + 4321
+
+
+# --- a file that is replaced -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [Direct.AUTO, Direct.REQUIRED])
+def test_a_file_replaced_between_its_two_opens_is_an_error_that_leaves_nothing_open(
+    broken_disk: Path, direct: Direct
+) -> None:
+    path = broken_disk / "replaced"
+    with IOQueue("threads") as queue, pytest.raises(OSError, match="another file took its name meanwhile") as caught:
+        queue.open(path, direct=direct)
+    assert (caught.value.errno, caught.value.filename) == (errno.ESTALE, str(path))
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith(str(path))]
+
+
+def test_a_file_that_is_opened_once_may_be_replaced_meanwhile(broken_disk: Path) -> None:
+    buffer = bytearray(SIZE)
+    with IOQueue("threads") as queue, queue.open(broken_disk / "replaced", direct=Direct.NEVER) as file:
+        assert file.pread(buffer).result(TIMEOUT_S) == SIZE
+    assert_same(buffer, byte_pattern(SIZE))
+
+
+# --- a ring that breaks ------------------------------------------------------------------------------------------
+
+BREAKING = """
+import json, os, sys
+from deepnvme import FaultPlan, IOQueue
+
+backend, path = sys.argv[1:]
+slow = FaultPlan().delay(delay_us=300_000, nth=1)
+with IOQueue(backend, chunk_bytes=65536, inflight_bytes=65536, faults=slow) as queue, queue.open(path, "w") as file:
+    under_way, cancelled = file.pwrite(bytes(3 * 65536)), file.pwrite(b"never")
+    while not any(drive.chunks for drive in queue.stats().drives.values()):
+        pass
+    taken_back = cancelled.cancel()
+    for number in range(256):
+        link = f"/proc/self/fd/{number}"
+        if os.path.lexists(link) and "io_uring" in os.readlink(link):
+            os.dup2(os.open("/dev/null", os.O_RDWR), number)  # the ring is gone
+    ends = [type(file.pwrite(b"after").exception(10)).__name__ for _ in range(2)]
+    print(json.dumps([type(under_way.exception(10)).__name__, taken_back, cancelled.cancelled(), *ends]))
+"""
+
+
+@pytest.mark.parametrize("ring", ["liburing", "uring"])
+def test_a_ring_that_breaks_fails_what_was_submitted_and_what_comes_but_not_what_was_cancelled(
+    tmp_path: Path, ring: str
+) -> None:
+    done = run_program(BREAKING, backend_or_skip(ring), tmp_path / "file", folder=tmp_path)
+    assert json.loads(output_of(done)) == ["NVMeError", True, True, "NVMeError", "NVMeError"]
+    assert done.stderr == ""
 
 
 # --- refused backends --------------------------------------------------------------------------------------------
@@ -404,6 +457,87 @@ def test_memory_within_the_memlock_limit_is_registered(tmp_path: Path, ring: str
     if drive.registration_error == errno.ENOMEM:
         pytest.skip("this process may not lock 2 MiB")
     assert (drive.registration_error, drive.registered_bytes) == (0, 2 * MIB)
+
+
+UNDER_A_LIMIT = """
+import json, os, resource, sys, warnings
+from deepnvme import IOQueue, NVMeError
+
+limit, user, elsewhere = int(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
+for backend in ("auto", "liburing"):  # imports what another user may not be able to read
+    try:
+        IOQueue(backend).close()
+    except NVMeError:
+        pass
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+told = {}
+with warnings.catch_warnings(record=True) as given:
+    warnings.simplefilter("always")
+    with IOQueue() as queue:
+        told["backend"] = queue.backend
+        told["works"] = []
+        for folder in (sys.argv[3], elsewhere):
+            with queue.open(os.path.join(folder, f"limited-{os.getpid()}"), "w") as file:
+                os.unlink(file.path)
+                written, back = file.pwrite(b"bytes").result(60), bytearray(5)
+                told["works"].append([written, file.pread(back).result(60), back.decode()])
+told["warnings"] = [str(one.message) for one in given]
+told["places"] = [one.filename for one in given]
+kept = []  # rings, until no more are given
+try:
+    for _ in range(200):
+        kept.append(IOQueue(require="io_uring"))
+except NVMeError as refusal:
+    told["refusal"] = [type(refusal).__name__, refusal.errno, str(refusal)]
+print(json.dumps(told))
+"""
+
+
+def under_memlock_limit(folder: Path, limit: int, *, elsewhere: Path | None = None) -> dict[str, Any]:
+    """Return what a program saw that may lock so much memory, as a user of its own: the kernel counts by user."""
+    folder.chmod(0o777)
+    user = 100_000 + os.getpid()
+    done = run_program(UNDER_A_LIMIT, limit, user, folder, elsewhere or folder, folder=folder)
+    told: dict[str, Any] = json.loads(output_of(done))
+    return told
+
+
+@pytest.mark.parametrize("limit", [0, 64 << 10])
+def test_under_a_small_memlock_limit_a_queue_works_and_one_warning_says_what_it_cost(
+    open_folder: Path, limit: int
+) -> None:
+    told = under_memlock_limit(open_folder, limit)
+    assert told["works"] == [[5, 5, "bytes"]] * 2
+    if told["backend"] in ("liburing", "uring"):
+        assert not told["warnings"]
+        return
+    (warning,) = told["warnings"]
+    assert warning.startswith(f"deepnvme uses {told['backend']}: ")
+    assert warning.count("limit on locked memory (ulimit -l)") == 1
+    assert told["places"] == [str(open_folder / "program.py")]
+
+
+def test_under_a_small_memlock_limit_a_second_drive_works_too(open_folder: Path) -> None:
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or elsewhere.stat().st_dev == open_folder.stat().st_dev:
+        pytest.skip("there is no second file system at /dev/shm")
+    told = under_memlock_limit(open_folder, 64 << 10, elsewhere=elsewhere)
+    assert told["works"] == [[5, 5, "bytes"]] * 2
+
+
+def test_a_ring_that_the_memlock_limit_refuses_is_refused_with_its_name_once(open_folder: Path) -> None:
+    told = under_memlock_limit(open_folder, 0)
+    if "refusal" not in told:
+        pytest.skip("this kernel does not count rings against the memlock limit")
+    kind, code, message = told["refusal"]
+    assert (kind, code) == ("BackendUnavailableError", errno.ENOTSUP)
+    assert "limit on locked memory (ulimit -l)" in message
+    for name in ("uring: ", "aio: ", "threads: "):
+        assert message.replace("liburing: ", "").count(name) == 1, message
 
 
 # --- a drive of 4 KiB sectors ------------------------------------------------------------------------------------

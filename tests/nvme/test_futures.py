@@ -1,6 +1,6 @@
 """An operation under way: waiting for it, awaiting it, taking it back, being told, and a queue that is full.
 
-A drive is held by its first request, which takes HOLD_US; the budget has room for that one chunk only.
+A drive is held by its first request, which is slow; the budget has room for that one chunk only.
 """
 
 from __future__ import annotations
@@ -10,40 +10,15 @@ import concurrent.futures
 import gc
 import logging
 import threading
-import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deepnvme import FaultPlan, File, IOFuture, IOQueue, NVMeError, QueueFull, ShortReadError, WhenFull
+from deepnvme import File, IOFuture, IOQueue, NVMeError, QueueFull, ShortReadError, WhenFull
+from support.nvme_held import held
 from support.nvme_io import CHUNK, TIMEOUT_S, assert_same, contents, pattern
-
-HOLD_US = 700_000
-
-
-@contextmanager
-def held(
-    backend: str, path: Path, *, max_pending: int = 1024, when_full: WhenFull = WhenFull.BLOCK
-) -> Iterator[tuple[IOQueue, File, IOFuture[int]]]:
-    """Yield a queue, a file of three chunks, and the write of its first chunk, which is under way and slow."""
-    if backend != "memory":
-        path.write_bytes(bytes(3 * CHUNK))
-    slow = FaultPlan().delay(delay_us=HOLD_US, nth=1)
-    limits = {"chunk_bytes": CHUNK, "inflight_bytes": CHUNK, "max_pending": max_pending}
-    with (
-        IOQueue(backend, **limits, when_full=when_full, faults=slow) as queue,  # type: ignore[arg-type]
-        queue.open(path, "w") as file,
-    ):
-        file.truncate(3 * CHUNK)
-        first = file.pwrite(pattern(CHUNK, seed=1))
-        while not any(drive.chunks for drive in queue.stats().drives.values()):
-            time.sleep(0.001)
-        yield queue, file, first
-
 
 # --- cancelling --------------------------------------------------------------------------------------------------
 

@@ -133,10 +133,24 @@ def test_a_submitter_that_waits_for_room_is_told_when_the_queue_closes(tmp_path:
     assert first.result(0) == 5
 
 
+PF_EXITING = 0x4  # of a task's flags: set before whoever joins the thread is woken
+
+
 def io_threads() -> list[str]:
-    """Return the names of this process's threads that belong to deepnvme."""
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return [name for name in names if name.startswith("deepnvme")]
+    """Return the names of this process's threads that belong to deepnvme.
+
+    A thread that was joined may still be listed, as one that is ending.
+    """
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        flags = int(rest.split()[6])
+        if name.startswith("deepnvme") and not flags & PF_EXITING:
+            names.append(name)
+    return names
 
 
 def test_a_closed_queue_leaves_no_thread_and_no_descriptor(tmp_path: Path, disk_backend: str) -> None:
@@ -358,6 +372,108 @@ def test_a_forked_child_is_refused_and_ends_cleanly_and_its_parent_never_notices
     assert (done.returncode, done.stdout, done.stderr) == (0, "65536 5\nparent done\n", "")
     assert (tmp_path / "file").read_bytes() == b"parentafter".ljust(65536)
     assert (tmp_path / "file.child").read_bytes() == b"child"
+
+
+FORKING_WHILE_WAITED_FOR = """
+import asyncio, concurrent.futures, gc, os, signal, sys, threading, time
+from deepnvme import FaultPlan, ForkedError, IOFuture, IOQueue
+
+backend, scene, path = sys.argv[1:]
+both_slow = FaultPlan().delay(delay_us=600_000, nth=1).delay(delay_us=600_000, nth=2)
+queue = IOQueue(backend, max_pending=2, faults=both_slow)
+file = queue.open(path, "w")
+futures = [file.pwrite(b"abc"), file.pwrite(b"defg", 3)]
+lock, locked, let_go = threading.Lock(), threading.Event(), threading.Event()
+
+def hold(what):
+    with what:
+        locked.set()
+        let_go.wait(60)
+
+async def wait_for_room():
+    await asyncio.wait_for(queue.room(), 5)
+
+def waits(thread):
+    frame = sys._current_frames().get(thread.ident)
+    while frame and frame.f_code is not IOFuture._wait.__code__:
+        frame = frame.f_back
+    return frame
+
+results, others = [], []
+if scene == "another thread waits":
+    others.append(threading.Thread(target=lambda: results.extend(future.result() for future in futures)))
+    others[0].start()
+    while not waits(others[0]):
+        pass
+elif scene == "another thread holds a future":
+    others.append(threading.Thread(target=hold, args=(futures[1]._condition,)))
+elif scene == "another thread holds what a callback wants":
+    futures[0].add_done_callback(lambda _: hold(lock))
+    others.append(threading.Thread(target=hold, args=(lock,)))
+elif scene == "another thread waits with concurrent.futures":
+    others.append(threading.Thread(target=lambda: results.append(len(concurrent.futures.wait(futures).done))))
+    others[0].start()
+    while not futures[1]._waiters:
+        pass
+elif scene == "the queue is collected":
+    def forget():
+        global queue, file
+        queue = file = None
+        gc.collect()
+        locked.set()
+    others.append(threading.Thread(target=forget))
+    others[0].start()
+    while queue:
+        pass
+if others and not others[0].ident:
+    others[0].start()
+    locked.wait(60)
+
+pid = os.fork()
+if pid == 0:
+    let_go.set()
+    kinds = {type(future.exception(2)) for future in futures}
+    if scene == "the queue was full":
+        try:
+            asyncio.run(wait_for_room())
+        except ForkedError:
+            kinds.add(ForkedError)
+    sys.exit(0 if kinds == {ForkedError} else 1)
+deadline = time.monotonic() + 10
+while time.monotonic() < deadline and not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+    time.sleep(0.005)
+if not ended[0]:
+    os.kill(pid, signal.SIGKILL)
+    ended = os.waitpid(pid, 0)
+let_go.set()
+print(ended[1], [future.result(60) for future in futures])
+for other in others:
+    other.join(60)
+print(results)
+if queue:
+    print(file.pwrite(b"after", 7).result(60))
+"""
+
+
+@pytest.mark.parametrize(
+    ("scene", "results"),
+    [
+        ("another thread waits", [3, 4]),
+        ("another thread waits with concurrent.futures", [2]),
+        ("another thread holds a future", []),
+        ("another thread holds what a callback wants", []),
+        ("the queue is collected", []),
+        ("the queue was full", []),
+    ],
+)
+def test_a_fork_at_a_bad_moment_disturbs_neither_the_child_nor_the_parent(
+    tmp_path: Path, scene: str, results: list[int]
+) -> None:
+    ignoring = ["-W", "ignore::DeprecationWarning"]  # newer Pythons warn of any fork with threads
+    told = run_program(FORKING_WHILE_WAITED_FOR, "threads", scene, tmp_path / "file", folder=tmp_path, python=ignoring)
+    lines = ["0 [3, 4]", str(results)] + ["5"] * (scene != "the queue is collected")
+    assert (output_of(told).splitlines(), told.stderr) == (lines, "")
+    assert (tmp_path / "file").read_bytes() == b"abcdefg" + b"after" * (scene != "the queue is collected")
 
 
 FORKING_WITH_A_POOL = """

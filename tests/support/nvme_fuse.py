@@ -1,8 +1,8 @@
 """A file system that misbehaves: it answers the kernel's FUSE requests itself, in a process of its own, from a script.
 
 `failing_files(folder, {...})` mounts a directory of fixed files for the length of a `with`. Each holds bytes that a
-reader can compute, and each may cut every transfer short, or fail whatever touches the bytes from an offset on. Needs
-root and /dev/fuse: FuseUnavailableError with the reason elsewhere.
+reader can compute, and each may cut every transfer short, fail whatever touches the bytes from an offset on, or be
+another file each time its name is looked up. Needs root and /dev/fuse: FuseUnavailableError with the reason elsewhere.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 
 _IN_HEADER = struct.Struct("<IIQQIIII")
 _OUT_HEADER = struct.Struct("<IiQ")
 _TRANSFER = struct.Struct("<QQIIQII")  # of reads and writes: handle, offset, size, flags, lock owner, flags, padding
 _ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
-_ASYNC_DIO = 1 << 15  # as libfuse asks for. Without it Linux 6.18's io_uring re-reads short reads from their start
 _DIRECT_IO = 1  # what is opened so passes short transfers on, and no page cache hides them
 _SIZE_IS_SET = 1 << 3
 _ROOT = 1
@@ -36,6 +36,20 @@ class FuseUnavailableError(Exception):
     """No file system can be mounted here; the text says why."""
 
 
+class DirectIO(Enum):
+    """What a file system lets the kernel do with direct I/O: its answer to FUSE_ASYNC_DIO."""
+
+    ASYNCHRONOUS = 1 << 15  # as libfuse asks for
+    SYNCHRONOUS = 0  # Linux 6.18's io_uring then reads the rest of a short read from its start, but in its workers
+
+
+class Identity(str, Enum):
+    """Which file a name is."""
+
+    KEPT = "kept"
+    REPLACED = "replaced"  # another at each look-up, as if something else were renamed to it all the time
+
+
 @dataclass(frozen=True)
 class Behaviour:
     """What a file of `nbytes` does: transfers of at most `longest` bytes, an `error` from offset `fails_from` on."""
@@ -44,6 +58,7 @@ class Behaviour:
     longest: int = 1 << 30
     fails_from: int = 1 << 62
     error: int = errno.EIO
+    identity: Identity = Identity.KEPT
 
 
 def byte_pattern(nbytes: int) -> bytes:
@@ -52,7 +67,9 @@ def byte_pattern(nbytes: int) -> bytes:
 
 
 @contextmanager
-def failing_files(folder: Path, behaviours: Mapping[str, Behaviour]) -> Iterator[Path]:
+def failing_files(
+    folder: Path, behaviours: Mapping[str, Behaviour], direct_io: DirectIO = DirectIO.ASYNCHRONOUS
+) -> Iterator[Path]:
     """Yield a directory that holds a file of each name."""
     if os.geteuid() != 0:
         raise FuseUnavailableError("mounting needs root")
@@ -62,7 +79,7 @@ def failing_files(folder: Path, behaviours: Mapping[str, Behaviour]) -> Iterator
     mount_point.mkdir()
     told = json.dumps({name: asdict(behaviour) for name, behaviour in behaviours.items()})
     server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).resolve()), str(mount_point), told],
+        [sys.executable, str(Path(__file__).resolve()), str(mount_point), told, direct_io.name],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -80,11 +97,12 @@ def failing_files(folder: Path, behaviours: Mapping[str, Behaviour]) -> Iterator
 class _Server:
     """Answers requests until the file system is unmounted. Node 1 is the directory, the files follow."""
 
-    def __init__(self, device: int, behaviours: Mapping[str, Behaviour]) -> None:
+    def __init__(self, device: int, behaviours: Mapping[str, Behaviour], direct_io: DirectIO) -> None:
         self.device = device
-        self.names = list(behaviours)
-        self.behaviours = list(behaviours.values())
-        self.contents = [bytearray(byte_pattern(one.nbytes)) for one in self.behaviours]
+        self.direct_io = direct_io
+        self.names = {name: _ROOT + 1 + place for place, name in enumerate(behaviours)}
+        self.behaviours = {self.names[name]: behaviour for name, behaviour in behaviours.items()}
+        self.contents = {node: bytearray(byte_pattern(one.nbytes)) for node, one in self.behaviours.items()}
         self.answers: dict[int, Callable[[int, bytes], bytes]] = {
             1: self.look_up,
             3: lambda node, _: struct.pack("<QII", _FOREVER_S, 0, 0) + self.attributes(node),
@@ -130,45 +148,49 @@ class _Server:
     def initialise(self, _: int, body: bytes) -> bytes:
         major, minor = struct.unpack_from("<II", body)
         return struct.pack(
-            "<IIIIHHIIHHI28x", min(major, 7), min(minor, 31), 0, _ASYNC_DIO, 16, 12, _MOST_BYTES, 1, 0, 0, 0
+            "<IIIIHHIIHHI28x", min(major, 7), min(minor, 31), 0, self.direct_io.value, 16, 12, _MOST_BYTES, 1, 0, 0, 0
         )
 
     def look_up(self, _: int, body: bytes) -> bytes:
         name = body.rstrip(b"\0").decode()
         if name not in self.names:
             raise OSError(errno.ENOENT, "no such file")
-        node = self.names.index(name) + _ROOT + 1
-        return struct.pack("<QQQQII", node, 0, _FOREVER_S, 0, 0, 0) + self.attributes(node)
+        node, valid_s = self.names[name], _FOREVER_S
+        if self.behaviours[node].identity is Identity.REPLACED:
+            old, node, valid_s = node, max(self.behaviours) + 1, 0
+            self.names[name] = node
+            self.behaviours[node], self.contents[node] = self.behaviours[old], self.contents[old]
+        return struct.pack("<QQQQII", node, 0, valid_s, 0, 0, 0) + self.attributes(node)
 
     def attributes(self, node: int) -> bytes:
         directory = node == _ROOT
-        nbytes = 0 if directory else len(self.contents[node - _ROOT - 1])
+        nbytes = 0 if directory else len(self.contents[node])
         mode = stat.S_IFDIR | 0o755 if directory else stat.S_IFREG | 0o666
         return _ATTRIBUTES.pack(node, nbytes, nbytes // 512 + 1, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0)
 
     def set_attributes(self, node: int, body: bytes) -> bytes:
         valid, _, _, nbytes = struct.unpack_from("<IIQQ", body)
         if valid & _SIZE_IS_SET:
-            content = self.contents[node - _ROOT - 1]
+            content = self.contents[node]
             content[:] = content[:nbytes].ljust(nbytes, b"\0")
         return struct.pack("<QII", 0, 0, 0) + self.attributes(node)
 
     def read(self, node: int, body: bytes) -> bytes:
         _, offset, nbytes, *_ = _TRANSFER.unpack_from(body)
         allowed = self.allowed(node, offset, nbytes)
-        return bytes(self.contents[node - _ROOT - 1][offset : offset + allowed])
+        return bytes(self.contents[node][offset : offset + allowed])
 
     def write(self, node: int, body: bytes) -> bytes:
         _, offset, nbytes, *_ = _TRANSFER.unpack_from(body)
         allowed = self.allowed(node, offset, nbytes)
-        content = self.contents[node - _ROOT - 1]
+        content = self.contents[node]
         content.extend(bytes(max(0, offset - len(content))))
         content[offset : offset + allowed] = body[_TRANSFER.size : _TRANSFER.size + allowed]
         return struct.pack("<II", allowed, 0)
 
     def allowed(self, node: int, offset: int, nbytes: int) -> int:
         """Return how much of a transfer is done, or raise the error that the file is to give."""
-        behaviour = self.behaviours[node - _ROOT - 1]
+        behaviour = self.behaviours[node]
         if offset + nbytes > behaviour.fails_from:
             raise OSError(behaviour.error, "as the test wants it")
         return min(nbytes, behaviour.longest)
@@ -176,8 +198,11 @@ class _Server:
 
 def main() -> None:
     """Mount on the first argument the files that the second describes, and serve them."""
-    mount_point, told = sys.argv[1:]
-    behaviours = {name: Behaviour(**fields) for name, fields in json.loads(told).items()}
+    mount_point, told, direct_io = sys.argv[1:]
+    behaviours = {
+        name: Behaviour(**{**fields, "identity": Identity(fields["identity"])})
+        for name, fields in json.loads(told).items()
+    }
     device = os.open("/dev/fuse", os.O_RDWR)
     libc = ctypes.CDLL(None, use_errno=True)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
@@ -185,7 +210,7 @@ def main() -> None:
         code = ctypes.get_errno()
         raise OSError(code, f"mount: {os.strerror(code)}", mount_point)
     print("ready", flush=True)
-    _Server(device, behaviours).serve()
+    _Server(device, behaviours, DirectIO[direct_io]).serve()
 
 
 if __name__ == "__main__":

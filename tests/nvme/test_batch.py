@@ -1,0 +1,156 @@
+"""Operations waited for together: all of them, whatever becomes of some."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from deepnvme import BatchError, FaultPlan, File, IOQueue, NVMeError
+from deepnvme.queue import Batch
+from support.nvme_held import held
+from support.nvme_io import CHUNK, contents, pattern
+
+HOLD_US = 200_000
+
+
+@contextlib.contextmanager
+def behind_a_slow_write(path: Path, *failing: int) -> Iterator[tuple[IOQueue, File]]:
+    """Yield a queue whose drive is busy, and a file; of the requests from then on fail those, counted from 1."""
+    faults = FaultPlan()
+    for nth in failing:
+        faults.fail(nth=1 + nth)
+    with held("memory", path, hold_us=HOLD_US, faults=faults) as (queue, file, _):
+        yield queue, file
+
+
+def three_writes(batch: Batch, file: File) -> None:
+    for number in range(3):
+        batch.pwrite(file, pattern(CHUNK, seed=number), number * CHUNK)
+
+
+def test_a_batch_of_which_one_was_cancelled_waits_for_the_others(tmp_path: Path) -> None:
+    with behind_a_slow_write(tmp_path / "file") as (queue, file):
+        batch = queue.batch()
+        three_writes(batch, file)
+        futures = list(batch.futures)
+        assert futures[1].cancel()
+        with pytest.raises(CancelledError):
+            batch.wait()
+        assert [future.done() for future in futures] == [True] * 3
+        assert contents(queue, tmp_path / "file")[2 * CHUNK :] == pattern(CHUNK, seed=2)
+
+
+@pytest.mark.parametrize("cancelled", [0, 1, 2])
+def test_leaving_a_batch_of_which_one_was_cancelled_says_so_after_the_others_ended(
+    tmp_path: Path, cancelled: int
+) -> None:
+    with behind_a_slow_write(tmp_path / "file") as (queue, file):
+        batch = queue.batch()
+        three_writes(batch, file)
+        futures = list(batch.futures)
+        assert futures[cancelled].cancel()
+        with pytest.raises(CancelledError), batch:
+            pass
+        assert [future.cancelled() for future in futures] == [number == cancelled for number in range(3)]
+        assert all(future.done() for future in futures)
+
+
+def test_a_batch_of_which_one_failed_and_one_was_cancelled_tells_the_failure(tmp_path: Path) -> None:
+    with behind_a_slow_write(tmp_path / "file", 1) as (queue, file):
+        batch = queue.batch()
+        three_writes(batch, file)
+        futures = list(batch.futures)
+        assert futures[0].cancel()  # the first request behind the slow one is then the second write
+        with pytest.raises(NVMeError) as caught:
+            batch.wait()
+        assert (caught.value.offset, type(caught.value)) == (CHUNK, NVMeError)
+        assert futures[2].result(0) == CHUNK
+
+
+def test_a_batch_of_which_several_failed_tells_them_all_in_order_and_no_cancellation(tmp_path: Path) -> None:
+    with behind_a_slow_write(tmp_path / "file", 1, 2) as (queue, file):
+        batch = queue.batch()
+        three_writes(batch, file)
+        assert batch.futures[1].cancel()
+        with pytest.raises(BatchError) as caught:
+            batch.wait()
+        assert [error.offset for error in caught.value.errors] == [0, 2 * CHUNK]
+
+
+def test_a_batch_is_empty_once_it_was_waited_for_and_can_be_used_again(tmp_path: Path) -> None:
+    with behind_a_slow_write(tmp_path / "file") as (queue, file):
+        batch = queue.batch()
+        three_writes(batch, file)
+        assert batch.futures[0].cancel()
+        with pytest.raises(CancelledError):
+            batch.wait()
+        assert batch.wait() == 0
+        three_writes(batch, file)
+        assert batch.wait() == 3 * CHUNK
+
+
+def test_a_batch_whose_body_fails_waits_and_lets_that_error_through(tmp_path: Path) -> None:
+    with behind_a_slow_write(tmp_path / "file", 2) as (queue, file):
+        batch = queue.batch()
+        three_writes(batch, file)
+        futures = list(batch.futures)
+        assert futures[0].cancel()
+        with pytest.raises(RuntimeError, match="the program's own"), batch:
+            raise RuntimeError("the program's own")
+        assert all(future.done() for future in futures)
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Raise KeyboardInterrupt once, in the main thread."""
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def three_reads(batch: Batch, file: File, buffers: list[bytearray]) -> None:
+    for number, buffer in enumerate(buffers):
+        batch.pread(file, buffer, number * CHUNK)
+
+
+def test_a_batch_whose_wait_is_interrupted_waits_for_the_rest_when_it_is_left(tmp_path: Path) -> None:
+    buffers = [bytearray(CHUNK) for _ in range(3)]
+    with behind_a_slow_write(tmp_path / "file") as (queue, file):
+        batch = queue.batch()
+        three_reads(batch, file, buffers)
+        futures = list(batch.futures)
+        with pytest.raises(KeyboardInterrupt), interrupted_after(0.02), batch:
+            batch.wait()
+        assert [future.result(0) for future in futures] == [CHUNK] * 3
+        assert buffers[0] == pattern(CHUNK, seed=1)
+        for buffer in buffers:
+            buffer.append(0)
+
+
+def test_a_batch_interrupted_where_it_is_left_keeps_its_memory_until_the_drive_is_done(tmp_path: Path) -> None:
+    buffers = [bytearray(CHUNK) for _ in range(3)]
+    with behind_a_slow_write(tmp_path / "file") as (queue, file):
+        batch = queue.batch()
+        three_reads(batch, file, buffers)
+        futures = list(batch.futures)
+        with pytest.raises(KeyboardInterrupt), interrupted_after(0.02), batch:
+            pass
+        with pytest.raises(BufferError):
+            buffers[2].append(0)
+        assert [future.result() for future in futures] == [CHUNK] * 3
+        for buffer in buffers:
+            buffer.append(0)
