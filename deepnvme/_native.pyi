@@ -2,7 +2,7 @@
 
 import enum
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 class UringProbe:
@@ -152,6 +152,7 @@ class Queue:
         self,
         *,
         backend: str,
+        fallbacks: Sequence[str],
         drive: DriveOptions,
         max_pending: int,
         faults: FaultPlan | None,
@@ -185,6 +186,7 @@ class Queue:
     def forget_pool(self, pool: Pool) -> None: ...
     def wait_ended(self) -> list[tuple[int, int, int, int]]: ...
     def wait_for(self, ticket: Ticket, timeout_s: float, complete: Callable[[int, int, int, int], bool]) -> bool: ...
+    def backend_of(self, file: OpenFile) -> str: ...
     def close(self) -> None: ...
     def stats(self) -> dict[int, dict[str, Any]]: ...
     @property

@@ -13,7 +13,7 @@ from deepnvme import _native
 from deepnvme.errors import BackendUnavailableError
 from deepnvme.probing import Backend, find_liburing, read_process_limits, uring_refusal
 
-__all__ = ["BACKEND_VARIABLE", "CHAIN", "BackendFallbackWarning", "Starter", "choose_backend", "start_on"]
+__all__ = ["BACKEND_VARIABLE", "CHAIN", "BackendFallbackWarning", "Starter", "choose_backend", "fallbacks", "start_on"]
 
 CHAIN = tuple(backend.value for backend in Backend)
 BACKEND_VARIABLE = "DEEPNVME_BACKEND"
@@ -77,6 +77,12 @@ def start_on(wanted: str, require: str | Collection[str] | None, start: Starter[
             warnings.warn(f"deepnvme uses {name}: {'; '.join(refusals)}", BackendFallbackWarning, stacklevel=3)
         return name, started
     raise BackendUnavailableError(errno.ENOTSUP, "no acceptable backend works here: " + "; ".join(refusals))
+
+
+def fallbacks(wanted: str, require: str | Collection[str] | None) -> tuple[str, ...]:
+    """Return what a queue told the same may use for a drive where the kernel refuses it another ring."""
+    named = os.environ.get(BACKEND_VARIABLE, "") if wanted == "auto" else wanted
+    return () if named not in ("", "auto") or require is not None else CHAIN[2:]
 
 
 def _applicable() -> tuple[str, ...]:

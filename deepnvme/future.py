@@ -2,7 +2,7 @@
 
 Whoever calls `result()` sleeps in native code until the drive is done with that operation, and then completes all that
 have ended: one wake-up instead of two. Whoever awaits, adds callbacks or uses `concurrent.futures.wait` is told by the
-queue's own thread, on which callbacks always run.
+queue's own thread, on which callbacks run (but those of `cancel()`, which run in its caller); they must not wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ __all__ = ["IOFuture", "Waiter", "awaited"]
 _T = TypeVar("_T")
 # Python runs signal handlers only between calls: so long may Ctrl-C take to end a wait.
 _SLICE_S = 0.05
-_FINISHED = "FINISHED"  # concurrent.futures.Future._state
+# Of concurrent.futures.Future._state.
+_FINISHED = "FINISHED"
+_UNDER_WAY = ("PENDING", "RUNNING")
 
 
 class Waiter(Protocol):
@@ -67,7 +69,7 @@ class IOFuture(concurrent.futures.Future[_T]):
         if self.done():
             return timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
+        while not self.done():  # cancelled meanwhile, or completed by another thread
             left = _SLICE_S if deadline is None else deadline - time.monotonic()
             if self._waiter.wait_for(self._ticket, max(0.0, min(left, _SLICE_S))):
                 break
@@ -75,20 +77,22 @@ class IOFuture(concurrent.futures.Future[_T]):
                 return 0.0
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-    def _end_unheard(self, result: _T) -> bool:
-        """Set the result unless somebody is to be told: that is for the queue's own thread. Again: does nothing."""
+    def _end_unheard(self, result: _T | None, error: BaseException | None) -> bool:
+        """End unless somebody is to be told: that is for the queue's own thread. Again: only tells who sleeps here."""
         with self._condition:
-            if self._done_callbacks or self._waiters:  # type: ignore[attr-defined]
-                return False
-            if not self.done():
-                self._result = result
+            if self._state in _UNDER_WAY:
+                if self._done_callbacks or self._waiters:
+                    return False
+                self._result, self._exception = result, error
                 self._state = _FINISHED
             self._condition.notify_all()
             return True
 
     def _end_in_child(self, error: BaseException) -> None:
-        """In a forked child: fail. The thread that held the lock at that moment may not exist here."""
+        """In a forked child: fail, and call nobody. The thread that held the lock at that moment may not exist here."""
         self._condition = threading.Condition()
+        self._done_callbacks: list[Any] = []
+        self._waiters: list[Any] = []
         if not self.done():
             self.set_exception(error)
 

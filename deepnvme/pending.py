@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import threading
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepnvme import _native
 from deepnvme.buffers import Memory
@@ -48,13 +51,16 @@ class _Work:
 class Pending:
     """The operations under way, by number."""
 
+    _living: ClassVar[weakref.WeakSet[Pending]] = weakref.WeakSet()
+
     def __init__(self, native: _native.Queue, backend: str) -> None:
         self._native = native
         self._backend = backend
         self._works: dict[int, _Work] = {}
         self._numbers = itertools.count()
-        self._room_lock = threading.Lock()
         self._want_room: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._of_a_parent = False
+        Pending._living.add(self)
 
     def add(
         self, verb: _native.Verb, path: str, offset: int, asked: int, memory: Memory | None
@@ -78,7 +84,14 @@ class Pending:
         """Complete futures as operations end, until the queue is closed and drained. The queue's own thread."""
         while ended := self._native.wait_ended():
             for number, ending, done, error in ended:
-                self._complete(number, ending, done, error)
+                try:
+                    self._complete(number, ending, done, error)
+                except SystemExit:  # a callback's: it ends a thread without a word, and this one has more to do
+                    continue
+                except BaseException as escaped:  # a callback's, and none of those that concurrent.futures stops
+                    told = (type(escaped), escaped, escaped.__traceback__, threading.current_thread())
+                    threading.excepthook(threading.ExceptHookArgs(told))
+        self._works.clear()  # of submissions that an exception of a signal handler cut short
 
     async def room(self, most: int) -> None:
         """Wait on the running loop until fewer than `most` operations are pending."""
@@ -86,14 +99,16 @@ class Pending:
 
         loop = asyncio.get_running_loop()
         while self._native.pending >= most:
+            if self._of_a_parent:
+                raise ForkedError("this queue belongs to the parent process; a forked child makes its own")
             told = loop.create_future()
-            with self._room_lock:
-                self._want_room.append((loop, told))
+            self._want_room.append((loop, told))
             if self._native.pending >= most:  # or the last one ended before it could tell
                 await told
 
     def forget_parents(self) -> None:
         """In a forked child: what the parent submitted ends there, and would be waited for here for ever."""
+        self._of_a_parent = True
         for work in self._works.values():
             work.future._end_in_child(ForkedError(f"{work.op} of {work.path} was submitted by the parent process"))
         self._works.clear()
@@ -103,48 +118,46 @@ class Pending:
 
         A signal may interrupt it anywhere and it is called again then, so every step can be repeated.
         """
-        if ending != _SUCCEEDED:
-            return False
         work = self._works.get(number)
-        if work is None:
-            return True
-        work.memory = None
-        if not work.future._end_unheard(done):
-            return False
-        self._works.pop(number, None)
+        if work is not None:
+            work.memory = None
+            if ending == _CANCELLED or not work.future._end_unheard(done, self._error_of(work, ending, done, error)):
+                return False
+            self._works.pop(number, None)
         self._tell_of_room()
         return True
 
     def _complete(self, number: int, ending: int, done: int, error: int) -> None:
-        work = self._works.get(number)
+        work = self._works.pop(number, None)
+        if work is not None:
+            work.memory = None  # before the future ends: whoever it wakes may resize or hand on the memory at once
+        self._tell_of_room()
         if work is None:
             return
-        work.memory = None  # before the future ends: whoever it wakes may resize or hand on the memory at once
         future = work.future
+        failure = self._error_of(work, ending, done, error)
         if ending == _CANCELLED:
             super(IOFuture, future).cancel()
             future.set_running_or_notify_cancel()
-        elif ending != _SUCCEEDED:
-            future.set_exception(self._error(work, ending, done, error))
         elif future.done():  # by a thread that was interrupted before it could say so
-            future._end_unheard(done)
+            future._end_unheard(done, failure)
+        elif failure is not None:
+            future.set_exception(failure)
         else:
             future.set_result(done)
-        self._works.pop(number, None)
-        self._tell_of_room()
 
     def _tell_of_room(self) -> None:
-        if not self._want_room:
-            return
-        with self._room_lock:
-            told, self._want_room = self._want_room, []
-        for loop, waiting in told:
-            try:
+        """Wake all who wait for room. Takes no lock and may be interrupted anywhere: telling twice is harmless."""
+        for each in tuple(self._want_room):
+            loop, waiting = each
+            with suppress(RuntimeError):  # that loop is closed: nobody waits on it
                 loop.call_soon_threadsafe(_tell, waiting)
-            except RuntimeError:  # that loop is closed: nobody waits on it
-                continue
+            with suppress(ValueError):  # another thread was faster
+                self._want_room.remove(each)
 
-    def _error(self, work: _Work, ending: int, done: int, error: int) -> NVMeError:
+    def _error_of(self, work: _Work, ending: int, done: int, error: int) -> NVMeError | None:
+        if ending in (_SUCCEEDED, _CANCELLED):
+            return None
         if ending != _END_OF_FILE:
             return io_error(
                 error,
@@ -174,3 +187,11 @@ class Pending:
 def _tell(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)
+
+
+def _after_fork_in_child() -> None:
+    for pending in list(Pending._living):
+        pending.forget_parents()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["Cuda", "Pool"]
 
 
+_MOST_NODES = 1024  # that Linux knows
+
+
 class Cuda(Enum):
     """Whether a pool is page-locked for CUDA, so that copies to and from a GPU need no staging."""
 
@@ -39,8 +42,8 @@ class Pool:
     """
 
     def __init__(self, nbytes: int, *, cuda: Cuda = Cuda.IN_USE, numa_node: int | None = None) -> None:
-        if numa_node is not None and numa_node < 0:
-            raise ValueError(f"numa_node must be 0 or more, got {numa_node}")
+        if numa_node is not None and not 0 <= numa_node < _MOST_NODES:
+            raise ValueError(f"numa_node must be from 0 to {_MOST_NODES - 1}, got {numa_node}")
         self._native = _native.Pool(nbytes, numa_node)
         if cuda is Cuda.NEVER:
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Collection
 from concurrent.futures import CancelledError
@@ -20,7 +21,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Literal
 
 from deepnvme import _native
-from deepnvme.backends import start_on
+from deepnvme.backends import BackendFallbackWarning, fallbacks, start_on
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.errors import BatchError, ClosedError, NVMeError, QueueFull
 from deepnvme.faults import FaultPlan
@@ -126,12 +127,15 @@ class IOQueue:
     ) -> None:
         self.max_pending = max_pending
         self.when_full = when_full
+        self._fallbacks = fallbacks(backend, require)
+        self._told: set[str] = set()
         self._settle = partial(settle, chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes, user_memory=user_memory)
         self.backend, self._native = start_on(
             backend,
             require,
             partial(
                 _native.Queue,
+                fallbacks=self._fallbacks,
                 drive=self._settle(None).native(),
                 max_pending=max_pending,
                 faults=faults.native if faults else None,
@@ -150,9 +154,7 @@ class IOQueue:
             max_pending=max_pending,
             patience_s=None if when_full is WhenFull.BLOCK else 0.0,
         )
-        self._finalizer = weakref.finalize(
-            self, _shut_down, self._native, self._completer, self._staging, os.getpid()
-        )
+        self._finalizer = weakref.finalize(self, _shut_down, self._native, self._completer, self._staging, os.getpid())
         IOQueue._living.add(self)
         if pool is not None:
             self.use_pool(pool)
@@ -178,6 +180,7 @@ class IOQueue:
         drive = self._settle(self._profile.for_path(path)).native()
         absolute = str(Path(path).absolute())
         file = File(self, self._native.open(absolute, _MODES[mode], direct.value, permissions, drive))
+        self._tell_of_fallback(file)
         if size is not None:
             try:
                 file.preallocate(size)
@@ -185,6 +188,18 @@ class IOQueue:
                 file.close()
                 raise
         return file
+
+    def _tell_of_fallback(self, file: File) -> None:
+        used = self._native.backend_of(file._open())
+        if used == self.backend or used not in self._fallbacks or used in self._told:
+            return
+        self._told.add(used)
+        warnings.warn(
+            f"deepnvme uses {used} for the drive of {file.path}: another {self.backend} was refused, by the limit "
+            "on locked memory (ulimit -l)",
+            BackendFallbackWarning,
+            stacklevel=3,
+        )
 
     def batch(self) -> Batch:
         """Return a context in which several operations are submitted, and waited for together at its end."""
@@ -454,7 +469,6 @@ def _shut_down(native: _native.Queue, completer: threading.Thread, staging: Stag
 
 def _after_fork_in_child() -> None:
     for queue in list(IOQueue._living):
-        queue._pending.forget_parents()
         queue._staging.forget_parents()
 
 

@@ -84,7 +84,7 @@ bool wait_for(Queue& queue, Ticket& ticket, double timeout_s, const py::function
         }
         declined.push_back(std::move(outcome));
     }
-    if (!declined.empty()) queue.hand_back(std::move(declined));
+    if (!ended->empty()) queue.hand_back(std::move(declined));
     if (interruption) std::rethrow_exception(interruption);
     return true;
 }
@@ -275,16 +275,18 @@ void bind_queue(py::module_& module) {
         py::call_guard<py::gil_scoped_release>());
 
     py::class_<Queue, std::unique_ptr<Queue, UnlessForked>>(module, "Queue")
-        .def(py::init([](std::string backend, const DriveOptions& drive, std::uint32_t max_pending,
-                         std::optional<FaultPlan> faults) {
+        .def(py::init([](std::string backend, std::vector<std::string> fallbacks, const DriveOptions& drive,
+                         std::uint32_t max_pending, std::optional<FaultPlan> faults) {
                  QueueOptions options;
                  options.backend = std::move(backend);
+                 options.fallbacks = std::move(fallbacks);
                  options.drive = drive;
                  options.max_pending = max_pending;
                  options.faults = std::move(faults);
                  return std::unique_ptr<Queue, UnlessForked>(new Queue(std::move(options)));
              }),
-             py::kw_only(), py::arg("backend"), py::arg("drive"), py::arg("max_pending"), py::arg("faults"))
+             py::kw_only(), py::arg("backend"), py::arg("fallbacks"), py::arg("drive"),
+             py::arg("max_pending"), py::arg("faults"))
         .def("open", &Queue::open, py::arg("path"), py::arg("mode"), py::arg("direct"),
              py::arg("permissions"), py::arg("drive"), py::call_guard<py::gil_scoped_release>())
         .def(
@@ -340,5 +342,6 @@ void bind_queue(py::module_& module) {
                  for (const auto& [device, stats] : all) dict[py::int_(device)] = stats_of(stats);
                  return dict;
              })
+        .def("backend_of", &Queue::backend_of, py::arg("file"), py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("pending", &Queue::pending);
 }

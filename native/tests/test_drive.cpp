@@ -524,7 +524,7 @@ TEST(every_operation_reaches_exactly_one_of_those_that_wait_and_listen) {
                         else
                             taken[i].push_back(outcome.id);
                     }
-                    if (!declined.empty()) bench.queue.hand_back(std::move(declined));
+                    if (!ended->empty()) bench.queue.hand_back(std::move(declined));
                 }
             });
         }

@@ -112,7 +112,6 @@ class RingBackend final : public Backend {
         uring::Sqe sqe{};
         sqe.fd = request.fd;
         sqe.user_data = request.token;
-        if (request.in_worker) sqe.flags = uring::sqe_async;
         if (request.verb == Verb::sync_data || request.verb == Verb::sync_all) {
             sqe.opcode = uring::Op::fsync;
             sqe.op_flags = request.verb == Verb::sync_data ? uring::fsync_datasync : 0;

@@ -25,6 +25,14 @@ bool is_sync(Verb verb) {
     return verb == Verb::sync_data || verb == Verb::sync_all;
 }
 
+// What becomes of an operation that cannot be carried out any more, unless its caller took it back before.
+Outcome broken_outcome(const Operation& operation, int error) {
+    if (operation.ticket && !operation.ticket->begin()) {
+        return {operation.id, Ending::cancelled, 0, ECANCELED};
+    }
+    return {operation.id, Ending::failed, 0, error};
+}
+
 // Signals are for the threads of the program; a handler that ran here would interrupt the ring for nothing.
 void block_signals() {
     sigset_t all;
@@ -336,7 +344,6 @@ void Drive::push(std::uint32_t index) {
     request.verb = operation.verb;
     request.fd = chunk.direct ? file.direct_descriptor() : file.descriptor();
     request.token = index;
-    request.in_worker = file.wants_worker();
     if (!is_sync(operation.verb)) {
         request.offset = operation.offset + chunk.position + chunk.moved;
         request.length = chunk.length - chunk.moved;
@@ -506,7 +513,7 @@ void Drive::fail_everything(int error) {
     for (std::list<Active>* list : {&issued_, &parked_, &waiting_}) {
         while (!list->empty()) {
             Active& active = list->front();
-            end(active, {active.operation.id, Ending::failed, 0, error});
+            end(active, broken_outcome(active.operation, error));
         }
     }
     report();
@@ -518,8 +525,8 @@ void Drive::fail_everything(int error) {
         if (late.empty()) return;
         lock.unlock();
         for (Active& active : late) {
-            outcomes_.push_back(
-                {active.operation.id, Ending::failed, 0, error, std::move(active.operation.ticket)});
+            outcomes_.push_back(broken_outcome(active.operation, error));
+            outcomes_.back().ticket = std::move(active.operation.ticket);
         }
         report();
         late.clear();

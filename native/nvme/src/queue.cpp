@@ -18,8 +18,9 @@ unsigned depth_for(const DriveOptions& options) {
     return static_cast<unsigned>(std::clamp<std::uint64_t>(options.inflight_bytes / 65536, 32, 1024));
 }
 
-std::unique_ptr<Backend> backend_for(const QueueOptions& options, const DriveOptions& drive) {
-    std::unique_ptr<Backend> backend = make_backend(options.backend, depth_for(drive));
+std::unique_ptr<Backend> backend_for(const QueueOptions& options, const std::string& name,
+                                     const DriveOptions& drive) {
+    std::unique_ptr<Backend> backend = make_backend(name, depth_for(drive));
     return options.faults ? make_fault_backend(std::move(backend), *options.faults) : std::move(backend);
 }
 
@@ -28,7 +29,7 @@ std::unique_ptr<Backend> backend_for(const QueueOptions& options, const DriveOpt
 Queue::Queue(QueueOptions options)
     : options_(std::move(options)),
       owner_(::getpid()),
-      first_backend_(backend_for(options_, options_.drive)) {
+      first_backend_(backend_for(options_, options_.backend, options_.drive)) {
     (void)checked(options_.drive);
     if (options_.max_pending == 0) throw std::invalid_argument("max_pending must be at least 1");
 }
@@ -44,7 +45,7 @@ std::shared_ptr<OpenFile> Queue::open(const std::string& path, OpenMode mode, Di
     const DriveOptions options = checked(drive.value_or(options_.drive));
     if (options_.backend != "memory") {
         auto file = std::make_shared<OpenFile>(path, mode, direct, permissions);
-        (void)drive_for(file->device(), options);
+        (void)drive_for(*file, options);
         return file;
     }
     int descriptor = -1;
@@ -62,7 +63,7 @@ std::shared_ptr<OpenFile> Queue::open(const std::string& path, OpenMode mode, Di
         }
     }
     auto file = std::make_shared<OpenFile>(path, descriptor, mode);
-    (void)drive_for(file->device(), options);
+    (void)drive_for(*file, options);
     return file;
 }
 
@@ -103,13 +104,38 @@ void Queue::hand_over(Operation operation) {
     }
 }
 
-Drive& Queue::drive_for(dev_t device, const DriveOptions& options) {
+std::unique_ptr<Backend> Queue::backend_for_another(const DriveOptions& drive) const {
+    try {
+        return backend_for(options_, options_.backend, drive);
+    } catch (const std::system_error&) {
+        for (const std::string& name : options_.fallbacks) {
+            try {
+                return backend_for(options_, name, drive);
+            } catch (const std::system_error&) {
+                continue;
+            }
+        }
+        throw;
+    }
+}
+
+std::string Queue::backend_of(const OpenFile& file) const {
     const std::lock_guard lock(drives_mutex_);
+    const auto drive = drives_.find(file.device());
+    return drive == drives_.end() ? options_.backend : drive->second->stats().backend;
+}
+
+Drive& Queue::drive_for(const OpenFile& file, const DriveOptions& options) {
+    const std::lock_guard lock(drives_mutex_);
+    const dev_t device = file.device();
     auto& drive = drives_[device];
     if (!drive) {
         try {
+            const bool ring = options_.backend == "uring" || options_.backend == "liburing";
             const bool first_fits = first_backend_ && first_backend_->capacity() >= depth_for(options);
-            auto backend = first_fits ? std::move(first_backend_) : backend_for(options_, options);
+            auto backend = ring && file.spoiled_by_rings() ? backend_for(options_, "threads", options)
+                           : first_fits                    ? std::move(first_backend_)
+                                                           : backend_for_another(options);
             drive = std::make_unique<Drive>(
                 std::move(backend), options,
                 [this](std::vector<Outcome> outcomes) { ended(std::move(outcomes)); });
@@ -145,8 +171,10 @@ void Queue::tell_drives_of_arenas() {
 std::vector<Outcome> Queue::wait_ended() {
     std::unique_lock lock(mutex_);
     // What a woken waiter is about to take is not waited for here.
-    news_.wait(lock,
-               [this] { return !handed_back_.empty() || (!ended_.empty() && coming_ == 0) || drained_; });
+    news_.wait(lock, [this] {
+        if (!handed_back_.empty()) return true;
+        return coming_ == 0 && (!ended_.empty() || (drained_ && settling_ == 0));
+    });
     std::vector<Outcome> taken = std::exchange(ended_, {});
     std::move(handed_back_.begin(), handed_back_.end(), std::back_inserter(taken));
     handed_back_.clear();
@@ -163,13 +191,16 @@ std::optional<std::vector<Outcome>> Queue::wait_for(Ticket& ticket, std::chrono:
             return std::nullopt;
         }
         --coming_;
+        if (ended_.empty()) news_.notify_one();
     }
+    if (!ended_.empty()) ++settling_;
     return std::exchange(ended_, {});
 }
 
 void Queue::hand_back(std::vector<Outcome> outcomes) {
     const std::lock_guard lock(mutex_);
     std::move(outcomes.begin(), outcomes.end(), std::back_inserter(handed_back_));
+    --settling_;
     news_.notify_one();
 }
 

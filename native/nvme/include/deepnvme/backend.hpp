@@ -40,7 +40,6 @@ struct Request {
     std::byte* memory = nullptr;  // unused by syncs
     std::uint32_t length = 0;     // unused by syncs
     std::int32_t buffer = -1;  // index of the registered buffer that holds [memory, memory + length), or -1
-    bool in_worker = false;    // a ring lets a thread of the kernel carry it out: see OpenFile::wants_worker
     std::uint64_t token = 0;   // comes back in the Completion; any value but Backend::reserved_token
 };
 

@@ -44,9 +44,9 @@ class OpenFile {
     [[nodiscard]] std::uint64_t memory_alignment() const noexcept { return memory_alignment_; }
     [[nodiscard]] std::uint64_t offset_alignment() const noexcept { return offset_alignment_; }
     [[nodiscard]] dev_t device() const noexcept { return device_; }
-    // On FUSE a ring that calls without blocking reads a short read's rest from its start again, and reports
-    // success (Linux 6.18). Its workers do not.
-    [[nodiscard]] bool wants_worker() const noexcept { return on_fuse_; }
+    // On some FUSE servers a ring does the rest of a short read or write at its start again and reports
+    // success (seen on Linux 6.18); other backends do not.
+    [[nodiscard]] bool spoiled_by_rings() const noexcept { return on_fuse_; }
 
     // The length the file should have: as opened, or as our own writes and truncations left it. A read that
     // ends before it means that somebody else cut the file.

@@ -21,6 +21,8 @@ namespace deepnvme {
 
 struct QueueOptions {
     std::string backend;  // one that make_backend knows
+    std::vector<std::string>
+        fallbacks;  // for a drive after the first, where the kernel refuses another of it
     DriveOptions drive;
     std::uint32_t max_pending = 1024;
     std::optional<FaultPlan> faults;
@@ -53,10 +55,11 @@ class Queue {
     [[nodiscard]] std::vector<Outcome> wait_ended();
     // Blocks until that operation has ended and returns whatever has ended and nobody took yet, itself among
     // it or not; nothing when the time is up. Saves a thread's wake-up per operation: see
-    // docs/decisions/0003.
+    // docs/decisions/0003. Whoever takes outcomes here calls hand_back when they are dealt with: wait_ended
+    // does not end before.
     [[nodiscard]] std::optional<std::vector<Outcome>> wait_for(Ticket& ticket,
                                                                std::chrono::nanoseconds timeout);
-    // Outcomes that were taken and are for wait_ended() after all.
+    // What wait_for returned is dealt with, but for these, which are for wait_ended() after all.
     void hand_back(std::vector<Outcome> outcomes);
 
     // Refuses new work, drains what was submitted. Again: does nothing.
@@ -64,11 +67,14 @@ class Queue {
 
     [[nodiscard]] std::map<dev_t, DriveStats> stats() const;
     [[nodiscard]] std::uint64_t pending() const;
+    // The name of what the drive with that file runs on.
+    [[nodiscard]] std::string backend_of(const OpenFile& file) const;
     // This process is a forked child of the one that made it: it must neither be used nor destroyed here.
     [[nodiscard]] bool belongs_to_a_parent() const noexcept;
 
   private:
-    [[nodiscard]] Drive& drive_for(dev_t device, const DriveOptions& options);
+    [[nodiscard]] Drive& drive_for(const OpenFile& file, const DriveOptions& options);
+    [[nodiscard]] std::unique_ptr<Backend> backend_for_another(const DriveOptions& drive) const;
     void refuse_if_forked() const;
     void refuse_if_unusable() const;
     void hand_over(Operation operation);
@@ -92,6 +98,7 @@ class Queue {
     std::vector<Outcome> ended_;
     std::vector<Outcome> handed_back_;  // only for wait_ended
     std::uint64_t coming_ = 0;          // waiters that were woken and have not yet taken
+    std::uint64_t settling_ = 0;        // waiters that took and have not yet handed back
     std::uint64_t pending_ = 0;
     bool closed_ = false;
     bool drained_ = false;

@@ -76,7 +76,6 @@ enum class Op : std::uint8_t {
 
 // Sqe::flags
 inline constexpr std::uint8_t sqe_fixed_file = 1U << 0;
-inline constexpr std::uint8_t sqe_async = 1U << 4;
 
 // Sqe::op_flags of Op::fsync, and of Op::async_cancel.
 inline constexpr std::uint32_t fsync_datasync = 1U << 0;
