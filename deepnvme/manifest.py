@@ -210,6 +210,8 @@ def _record(value: Any, capacities: Sequence[int]) -> Record:
     if not isinstance(fields["extents"], list):
         raise ValueError(f"expected its extents as a list, got {_shown(fields['extents'])}")
     extents = tuple(_extent(extent, capacities) for extent in fields["extents"])
+    if any(extent.nbytes % PAGE for extent in extents[:-1]):
+        raise ValueError(f"all its extents but the last must be whole pages of {PAGE} B")
     if sum(extent.nbytes for extent in extents) != nbytes:
         held = sum(extent.nbytes for extent in extents)
         raise ValueError(f"its extents hold {held} B, {dtype} of shape {_shown(shape)} takes {nbytes}")

@@ -295,16 +295,16 @@ class MemberFile:
 
     def pread(self, memory: Memory, offset: int) -> IOFuture[int]:
         """As `File.pread`, and counted."""
-        future = self.file.pread(memory, offset)
         with self._changing:
+            future = self.file.pread(memory, offset)
             self.read_bytes += memory.nbytes
             self._note(future)
         return future
 
     def pwrite(self, memory: Memory, offset: int) -> IOFuture[int]:
         """As `File.pwrite`, and counted."""
-        future = self.file.pwrite(memory, offset)
         with self._changing:
+            future = self.file.pwrite(memory, offset)
             self.written_bytes += memory.nbytes
             self._note(future)
         return future
@@ -326,7 +326,7 @@ class MemberFile:
         """Remove what was made, and close."""
         try:
             if self._lock >= 0:
-                self.drain()
+                self._stop()
                 (self.directory / DATA).unlink(missing_ok=True)
                 if self._made_directory:
                     with suppress(OSError):  # somebody put something into it
@@ -337,12 +337,18 @@ class MemberFile:
     def _let_go(self) -> None:
         if self._lock < 0:
             return
-        self.drain()
-        if self._file:
-            self._file.close()
+        self._stop()
         # Not by closing alone: a child forked a moment ago may still have a copy of the descriptor.
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         self._close_lock()
+
+    def _stop(self) -> None:
+        """Take no more reads and writes, and wait for those under way: they end before the lock is given up."""
+        with self._changing:
+            file, self._file = self._file, None
+        self.drain()
+        if file:
+            file.close()
 
     def _note(self, future: IOFuture[int]) -> None:
         """Remember it until it has ended."""
@@ -470,6 +476,7 @@ def _starts(file: File, nbytes: int, operation: int) -> Iterator[Callable[[memor
 
 def _after_fork_in_child() -> None:
     for member in list(MemberFile._living):
+        member._changing = threading.Lock()  # whoever held it is not here
         with suppress(OSError):  # closed at that moment
             member._close_lock()
 

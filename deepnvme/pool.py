@@ -42,8 +42,12 @@ class Pool:
     """
 
     def __init__(self, nbytes: int, *, cuda: Cuda = Cuda.IN_USE, numa_node: int | None = None) -> None:
-        if numa_node is not None and not 0 <= numa_node < _MOST_NODES:
-            raise ValueError(f"numa_node must be from 0 to {_MOST_NODES - 1}, got {numa_node}")
+        if numa_node is not None and numa_node < 0:
+            raise ValueError(f"numa_node must be 0 or more, got {numa_node}")
+        if numa_node is not None and numa_node >= _MOST_NODES:
+            raise ValueError(
+                f"memory cannot be placed on NUMA node {numa_node}: Linux has nodes up to {_MOST_NODES - 1}"
+            )
         self._native = _native.Pool(nbytes, numa_node)
         if cuda is Cuda.NEVER:
             return

@@ -175,6 +175,8 @@ class IOQueue:
         """
         if mode not in _MODES:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
+        if size is not None:
+            _check_range("size", size)
         if "\0" in str(path):
             raise ValueError(f"a path has no null bytes; got {str(path)!r}")
         drive = self._settle(self._profile.for_path(path)).native()
@@ -186,12 +188,14 @@ class IOQueue:
                 file.preallocate(size)
             except BaseException:
                 file.close()
+                if mode == "x":
+                    Path(absolute).unlink(missing_ok=True)
                 raise
         return file
 
     def _tell_of_fallback(self, file: File) -> None:
-        used = self._native.backend_of(file._open())
-        if used == self.backend or used not in self._fallbacks or used in self._told:
+        used = self._native.backend_of(file._open()).removeprefix("fault(").removesuffix(")")
+        if used == self.backend or used in self._told or file._open().on_fuse:
             return
         self._told.add(used)
         warnings.warn(

@@ -215,7 +215,7 @@ class Staging:
 
     def needs_this_thread(self) -> bool:
         """Whether `close()` would wait for what only the calling thread can do: it is in a callback."""
-        return bool(self._pending) and self._runs_here()
+        return self._runs_here()
 
     def close(self) -> None:
         """Take nothing more, wait for everything pending, give the memory back. The queue must still be open."""

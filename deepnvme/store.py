@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
-from deepnvme.arrays import Returns, default_returns, describe, empty, kind_of
+from deepnvme.arrays import Description, Returns, default_returns, describe, empty, kind_of
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.errors import ClosedError, NVMeError, PoisonedError, StoreError
 from deepnvme.future import awaited
@@ -36,7 +36,8 @@ __all__ = ["Checksum", "Durability", "StoreFuture", "TensorStore", "UncommittedW
 
 _T = TypeVar("_T")
 _Directories = Sequence["str | os.PathLike[str] | Member"]
-_WORKERS = 4
+_READERS = 4
+_THREADS = "deepnvme-store"
 _SLOTS = ("manifest.0", "manifest.1")
 _DRAFT = "manifest.new"
 
@@ -106,12 +107,17 @@ class TensorStore:
         self._tensors: dict[str, _Stored] = {}
         self._trees: dict[str, Any] = {}
         self._generation = 0
+        self._in_doubt = False  # a commit is on the drives that is not yet in this object
+        self._last_is_durable = False  # whoever made it may have synced less
         self._held: dict[int, tuple[_Stored, ...]] = {}
         self._changed = False
         self._poison: NVMeError | None = None
         self._closing = False
         self._closed = False
-        self._workers: ThreadPoolExecutor | None = None
+        self._ended = False
+        self._readers: ThreadPoolExecutor | None = None
+        self._writer: ThreadPoolExecutor | None = None  # one thread: of two puts of a name the later one wins
+        self._writing: set[Future[Any]] = set()  # puts that have begun
         self._prefetched: dict[str, tuple[_Stored, StoreFuture[Any]]] = {}
 
     # --- making and opening --------------------------------------------------------------------------------------
@@ -253,7 +259,7 @@ class TensorStore:
                 known = name in self._prefetched
                 stored = self._stored(name)
             if not known:
-                reading = self._start(partial(self._read_one, name))
+                reading = self._start_reading(partial(self._read_one, name))
                 with self._lock:
                     self._prefetched[name] = (stored, reading)
 
@@ -272,24 +278,26 @@ class TensorStore:
 
     def put_async(self, name: str, tensor: Any) -> StoreFuture[None]:
         """Begin to put; `tensor` must not change until the future has ended."""
-        return self._start(lambda: self.put(name, tensor))
+        return self._start_writing(lambda: self.put(name, tensor))
 
     def get_async(self, name: str, out: Any = None) -> StoreFuture[Any]:
         """Begin to get."""
-        return self._start(lambda: self.get(name, out))
+        return self._start_reading(lambda: self.get(name, out))
 
     def put_many_async(self, tensors: Mapping[str, Any]) -> StoreFuture[None]:
         """Begin to put several."""
-        return self._start(lambda: self.put_many(tensors))
+        return self._start_writing(lambda: self.put_many(tensors))
 
     def get_many_async(self, names: Iterable[str], out: Mapping[str, Any] | None = None) -> StoreFuture[dict[str, Any]]:
         """Begin to get several."""
         wanted = list(names)
-        return self._start(lambda: self.get_many(wanted, out))
+        return self._start_reading(lambda: self.get_many(wanted, out))
 
     def commit_async(self) -> StoreFuture[int]:
-        """Begin to commit what is put by now."""
-        return self._start(self.commit)
+        """Begin to commit what is put by now, puts that have begun included."""
+        with self._lock:
+            before = set(self._writing)
+        return self._start_writing(partial(self._commit, before))
 
     async def stream_async(
         self, names: Iterable[str] | None = None, *, depth: int = 4
@@ -363,6 +371,21 @@ class TensorStore:
         with self._lock:
             return MappingProxyType(dict(self._trees))
 
+    def delete_state(self, name: str) -> None:
+        """Forget a state dict and its tensors.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        self._check_writable()
+        with self._lock:
+            if name not in self._trees:
+                raise KeyError(f"no state dict {name!r}; there are: {', '.join(map(repr, self._trees)) or 'none'}")
+            for leaf in self._leaves(name).keys() & self._tensors.keys():
+                self._unname(leaf)
+            del self._trees[name]
+            self._changed = True
+
     @property
     def states(self) -> tuple[str, ...]:
         """The names of the state dicts."""
@@ -421,10 +444,18 @@ class TensorStore:
     def commit(self) -> int:
         """Make what is put by now the store's content, whole, for every later process; return its generation.
 
+        Puts that have begun are waited for; one that fails is not part of the commit, as nothing of it is there.
+
         Raises:
             PoisonedError: an earlier fsync failed, so that nothing can be promised any more; open the store again.
             NVMeError: this one failed; the store on the drives is still what it was, or the store is now poisoned.
         """
+        with self._lock:
+            before = set(self._writing)
+        return self._commit(before)
+
+    def _commit(self, before: Iterable[Future[Any]]) -> int:
+        wait(before)
         if self.durability is Durability.NONE:
             raise ValueError("a swap store has no commits: use TensorStore.create()")
         with self._committing:
@@ -438,7 +469,7 @@ class TensorStore:
             generation = self._generation + 1
             try:
                 self._poisoning("fdatasync of the tensors", self._volume.sync)
-                if self.durability is Durability.DATA and self._generation:
+                if self._generation and not self._last_is_durable:
                     self._poisoning("fsync of the commit before", self._sync_last_commit)
                 records = {name: each.record for name, each in stored.items()}
                 self._write_manifest(
@@ -447,10 +478,14 @@ class TensorStore:
             except BaseException:
                 with self._lock:
                     self._changed = True
+                    if self._in_doubt and self._poison is None:
+                        self._poison = self._poisoned("replacing the manifest", InterruptedError("interrupted"))
                     if self._poison is None:  # else it may be on the drives, and keeps its space
                         self._let_go(stored.values())
                 raise
             with self._lock:
+                self._last_is_durable = self.durability is Durability.COMMIT
+                self._in_doubt = False
                 self._generation = generation
                 self._held[generation] = tuple(stored.values())
                 self._let_go(self._held.pop(generation - 2, ()))
@@ -468,6 +503,7 @@ class TensorStore:
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
+        self._in_doubt = True
         self._poisoning("renaming the manifest", lambda: draft.replace(place))
         if synced:
             self._poisoning("fsync of the directory", lambda: sync_directory(folder))
@@ -483,16 +519,19 @@ class TensorStore:
         try:
             step()
         except BaseException as error:  # after Ctrl-C, too: what was interrupted may have failed, and is told once
-            self._poison = PoisonedError(
-                getattr(error, "errno", None) or errno.EINTR,
-                f"{what} failed ({str(error) or type(error).__name__}): what was put since commit {self._generation} "
-                "may be lost, and no later sync would tell. Tensors can still be got; open the store again to go on "
-                "from its last commit",
-                path=str(self._volume.directories[0]),
-            )
+            self._poison = self._poisoned(what, error)
             if not isinstance(error, OSError):
                 raise
             self._check_writable()
+
+    def _poisoned(self, what: str, error: BaseException) -> PoisonedError:
+        return PoisonedError(
+            getattr(error, "errno", None) or errno.EINTR,
+            f"{what} failed ({str(error) or type(error).__name__}): what was put since commit {self._generation} "
+            "may be lost, and no later sync would tell. Tensors can still be got; open the store again to go on "
+            "from its last commit",
+            path=str(self._volume.directories[0]),
+        )
 
     def _restore(self, generation: int | None) -> None:
         folder = self._volume.directories[0]
@@ -569,16 +608,21 @@ class TensorStore:
 
     def _end(self, let_go: Callable[[], None]) -> bool:
         """Wait for what is under way, then let go of the drives; return False where that was done before."""
+        if threading.current_thread().name.startswith(_THREADS):  # a callback closes: it would wait for itself
+            threading.Thread(target=self._end, args=(let_go,), name="deepnvme-close").start()
+            return False
         with self._lock:
-            if self._closing:
-                return False
             self._closing = True
-        if self._workers is not None:
-            self._workers.shutdown(wait=True)
+        for workers in (self._writer, self._readers):
+            if workers is not None:
+                workers.shutdown(wait=True)
         with self._committing:  # or a manifest would be renamed after somebody else has opened the store
+            if self._ended:
+                return False
             self._closed = True
             self._io.close()
             let_go()
+            self._ended = True  # last: interrupted before, it is done again
         return True
 
     def _remove(self) -> None:
@@ -639,7 +683,20 @@ class TensorStore:
     def _putting(self, tensors: Mapping[str, Any]) -> Iterator[None]:
         """Write tensors and name them; what the body does to other names happens in the same step."""
         self._check_writable()
-        described = {check_name(name): describe(tensor) for name, tensor in tensors.items()}
+        described = {check_name(name): _described(name, tensor) for name, tensor in tensors.items()}
+        begun: Future[None] = Future()
+        with self._lock:
+            self._writing.add(begun)
+        try:
+            with self._named(described):
+                yield
+        finally:
+            with self._lock:
+                self._writing.discard(begun)
+            begun.set_result(None)
+
+    @contextmanager
+    def _named(self, described: Mapping[str, Description]) -> Iterator[None]:
         records = self._io.write(list(described.values()))
         with self._lock:
             if self._poison is not None:  # a commit failed meanwhile
@@ -711,15 +768,29 @@ class TensorStore:
         if self._poison is not None:
             raise copy(self._poison)  # each with a traceback of its own
 
-    def _start(self, work: Callable[[], _T]) -> StoreFuture[_T]:
+    def _start_reading(self, work: Callable[[], _T]) -> StoreFuture[_T]:
+        future: StoreFuture[_T] = StoreFuture()
         with self._lock:
-            if self._closing:
-                raise ClosedError("the store is closed")
-            if self._workers is None:
-                self._workers = ThreadPoolExecutor(_WORKERS, "deepnvme-store")
-            future: StoreFuture[_T] = StoreFuture()
-            self._workers.submit(_run, work, future)
+            self._check_taking()
+            if self._readers is None:
+                self._readers = ThreadPoolExecutor(_READERS, f"{_THREADS}-reader")
+            self._readers.submit(_run, work, future)
         return future
+
+    def _start_writing(self, work: Callable[[], _T]) -> StoreFuture[_T]:
+        future: StoreFuture[_T] = StoreFuture()
+        with self._lock:
+            self._check_taking()
+            if self._writer is None:
+                self._writer = ThreadPoolExecutor(1, f"{_THREADS}-writer")
+            self._writing.add(future)
+            self._writer.submit(_run, work, future)
+        future.add_done_callback(self._writing.discard)
+        return future
+
+    def _check_taking(self) -> None:
+        if self._closing:
+            raise ClosedError("the store is closed")
 
 
 def _run(work: Callable[[], _T], future: StoreFuture[_T]) -> None:
@@ -731,6 +802,13 @@ def _run(work: Callable[[], _T], future: StoreFuture[_T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _described(name: str, tensor: Any) -> Description:
+    try:
+        return describe(tensor)
+    except (TypeError, ValueError) as refusal:
+        raise type(refusal)(f"tensor {name!r}: {refusal}") from None
 
 
 def sync_directory(folder: Path) -> None:

@@ -7,6 +7,7 @@ while a drive may use it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,6 +52,7 @@ class TensorIO:
     def __init__(self, volume: Volume, *, summing: bool) -> None:
         self._volume = volume
         self._summing = summing
+        self._owner = os.getpid()
         self._making = threading.Lock()
         self._pool: Pool | None = None
         self._free: SimpleQueue[Memory] = SimpleQueue()  # staging memory
@@ -59,6 +61,7 @@ class TensorIO:
 
     def write(self, tensors: Sequence[Description]) -> list[Record]:
         """Write all of them, or none and raise. Returns when the drives have them."""
+        self._refuse_if_forked()
         records: dict[int, Record] = {}
         try:
             with _Pipeline() as pipeline:
@@ -120,6 +123,7 @@ class TensorIO:
         Raises:
             ChecksumError: the drive returned other bytes than were written.
         """
+        self._refuse_if_forked()
         small: list[tuple[str, Record, Memory]] = []
         with _Pipeline() as pipeline:
             for name, record, memory in wanted:
@@ -160,6 +164,7 @@ class TensorIO:
 
     def damage(self, name: str, record: Record) -> Iterator[Damage]:
         """Read a tensor and yield what of it is wrong."""
+        self._refuse_if_forked()
         buffer = memory_of(bytearray(min(_PIECE_BYTES, record.nbytes)), writable=True)
         for start, length in _pieces(record.nbytes):
             batch = Batch()
@@ -174,15 +179,20 @@ class TensorIO:
             for at, nbytes in _differing(record, start, checksums_of(buffer.part(0, length))):
                 yield Damage(name, at, nbytes, "these are not the bytes that were put")
 
+    def _refuse_if_forked(self) -> None:
+        if os.getpid() != self._owner:  # a child does not even have the staging memory
+            raise ForkedError(f"this store belongs to process {self._owner}; a forked child opens one of its own")
+
     def _staging(self, pipeline: _Pipeline) -> Memory:
         """Return free staging memory; ends our own oldest steps for it before it waits for those of other calls."""
         with self._making:
             if self._pool is None:
-                self._pool = Pool(_STAGED_RUNS * _RUN_BYTES)
+                pool = Pool(_STAGED_RUNS * _RUN_BYTES)
                 for queue in set(self._volume.queues):
-                    queue.use_pool(self._pool)
+                    queue.use_pool(pool)
                 for _ in range(_STAGED_RUNS):
-                    self._free.put(memory_of(self._pool.buffer(_RUN_BYTES), writable=True))
+                    self._free.put(memory_of(pool.buffer(_RUN_BYTES), writable=True))
+                self._pool = pool
         while True:
             try:
                 return self._free.get(block=pipeline.empty)
@@ -239,21 +249,28 @@ class _Pipeline:
         self._drop()
 
     def _drop(self) -> None:
-        step = self._steps.popleft()
+        step = self._steps[0]
+        step.batch.drain()  # first: interrupted, it is called again
+        self._steps.popleft()
         self._nbytes -= step.nbytes
-        step.batch.drain()
         step.release()
 
     def __enter__(self) -> _Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        interruption = None
         try:
             while self._steps and kind is None:
                 self.finish_oldest()
         finally:
-            while self._steps:
-                self._drop()
+            while self._steps:  # whatever happens: drives may be at work on this memory
+                try:
+                    self._drop()
+                except KeyboardInterrupt as again:
+                    interruption = again
+        if interruption is not None:
+            raise interruption
 
 
 def _cut(tensors: Sequence[tuple[int, Description]]) -> Iterator[list[tuple[int, Description]]]:

@@ -243,6 +243,7 @@ void bind_files(py::module_& module) {
         .def_property_readonly("memory_alignment", &OpenFile::memory_alignment)
         .def_property_readonly("offset_alignment", &OpenFile::offset_alignment)
         .def_property_readonly("device", &OpenFile::device)
+        .def_property_readonly("on_fuse", &OpenFile::spoiled_by_rings)
         .def("length", &OpenFile::length, py::call_guard<py::gil_scoped_release>())
         .def("preallocate", &OpenFile::preallocate, py::arg("nbytes"),
              py::call_guard<py::gil_scoped_release>())

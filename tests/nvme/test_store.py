@@ -1060,3 +1060,77 @@ def test_verify_goes_on_while_tensors_are_deleted(store: TensorStore) -> None:
 
     assert store.verify(forget) == ()
     assert len(store) == 25
+
+
+# --- the order of what is begun ----------------------------------------------------------------------------------
+
+
+def test_of_two_puts_of_a_name_that_were_begun_the_later_one_wins(tmp_path: Path) -> None:
+    with TensorStore.create([tmp_path / "store"], 64 << 20) as store:
+        for turn in range(20):
+            first = store.put_async("x", np.full(300_000, 2 * turn, np.int32))
+            second = store.put_async("x", np.full(10, 2 * turn + 1, np.int32))
+            first.result(60)
+            second.result(60)
+            assert store.get("x").tolist() == [2 * turn + 1] * 10
+        store.commit()
+
+
+def test_a_commit_holds_the_puts_that_had_begun(tmp_path: Path) -> None:
+    with TensorStore.create([tmp_path / "store"], 64 << 20) as store:
+        store.put_async("large", np.arange(4 << 20, dtype=np.int32))
+        store.commit()
+        store.put_async("other", np.arange(1 << 20, dtype=np.int32))
+        store.commit_async().result(60)
+    with TensorStore.open([tmp_path / "store"]) as store:
+        assert set(store) == {"large", "other"}
+
+
+def test_a_state_dict_can_be_deleted_with_its_tensors(tmp_path: Path) -> None:
+    with TensorStore.create([tmp_path / "store"], 1 << 20) as store:
+        store.put_state("model", {"w": np.ones(3)})
+        store.put("model/own", np.ones(3))
+        store.delete_state("model")
+        assert (store.states, list(store)) == ((), ["model/own"])
+        with pytest.raises(KeyError, match="no state dict 'model'"):
+            store.delete_state("model")
+        store.commit()
+
+
+def test_a_store_that_could_not_stage_small_tensors_does_not_hang_the_next_put(tmp_path: Path) -> None:
+    queue = IOQueue()
+    store = TensorStore.swap([tmp_path], 1 << 20, queue=queue)
+    queue.close()
+    for _ in range(2):
+        with pytest.raises(ClosedError):
+            store.put("x", np.ones(3))
+
+
+FORKED_STORE = """
+import os, sys
+import numpy as np
+from deepnvme import ForkedError
+from deepnvme.store import TensorStore
+
+store = TensorStore.swap([sys.argv[1]], 1 << 20)
+store.put("x", np.ones(3))
+pid = os.fork()
+if pid == 0:
+    try:
+        store.put("x", np.ones(3))
+    except ForkedError:
+        os._exit(0)
+    os._exit(1)
+print(os.waitpid(pid, 0)[1], flush=True)
+store.close()
+"""
+
+
+def test_a_forked_child_is_refused_the_store_and_does_not_crash(tmp_path: Path) -> None:
+    ignoring = ["-W", "ignore::DeprecationWarning"]
+    assert output_of(run_program(FORKED_STORE, tmp_path, folder=tmp_path, python=ignoring)) == "0\n"
+
+
+def test_a_tensor_that_cannot_be_put_is_named(tmp_path: Path) -> None:
+    with TensorStore.swap([tmp_path], 1 << 20) as store, pytest.raises(ValueError, match=r"tensor 'w': .*contiguous"):
+        store.put("w", np.ones((4, 4))[:, ::2])

@@ -752,7 +752,7 @@ else:
     assert not where.exists()
 os.write(going, b"!")
 assert os.waitpid(pid, 0)[1] == 0
-print("done")
+print("done", flush=True)
 os._exit(0)
 """
 

@@ -24,7 +24,7 @@ from deepnvme.manifest import Manifest, ManifestError, Record, check_name, encod
 
 VOLUME = "5f1c0f6e2f0b4d8ea3a1c2d3e4f50617"
 CAPACITIES = (1 << 30, 1 << 32)
-WEIGHT = Record("F32", (1000, 700), (Extent(0, 4096, 1_400_000), Extent(1, 8192, 1_400_000)), (1, 0xFFFFFFFF, 0xABC))
+WEIGHT = Record("F32", (1000, 700), (Extent(0, 4096, 1_400_832), Extent(1, 8192, 1_399_168)), (1, 0xFFFFFFFF, 0xABC))
 EXAMPLE = Manifest(
     VOLUME,
     7,
@@ -120,7 +120,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
         dtype = draw(st.sampled_from(sorted(ITEMSIZES)))
         shape = tuple(draw(st.lists(st.integers(0, 100), max_size=3)))
         nbytes = nbytes_of(dtype, shape)
-        cuts = sorted({0, nbytes, *draw(st.lists(st.integers(0, nbytes), max_size=2))})
+        pages = st.integers(0, nbytes // PAGE).map(lambda count: count * PAGE)
+        cuts = sorted({0, nbytes, *draw(st.lists(pages, max_size=2))})
         extents = []
         for first, last in pairwise(cuts):
             member = draw(st.integers(0, len(CAPACITIES) - 1))
@@ -321,14 +322,15 @@ CHANGES: tuple[Change, ...] = (
     ((*WEIGHT_AT, "extents", 0, 1), 1 << 30, "reaches beyond the end of that member, 1073745920"),
     ((*WEIGHT_AT, "extents", 0, 1), 2**63 - 4096, "reaches beyond the end"),
     ((*WEIGHT_AT, "extents", 0, 2), 0, "bytes as a whole number from 1"),
-    ((*WEIGHT_AT, "extents", 0, 2), 1_400_001, "extents hold 2800001 B"),
+    ((*WEIGHT_AT, "extents", 0, 2), 1_400_832 + PAGE, "extents hold 2804096 B"),
+    ((*WEIGHT_AT, "extents", 0, 2), 1_400_833, "all its extents but the last must be whole pages"),
     ((*WEIGHT_AT, "crc32c"), "00000001ffffffff", "3 checksums of 8 hexadecimal digits each for 2800000 B"),
     ((*WEIGHT_AT, "crc32c"), "00000001FFFFFFFF00000abc", "hexadecimal digits"),
     ((*WEIGHT_AT, "crc32c"), " 0000001ffffffff00000abc", "hexadecimal digits"),
     ((*WEIGHT_AT, "crc32c"), [1, 2, 3], "hexadecimal digits"),
     (("tensors", "bias", "extents", 0, 1), 1_400_832, "tensors 'weight' and 'bias' overlap: in member 0"),
     (("tensors", "bias", "extents", 0, 1), 4096, "overlap"),
-    (("tensors", "weight", "extents", 1), [0, 4096, 1_400_000], "tensors 'weight' and 'weight' overlap"),
+    (("tensors", "weight", "extents", 1), [0, 4096, 1_399_168], "tensors 'weight' and 'weight' overlap"),
 )
 
 

@@ -358,7 +358,7 @@ void Drive::push(std::uint32_t index) {
 bool Drive::earlier_write_pending(const Active& sync) const {
     return std::any_of(issued_.begin(), issued_.end(), [&](const Active& other) {
         return other.operation.verb == Verb::write && other.sequence < sync.sequence &&
-               other.operation.file == sync.operation.file;
+               other.operation.file->is_same_file_as(*sync.operation.file);
     });
 }
 

@@ -44,6 +44,9 @@ class OpenFile {
     [[nodiscard]] std::uint64_t memory_alignment() const noexcept { return memory_alignment_; }
     [[nodiscard]] std::uint64_t offset_alignment() const noexcept { return offset_alignment_; }
     [[nodiscard]] dev_t device() const noexcept { return device_; }
+    [[nodiscard]] bool is_same_file_as(const OpenFile& other) const noexcept {
+        return device_ == other.device_ && inode_ == other.inode_;
+    }
     // On some FUSE servers a ring does the rest of a short read or write at its start again and reports
     // success (seen on Linux 6.18); other backends do not.
     [[nodiscard]] bool spoiled_by_rings() const noexcept { return on_fuse_; }
