@@ -74,7 +74,7 @@ class Pending:
 
     def drop(self, number: int) -> None:
         """Forget one that was not submitted after all."""
-        del self._works[number]
+        self._works.pop(number, None)  # the end of the queue may have been faster
 
     def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
         """Wait until that operation has ended, and complete what has; False when the time is up."""

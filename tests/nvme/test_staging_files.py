@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import deepnvme.queue
-from deepnvme import ClosedError, IOQueue, QueueFull, ShortReadError, WhenFull
+from deepnvme import ClosedError, FaultPlan, IOQueue, QueueFull, ShortReadError, WhenFull
 from support.nvme_io import TIMEOUT_S, assert_same, pattern
 from support.nvme_programs import output_of, run_program
 
@@ -119,7 +119,7 @@ def test_closing_a_queue_finishes_what_is_staged(tmp_path: Path) -> None:
 def test_a_callback_may_close_a_queue_with_staged_operations(tmp_path: Path, staged: bool) -> None:
     closed = threading.Event()
     held = threading.Event()
-    queue = IOQueue("threads")
+    queue = IOQueue("threads", faults=FaultPlan().delay(delay_us=100_000, nth=1))  # so that the callback is called back
 
     def close(_: object) -> None:
         queue.close()
