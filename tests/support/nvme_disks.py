@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,8 +72,10 @@ def _try(program: str, *arguments: str) -> str:
 
 
 def _undo(program: str, *arguments: str) -> None:
-    """Fail rather than skip: what cannot be undone is still in use."""
-    done = _run(program, *arguments)
+    """Fail rather than skip: what cannot be undone is still in use. A ring's files are let go of a little later."""
+    deadline = time.monotonic() + 10
+    while (done := _run(program, *arguments)).returncode != 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
     if done.returncode != 0:
         raise RuntimeError(f"{program} {' '.join(arguments)}: {done.stderr.strip()}")
 
