@@ -63,7 +63,7 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
     return Memory(view.address, view.nbytes, view)
 
 
-_DEVICE = "{kind} is not in host memory, which is what deepnvme moves: copy it to the host first (.cpu(), cupy.asnumpy)"
+_DEVICE = "{kind} is not in host memory, which is needed here: copy it to the host first (.cpu(), cupy.asnumpy)"
 _OBJECTS = "{kind} holds Python objects: its bytes are their addresses, which mean nothing in a file; pickle them"
 _CONTIGUOUS = "{kind} is not contiguous: its bytes are not one piece of memory. Make it so first ({how})"
 

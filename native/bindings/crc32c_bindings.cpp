@@ -93,5 +93,4 @@ void bind_crc32c(py::module_& module) {
     module.def("crc32c_pieces", &sum_pieces, py::arg("address"), py::arg("nbytes"), py::arg("piece"));
     module.def("crc32c_copy_pieces", &copy_pieces, py::arg("destination"), py::arg("source"),
                py::arg("nbytes"), py::arg("piece"));
-    module.def("crc32c_implementation", &crc32c_implementation);
 }

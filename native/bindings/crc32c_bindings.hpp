@@ -1,4 +1,4 @@
-// Adds crc32c, crc32c_copy and crc32c_combine to deepnvme._native; called by deepnvme_module.cpp.
+// Adds crc32c and its sums by pieces to deepnvme._native; called by deepnvme_module.cpp.
 #pragma once
 
 #include <pybind11/pybind11.h>
