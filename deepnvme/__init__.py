@@ -29,8 +29,9 @@ if _typing.TYPE_CHECKING:
     )
     from deepnvme.faults import FaultPlan, Requests
     from deepnvme.future import IOFuture
+    from deepnvme.member import Access
     from deepnvme.pool import Cuda, Pool
-    from deepnvme.probing import probe_directory, probe_system
+    from deepnvme.probing import Probe, probe
     from deepnvme.profile import UserMemory
     from deepnvme.queue import Direct, File, IOQueue, Sync, WhenFull
     from deepnvme.safetensors import SafetensorsError, read_safetensors, safetensors_header, write_safetensors
@@ -39,6 +40,7 @@ if _typing.TYPE_CHECKING:
     from deepnvme.volume import Member, Volume
 
 __all__ = [
+    "Access",
     "BackendFallbackWarning",
     "BackendUnavailableError",
     "BatchError",
@@ -59,6 +61,7 @@ __all__ = [
     "PoisonedError",
     "Pool",
     "PoolExhaustedError",
+    "Probe",
     "QueueFull",
     "Requests",
     "Returns",
@@ -76,8 +79,7 @@ __all__ = [
     "VolumeLockedError",
     "WhenFull",
     "load",
-    "probe_directory",
-    "probe_system",
+    "probe",
     "read_safetensors",
     "safetensors_header",
     "save",
@@ -94,6 +96,7 @@ _PARTS = (
     "profile",
     "queue",
     "arrays",
+    "member",
     "volume",
     "tensor_io",
     "store",

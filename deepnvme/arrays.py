@@ -10,11 +10,12 @@ import importlib
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.extents import PAGE
@@ -29,6 +30,8 @@ __all__ = [
     "MAX_DIMENSIONS",
     "Description",
     "Returns",
+    "Scattered",
+    "Storable",
     "code_of",
     "default_returns",
     "describe",
@@ -36,6 +39,7 @@ __all__ = [
     "kind_of",
     "nbytes_of",
     "numpy_dtype",
+    "storable",
 ]
 
 MAX_DIMENSIONS = 64
@@ -84,10 +88,43 @@ class Description(NamedTuple):
     memory: Memory
 
     @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return self.memory.nbytes
+
+    def gathered(self) -> Description:
+        """Return itself: its bytes are one piece of memory."""
+        return self
+
+    @property
     def __array_interface__(self) -> dict[str, Any]:
         """Expose the memory as bytes: a description can be read into, as what it describes."""
         address = self.memory.address
         return {"version": 3, "typestr": "|u1", "shape": (self.memory.nbytes,), "data": (address, False)}
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A tensor or array whose bytes are to be copied before they can be written: on a device, in strides, or lazy."""
+
+    code: str
+    shape: tuple[int, ...]
+    thing: Any
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the copy has."""
+        return nbytes_of(self.code, self.shape)
+
+    def gathered(self) -> Description:
+        """Return a copy, in host memory of its own."""
+        if hasattr(self.thing, "detach"):
+            return describe(self.thing.detach().cpu().resolve_conj().resolve_neg().contiguous())
+        return describe(self.thing.copy(order="C"))
+
+
+Storable: TypeAlias = "Description | Scattered"
+"""What can be stored, whether or not it has to be copied first."""
 
 
 def default_returns() -> Returns:
@@ -98,6 +135,7 @@ def default_returns() -> Returns:
         return Returns.NUMPY
 
 
+@lru_cache(1024)  # many tensors, few kinds
 def nbytes_of(code: str, shape: tuple[int, ...]) -> int:
     """Return the bytes of a tensor.
 
@@ -157,6 +195,24 @@ def describe(thing: Any) -> Description:
         found = Description(_array_code(array.dtype), array.shape, memory)
     nbytes_of(found.code, found.shape)  # what no reader would believe must not be written
     return found
+
+
+def storable(thing: Any) -> Storable:
+    """Return what `describe` does, and of a tensor or array that it would refuse for where its bytes are, a Scattered.
+
+    Raises:
+        TypeError: its dtype has no code, or it has no bytes: a tensor on "meta", or a sparse one.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.Tensor):
+        if thing.layout != torch.strided or thing.device.type == "meta":
+            raise TypeError(f"expected a dense tensor with values, got layout {thing.layout} on {thing.device}")
+        as_it_lies = thing.device.type == "cpu" and thing.is_contiguous() and not thing.is_conj() and not thing.is_neg()
+        return describe(thing) if as_it_lies else Scattered(_tensor_code(thing, torch), tuple(thing.shape), thing)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(thing, numpy.ndarray) and not thing.flags.c_contiguous:
+        return Scattered(*kind_of(thing), thing)
+    return describe(thing)
 
 
 def empty(code: str, shape: tuple[int, ...], returns: Returns, *, pool: Pool | None = None) -> Any:

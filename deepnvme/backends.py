@@ -11,13 +11,30 @@ from typing import Protocol, TypeVar
 
 from deepnvme import _native
 from deepnvme.errors import BackendUnavailableError
-from deepnvme.probing import Backend, find_liburing, read_process_limits, uring_refusal
+from deepnvme.probing import (
+    Backend,
+    find_liburing,
+    find_mount,
+    read_mounts,
+    read_process_limits,
+    uring_refusal,
+)
 
-__all__ = ["BACKEND_VARIABLE", "CHAIN", "BackendFallbackWarning", "Starter", "choose_backend", "fallbacks", "start_on"]
+__all__ = [
+    "BACKEND_VARIABLE",
+    "CHAIN",
+    "BackendFallbackWarning",
+    "Starter",
+    "choose_backend",
+    "fallbacks",
+    "refuse_where_threads_must",
+    "start_on",
+]
 
 CHAIN = tuple(backend.value for backend in Backend)
 BACKEND_VARIABLE = "DEEPNVME_BACKEND"
 _OTHERS = ("memory",)
+_RINGS = (Backend.LIBURING.value, Backend.URING.value)
 
 
 _T = TypeVar("_T")
@@ -85,6 +102,30 @@ def fallbacks(wanted: str, require: str | Collection[str] | None) -> tuple[str, 
     return () if named not in ("", "auto") or require is not None else CHAIN[2:]
 
 
+def refuse_where_threads_must(backend: str, require: str | Collection[str] | None, path: str) -> None:
+    """Refuse a file on a FUSE file system, where threads do a ring's work, to a queue that requires the ring.
+
+    Raises:
+        BackendUnavailableError: that is so.
+    """
+    acceptable = _acceptable(require)
+    if backend not in _RINGS or not acceptable or Backend.THREADS.value in acceptable:
+        return
+    place = os.path.realpath(path)
+    if not _native.on_fuse(place):
+        return
+    mount = find_mount(read_mounts(), place)
+    others = (*((require,) if isinstance(require, str) else require or ()), Backend.THREADS.value)
+    raise BackendUnavailableError(
+        errno.ENOTSUP,
+        f"the file is on a FUSE file system ({mount.file_system if mount else 'of unknown kind'}), where io_uring may "
+        f"report short transfers as whole ones, so that only threads are used there; this queue requires "
+        f"{', '.join(acceptable)}. Use a file on another file system (ext4, xfs), or accept threads too: "
+        f"require={others!r}",
+        path=path,
+    )
+
+
 def _applicable() -> tuple[str, ...]:
     """Return the chain without what has no build for this machine: to go on without it is not a fallback.
 
@@ -97,7 +138,7 @@ def _acceptable(require: str | Collection[str] | None) -> tuple[str, ...]:
     if require is None:
         return ()
     names = (require,) if isinstance(require, str) else tuple(require)
-    return tuple(part for name in names for part in (("liburing", "uring") if name == "io_uring" else (name,)))
+    return tuple(part for name in names for part in (_RINGS if name == "io_uring" else (name,)))
 
 
 def _prepare(name: str) -> None:
@@ -115,7 +156,7 @@ def _prepare(name: str) -> None:
 
 def _reason(name: str, refusal: BackendUnavailableError) -> str:
     reason = str(refusal.strerror).removeprefix(f"{name}: ")
-    if name not in (Backend.LIBURING.value, Backend.URING.value):
+    if name not in _RINGS:
         return reason
     if refusal.errno in (errno.EPERM, errno.ENOSYS):
         return uring_refusal(refusal.errno, read_process_limits()).cause

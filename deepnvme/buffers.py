@@ -13,7 +13,7 @@ from typing import Any
 
 from deepnvme import _native
 
-__all__ = ["Memory", "memory_of"]
+__all__ = ["Memory", "memory_of", "not_contiguous", "refuse_unless_plain"]
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,34 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
 
 _DEVICE = "{kind} is not in host memory, which is needed here: copy it to the host first (.cpu(), cupy.asnumpy)"
 _OBJECTS = "{kind} holds Python objects: its bytes are their addresses, which mean nothing in a file; pickle them"
-_CONTIGUOUS = "{kind} is not contiguous: its bytes are not one piece of memory. Make it so first ({how})"
+
+
+def not_contiguous(kind: str, *, how: str) -> ValueError:
+    """Compose the error of what is not one piece of memory; `how` it is made so."""
+    return ValueError(f"{kind} is not contiguous: its bytes are not one piece of memory. Make it so first ({how})")
+
+
+def refuse_unless_plain(tensor: Any, torch: Any) -> None:
+    """Refuse a torch tensor, wherever it is, whose bytes in order are not its values in order.
+
+    Raises:
+        TypeError: it is not dense.
+        ValueError: it is not contiguous, or a view that torch computes when it is looked at.
+    """
+    if tensor.layout != torch.strided:
+        raise TypeError(f"expected a dense tensor, got layout {tensor.layout}")
+    if not tensor.is_contiguous():
+        raise not_contiguous(f"a tensor of strides {tensor.stride()}", how=".contiguous()")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            "the tensor is a lazy conjugate or negative: its bytes are not its values; resolve_conj() first"
+        )
 
 
 def _of_tensor(tensor: Any, torch: Any) -> Memory:
     if tensor.device.type != "cpu":
         raise TypeError(_DEVICE.format(kind=f"a tensor on {tensor.device}"))
-    if tensor.layout != torch.strided:
-        raise TypeError(f"expected a dense tensor, got layout {tensor.layout}")
-    if not tensor.is_contiguous():
-        raise ValueError(_CONTIGUOUS.format(kind=f"a tensor of strides {tensor.stride()}", how=".contiguous()"))
-    if tensor.is_conj() or tensor.is_neg():
-        raise ValueError(
-            "the tensor is a lazy conjugate or negative: its bytes are not its values; resolve_conj() first"
-        )
+    refuse_unless_plain(tensor, torch)
     # The storage, not the tensor: `tensor.data = other` lets the tensor go on without the memory being read into.
     return Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.untyped_storage())
 
@@ -88,7 +102,7 @@ def _of_array_interface(array: Any, *, writable: bool) -> Memory:
     interface = array.__array_interface__
     address, read_only = interface["data"]
     if interface.get("strides") is not None:
-        raise ValueError(_CONTIGUOUS.format(kind="an array with strides", how="numpy.ascontiguousarray"))
+        raise not_contiguous("an array with strides", how="numpy.ascontiguousarray")
     if read_only and writable:
         raise BufferError(f"{type(array).__name__} is read-only; reading into it needs a writable one")
     import numpy as np
@@ -124,7 +138,7 @@ def _refusal(thing: Any, refusal: Exception, *, writable: bool) -> Exception:
     kind = type(thing).__name__
     with memoryview(thing) as view:
         if not view.c_contiguous:
-            return ValueError(_CONTIGUOUS.format(kind=kind, how="numpy.ascontiguousarray"))
+            return not_contiguous(kind, how="numpy.ascontiguousarray")
         if writable and view.readonly:
             return BufferError(f"{kind} is read-only; reading into it needs a writable one (bytearray, numpy.empty)")
     return refusal

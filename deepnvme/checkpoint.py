@@ -5,21 +5,21 @@ Makes the store just large enough; what is durable when, `TensorStore` knows. `d
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from deepnvme.arrays import describe
-from deepnvme.errors import StoreError, VolumeFullError
+from deepnvme.arrays import storable
 from deepnvme.extents import whole_pages
-from deepnvme.member import DATA
+from deepnvme.member import DATA, Access
 from deepnvme.queue import IOQueue
+from deepnvme.safetensors import METADATA
 from deepnvme.store import Checksum, Durability, TensorStore
 from deepnvme.tree import flatten
-from deepnvme.volume import Member
+from deepnvme.volume import Member, Volume
 
 __all__ = ["STATE", "capacity_for", "load", "new_store", "save"]
 
@@ -41,40 +41,59 @@ def save(
 ) -> int:
     """Save a state dict, whole or not at all, in one directory or several, one per drive. Return its generation.
 
-    Where there is no store yet, one is made of `capacity` bytes, by default just enough for this state, which leaves no
-    room to save again. Where there is one, the state of that name is replaced in it: that needs room for the new one
-    beside the last two commits, so three times the state in all.
+    Where there is no store yet, one is made, just large enough, or of `capacity` bytes where that is more. Where there
+    is one, the state of that name is replaced in it, and the store grows as far as that needs. The new state lies
+    beside the last two commits, so a place that is saved to again and again takes three times the state; a `capacity`
+    of that reserves it at once.
+
+    Tensors on a GPU, or whose bytes are not one piece of memory, are copied one by one as they are written.
 
     Raises:
-        StoreError: the store has no such room; the message says what to do.
+        VolumeError: a drive has no such room; what was saved before is still there.
+        VolumeLockedError: another process reads or writes what is there.
         TypeError: something in the state cannot be kept: where, and what to do.
-        OSError: a directory holds something else, is full, or cannot be written.
+        OSError: a directory holds something else, or cannot be written.
     """
     members = _members(directories)
-    if any((_path(member) / DATA).exists() for member in members):
-        if capacity is not None:
-            raise ValueError("there is a store already, whose capacity was settled when it was made; give none")
-        with TensorStore.open(members, durability=durability, checksum=checksum, queue=queue) as store:
-            _replace_state(store, name, state)
-            return store.commit()
     _, leaves = flatten(state)
+    needed = capacity_for(storable(leaf).nbytes for leaf in leaves.values())
+    if any(os.path.lexists(_path(member) / DATA) for member in members):
+        settled = [_as_it_is(member) for member in members]
+        least = capacity or sum(member.capacity or 0 for member in members if isinstance(member, Member))
+        with TensorStore.open(settled, durability=durability, checksum=checksum, queue=queue) as store:
+            _make_room(store.volume, needed, least)
+            store.put_state(name, state)
+            return store.commit()
     if capacity is None and not any(isinstance(member, Member) and member.capacity for member in members):
-        capacity = capacity_for(describe(leaf).memory.nbytes for leaf in leaves.values())
+        capacity = needed
     with new_store(members, capacity, durability=durability, checksum=checksum, queue=queue) as store:
+        _make_room(store.volume, needed, 0)
         store.put_state(name, state)
     return store.generation
 
 
-def load(directories: _Directory | Sequence[_Directory], *, name: str = STATE, queue: IOQueue | None = None) -> Any:
+def load(
+    directories: _Directory | Sequence[_Directory],
+    *,
+    name: str = STATE,
+    generation: int | None = None,
+    queue: IOQueue | None = None,
+) -> Any:
     """Return the state dict of that name, as it was saved: tensors as tensors on the CPU, arrays as arrays.
+
+    Several processes may load at once. `generation` names the commit before the last one, where that is wanted. A store
+    that holds tensors and no state dict, as `deepnvme cp` makes it of a safetensors file, gives all of them by name.
 
     Raises:
         KeyError: the store has none of that name.
         ChecksumError: the drive returned other bytes than were saved.
-        StoreError: there is no commit, or a damaged one.
-        VolumeError: a directory is missing, foreign, or in use by another process.
+        StoreError: there is no commit, not that one, or a damaged one.
+        VolumeError: a directory is missing, foreign, or open for writing in another process.
     """
-    with TensorStore.open(_members(directories), queue=queue) as store:
+    members = _members(directories)
+    with TensorStore.open(members, access=Access.READ, generation=generation, queue=queue) as store:
+        if name == STATE and len(store) and set(store.states) <= {METADATA}:
+            return store.get_many(store)
         return store.get_state(name)
 
 
@@ -103,21 +122,20 @@ def new_store(
     store.close()
 
 
-def _replace_state(store: TensorStore, name: str, state: Any) -> None:
-    try:
-        store.put_state(name, state)
-    except VolumeFullError as full:
-        raise StoreError(
-            errno.ENOSPC,
-            f"no room for another state {name!r} beside those of the last two commits ({full.asked} B were asked for, "
-            f"{full.free} B are free). Save into new directories, with a capacity of three times the state to save "
-            "there again and again; or remove this store first",
-            path=str(store.volume.directories[0]),
-        ) from full
+def _make_room(volume: Volume, needed: int, capacity: int) -> None:
+    """Let it have so many free bytes, and that capacity."""
+    missing = max(needed - volume.free_bytes, capacity - sum(volume.capacities))
+    if missing > 0:
+        volume.grow(missing)
 
 
 def _members(directories: _Directory | Sequence[_Directory]) -> list[_Directory]:
     return [directories] if isinstance(directories, (str, os.PathLike, Member)) else list(directories)
+
+
+def _as_it_is(member: _Directory) -> _Directory:
+    """Return how to open what was made of it."""
+    return replace(member, rate=None, capacity=None) if isinstance(member, Member) else member
 
 
 def _path(member: _Directory) -> Path:

@@ -9,7 +9,7 @@ NVMeError(OSError)              op, path, offset, asked, done, errno, backend
   PoolExhaustedError(MemoryError)   the pool has no free piece of that size
   BackendUnavailableError       the kernel or this process refuses the backend asked for
   VolumeError                   a volume's directory is not what it should be: missing, damaged, another volume's
-    VolumeLockedError           somebody else is using it; `pid` is who, where that can be known
+    VolumeLockedError           somebody else has it open for `use`; `pid` is who, where that can be known
     VolumeFullError             the volume has no room; asked, free, largest
   StoreError                    a store's directory holds no store, or a damaged one
     PoisonedError               an fsync failed: nothing can be made durable any more
@@ -153,12 +153,18 @@ class VolumeError(NVMeError):
 
 
 class VolumeLockedError(VolumeError):
-    """Somebody else is using the directory; `pid` is the process, None where the kernel does not tell."""
+    """Somebody else has the directory open for `use`; `pid` is a process, None where the kernel does not tell."""
 
-    def __init__(self, path: str, pid: int | None) -> None:
+    def __init__(self, path: str, pid: int | None, use: str = "writing") -> None:
         who = {None: "another process", os.getpid(): "this process"}.get(pid, f"process {pid}")
-        super().__init__(errno_names.EWOULDBLOCK, f"{who} is using this volume; close it there first", path=path)
+        super().__init__(
+            errno_names.EWOULDBLOCK,
+            f"{who} has this volume open for {use}; close it there first. Several may read at once, and nobody while "
+            "one writes",
+            path=path,
+        )
         self.pid = pid
+        self.use = use
 
 
 class VolumeFullError(VolumeError):

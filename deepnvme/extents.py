@@ -134,6 +134,17 @@ class SpaceMap:
             raise ValueError(f"bytes {offset} to {end} are not all free")
         self._cut(piece, offset, end - offset)
 
+    def extend(self, end: int) -> None:
+        """Let the space end later; what is new is free.
+
+        Raises:
+            ValueError: that is not later, or no page begins there.
+        """
+        if end % PAGE or end <= self.end:
+            raise ValueError(f"space that ends at {self.end} is extended to a later page; got {end}")
+        start, self.end = self.end, end
+        self.give(start, end - start)
+
     def _end_of(self, offset: int, nbytes: int) -> int:
         end = offset + _space_of(nbytes)
         if offset % PAGE or not self.start <= offset < end <= self.end:

@@ -18,11 +18,11 @@ from deepnvme import _native
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["IOFuture", "Waiter", "awaited"]
+__all__ = ["SLICE_S", "IOFuture", "Waiter", "awaited"]
 
 _T = TypeVar("_T")
-# Python runs signal handlers only between calls: so long may Ctrl-C take to end a wait.
-_SLICE_S = 0.05
+SLICE_S = 0.05
+"""How long one call may wait in native code. Python runs signal handlers between calls: so long may Ctrl-C take."""
 # Of concurrent.futures.Future._state.
 _FINISHED = "FINISHED"
 _UNDER_WAY = ("PENDING", "RUNNING")
@@ -70,8 +70,8 @@ class IOFuture(concurrent.futures.Future[_T]):
             return timeout
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.done():  # cancelled meanwhile, or completed by another thread
-            left = _SLICE_S if deadline is None else deadline - time.monotonic()
-            if self._waiter.wait_for(self._ticket, max(0.0, min(left, _SLICE_S))):
+            left = SLICE_S if deadline is None else deadline - time.monotonic()
+            if self._waiter.wait_for(self._ticket, max(0.0, min(left, SLICE_S))):
                 break
             if left <= 0:
                 return 0.0

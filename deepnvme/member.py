@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import math
 import os
 import re
@@ -23,22 +22,33 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from deepnvme.buffers import Memory
-from deepnvme.checksum import crc32c
 from deepnvme.errors import ClosedError, VolumeError, VolumeLockedError
 from deepnvme.extents import PAGE
+from deepnvme.framing import framed, strict_json, unframed
 from deepnvme.future import IOFuture
 from deepnvme.measure import Workload, cut, fill, in_turn, keep_pending, transfers
 from deepnvme.pool import Cuda, Pool
 from deepnvme.probing import HOST_ROOTS, SystemRoots, read_kernel_file
 from deepnvme.queue import File, IOQueue
 
-__all__ = ["DATA", "MEASURED_BYTES", "Header", "MemberFile", "lock_holder", "measure_rates", "remove_abandoned"]
+__all__ = [
+    "DATA",
+    "MEASURED_BYTES",
+    "Access",
+    "Header",
+    "MemberFile",
+    "lock_holder",
+    "measure_rates",
+    "remove_abandoned",
+]
 
 DATA = "data"
 """The name of a member's one file."""
@@ -47,14 +57,24 @@ MEASURED_BYTES = 64 << 20
 """How much of a member is read and overwritten, at most, to measure it."""
 
 _TEMPORARY = "deepnvme-swap-"  # what directories of temporary volumes begin with
-_FRAME = re.compile(rb"deepnvme-volume ([0-9]{1,9}) ([0-9]{1,4}) ([0-9a-f]{8})\n")
+_KIND = "deepnvme-volume"
 _VERSION = 1
+_SECTOR = 512  # what every drive writes whole or not at all
 
 # Measuring: enough in flight for any drive, short enough for a caller that waits.
 _OPERATION = 2 << 20
 _PENDING = 4
 _ROUND_S = 0.04
 _ROUNDS = 3
+
+_USES = MappingProxyType({"READ": "reading", "WRITE": "writing"})  # by the kernel's word for the lock
+
+
+class Access(Enum):
+    """For what a store or volume is opened."""
+
+    READ = "read"  # by any number of processes at once, also from a drive that is mounted read-only; no writer beside
+    WRITE = "write"  # by one process, and no reader beside
 
 
 @dataclass(frozen=True)
@@ -72,8 +92,7 @@ class Header:
         Raises:
             ValueError: the volume has too many members.
         """
-        text = json.dumps(asdict(self), separators=(",", ":")).encode()
-        page = b"deepnvme-volume %d %d %08x\n" % (_VERSION, len(text), crc32c(text)) + text
+        page = framed(_KIND, _VERSION, asdict(self))
         if len(page) > PAGE:
             raise ValueError(f"a volume of {len(self.rates)} members is too large; use fewer directories")
         return page.ljust(PAGE, b"\0")
@@ -85,22 +104,17 @@ class Header:
         Raises:
             ValueError: it says nothing that can be believed; the text says why.
         """
-        frame = _FRAME.match(page)
-        if frame is None:
-            zeros = not any(page)
-            raise ValueError("making it never finished" if zeros else "its first page is not that of a volume")
-        version, nbytes, crc = int(frame[1]), int(frame[2]), int(frame[3], 16)
-        if version > _VERSION:
-            raise ValueError(f"it is of format {version}, and this deepnvme knows up to {_VERSION}: update deepnvme")
-        text = page[frame.end() : frame.end() + nbytes]
-        if version != _VERSION or crc32c(text) != crc or any(page[frame.end() + nbytes :]):
-            raise ValueError("its first page is damaged: its checksum does not fit")
-        return _header_of(text)
+        if not any(page):
+            raise ValueError("making it never finished")
+        payload, rest = unframed(_KIND, _VERSION, page)
+        if any(rest):
+            raise ValueError("there is something behind the JSON in its first page: it is damaged")
+        return _header_of(payload)
 
 
-def _header_of(text: bytes) -> Header:
+def _header_of(payload: bytes) -> Header:
     try:
-        fields: Any = json.loads(text)
+        fields: Any = strict_json(payload)
         header = Header(fields["volume"], fields["member"], fields["capacity"], tuple(fields["rates"]))
         sound = (
             re.fullmatch("[0-9a-f]{32}", header.volume)
@@ -109,7 +123,7 @@ def _header_of(text: bytes) -> Header:
             and header.capacity % PAGE == 0
             and all(math.isfinite(rate) and rate > 0 for rate in header.rates)
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         sound = None
     if not sound:
         raise ValueError("its first page has a valid checksum and makes no sense: it was not written by deepnvme")
@@ -124,8 +138,17 @@ class MemberFile:
 
     _living: ClassVar[weakref.WeakSet[MemberFile]] = weakref.WeakSet()
 
-    def __init__(self, directory: Path, lock: int, *, made_directory: bool, temporary: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        lock: int,
+        *,
+        made_directory: bool,
+        temporary: bool,
+        access: Access = Access.WRITE,
+    ) -> None:
         self.directory = directory
+        self.access = access
         self.read_bytes = 0
         self.written_bytes = 0
         self._lock = lock
@@ -197,28 +220,25 @@ class MemberFile:
             os.close(lock)
 
     @classmethod
-    def hold(cls, directory: Path) -> MemberFile:
+    def hold(cls, directory: Path, access: Access) -> MemberFile:
         """Lock the `data` that is there.
 
         Raises:
             VolumeError: there is none.
-            VolumeLockedError: somebody else has it.
+            VolumeLockedError: somebody else has it so that this access is excluded.
         """
-        try:
-            lock = os.open(directory / DATA, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except (FileNotFoundError, NotADirectoryError):
-            what = "it holds no volume" if directory.is_dir() else "there is no such directory; is the drive mounted?"
-            raise VolumeError(errno.ENOENT, what, path=str(directory)) from None
+        lock = _opened_data(directory, access)
         try:
             with _naming(directory):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, (fcntl.LOCK_SH if access is Access.READ else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BaseException as error:
             status = os.fstat(lock)
             os.close(lock)
             if isinstance(error, BlockingIOError):
-                raise VolumeLockedError(str(directory), lock_holder(status)) from None
+                use = "writing" if access is Access.READ else _use_told(status)
+                raise VolumeLockedError(str(directory), lock_holder(status), use) from None
             raise
-        return cls(directory, lock, made_directory=False, temporary=False)
+        return cls(directory, lock, access=access, made_directory=False, temporary=False)
 
     @property
     def file(self) -> File:
@@ -229,7 +249,7 @@ class MemberFile:
 
     def open(self, queue: IOQueue) -> None:
         """Open `data` for I/O through this queue."""
-        self._file = queue.open(self.directory / DATA, "r+")
+        self._file = queue.open(self.directory / DATA, "r" if self.access is Access.READ else "r+")
         self._queue = queue
 
     @property
@@ -286,12 +306,28 @@ class MemberFile:
             if nbytes < PAGE + header.capacity:
                 raise ValueError(f"{DATA} was cut off: it has {nbytes} B and should have {PAGE + header.capacity} B")
         except ValueError as problem:
-            raise VolumeError(
-                errno.EBADMSG,
-                f"it holds no volume that can be used: {problem}. Restore it from a copy, or remove it and make anew",
-                path=str(self.directory),
-            ) from None
+            raise VolumeError(errno.EBADMSG, _flawed(page, problem), path=str(self.directory)) from None
         return header
+
+    def lengthen(self, header: Header) -> None:
+        """Let `data` have the larger capacity that this header says, which is durable when this returns.
+
+        Raises:
+            VolumeError: the drive has not so much; nothing has changed.
+        """
+        if len(header.encode().rstrip(b"\0")) > _SECTOR:  # or a power failure could leave half of the old and new one
+            raise VolumeError(
+                errno.ENOTSUP, "a volume of so many members cannot grow: make a larger one", path=str(self.directory)
+            )
+        before = os.fstat(self._lock).st_size
+        try:
+            self.reserve_space(PAGE + header.capacity)
+            with _naming(self.directory):
+                os.fsync(self._lock)
+        except BaseException:
+            self.file.truncate(before)
+            raise
+        self.write_header(header)
 
     def pread(self, memory: Memory, offset: int) -> IOFuture[int]:
         """As `File.pread`, and counted."""
@@ -311,9 +347,9 @@ class MemberFile:
 
     def drain(self) -> None:
         """Wait until every read and write has ended, however."""
-        while self._under_way:
+        for future in tuple(self._under_way):  # not taken out before it has ended: interrupted, it is called again
             with suppress(CancelledError):
-                self._under_way.popleft().exception()
+                future.exception()
 
     def close(self) -> None:
         """Close and unlock the file, when everything has ended; remove it if temporary. Again: does nothing."""
@@ -324,15 +360,18 @@ class MemberFile:
 
     def discard(self) -> None:
         """Remove what was made, and close."""
+        if self._lock < 0:
+            return
+        self._stop()
         try:
-            if self._lock >= 0:
-                self._stop()
-                (self.directory / DATA).unlink(missing_ok=True)
-                if self._made_directory:
-                    with suppress(OSError):  # somebody put something into it
-                        self.directory.rmdir()
-        finally:
+            (self.directory / DATA).unlink(missing_ok=True)
+            if self._made_directory:
+                with suppress(OSError):  # somebody put something into it
+                    self.directory.rmdir()
+        except OSError:  # and not Ctrl-C, after which all of this is done again
             self._let_go()
+            raise
+        self._let_go()
 
     def _let_go(self) -> None:
         if self._lock < 0:
@@ -345,10 +384,10 @@ class MemberFile:
     def _stop(self) -> None:
         """Take no more reads and writes, and wait for those under way: they end before the lock is given up."""
         with self._changing:
-            file, self._file = self._file, None
+            if self._file is not None:
+                self._file.close()
+                self._file = None
         self.drain()
-        if file:
-            file.close()
 
     def _note(self, future: IOFuture[int]) -> None:
         """Remember it until it has ended."""
@@ -387,6 +426,39 @@ def _made_and_locked(path: Path) -> int:
     return lock
 
 
+def _opened_data(directory: Path, access: Access) -> int:
+    flags = os.O_RDONLY if access is Access.READ else os.O_RDWR
+    try:  # O_NONBLOCK: somebody's pipe of that name would be waited for
+        data = os.open(directory / DATA, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        what = "it holds no volume" if directory.is_dir() else "there is no such directory; is the drive mounted?"
+        raise VolumeError(errno.ENOENT, what, path=str(directory)) from None
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            raise
+        raise _foreign(directory) from None
+    if not stat.S_ISREG(os.fstat(data).st_mode):
+        os.close(data)
+        raise _foreign(directory)
+    return data
+
+
+def _foreign(directory: Path) -> VolumeError:
+    return VolumeError(
+        errno.EBADMSG, f"its {DATA} is no file, so not that of a volume: name another directory", path=str(directory)
+    )
+
+
+def _flawed(page: bytes, problem: ValueError) -> str:
+    """Return what is wrong with a member, and what to do: nothing of somebody else's is to be removed."""
+    if any(page) and not page.startswith(_KIND.encode()):
+        return (
+            f"its {DATA} is a file of something else, or the damaged one of a volume: {problem}. If it is not "
+            "deepnvme's, name another directory; if it is, restore it from a copy"
+        )
+    return f"it holds no volume that can be used: {problem}. Restore it from a copy, or remove it and make anew"
+
+
 @contextmanager
 def _naming(directory: Path) -> Iterator[None]:
     """Name the directory in errors of calls on descriptors, which cannot."""
@@ -399,13 +471,23 @@ def _naming(directory: Path) -> Iterator[None]:
 
 
 def lock_holder(status: os.stat_result, roots: SystemRoots = HOST_ROOTS) -> int | None:
-    """Return the process that holds an flock on the file, None where the kernel does not tell."""
+    """Return a process that holds an flock on the file, None where the kernel does not tell."""
+    return next((pid or None for _, pid in _locks(status, roots)), None)  # 0: of another process namespace
+
+
+def _use_told(status: os.stat_result) -> str:
+    """Return what is done by those who hold an flock on the file."""
+    return next((_USES[kind] for kind, _ in _locks(status, HOST_ROOTS)), "reading or writing")
+
+
+def _locks(status: os.stat_result, roots: SystemRoots) -> Iterator[tuple[str, int]]:
+    """Yield kind and process of each flock on the file."""
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     for line in read_kernel_file(roots.proc / "locks").splitlines():
         fields = line.split()  # 1: FLOCK ADVISORY WRITE 4711 fe:00:1310733 0 EOF
-        if len(fields) == 8 and fields[1] == "FLOCK" and fields[5] == file and fields[4].isdecimal():
-            return int(fields[4]) or None  # 0: of another process namespace
-    return None
+        told = len(fields) == 8 and fields[1] == "FLOCK" and fields[3] in _USES
+        if told and fields[5] == file and fields[4].isdecimal():
+            yield fields[3], int(fields[4])
 
 
 def remove_abandoned(parent: Path) -> Iterator[Path]:

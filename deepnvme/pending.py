@@ -1,7 +1,7 @@
 """`Pending`: the operations of one queue that have not ended, what each keeps alive, and how they end.
 
-Completes futures, from the queue's own thread (`run`) or from a thread that waits for one of them (`wait_for`). It is
-all that futures and that thread know of a queue, so that a queue nobody holds can be collected.
+Submits them. Completes futures, from the queue's own thread (`run`) or from a thread that waits for one of them
+(`wait_for`). It is all that futures and that thread know of a queue, so that a queue nobody holds can be collected.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepnvme import _native
 from deepnvme.buffers import Memory
-from deepnvme.errors import ForkedError, NVMeError, ShortReadError, io_error
-from deepnvme.future import IOFuture
+from deepnvme.errors import ForkedError, NVMeError, QueueFull, ShortReadError, io_error
+from deepnvme.future import SLICE_S, IOFuture
 
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Pending"]
+__all__ = ["Pending", "short_read_error"]
 
 _SUCCEEDED, _END_OF_FILE, _CANCELLED = (
     int(_native.Ending.SUCCEEDED),
@@ -41,6 +41,7 @@ class _Work:
     path: str
     offset: int
     asked: int
+    at_end: _native.AtEndOfFile
     memory: Memory | None
 
     @property
@@ -53,28 +54,46 @@ class Pending:
 
     _living: ClassVar[weakref.WeakSet[Pending]] = weakref.WeakSet()
 
-    def __init__(self, native: _native.Queue, backend: str) -> None:
+    def __init__(self, native: _native.Queue, backend: str, max_pending: int) -> None:
         self._native = native
         self._backend = backend
+        self._max_pending = max_pending
         self._works: dict[int, _Work] = {}
         self._numbers = itertools.count()
         self._want_room: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._of_a_parent = False
         Pending._living.add(self)
 
-    def add(
-        self, verb: _native.Verb, path: str, offset: int, asked: int, memory: Memory | None
-    ) -> tuple[int, _native.Ticket, IOFuture[Any]]:
-        """Keep what an operation needs until it has ended, from before it is submitted."""
+    def submit(
+        self,
+        verb: _native.Verb,
+        file: _native.OpenFile,
+        memory: Memory | None,
+        offset: int,
+        at_end: _native.AtEndOfFile,
+        *,
+        patience_s: float | None,
+    ) -> IOFuture[Any]:
+        """Submit an operation, and keep what it needs until it has ended; for room, wait `patience_s`, None for ever.
+
+        Raises:
+            QueueFull: no room came in time.
+        """
+        address, asked = (memory.address, memory.nbytes) if memory else (0, 0)
         ticket = _native.Ticket()
         future: IOFuture[Any] = IOFuture(ticket, self)
         number = next(self._numbers)
-        self._works[number] = _Work(future, verb, path, offset, asked, memory)
-        return number, ticket, future
-
-    def drop(self, number: int) -> None:
-        """Forget one that was not submitted after all."""
-        self._works.pop(number, None)  # the end of the queue may have been faster
+        wait_s = SLICE_S if patience_s is None else patience_s
+        try:
+            self._works[number] = _Work(future, verb, file.path, offset, asked, at_end, memory)
+            while not self._native.submit(number, verb, file, address, asked, offset, at_end, ticket, wait_s):
+                if patience_s is not None:
+                    raise QueueFull(self._max_pending)
+        except BaseException:
+            if not ticket.taken:  # what a signal handler raises comes also after it was: the drive may be at work
+                self._works.pop(number, None)
+            raise
+        return future
 
     def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
         """Wait until that operation has ended, and complete what has; False when the time is up."""
@@ -91,19 +110,18 @@ class Pending:
                 except BaseException as escaped:  # a callback's, and none of those that concurrent.futures stops
                     told = (type(escaped), escaped, escaped.__traceback__, threading.current_thread())
                     threading.excepthook(threading.ExceptHookArgs(told))
-        self._works.clear()  # of submissions that an exception of a signal handler cut short
 
-    async def room(self, most: int) -> None:
-        """Wait on the running loop until fewer than `most` operations are pending."""
+    async def room(self) -> None:
+        """Wait on the running loop until an operation can be submitted at once."""
         import asyncio  # costs a third of importing this package, and whoever awaits has it
 
         loop = asyncio.get_running_loop()
-        while self._native.pending >= most:
+        while self._native.pending >= self._max_pending:
             if self._of_a_parent:
                 raise ForkedError("this queue belongs to the parent process; a forked child makes its own")
             told = loop.create_future()
             self._want_room.append((loop, told))
-            if self._native.pending >= most:  # or the last one ended before it could tell
+            if self._native.pending >= self._max_pending:  # or the last one ended before it could tell
                 await told
 
     def forget_parents(self) -> None:
@@ -158,23 +176,17 @@ class Pending:
     def _error_of(self, work: _Work, ending: int, done: int, error: int) -> NVMeError | None:
         if ending in (_SUCCEEDED, _CANCELLED):
             return None
-        if ending != _END_OF_FILE:
-            return io_error(
-                error,
-                op=work.op,
+        if ending == _END_OF_FILE:
+            return short_read_error(
+                work.at_end,
                 path=work.path,
                 offset=work.offset,
                 asked=work.asked,
                 done=done,
                 backend=self._backend,
             )
-        message = (
-            f"{work.op} of {work.asked} B at offset {work.offset} found the end of the file after {done} B; "
-            "readinto() accepts fewer"
-        )
-        return ShortReadError(
-            errno.ENODATA,
-            message,
+        return io_error(
+            error,
             op=work.op,
             path=work.path,
             offset=work.offset,
@@ -182,6 +194,19 @@ class Pending:
             done=done,
             backend=self._backend,
         )
+
+
+def short_read_error(
+    at_end: _native.AtEndOfFile, *, path: str, offset: int, asked: int, done: int, backend: str
+) -> ShortReadError:
+    """Compose the error of a read that found the end of the file where it should not."""
+    why = "readinto() accepts fewer"
+    if at_end is _native.AtEndOfFile.STOPS:  # the end was welcome, but not there
+        why = "the file was longer when it was opened or last written here: somebody else cut it meanwhile"
+    message = f"read of {asked} B at offset {offset} found the end of the file after {done} B; {why}"
+    return ShortReadError(
+        errno.ENODATA, message, op="read", path=path, offset=offset, asked=asked, done=done, backend=backend
+    )
 
 
 def _tell(waiting: asyncio.Future[None]) -> None:

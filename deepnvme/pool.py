@@ -91,6 +91,14 @@ class Pool:
         """
         return memoryview(self._native.take(nbytes))
 
+    def buffer_at(self, offset: int, nbytes: int) -> memoryview:
+        """Return the `nbytes` at `offset`, a multiple of 4096, for whoever planned where each buffer lies.
+
+        Raises:
+            PoolExhaustedError: somebody holds some of them.
+        """
+        return memoryview(self._native.take_at(offset, nbytes))
+
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> NDArray[Any]:
         """Return an uninitialised numpy array in pool memory."""
         import numpy as np

@@ -30,6 +30,7 @@ __all__ = [
     "LiburingProbe",
     "Memlock",
     "Mount",
+    "Probe",
     "ProcessLimits",
     "Refusal",
     "RefusalKind",
@@ -42,6 +43,7 @@ __all__ = [
     "find_mount",
     "judge_liburing",
     "kernel_version",
+    "probe",
     "probe_directory",
     "probe_system",
     "read_kernel_file",
@@ -259,6 +261,19 @@ class DirectoryProbe:
     total_bytes: int | None
     free_bytes: int | None
     drive: Drive | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """What this process can do for storage here; `directory` is None where none was named."""
+
+    system: SystemProbe
+    directory: DirectoryProbe | None
+
+
+def probe(directory: str | os.PathLike[str] | None = None) -> Probe:
+    """Ask the kernel what this process may use for storage and, of a directory, what works there and what holds it."""
+    return Probe(system=probe_system(), directory=None if directory is None else probe_directory(directory))
 
 
 def probe_system(roots: SystemRoots = HOST_ROOTS) -> SystemProbe:

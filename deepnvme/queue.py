@@ -21,15 +21,16 @@ from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Literal
 
 from deepnvme import _native
-from deepnvme.backends import BackendFallbackWarning, fallbacks, start_on
+from deepnvme.backends import BackendFallbackWarning, fallbacks, refuse_where_threads_must, start_on
 from deepnvme.buffers import Memory, memory_of
-from deepnvme.errors import BatchError, ClosedError, NVMeError, QueueFull
+from deepnvme.device_arrays import device_array_of
+from deepnvme.errors import BatchError, ClosedError, NVMeError
 from deepnvme.faults import FaultPlan
-from deepnvme.future import IOFuture
+from deepnvme.future import SLICE_S, IOFuture
 from deepnvme.pending import Pending
 from deepnvme.pool import Pool
 from deepnvme.profile import Profile, UserMemory, load_profile, settle
-from deepnvme.staging import Staging, device_array_of
+from deepnvme.staging import Staging
 
 __all__ = ["Batch", "Direct", "DriveStats", "File", "IOQueue", "QueueStats", "Sync", "WhenFull"]
 
@@ -127,6 +128,9 @@ class IOQueue:
     ) -> None:
         self.max_pending = max_pending
         self.when_full = when_full
+        self._patience_s = None if when_full is WhenFull.BLOCK else 0.0
+        self._require = require
+        self._closed = False
         self._fallbacks = fallbacks(backend, require)
         self._told: set[str] = set()
         self._settle = partial(settle, chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes, user_memory=user_memory)
@@ -143,7 +147,7 @@ class IOQueue:
         )
         told = None not in (chunk_bytes, inflight_bytes, user_memory)
         self._profile = Profile() if told or self.backend == "memory" else load_profile()
-        self._pending = Pending(self._native, self.backend)
+        self._pending = Pending(self._native, self.backend, max_pending)
         self._completer = threading.Thread(target=self._pending.run, name="deepnvme-futures", daemon=True)
         self._completer.start()
         self._staging = Staging(
@@ -152,9 +156,10 @@ class IOQueue:
             self._completer,
             backend=self.backend,
             max_pending=max_pending,
-            patience_s=None if when_full is WhenFull.BLOCK else 0.0,
+            patience_s=self._patience_s,
         )
-        self._finalizer = weakref.finalize(self, _shut_down, self._native, self._completer, self._staging, os.getpid())
+        self._shut_down = partial(_shut_down, self._native, self._completer, self._staging, os.getpid())
+        self._finalizer = weakref.finalize(self, self._shut_down)
         IOQueue._living.add(self)
         if pool is not None:
             self.use_pool(pool)
@@ -172,6 +177,9 @@ class IOQueue:
 
         Modes: "r" reads; "r+" reads and writes an existing file; "w" makes it or empties it; "x" makes a new one.
         `size` reserves that many bytes on the drive, so that a full disk is told now.
+
+        Raises:
+            BackendUnavailableError: only a backend that `require` does not name serves that file system.
         """
         if mode not in _MODES:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
@@ -181,6 +189,7 @@ class IOQueue:
             raise ValueError(f"a path has no null bytes; got {str(path)!r}")
         drive = self._settle(self._profile.for_path(path)).native()
         absolute = str(Path(path).absolute())
+        refuse_where_threads_must(self.backend, self._require, absolute)
         file = File(self, self._native.open(absolute, _MODES[mode], direct.value, permissions, drive))
         self._tell_of_fallback(file)
         if size is not None:
@@ -212,17 +221,23 @@ class IOQueue:
     def use_pool(self, pool: Pool) -> None:
         """Register the pool's memory with this queue's rings. Refused registration costs CPU, not correctness."""
         self._native.use_pool(pool._native)
+        self._until_pools_are_settled()
 
     def forget_pool(self, pool: Pool) -> None:
         """Take the pool's registration back."""
         self._native.forget_pool(pool._native)
+        self._until_pools_are_settled()
+
+    def _until_pools_are_settled(self) -> None:
+        while not self._native.pools_settled(SLICE_S):
+            pass
 
     async def room(self) -> None:
         """Wait, without blocking the event loop, until an operation can be submitted at once.
 
         For coroutines of one loop: whatever else submits to this queue may take the room first.
         """
-        await self._pending.room(self.max_pending)
+        await self._pending.room()
 
     def stats(self) -> QueueStats:
         """Return what was done so far."""
@@ -232,11 +247,17 @@ class IOQueue:
     @property
     def closed(self) -> bool:
         """Whether `close()` was called."""
-        return not self._finalizer.alive
+        return self._closed
 
     def close(self) -> None:
-        """Wait for everything submitted, then free the rings. Again: does nothing."""
-        self._finalizer()
+        """Wait for everything submitted, then free the rings. Again: does nothing, or goes on where it was interrupted.
+
+        Ctrl-C ends the wait alone: what was submitted goes on, and its memory is held until it has ended.
+        """
+        self._closed = True
+        if self._finalizer.alive:
+            self._shut_down()
+            self._finalizer.detach()
         IOQueue._living.discard(self)
 
     def __enter__(self) -> IOQueue:
@@ -286,22 +307,11 @@ class IOQueue:
         offset: int,
         at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
     ) -> IOFuture[Any]:
-        asked = memory.nbytes if memory else 0
         offset = operator.index(offset)
-        _check_range("offset", offset, asked)
+        _check_range("offset", offset, memory.nbytes if memory else 0)
         if self.closed:
             raise ClosedError("the queue is closed")
-        number, ticket, future = self._pending.add(verb, file.path, offset, asked, memory)
-        submit = self._native.submit if self.when_full is WhenFull.BLOCK else self._native.try_submit
-        try:
-            taken = submit(number, verb, file, memory.address if memory else 0, asked, offset, at_end, ticket)
-        except (NVMeError, MemoryError):  # refused. Not so what a signal handler raises: the drive may be at work
-            self._pending.drop(number)
-            raise
-        if taken is False:
-            self._pending.drop(number)
-            raise QueueFull(self.max_pending)
-        return future
+        return self._pending.submit(verb, file, memory, offset, at_end, patience_s=self._patience_s)
 
 
 class File:
@@ -466,7 +476,8 @@ def _shut_down(native: _native.Queue, completer: threading.Thread, staging: Stag
         threading.Thread(target=_shut_down, args=(native, completer, staging, owner), name="deepnvme-close").start()
         return
     staging.close()
-    native.close()
+    while not native.close(SLICE_S):
+        pass
     if completer is not threading.current_thread():
         completer.join()
 

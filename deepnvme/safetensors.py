@@ -12,12 +12,14 @@ import errno
 import json
 import math
 import os
+import stat
 import struct
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -27,8 +29,19 @@ from deepnvme.arrays import ITEMSIZES, Description, Returns, default_returns, de
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.errors import NVMeError
 from deepnvme.extents import PAGE, whole_pages
+from deepnvme.framing import shown, strict_json
 from deepnvme.future import IOFuture
 from deepnvme.manifest import check_name
+from deepnvme.pipeline import (
+    RUN_BYTES,
+    SMALL_BYTES,
+    Piece,
+    Pipeline,
+    Staged,
+    Stretch,
+    once_there_is_room,
+    together,
+)
 from deepnvme.pool import Pool
 from deepnvme.queue import Batch, File, IOQueue, Sync
 from deepnvme.store import Durability, sync_directory
@@ -52,9 +65,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH = struct.Struct("<Q")
 _OURS_ALONE = frozenset({"C128"})  # codes that the format does not have
 
-_SMALL_BYTES = 256 << 10  # up to here tensors share operations
-_RUN_BYTES = 8 << 20  # the most that one such operation moves
-_GAP_BYTES = 128 << 10  # reading over so much is cheaper than another operation
+_NEW_MODE = 0o666  # less the umask
+_FIRST_READ_BYTES = 64 << 10  # which most headers fit into
 _STAGED_RUNS = 4
 
 
@@ -96,14 +108,8 @@ def safetensors_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
         SafetensorsError: it is not a valid file of this format; the message says what is wrong with it.
     """
     with Path(path).open("rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        try:
-            length = _header_length(file.read(_LENGTH.size), nbytes)
-            return _header(file.read(length), length, nbytes, os.fspath(path))
-        except RecursionError:
-            raise _refusal("its header is nested too deeply", path) from None
-        except ValueError as flaw:
-            raise _refusal(str(flaw), path) from None
+        descriptor = file.fileno()
+        return _read_header(partial(os.pread, descriptor), os.fstat(descriptor).st_size, os.fspath(path))
 
 
 def read_safetensors(
@@ -163,11 +169,35 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, queue: IOQueue | None = None) -> None:
-        self.header = safetensors_header(path)
         with ExitStack() as ends:
             self._queue = queue or ends.enter_context(IOQueue())
             self._file = ends.enter_context(self._queue.open(path))
+            # Of the file that is open now: its name may be another's by the time that its tensors are read.
+            self.header = _read_header(self._bytes, self._file.size, os.fspath(path))
             self._ends = ends.pop_all()
+
+    def _bytes(self, nbytes: int, offset: int) -> bytes:
+        room = empty("U8", (nbytes,), Returns.NUMPY)
+        done = once_there_is_room(partial(self._file.readinto, room, offset)).result()
+        return bytes(room[:done].tobytes())
+
+    def pieces(self, nbytes: int) -> Iterator[int]:
+        """Read all of the file in pieces of so many bytes, keeping the drive busy; yield the length of each."""
+        read: list[int] = []
+        staged = Staged((self._queue,), run_bytes=nbytes)
+        with ExitStack() as ends:
+            ends.callback(staged.close)
+            pipeline = ends.enter_context(Pipeline())
+            for offset in range(0, self.header.nbytes, nbytes):
+                memory = staged.take(pipeline)
+                length = min(nbytes, self.header.nbytes - offset)
+                batch = pipeline.start(length, land=partial(read.append, length), release=partial(staged.give, memory))
+                self._read(memory.part(0, length), offset, batch)
+                while read:
+                    yield read.pop()
+            while not pipeline.empty:
+                pipeline.finish_oldest()
+                yield read.pop()
 
     def entry(self, name: str) -> SafetensorsEntry:
         """Return what a tensor is.
@@ -188,45 +218,34 @@ class SafetensorsFile:
 
     def fill(self, wanted: Mapping[str, Memory]) -> None:
         """Fill each memory with the bytes of the tensor of that name."""
-        small = []
-        with Batch() as batch:
+        small: list[Piece[Memory]] = []
+        with ExitStack() as ends:
+            pipeline = ends.enter_context(Pipeline())
             for name, memory in wanted.items():
                 offset = self.entry(name).offset
-                if memory.nbytes > _SMALL_BYTES:
-                    batch.pread(self._file, memory, offset)
+                if memory.nbytes > SMALL_BYTES:
+                    self._read(memory, offset, pipeline.start(memory.nbytes))
                 elif memory.nbytes:
-                    small.append((offset, memory))
-            self._fill_together(list(_stretches(small, self.header.nbytes)))
+                    small.append(Piece(0, offset, memory.nbytes, memory))
+            self._fill_together(list(together(small)), pipeline, ends)
 
-    def _fill_together(self, stretches: list[_Stretch]) -> None:
+    def _fill_together(self, stretches: list[Stretch[Memory]], pipeline: Pipeline, ends: ExitStack) -> None:
         """Read what lies close together at once, and copy it to where it belongs."""
         if not stretches:
             return
-        room = max(stretch.end - stretch.start for stretch in stretches)
-        pool = Pool(min(_STAGED_RUNS, len(stretches)) * whole_pages(room))
-        free = [memory_of(pool.buffer(room), writable=True) for _ in range(pool.capacity // whole_pages(room))]
-        pending: deque[tuple[_Stretch, Memory, IOFuture[int]]] = deque()
+        room = max(stretch.nbytes for stretch in stretches)
+        staged = Staged((self._queue,), runs=min(_STAGED_RUNS, len(stretches)), run_bytes=room)
+        ends.callback(staged.close)
+        for stretch in stretches:
+            staging = staged.take(pipeline)
+            batch = pipeline.start(room, land=partial(_land, stretch, staging), release=partial(staged.give, staging))
+            length = min(stretch.nbytes, self.header.nbytes - stretch.start)
+            self._read(staging.part(0, length), stretch.start, batch)
+        while not pipeline.empty:  # before the staging memory goes
+            pipeline.finish_oldest()
 
-        def land() -> None:
-            stretch, staging, reading = pending.popleft()
-            reading.result()
-            for offset, memory in stretch.tensors:
-                ctypes.memmove(memory.address, staging.address + offset - stretch.start, memory.nbytes)
-            free.append(staging)
-
-        with ExitStack() as ends:
-            self._queue.use_pool(pool)
-            ends.callback(self._queue.forget_pool, pool)
-            batch = ends.enter_context(Batch())
-            for stretch in stretches:
-                if not free:
-                    land()
-                staging = free.pop()
-                reading = self._file.pread(staging.part(0, stretch.end - stretch.start), stretch.start)
-                batch.futures.append(reading)
-                pending.append((stretch, staging, reading))
-            while pending:
-                land()
+    def _read(self, memory: Memory, offset: int, batch: Batch) -> None:
+        batch.futures.append(once_there_is_room(partial(self._file.pread, memory, offset)))
 
     def close(self) -> None:
         """Close the file, and the queue if it is its own. Again: does nothing."""
@@ -243,30 +262,9 @@ class SafetensorsFile:
         self.close()
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Bytes of a file that are read at once, and where in it the tensors begin whose memory they are for."""
-
-    start: int
-    end: int
-    tensors: list[tuple[int, Memory]]
-
-
-def _stretches(small: Iterable[tuple[int, Memory]], file_bytes: int) -> Iterator[_Stretch]:
-    """Yield what lies close together, in whole pages as far as the file goes."""
-    group: list[tuple[int, Memory]] = []
-    start = end = 0
-    for offset, memory in sorted(small, key=lambda each: each[0]):
-        until = offset + memory.nbytes
-        if group and (offset - end > _GAP_BYTES or until - start > _RUN_BYTES - PAGE):
-            yield _Stretch(start, min(whole_pages(end), file_bytes), group)
-            group = []
-        if not group:
-            start = offset - offset % PAGE
-        group.append((offset, memory))
-        end = until
-    if group:
-        yield _Stretch(start, min(whole_pages(end), file_bytes), group)
+def _land(stretch: Stretch[Memory], staging: Memory) -> None:
+    for piece in stretch.pieces:
+        ctypes.memmove(piece.what.address, staging.address + piece.offset - stretch.start, piece.nbytes)
 
 
 def _target(name: str, entry: SafetensorsEntry, out: Mapping[str, Any], returns: Returns) -> tuple[Any, Memory]:
@@ -278,7 +276,7 @@ def _target(name: str, entry: SafetensorsEntry, out: Mapping[str, Any], returns:
                 f"{name!r} is {entry.dtype} of shape {entry.shape}; it cannot be read into {kind[0]} of shape {kind[1]}"
             )
         return out[name], memory_of(out[name], writable=True)
-    if entry.nbytes <= _SMALL_BYTES or entry.offset % ITEMSIZES[entry.dtype]:
+    if entry.nbytes <= SMALL_BYTES or entry.offset % ITEMSIZES[entry.dtype]:
         tensor = empty(entry.dtype, entry.shape, returns)
         return tensor, memory_of(tensor, writable=True)
     room = _room(entry)
@@ -302,6 +300,21 @@ def _room(entry: SafetensorsEntry) -> Any:
 # --- the header --------------------------------------------------------------------------------------------------
 
 
+def _read_header(read: Callable[[int, int], bytes], nbytes: int, path: str) -> SafetensorsHeader:
+    """Return the header of a file of so many bytes; `read` returns as many as there are from an offset on."""
+    start = read(min(nbytes, _FIRST_READ_BYTES), 0)
+    try:
+        length = _header_length(start[: _LENGTH.size], nbytes)
+        text = start[_LENGTH.size : _LENGTH.size + length]
+        if len(text) < length:
+            text += read(length - len(text), _LENGTH.size + len(text))
+        return _header(text, length, nbytes, path)
+    except RecursionError:
+        raise _refusal("its header is nested too deeply", path) from None
+    except ValueError as flaw:
+        raise _refusal(str(flaw), path) from None
+
+
 def _header_length(start: bytes, nbytes: int) -> int:
     if len(start) < _LENGTH.size:
         raise ValueError(f"expected {_LENGTH.size} B at least, got {len(start)}")
@@ -316,10 +329,10 @@ def _header_length(start: bytes, nbytes: int) -> int:
 def _header(text: bytes, length: int, nbytes: int, path: str) -> SafetensorsHeader:
     if len(text) != length or not text.startswith(b"{"):
         raise ValueError(f'expected a header of {length} B that begins with "{{", got {text[:32]!r}')
-    content = json.loads(text.decode(), object_pairs_hook=_object_of_pairs)
+    content = strict_json(text)
     metadata = content.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"expected {METADATA} as an object of texts, got {_shown(metadata)}")
+        raise ValueError(f"expected {METADATA} as an object of texts, got {shown(metadata)}")
     for value in (*metadata, *metadata.values()):
         check_name(value)
     start = _LENGTH.size + length
@@ -328,7 +341,7 @@ def _header(text: bytes, length: int, nbytes: int, path: str) -> SafetensorsHead
         try:
             tensors[check_name(name)] = _entry(value, start)
         except ValueError as flaw:
-            raise ValueError(f"tensor {_shown(name)}: {flaw}") from None
+            raise ValueError(f"tensor {shown(name)}: {flaw}") from None
     in_order = sorted(tensors.items(), key=lambda each: (each[1].offset, each[1].nbytes))
     _check_whole(in_order, start, nbytes)
     return SafetensorsHeader(path, MappingProxyType(dict(in_order)), MappingProxyType(metadata), nbytes)
@@ -336,20 +349,18 @@ def _header(text: bytes, length: int, nbytes: int, path: str) -> SafetensorsHead
 
 def _entry(value: Any, start: int) -> SafetensorsEntry:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"expected an object with dtype, shape and data_offsets, got {_shown(value)}")
+        raise ValueError(f"expected an object with dtype, shape and data_offsets, got {shown(value)}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZES or dtype in _OURS_ALONE:
-        raise ValueError(f"expected one of the dtypes {', '.join(_codes())}; got {_shown(dtype)}")
+        raise ValueError(f"expected one of the dtypes {', '.join(_codes())}; got {shown(dtype)}")
     if not _are_sizes(shape):
-        raise ValueError(f"expected its shape as a list of sizes, got {_shown(shape)}")
+        raise ValueError(f"expected its shape as a list of sizes, got {shown(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"expected its data_offsets as a list of two, got {_shown(offsets)}")
+        raise ValueError(f"expected its data_offsets as a list of two, got {shown(offsets)}")
     begin, end = offsets
     taken = nbytes_of(dtype, tuple(shape))
     if end - begin != taken:
-        raise ValueError(
-            f"its bytes {begin} to {end} are {end - begin}; {dtype} of shape {_shown(shape)} takes {taken}"
-        )
+        raise ValueError(f"its bytes {begin} to {end} are {end - begin}; {dtype} of shape {shown(shape)} takes {taken}")
     return SafetensorsEntry(dtype, tuple(shape), start + begin)
 
 
@@ -360,11 +371,11 @@ def _are_sizes(value: Any) -> bool:
 def _check_whole(in_order: list[tuple[str, SafetensorsEntry]], start: int, nbytes: int) -> None:
     """Refuse bytes that belong to no tensor, or to two."""
     if in_order and in_order[0][1].offset != start:
-        raise ValueError(f"tensor {_shown(in_order[0][0])} should begin at byte 0, not {in_order[0][1].offset - start}")
+        raise ValueError(f"tensor {shown(in_order[0][0])} should begin at byte 0, not {in_order[0][1].offset - start}")
     for (name, entry), (following, other) in pairwise(in_order):
         if other.offset != entry.offset + entry.nbytes:
             raise ValueError(
-                f"tensor {_shown(following)} should begin where {_shown(name)} ends, at byte "
+                f"tensor {shown(following)} should begin where {shown(name)} ends, at byte "
                 f"{entry.offset + entry.nbytes - start}, not {other.offset - start}"
             )
     end = in_order[-1][1].offset + in_order[-1][1].nbytes if in_order else start
@@ -372,22 +383,8 @@ def _check_whole(in_order: list[tuple[str, SafetensorsEntry]], start: int, nbyte
         raise ValueError(f"its tensors end at byte {end}, the file at {nbytes}: it was cut off or added to")
 
 
-def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{_shown(name)} stands twice in one object of its header")
-        found[name] = value
-    return found
-
-
 def _codes() -> list[str]:
     return [code for code in ITEMSIZES if code not in _OURS_ALONE]
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 160 else f"{text[:150]}... ({len(text)} characters)"
 
 
 def _refusal(flaw: str, path: str | os.PathLike[str]) -> SafetensorsError:
@@ -425,10 +422,15 @@ class SafetensorsWriter:
         self._written = 0
         total = len(start) + sum(nbytes_of(*kind) for kind in self._layout.values())
         self._draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:16]}.tmp")
+        mode = _mode_of(self._path)
         with ExitStack() as ends:
             through = queue or ends.enter_context(IOQueue())
             ends.callback(self._draft.unlink, missing_ok=True)
-            self._file = ends.enter_context(through.open(self._draft, "x", size=total))
+            self._file = ends.enter_context(
+                through.open(self._draft, "x", size=total, permissions=_NEW_MODE if mode is None else mode)
+            )
+            if mode is not None:
+                self._draft.chmod(mode)  # as it was, whatever the umask
             self._pages = ends.enter_context(_PageWriter(self._file, through, total))
             self._pages.append(memory_of(start, writable=False))
             self._ends = ends.pop_all()
@@ -437,7 +439,7 @@ class SafetensorsWriter:
         """Write the next tensors. Their memory is free when this returns."""
         due = self.names[self._written : self._written + len(tensors)]
         if tuple(tensors) != due:
-            raise ValueError(f"expected the tensors {_shown(due)} next, got {_shown(tuple(tensors))}")
+            raise ValueError(f"expected the tensors {shown(due)} next, got {shown(tuple(tensors))}")
         for name, each in tensors.items():
             if (each.code, each.shape) != self._layout[name]:
                 raise ValueError(f"{name!r} was announced as {self._layout[name]}, not {(each.code, each.shape)}")
@@ -463,10 +465,19 @@ class SafetensorsWriter:
             raise ValueError(f"{len(self.names) - self._written} of the tensors that were announced were not written")
         self._pages.finish()
         if self._durability is not Durability.NONE:
-            self._file.sync(Sync.ALL if self._durability is Durability.COMMIT else Sync.DATA).result()
+            what = Sync.ALL if self._durability is Durability.COMMIT else Sync.DATA
+            once_there_is_room(partial(self._file.sync, what)).result()
         self._draft.replace(self._path)
         if self._durability is Durability.COMMIT:
             sync_directory(self._path.parent)
+
+
+def _mode_of(path: Path) -> int | None:
+    """Return the permissions of the file that is there, None where there is none."""
+    try:
+        return stat.S_IMODE(path.stat().st_mode) & 0o777
+    except FileNotFoundError:
+        return None
 
 
 class _PageWriter:
@@ -478,7 +489,7 @@ class _PageWriter:
     def __init__(self, file: File, queue: IOQueue, total: int) -> None:
         self._file = file
         self._queue = queue
-        room = max(PAGE, min(_RUN_BYTES, whole_pages(total)))
+        room = max(PAGE, min(RUN_BYTES, whole_pages(total)))
         self._pool = Pool(_STAGED_RUNS * room)
         queue.use_pool(self._pool)
         self._slots: deque[tuple[Memory, IOFuture[int] | None]] = deque(
@@ -495,14 +506,14 @@ class _PageWriter:
         while done < memory.nbytes:
             left = memory.nbytes - done
             to_page = -self._used % PAGE
-            if left - to_page <= _SMALL_BYTES:
+            if left - to_page <= SMALL_BYTES:
                 done += self._stage(memory.part(done, min(left, self._staging.nbytes - self._used)))
             elif self._used:
                 done += self._stage(memory.part(done, to_page))
                 self._flush()
             else:
                 whole = left // PAGE * PAGE
-                self._batch.pwrite(self._file, memory.part(done, whole), self._at)
+                self._batch.futures.append(self._write(memory.part(done, whole)))
                 self._at += whole
                 done += whole
 
@@ -515,6 +526,9 @@ class _PageWriter:
         self._flush()
         self._batch.wait()
 
+    def _write(self, memory: Memory) -> IOFuture[int]:
+        return once_there_is_room(partial(self._file.pwrite, memory, self._at))
+
     def _stage(self, memory: Memory) -> int:
         ctypes.memmove(self._staging.address + self._used, memory.address, memory.nbytes)
         self._used += memory.nbytes
@@ -525,7 +539,7 @@ class _PageWriter:
     def _flush(self) -> None:
         if not self._used:
             return
-        writing = self._file.pwrite(self._staging.part(0, self._used), self._at)
+        writing = self._write(self._staging.part(0, self._used))
         self._batch.futures.append(writing)
         self._slots.append((self._staging, writing))
         self._at += self._used
@@ -566,7 +580,7 @@ def _encoded(layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mappin
                 raise ValueError(f"no tensor can have the name {METADATA}, which is that of the metadata")
             if code in _OURS_ALONE:
                 raise ValueError(
-                    f"tensor {_shown(name)}: the format has no {code}; give its real and imaginary parts as two tensors"
+                    f"tensor {shown(name)}: the format has no {code}; give its real and imaginary parts as two tensors"
                 )
             end = at + nbytes_of(code, shape)
             content[name] = {"dtype": code, "shape": shape, "data_offsets": (at, end)}
@@ -585,5 +599,5 @@ def _encoded(layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mappin
 def _text(value: object) -> str:
     """Return a text of the metadata."""
     if not isinstance(value, str):
-        raise TypeError(f"expected the metadata as texts by name, got {_shown(value)}")
+        raise TypeError(f"expected the metadata as texts by name, got {shown(value)}")
     return check_name(value)

@@ -1,16 +1,14 @@
 """Arrays in a GPU's memory as buffers of file operations: their bytes pass through page-locked pieces of a pool.
 
 While one piece is between host and drive, another is between host and device. Owns the pieces and the threads that
-see to them, made when a queue gets its first device array; torch or cupy does the copying (`DeviceArray`), the queue's
-drives do the rest. Imports torch never, cupy for arrays that are not torch's. Called by `deepnvme.queue`.
+see to them, made when a queue gets its first device array; torch or cupy does the copying (`deepnvme.device_arrays`),
+the queue's drives do the rest. Imports neither. Called by `deepnvme.queue`.
 """
 
 from __future__ import annotations
 
 import errno
-import importlib
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,64 +16,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from deepnvme import _native
 from deepnvme.buffers import Memory, memory_of
+from deepnvme.device_arrays import CopyEvent, DeviceArray
 from deepnvme.errors import ClosedError, ForkedError, NVMeError, QueueFull, ShortReadError, io_error
 from deepnvme.future import IOFuture
-from deepnvme.pending import Pending
+from deepnvme.pending import Pending, short_read_error
 from deepnvme.pool import Pool
 
-__all__ = ["STAGING_BYTES", "CopyEvent", "DeviceArray", "Staging", "StagingStats", "device_array_of"]
+__all__ = ["STAGING_BYTES", "Staging"]
 
 STAGING_BYTES = 32 << 20  # two pieces of what a drive is kept busy with (decision 0003)
 _PAGE = 4096  # where a piece begins in its file, so that all but an operation's ends goes directly
-
-
-class CopyEvent(Protocol):
-    """A copy under way."""
-
-    def synchronize(self) -> object:
-        """Wait for its end, without the GIL; raise what went wrong with it."""
-        ...
-
-
-class DeviceArray(Protocol):
-    """One contiguous piece of device memory, which this keeps alive.
-
-    Made by the thread that submits: copies wait, on the device, for what that thread's current stream had to do then.
-    So a write sees what was computed before, and a read does not overwrite what a kernel still looks at. The other
-    methods are called by the staging thread.
-    """
-
-    @property
-    def nbytes(self) -> int:
-        """How large it is."""
-        ...
-
-    def begin(self) -> None:
-        """Get ready for copies; called once, before them."""
-        ...
-
-    def to_host(self, start: int, target: memoryview) -> CopyEvent:
-        """Start copying the bytes from `start` on to host memory."""
-        ...
-
-    def to_device(self, start: int, source: memoryview) -> CopyEvent:
-        """Start copying host memory over the bytes from `start` on."""
-        ...
-
-
-@dataclass(frozen=True)
-class StagingStats:
-    """What a queue's staging holds and did. The bytes are those of ended copies."""
-
-    pending: int
-    buffer_bytes: int
-    pinned: bool
-    to_device_bytes: int
-    from_device_bytes: int
 
 
 @dataclass(eq=False)
@@ -164,8 +118,6 @@ class Staging:
         self._closing = False
         self._current: _Operation | None = None  # begun, and more pieces of it are to be issued
         self._begun = 0  # operations that have begun and not ended
-        self._to_device_bytes = 0
-        self._from_device_bytes = 0
 
     def submit(
         self,
@@ -197,17 +149,6 @@ class Staging:
     def pending(self) -> int:
         """Operations that have not ended."""
         return len(self._pending)
-
-    def stats(self) -> StagingStats:
-        """Return what it holds and did."""
-        pool = self._pool
-        return StagingStats(
-            pending=self.pending,
-            buffer_bytes=pool.capacity if pool else 0,
-            pinned=pool.pinned if pool else False,
-            to_device_bytes=self._to_device_bytes,
-            from_device_bytes=self._from_device_bytes,
-        )
 
     def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
         """Let a future wait for its own end: the staging thread sets it."""
@@ -256,7 +197,7 @@ class Staging:
         """Make what only programs with device arrays pay for."""
         if self._pool is None:
             pool = Pool(self._staging_bytes)
-            self._native.use_pool(pool._native)  # this once its drives come to a rest
+            self._native.use_pool(pool._native)
             self._pool = pool
         if not self._threads:
             waits = [partial(self._wait_for_copies, copies) for copies in self._copies.values()]
@@ -369,13 +310,8 @@ class Staging:
         operation = piece.operation
         offset = operation.offset + piece.start
         memory = Memory(piece.address, nbytes, piece.block)
-        number, ticket, future = self._drives.add(operation.verb, operation.file.path, offset, nbytes, memory)
         stops = _native.AtEndOfFile.STOPS
-        try:
-            self._native.submit(number, operation.verb, operation.file, piece.address, nbytes, offset, stops, ticket)
-        except (NVMeError, MemoryError):
-            self._drives.drop(number)
-            raise
+        future = self._drives.submit(operation.verb, operation.file, memory, offset, stops, patience_s=None)
         future.add_done_callback(lambda ended: self._tell(partial(self._after_drive, piece, ended)))
 
     def _copy(self, piece: _Piece, nbytes: int) -> None:
@@ -403,12 +339,9 @@ class Staging:
             self._stop(operation, failure)
             self._end_piece(piece, 0)
         elif operation.verb is _native.Verb.READ:
-            self._to_device_bytes += nbytes
             self._end_piece(piece, nbytes)
-        else:
-            self._from_device_bytes += nbytes
-            if operation.failure or not self._attempt(operation, partial(self._submit, piece, nbytes)):
-                self._end_piece(piece, 0)
+        elif operation.failure or not self._attempt(operation, partial(self._submit, piece, nbytes)):
+            self._end_piece(piece, 0)
 
     def _attempt(self, operation: _Operation, act: Callable[[], None]) -> bool:
         """Do it; where it fails the operation goes no further."""
@@ -461,7 +394,6 @@ def _error_of(operation: _Operation, backend: str) -> NVMeError | None:
     if failure is None and not ended_early:
         return None
     fields: dict[str, Any] = {
-        "op": operation.op,
         "path": operation.file.path,
         "offset": operation.offset,
         "asked": operation.asked,
@@ -470,130 +402,14 @@ def _error_of(operation: _Operation, backend: str) -> NVMeError | None:
     }
     told = f"{operation.op} of {operation.asked} B at offset {operation.offset}"
     if failure is None or isinstance(failure, ShortReadError):
-        message = f"{told} found the end of the file after {done} B; readinto() accepts fewer"
-        return ShortReadError(errno.ENODATA, message, **fields)
+        return short_read_error(operation.at_end, **fields)
     if isinstance(failure, NVMeError):
-        return io_error(failure.errno or errno.EIO, **fields)
+        return io_error(failure.errno or errno.EIO, op=operation.op, **fields)
     error = NVMeError(
         errno.EIO,
         f"{told} stopped after {done} B: copying between host and device failed: {type(failure).__name__}: {failure}",
+        op=operation.op,
         **fields,
     )
     error.__cause__ = failure.with_traceback(None)  # its frames hold the array
     return error
-
-
-# --- the libraries ------------------------------------------------------------------------------------------------
-
-
-def device_array_of(thing: Any, *, writable: bool) -> DeviceArray | None:
-    """Return the device memory that `thing` exposes, to be written to if `writable`; None where it exposes none.
-
-    Raises:
-        TypeError: it is not dense, or of a library that needs cupy's help and cupy is not there.
-        ValueError: it is not contiguous.
-        BufferError: it is read-only and `writable` was asked.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(thing, torch.Tensor):
-        return _TorchArray(thing, torch) if thing.is_cuda else None
-    interface = getattr(thing, "__cuda_array_interface__", None)
-    if interface is None:
-        return None
-    kind = type(thing).__name__
-    address, read_only = interface["data"]
-    if read_only and writable:
-        raise BufferError(f"{kind} is read-only; reading into it needs a writable one")
-    try:
-        cupy = importlib.import_module("cupy")
-    except ImportError:
-        raise TypeError(
-            f"{kind} is not in host memory, and moving it from where it is needs cupy, which is not installed: "
-            "install it, give a torch tensor (torch.as_tensor), or copy it to the host first"
-        ) from None
-    array = cupy.asarray(thing)
-    if array.nbytes and array.data.ptr != address:
-        raise TypeError(f"cupy sees {kind} only as a copy, which is not what is to be moved: give a cupy array")
-    return _CupyArray(array, cupy)
-
-
-_CONTIGUOUS = "{kind} is not contiguous: its bytes are not one piece of memory. Make it so first ({how})"
-
-
-class _TorchArray:
-    """A torch tensor's storage, as bytes."""
-
-    def __init__(self, tensor: Any, torch: Any) -> None:
-        if tensor.layout != torch.strided:
-            raise TypeError(f"expected a dense tensor, got layout {tensor.layout}")
-        if not tensor.is_contiguous():
-            raise ValueError(_CONTIGUOUS.format(kind=f"a tensor of strides {tensor.stride()}", how=".contiguous()"))
-        if tensor.is_conj() or tensor.is_neg():
-            raise ValueError(
-                "the tensor is a lazy conjugate or negative: its bytes are not its values; resolve_conj() first"
-            )
-        self.nbytes: int = tensor.numel() * tensor.element_size()
-        self._torch = torch
-        self._device = tensor.device
-        self._storage = tensor.untyped_storage()  # not the tensor: `tensor.data = other` leaves this where it is
-        self._offset = tensor.storage_offset() * tensor.element_size()
-        self._submitted = torch.cuda.current_stream(tensor.device).record_event()
-
-    def begin(self) -> None:
-        torch = self._torch
-        self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_event(self._submitted)
-        view = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._bytes = view.set_(self._storage, self._offset, (self.nbytes,))
-
-    def to_host(self, start: int, target: memoryview) -> CopyEvent:
-        return self._copy(self._host(target), self._bytes[start : start + len(target)])
-
-    def to_device(self, start: int, source: memoryview) -> CopyEvent:
-        return self._copy(self._bytes[start : start + len(source)], self._host(source))
-
-    def _host(self, view: memoryview) -> Any:
-        return self._torch.frombuffer(view, dtype=self._torch.uint8)
-
-    def _copy(self, target: Any, source: Any) -> CopyEvent:
-        cuda = self._torch.cuda
-        with cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            event: CopyEvent = self._stream.record_event(cuda.Event(blocking=True))
-            return event
-
-
-class _CupyArray:
-    """The memory of a cupy array."""
-
-    def __init__(self, array: Any, cupy: Any) -> None:
-        if not array.flags.c_contiguous:
-            raise ValueError(
-                _CONTIGUOUS.format(kind=f"an array of strides {array.strides}", how="cupy.ascontiguousarray")
-            )
-        self.nbytes: int = array.nbytes
-        self._cupy = cupy
-        self._device = array.device
-        self._memory = array.data
-        with self._device:
-            self._submitted = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
-
-    def begin(self) -> None:
-        with self._device:
-            self._stream = self._cupy.cuda.Stream(non_blocking=True)
-            self._stream.wait_event(self._submitted)
-
-    def to_host(self, start: int, target: memoryview) -> CopyEvent:
-        host = memory_of(target, writable=True).address
-        return self._copy(host, self._memory.ptr + start, len(target), self._cupy.cuda.runtime.memcpyDeviceToHost)
-
-    def to_device(self, start: int, source: memoryview) -> CopyEvent:
-        host = memory_of(source, writable=False).address
-        return self._copy(self._memory.ptr + start, host, len(source), self._cupy.cuda.runtime.memcpyHostToDevice)
-
-    def _copy(self, target: int, source: int, nbytes: int, kind: int) -> CopyEvent:
-        cuda = self._cupy.cuda
-        with self._device:
-            cuda.runtime.memcpyAsync(target, source, nbytes, kind, self._stream.ptr)
-            event: CopyEvent = self._stream.record(cuda.Event(block=True, disable_timing=True))
-            return event

@@ -22,11 +22,13 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
-from deepnvme.arrays import Description, Returns, default_returns, describe, empty, kind_of
+from deepnvme.arrays import Returns, Storable, default_returns, describe, empty, kind_of, storable
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.errors import ClosedError, NVMeError, PoisonedError, StoreError
 from deepnvme.future import awaited
 from deepnvme.manifest import Manifest, ManifestError, Record, check_name, encode, parse
+from deepnvme.member import Access
+from deepnvme.pipeline import once_there_is_room
 from deepnvme.queue import IOQueue, Sync
 from deepnvme.tensor_io import Damage, TensorIO
 from deepnvme.tree import flatten, leaves, unflatten
@@ -40,10 +42,11 @@ _READERS = 4
 _THREADS = "deepnvme-store"
 _SLOTS = ("manifest.0", "manifest.1")
 _DRAFT = "manifest.new"
+_AHEAD_BYTES = 1 << 30
 
 
 class UncommittedWarning(RuntimeWarning):
-    """A durable store was closed with changes that were not committed."""
+    """A durable store was closed, or forgotten without being closed, with changes that were not committed."""
 
 
 class Durability(Enum):
@@ -89,6 +92,8 @@ class TensorStore:
     Any thread may call. What was put is there for `get` at once, and for the next process after `commit()`.
     """
 
+    _closing = True  # until there is something to close
+
     def __init__(
         self,
         volume: Volume,
@@ -112,13 +117,17 @@ class TensorStore:
         self._held: dict[int, tuple[_Stored, ...]] = {}
         self._changed = False
         self._poison: NVMeError | None = None
-        self._closing = False
         self._closed = False
         self._ended = False
         self._readers: ThreadPoolExecutor | None = None
         self._writer: ThreadPoolExecutor | None = None  # one thread: of two puts of a name the later one wins
         self._writing: set[Future[Any]] = set()  # puts that have begun
         self._prefetched: dict[str, tuple[_Stored, StoreFuture[Any]]] = {}
+        self._to_prefetch: dict[str, None] = {}  # in this order, when there is room
+        self._ahead_bytes = 0  # of what is read ahead, and being read
+        self._most_ahead = 0
+        self._owner = os.getpid()
+        self._closing = False
 
     # --- making and opening --------------------------------------------------------------------------------------
 
@@ -146,11 +155,13 @@ class TensorStore:
         volume = Volume.create(directories, capacity, queue=queue)
         try:
             store = cls(volume, durability=durability, checksum=checksum, returns=returns)
+        except BaseException:
+            volume.discard()
+            raise
+        try:
             store.commit()
         except BaseException:
-            for left in (*_SLOTS, _DRAFT):
-                (volume.directories[0] / left).unlink(missing_ok=True)
-            volume.discard()
+            store.discard()
             raise
         return store
 
@@ -173,6 +184,7 @@ class TensorStore:
         cls,
         directories: _Directories,
         *,
+        access: Access = Access.WRITE,
         generation: int | None = None,
         durability: Durability = Durability.COMMIT,
         checksum: Checksum = Checksum.CRC32C,
@@ -181,13 +193,17 @@ class TensorStore:
     ) -> TensorStore:
         """Open a store at its last commit, or at the commit before it where `generation` names that.
 
+        With Access.READ nothing is written, and any number of processes may have it open so at once; whatever would
+        change the store is refused, and meanwhile so is whoever opens it with Access.WRITE.
+
         Raises:
             StoreError: there never was a commit, or its manifest is damaged: which file, and what is wrong with it.
-            VolumeError: a directory is missing, foreign, or in use by another process.
+            VolumeError: a directory is missing or foreign.
+            VolumeLockedError: another process has it open for writing, or for reading, and this is to write.
         """
         if durability is Durability.NONE:
             raise ValueError("a store without durability is made by TensorStore.swap()")
-        volume = Volume.open(directories, queue=queue)
+        volume = Volume.open(directories, access=access, queue=queue)
         try:
             store = cls(volume, durability=durability, checksum=checksum, returns=returns)
             store._restore(generation)
@@ -201,7 +217,11 @@ class TensorStore:
     def put(self, name: str, tensor: Any) -> None:
         """Write a tensor, an array or bytes under `name`, in place of what had it. Returns when it is on the drive.
 
+        Its bytes are written from where they lie. A tensor that would have to be copied first (it is on a GPU, or not
+        contiguous) is refused, so that no memory is taken unseen; `put_state` makes such copies.
+
         Raises:
+            TypeError, ValueError: it would have to be copied, or has no dtype that can be stored; nothing has changed.
             VolumeFullError: there is no room; nothing has changed.
             NVMeError: a drive failed; the name still has what it had.
         """
@@ -230,15 +250,13 @@ class TensorStore:
         """Return several tensors by name, small ones read together."""
         wanted = list(dict.fromkeys(names))
         with self._reading(wanted) as stored:
-            results = {}
+            results = dict.fromkeys(wanted)
 
-            def targets() -> Iterator[tuple[str, Record, Memory]]:
-                for name in wanted:
-                    record = stored[name].record
-                    results[name] = self._target(name, record, out)
-                    yield name, record, memory_of(results[name], writable=True)
+            def target(name: str) -> Memory:
+                results[name] = self._target(name, stored[name].record, out)
+                return memory_of(results[name], writable=True)
 
-            self._io.read(targets())
+            self._io.read({name: each.record for name, each in stored.items()}, target)
         return results
 
     def delete(self, name: str) -> None:
@@ -252,16 +270,46 @@ class TensorStore:
             self._unname(name)
             self._changed = True
 
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Begin to read tensors; the next `get` of each, without `out`, finds it read or being read."""
-        for name in names:
-            with self._lock:
-                known = name in self._prefetched
-                stored = self._stored(name)
-            if not known:
-                reading = self._start_reading(partial(self._read_one, name))
-                with self._lock:
-                    self._prefetched[name] = (stored, reading)
+    def prefetch(self, names: Iterable[str], *, most_bytes: int = _AHEAD_BYTES) -> None:
+        """Begin to read tensors; the next `get` of each, without `out`, finds it read or being read.
+
+        At most `most_bytes` (1 GiB) of them are held at once, or one that is larger: the rest is begun in this order as
+        those are got. A `get` of what was not begun reads it then.
+        """
+        if most_bytes < 0:
+            raise ValueError(f"most_bytes must not be negative, got {most_bytes}")
+        wanted = list(names)
+        with self._lock:
+            self._check_taking()
+            for name in wanted:
+                self._stored(name)
+            self._most_ahead = most_bytes
+            self._to_prefetch.update(dict.fromkeys(name for name in wanted if name not in self._prefetched))
+            self._prefetch_more()
+
+    def _prefetch_more(self) -> None:
+        """Begin what there is room for. Called with the lock held."""
+        while self._to_prefetch and not self._closing:
+            name = next(iter(self._to_prefetch))
+            stored = self._tensors.get(name)
+            nbytes = 0 if stored is None else stored.record.nbytes
+            if self._prefetched and self._ahead_bytes + nbytes > self._most_ahead:
+                return
+            del self._to_prefetch[name]
+            if stored is not None:
+                self._prefetched[name] = (stored, self._begin_reading(partial(self._read_one, name)))
+                self._ahead_bytes += nbytes
+
+    def _forget_prefetched(self, name: str) -> tuple[_Stored, StoreFuture[Any]] | None:
+        """Let what was read ahead be somebody else's, and begin with more. Called with the lock held."""
+        if not self._prefetched and not self._to_prefetch:
+            return None
+        self._to_prefetch.pop(name, None)
+        found = self._prefetched.pop(name, None)
+        if found is not None:
+            self._ahead_bytes -= found[0].record.nbytes
+        self._prefetch_more()
+        return found
 
     def stream(self, names: Iterable[str] | None = None, *, depth: int = 4) -> Iterator[tuple[str, Any]]:
         """Yield names and tensors in the order of `names` (all, as they lie, without it), `depth` of them ahead."""
@@ -293,6 +341,14 @@ class TensorStore:
         wanted = list(names)
         return self._start_reading(lambda: self.get_many(wanted, out))
 
+    def put_state_async(self, name: str, state: Any) -> StoreFuture[None]:
+        """Begin to put a state dict; nothing in it must change until the future has ended."""
+        return self._start_writing(lambda: self.put_state(name, state))
+
+    def get_state_async(self, name: str) -> StoreFuture[Any]:
+        """Begin to get a state dict."""
+        return self._start_reading(lambda: self.get_state(name))
+
     def commit_async(self) -> StoreFuture[int]:
         """Begin to commit what is put by now, puts that have begun included."""
         with self._lock:
@@ -315,10 +371,13 @@ class TensorStore:
     # --- state dicts ---------------------------------------------------------------------------------------------
 
     def put_state(self, name: str, state: Any) -> None:
-        """Put a state dict: nested dicts, lists and plain values, with tensors as leaves. Replaces one of that name."""
+        """Put a state dict: nested dicts, lists and plain values, with tensors as leaves. Replaces one of that name.
+
+        Tensors on a GPU, or whose bytes are not one piece of memory, are copied one by one as they are written.
+        """
         structure, found = flatten(state)
         tensors = {f"{check_name(name)}/{leaf}": tensor for leaf, tensor in found.items()}
-        with self._putting(tensors):
+        with self._putting(tensors, storable):
             for old in self._leaves(name) if name in self._trees else ():
                 if old in self._tensors and old not in tensors:
                     self._unname(old)
@@ -339,13 +398,12 @@ class TensorStore:
         with self._until_read(stored):
             tensors = {}
 
-            def targets() -> Iterator[tuple[str, Record, Memory]]:
-                for leaf, kind in kinds.items():
-                    record = stored[leaf].record
-                    tensors[leaf] = empty(record.dtype, record.shape, kind)
-                    yield leaf, record, memory_of(tensors[leaf], writable=True)
+            def target(leaf: str) -> Memory:
+                record = stored[leaf].record
+                tensors[leaf] = empty(record.dtype, record.shape, kinds[leaf])
+                return memory_of(tensors[leaf], writable=True)
 
-            self._io.read(targets())
+            self._io.read({leaf: each.record for leaf, each in stored.items()}, target)
         return unflatten(structure, {leaf.removeprefix(f"{name}/"): tensor for leaf, tensor in tensors.items()})
 
     def put_tree(self, name: str, structure: Any) -> None:
@@ -458,6 +516,7 @@ class TensorStore:
         wait(before)
         if self.durability is Durability.NONE:
             raise ValueError("a swap store has no commits: use TensorStore.create()")
+        self._check_access()
         with self._committing:
             self._check_writable()
             with self._lock:
@@ -497,9 +556,11 @@ class TensorStore:
         synced = self.durability is Durability.COMMIT
         try:
             with queue.open(draft, "w", permissions=0o600) as file:
-                file.pwrite(content).result()
+                once_there_is_room(lambda: file.pwrite(content)).result()
                 if synced:
-                    self._poisoning("fsync of the manifest", lambda: file.sync(Sync.ALL).result())
+                    self._poisoning(
+                        "fsync of the manifest", lambda: once_there_is_room(lambda: file.sync(Sync.ALL)).result()
+                    )
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
@@ -592,18 +653,26 @@ class TensorStore:
 
     def close(self) -> None:
         """Wait for what is under way and let go of the drives. What was not committed is gone. Again: does nothing."""
-        if not self._end(self._volume.close):
-            return
-        if self._changed and self.durability is not Durability.NONE and self._poison is None:
-            warnings.warn(
-                f"the store in {self._volume.directories[0]} was closed with changes that were not committed; they "
-                "are gone",
-                UncommittedWarning,
-                stacklevel=2,
-            )
+        if self._end(self._volume.close) and self._loses_changes:
+            warnings.warn(self._loss("closed"), UncommittedWarning, stacklevel=2)
+
+    @property
+    def _loses_changes(self) -> bool:
+        return self._changed and self.durability is not Durability.NONE and self._poison is None
+
+    def _loss(self, what: str) -> str:
+        return (
+            f"the store in {self._volume.directories[0]} was {what} with changes that were not committed; they are gone"
+        )
+
+    def __del__(self) -> None:
+        """Tell of changes that nobody will find, where nobody closed the store."""
+        if not self._closing and self._loses_changes and os.getpid() == self._owner:
+            warnings.warn(self._loss("forgotten without close()"), UncommittedWarning, stacklevel=2)
 
     def discard(self) -> None:
         """Close, and remove the store's files: what was made is not wanted after all."""
+        self._check_access()
         self._end(self._remove)
 
     def _end(self, let_go: Callable[[], None]) -> bool:
@@ -663,7 +732,7 @@ class TensorStore:
         stored = self._stored(name)
         stored.named = False
         del self._tensors[name]
-        self._prefetched.pop(name, None)
+        self._forget_prefetched(name)
         self._free_unless_needed(stored)
 
     def _let_go(self, stored: Iterable[_Stored]) -> None:
@@ -680,10 +749,10 @@ class TensorStore:
         return {f"{state}/{leaf}": kind for leaf, kind in leaves(self._trees[state]).items()}
 
     @contextmanager
-    def _putting(self, tensors: Mapping[str, Any]) -> Iterator[None]:
+    def _putting(self, tensors: Mapping[str, Any], description: Callable[[Any], Storable] = describe) -> Iterator[None]:
         """Write tensors and name them; what the body does to other names happens in the same step."""
         self._check_writable()
-        described = {check_name(name): _described(name, tensor) for name, tensor in tensors.items()}
+        described = {check_name(name): _described(name, tensor, description) for name, tensor in tensors.items()}
         begun: Future[None] = Future()
         with self._lock:
             self._writing.add(begun)
@@ -696,7 +765,7 @@ class TensorStore:
             begun.set_result(None)
 
     @contextmanager
-    def _named(self, described: Mapping[str, Description]) -> Iterator[None]:
+    def _named(self, described: Mapping[str, Storable]) -> Iterator[None]:
         records = self._io.write(list(described.values()))
         with self._lock:
             if self._poison is not None:  # a commit failed meanwhile
@@ -747,8 +816,8 @@ class TensorStore:
 
     def _take_prefetched(self, name: str) -> StoreFuture[Any] | None:
         with self._lock:
-            stored, reading = self._prefetched.pop(name, (None, None))
-            return reading if stored is not None and stored is self._tensors.get(name) else None
+            found = self._forget_prefetched(name)
+            return found[1] if found is not None and found[0] is self._tensors.get(name) else None
 
     def _order(self, names: Iterable[str] | None, depth: int) -> list[str]:
         if depth < 1:
@@ -763,22 +832,36 @@ class TensorStore:
         if self._closed:
             raise ClosedError("the store is closed")
 
+    def _check_access(self) -> None:
+        if self._volume.access is Access.READ:
+            raise StoreError(
+                errno.EBADF,
+                "the store was opened for reading: open it with access=Access.WRITE to change it",
+                path=str(self._volume.directories[0]),
+            )
+
     def _check_writable(self) -> None:
         self._check_open()
+        self._check_access()
         if self._poison is not None:
             raise copy(self._poison)  # each with a traceback of its own
 
     def _start_reading(self, work: Callable[[], _T]) -> StoreFuture[_T]:
-        future: StoreFuture[_T] = StoreFuture()
         with self._lock:
             self._check_taking()
-            if self._readers is None:
-                self._readers = ThreadPoolExecutor(_READERS, f"{_THREADS}-reader")
-            self._readers.submit(_run, work, future)
+            return self._begin_reading(work)
+
+    def _begin_reading(self, work: Callable[[], _T]) -> StoreFuture[_T]:
+        """Do so with the lock held."""
+        future: StoreFuture[_T] = StoreFuture()
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(_READERS, f"{_THREADS}-reader")
+        self._readers.submit(_run, work, future)
         return future
 
     def _start_writing(self, work: Callable[[], _T]) -> StoreFuture[_T]:
         future: StoreFuture[_T] = StoreFuture()
+        self._check_access()
         with self._lock:
             self._check_taking()
             if self._writer is None:
@@ -804,9 +887,9 @@ def _run(work: Callable[[], _T], future: StoreFuture[_T]) -> None:
         future.set_result(result)
 
 
-def _described(name: str, tensor: Any) -> Description:
+def _described(name: str, tensor: Any, description: Callable[[Any], Storable]) -> Storable:
     try:
-        return describe(tensor)
+        return description(tensor)
     except (TypeError, ValueError) as refusal:
         raise type(refusal)(f"tensor {name!r}: {refusal}") from None
 

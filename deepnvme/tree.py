@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepnvme.arrays import Returns, code_of, numpy_dtype
+from deepnvme.framing import shown
 from deepnvme.manifest import ManifestError, check_name
 
 __all__ = ["MAX_DEPTH", "flatten", "leaves", "unflatten"]
@@ -132,7 +133,7 @@ class _Flattening:
 def _key(key: Any, path: _Path) -> Any:
     if key is not None and type(key) not in (bool, int, float, str):
         raise TypeError(
-            f"{_place(path)} has the key {_shown(key)}, a {_kind(key)}: expected str, int, bool, float or None; "
+            f"{_place(path)} has the key {shown(key)}, a {_kind(key)}: expected str, int, bool, float or None; "
             "convert it first"
         )
     return _plain(key, (*path, key))
@@ -146,7 +147,7 @@ def _plain(value: Any, path: _Path) -> Any:
             return check_name(value)
         except ValueError:
             raise ValueError(
-                f"{_place(path)}: the text {_shown(value)} has half of a surrogate pair, which UTF-8 cannot keep: "
+                f"{_place(path)}: the text {shown(value)} has half of a surrogate pair, which UTF-8 cannot keep: "
                 "give it as bytes"
             ) from None
     if isinstance(value, float) and not math.isfinite(value):
@@ -239,7 +240,7 @@ def _mapping(
             raise _refusal(path, "a key and a value", pair)
         key = _key_value(pair[0], path)
         if key in found:
-            raise ValueError(f"{_place(path)} has the key {_shown(key)} twice")
+            raise ValueError(f"{_place(path)} has the key {shown(key)} twice")
         found[key] = _value(pair[1], leaf, (*path, key))
     return found
 
@@ -289,19 +290,14 @@ def _numpy_value(code: Any, digits: Any, path: _Path) -> Any:
     except (TypeError, ValueError, KeyError) as flaw:
         raise ValueError(f"{_place(path)} is no scalar of numpy: {flaw}") from None
     if value.tobytes().hex() != digits:  # a bool of 2, or spaces between the digits
-        raise ValueError(f"{_place(path)} is no scalar of numpy: {code} is never written as {_shown(digits)}")
+        raise ValueError(f"{_place(path)} is no scalar of numpy: {code} is never written as {shown(digits)}")
     return value
 
 
 def _refusal(path: _Path, expected: str, node: Any) -> ValueError:
-    return ValueError(f"{_place(path)}: expected {expected}, got {_shown(node)}")
+    return ValueError(f"{_place(path)}: expected {expected}, got {shown(node)}")
 
 
 def _place(path: _Path) -> str:
     """Return where in the state that is, as Python would write it."""
-    return "state" + "".join(f"[{_shown(part)}]" for part in path)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:90]}... ({len(text)} characters)"
+    return "state" + "".join(f"[{shown(part)}]" for part in path)

@@ -25,7 +25,8 @@ from deepnvme.buffers import Memory, memory_of
 from deepnvme.errors import ClosedError, VolumeError, VolumeFullError
 from deepnvme.extents import PAGE, Extent, SpaceMap, whole_pages
 from deepnvme.future import IOFuture
-from deepnvme.member import MEASURED_BYTES, Header, MemberFile, measure_rates, remove_abandoned
+from deepnvme.member import MEASURED_BYTES, Access, Header, MemberFile, measure_rates, remove_abandoned
+from deepnvme.pipeline import once_there_is_room
 from deepnvme.queue import Batch, IOQueue
 
 __all__ = ["Member", "MemberStats", "Volume"]
@@ -92,6 +93,8 @@ class Volume:
             for file, header, rate in zip(files, headers, self.rates, strict=True)
         )
         self._changing = threading.Lock()
+        self._growing = threading.Lock()
+        self._closed = False
         self._finalizer = weakref.finalize(self, _shut_down, tuple(files), own)
 
     @classmethod
@@ -135,12 +138,18 @@ class Volume:
         return [removed for directory in directories for removed in remove_abandoned(Path(directory))]
 
     @classmethod
-    def open(cls, members: Iterable[Member | str | os.PathLike[str]], *, queue: IOQueue | None = None) -> Volume:
+    def open(
+        cls,
+        members: Iterable[Member | str | os.PathLike[str]],
+        *,
+        access: Access = Access.WRITE,
+        queue: IOQueue | None = None,
+    ) -> Volume:
         """Open a volume that was made: all of its directories, in any order. All space counts as free until reserved.
 
         Raises:
             VolumeError: one is missing, damaged or of another volume.
-            VolumeLockedError: somebody else uses it.
+            VolumeLockedError: somebody else has it open for writing, or for reading where `access` is for writing.
         """
         specs = _specs(members)
         for spec in specs:
@@ -150,7 +159,7 @@ class Volume:
             own = _own_queue(specs, queue, undo)
             held = []
             for spec in specs:
-                file = MemberFile.hold(Path(spec.path))
+                file = MemberFile.hold(Path(spec.path), access)
                 undo.callback(file.close)
                 held.append((file.read_header(), file, spec.queue or queue or own))
             held.sort(key=lambda each: each[0].member)
@@ -161,6 +170,11 @@ class Volume:
             volume = cls([file for _, file, _ in held], [header for header, *_ in held], own)
             undo.pop_all()
         return volume
+
+    @property
+    def access(self) -> Access:
+        """For what it is open."""
+        return self._parts[0].member.access
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -208,7 +222,7 @@ class Volume:
         """
         if nbytes < 0:
             raise ValueError(f"room is taken for 0 bytes or more; got {nbytes}")
-        self._check_open()
+        self._check_writable()
         with self._changing:
             if whole_pages(nbytes) > self.free_bytes:
                 raise self._full(nbytes)
@@ -224,9 +238,9 @@ class Volume:
             VolumeFullError: the largest piece has no room for one of them, where `allocate` may find several pieces.
                 Nothing was taken.
         """
-        if any(nbytes < 1 for nbytes in sizes):
+        if min(sizes, default=1) < 1:
             raise ValueError(f"every piece of a run has at least one byte; got {min(sizes)}")
-        self._check_open()
+        self._check_writable()
         taken: list[Extent] = []
         with self._changing:
             while len(taken) < len(sizes):
@@ -269,6 +283,7 @@ class Volume:
 
     def pwrite(self, extents: Sequence[Extent], buffer: Any) -> list[IOFuture[int]]:
         """Write `buffer` to the extents, one after the other. One future per extent."""
+        self._check_writable()
         return self._submit(extents, memory_of(buffer, writable=False), MemberFile.pwrite)
 
     def sync(self) -> None:
@@ -280,19 +295,42 @@ class Volume:
         batch = Batch()
         with batch:
             for part in self._parts:
-                batch.futures.append(part.member.file.sync())
+                batch.futures.append(once_there_is_room(part.member.file.sync))
+
+    def grow(self, nbytes: int) -> None:
+        """Reserve so many bytes more on the drives, split in the ratio of the members' speeds. Durable at once.
+
+        For between the work, never in it: new space costs the file system most.
+
+        Raises:
+            VolumeError: a drive has no such room; nothing has changed on it, and those before it have grown.
+        """
+        if nbytes < 1:
+            raise ValueError(f"a volume grows by at least one byte; got {nbytes}")
+        self._check_writable()
+        with self._growing:
+            for index, (part, more) in enumerate(zip(self._parts, _shared_out(nbytes, self.rates), strict=True)):
+                end = part.space.end + more
+                part.member.lengthen(Header(self.uuid, index, end - PAGE, self.rates))
+                with self._changing:
+                    part.space.extend(end)
 
     @property
     def closed(self) -> bool:
         """Whether `close()` was called."""
-        return not self._finalizer.alive
+        return self._closed
 
     def close(self) -> None:
-        """Wait for reads and writes, unlock the directories; remove them if temporary. Again: does nothing."""
-        self._finalizer()
+        """Wait for reads and writes, unlock the directories; remove them if temporary. Again: does what is left."""
+        self._closed = True
+        if state := self._finalizer.peek():
+            _, shut_down, arguments, _ = state
+            shut_down(*arguments)
+            self._finalizer.detach()  # last: interrupted before, it is done again
 
     def discard(self) -> None:
         """Close, and remove the members' files: what was made is not wanted after all."""
+        self._check_access()
         for part in self._parts:
             part.member.discard()
         self.close()
@@ -315,6 +353,17 @@ class Volume:
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"the volume in {self.directories[0]} is closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        self._check_access()
+
+    def _check_access(self) -> None:
+        if self.access is Access.READ:
+            raise VolumeError(
+                errno.EBADF, "it was opened for reading: open it with Access.WRITE to change it",
+                path=str(self.directories[0]),
+            )  # fmt: skip
 
     def _split(self, nbytes: int) -> list[tuple[int, int]]:
         """Return which member is to have how many bytes, in the order of the bytes."""
@@ -485,7 +534,12 @@ def _capacities(specs: Sequence[Member], rates: Sequence[float], capacity: int |
     """Return the bytes for use of each member, in whole pages."""
     if capacity is None:
         return [whole_pages(spec.capacity or 0) for spec in specs]
-    return [whole_pages(max(1, math.ceil(capacity * rate / sum(rates)))) for rate in rates]
+    return _shared_out(capacity, rates)
+
+
+def _shared_out(nbytes: int, rates: Sequence[float]) -> list[int]:
+    """Return each member's part of them, in whole pages."""
+    return [whole_pages(max(1, math.ceil(nbytes * rate / sum(rates)))) for rate in rates]
 
 
 def _check_together(held: Sequence[tuple[Header, Path]]) -> None:

@@ -22,7 +22,15 @@ from typing import Any
 from deepnvme.arrays import Description, Returns, empty, nbytes_of
 from deepnvme.buffers import memory_of
 from deepnvme.checkpoint import capacity_for, new_store
-from deepnvme.cli.places import FILE_SUFFIX, Place, byte_progress, place_argument, tensor_count
+from deepnvme.cli.places import (
+    FILE_SUFFIX,
+    Place,
+    add_generation_argument,
+    byte_progress,
+    opened_store,
+    place_argument,
+    tensor_count,
+)
 from deepnvme.cli.scratch import signals_are_exceptions
 from deepnvme.safetensors import METADATA, SafetensorsFile, SafetensorsWriter
 from deepnvme.sizes import format_bytes
@@ -65,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place = "a .safetensors file, or a store: its directory, or several joined by commas"
     parser.add_argument("source", type=place_argument, metavar="SRC", help=place)
     parser.add_argument("target", type=place_argument, metavar="DST", help=f"{place}, one on each drive")
+    add_generation_argument(parser)
     parser.add_argument("--force", action="store_true", help="replace what is there, once the copy is whole")
 
 
@@ -74,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     open_target = _target_file if options.target.is_file else _target_store
     with (
         signals_are_exceptions(),
-        _source(options.source, to_file=options.target.is_file) as source,
+        _source(options.source, options.generation, to_file=options.target.is_file) as source,
         open_target(options.target, source, force=options.force) as target,
     ):
         total = sum(nbytes_of(*kind) for kind in source.kinds.values())
@@ -120,13 +129,14 @@ def _groups(names: Iterable[str], kinds: _Kinds) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _source(place: Place, *, to_file: bool) -> Iterator[_Source]:
+def _source(place: Place, generation: int | None, *, to_file: bool) -> Iterator[_Source]:
+    place.refuse_generation(generation)
     if place.is_file:
         with SafetensorsFile(place.paths[0]) as file:
             kinds = {name: (entry.dtype, entry.shape) for name, entry in file.header.tensors.items()}
             yield _Source(kinds, file.read, file.header.metadata)
     else:
-        with TensorStore.open(place.paths) as store:
+        with opened_store(place, generation) as store:
             yield _of_store(store, to_file=to_file)
 
 
@@ -216,8 +226,19 @@ def _room_for_store(place: Place, *, force: bool) -> Iterator[Sequence[Path]]:
         for directory in directories:
             _check_replaceable(directory)
         beside = [directory.with_name(f".{directory.name}.deepnvme-new") for directory in directories]
-        yield beside
-        _replace(directories, beside)
+        _remove_all(beside)  # of a copy that was killed: whoever makes one has the old store locked
+        with ExitStack() as undo:
+            undo.callback(_remove_all, beside)
+            yield beside
+            _replace(directories, beside)
+            undo.pop_all()
+
+
+def _remove_all(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        if directory.is_dir():
+            _check_only_a_store(directory)
+            shutil.rmtree(directory)
 
 
 def _is_empty(directory: Path) -> bool:
@@ -226,16 +247,20 @@ def _is_empty(directory: Path) -> bool:
 
 def _check_replaceable(directory: Path) -> None:
     """Refuse to remove what is not of a store, and what the copy cannot be renamed to."""
-    others = {path.name for path in directory.iterdir()} - _STORE_FILES
-    if others:
-        raise FileExistsError(
-            errno.EEXIST, f"it also holds {min(others)!r}, which is not of a store: remove that first", str(directory)
-        )
+    _check_only_a_store(directory)
     if directory.is_mount():
         raise OSError(
             errno.EBUSY, "a drive is mounted here, so that no copy can take its place: name a directory in it, or "
             "remove the store first", str(directory),
         )  # fmt: skip
+
+
+def _check_only_a_store(directory: Path) -> None:
+    others = {path.name for path in directory.iterdir()} - _STORE_FILES
+    if others:
+        raise FileExistsError(
+            errno.EEXIST, f"it also holds {min(others)!r}, which is not of a store: remove that first", str(directory)
+        )
 
 
 def _replace(directories: Sequence[Path], beside: Sequence[Path]) -> None:

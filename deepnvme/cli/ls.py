@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deepnvme.cli.places import Place, place_argument, printable, tensor_count
+from deepnvme.cli.places import Place, add_generation_argument, opened_store, place_argument, printable, tensor_count
 from deepnvme.safetensors import safetensors_header
 from deepnvme.sizes import format_bytes
-from deepnvme.store import TensorStore
 
 __all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
 
@@ -39,12 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "place", type=place_argument, metavar="PLACE", help="a .safetensors file, or a store: its directory, or several"
         " joined by commas"
     )  # fmt: skip
+    add_generation_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(options: argparse.Namespace) -> int:
     """Open, print."""
-    about, rows = (_of_file if options.place.is_file else _of_store)(options.place)
+    options.place.refuse_generation(options.generation)
+    about, rows = _of_file(options.place) if options.place.is_file else _of_store(options.place, options.generation)
     if options.json:
         report = {"schema": SCHEMA, **about, "tensors": list(map(asdict, rows)), "nbytes": _total(rows)}
         print(json.dumps(report, indent=2))
@@ -55,13 +56,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _of_store(place: Place) -> tuple[dict[str, Any], list[_Row]]:
-    with TensorStore.open(place.paths) as store:
+def _of_store(place: Place, generation: int | None) -> tuple[dict[str, Any], list[_Row]]:
+    with opened_store(place, generation) as store:
         records = {name: store.record(name) for name in store}
         about = {
             "kind": "store",
             "directories": [str(directory) for directory in store.volume.directories],
-            "generation": store.generation,
+            "generation": store.generation if generation is None else generation,
             "states": sorted(store.states),
             "free_bytes": store.volume.free_bytes,
         }

@@ -1,9 +1,13 @@
-"""What `deepnvme ls`, `verify` and `cp` work on: a store or a safetensors file, as one argument. Progress in bytes."""
+"""What `deepnvme ls`, `verify` and `cp` work on: a store or a safetensors file, as one argument. Progress in bytes.
+
+Stores are opened for reading alone, so that these commands work beside other readers and on read-only drives.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +15,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-__all__ = ["FILE_SUFFIX", "Place", "byte_progress", "place_argument", "printable", "tensor_count"]
+from deepnvme.member import Access
+from deepnvme.store import TensorStore
+
+__all__ = [
+    "FILE_SUFFIX",
+    "Place",
+    "add_generation_argument",
+    "byte_progress",
+    "opened_store",
+    "place_argument",
+    "printable",
+    "tensor_count",
+]
 
 FILE_SUFFIX = ".safetensors"
 
@@ -22,6 +38,15 @@ class Place:
 
     paths: tuple[Path, ...]
     is_file: bool
+
+    def refuse_generation(self, generation: int | None) -> None:
+        """Refuse to look for a generation of a file.
+
+        Raises:
+            OSError: one was asked for.
+        """
+        if self.is_file and generation is not None:
+            raise OSError(errno.EINVAL, "a safetensors file has no generations: leave out --generation", str(self))
 
     def __str__(self) -> str:
         """Return the argument."""
@@ -37,6 +62,18 @@ def place_argument(text: str) -> Place:
     if not all(parts):
         raise argparse.ArgumentTypeError(f"expected a {FILE_SUFFIX} file or directories joined by commas, got {text!r}")
     return Place(tuple(map(Path, parts)), is_file=False)
+
+
+def add_generation_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare which commit of a store is meant."""
+    parser.add_argument(
+        "--generation", type=int, metavar="N", help="of a store, that commit: the last one, or the one before it"
+    )
+
+
+def opened_store(place: Place, generation: int | None) -> TensorStore:
+    """Open a store for reading, at that generation or at its last commit."""
+    return TensorStore.open(place.paths, access=Access.READ, generation=generation)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,10 @@ Operation operation_of(std::uint64_t id, int verb, std::shared_ptr<OpenFile> fil
     return operation;
 }
 
+std::chrono::nanoseconds nanoseconds(double seconds) {
+    return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
+}
+
 // Waits until the operation has ended, and completes what nobody took yet. False: the time is up. What
 // `complete` declines by returning false, or was interrupted in by a signal's exception, goes to wait_ended:
 // nothing that was taken here is lost.
@@ -69,7 +73,7 @@ bool wait_for(Queue& queue, Ticket& ticket, double timeout_s, const py::function
     std::optional<std::vector<Outcome>> ended;
     {
         const py::gil_scoped_release unlocked;
-        ended = queue.wait_for(ticket, std::chrono::nanoseconds(static_cast<std::int64_t>(timeout_s * 1e9)));
+        ended = queue.wait_for(ticket, nanoseconds(timeout_s));
     }
     if (!ended) return false;
     std::vector<Outcome> declined;
@@ -195,6 +199,7 @@ void bind_memory(py::module_& module) {
         .def(py::init(&Pool::make), py::arg("nbytes"), py::arg("numa_node"),
              py::call_guard<py::gil_scoped_release>())
         .def("take", &Pool::take, py::arg("nbytes"))
+        .def("take_at", &Pool::take_at, py::arg("offset"), py::arg("nbytes"))
         .def(
             "pin_with_cuda",
             [](Pool& pool, bool demanded) {
@@ -269,8 +274,10 @@ void bind_queue(py::module_& module) {
         .def_readonly("user_memory", &DriveOptions::user_memory);
     py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
         .def(py::init<>())
-        .def("cancel", &Ticket::cancel);
+        .def("cancel", &Ticket::cancel)
+        .def_property_readonly("taken", &Ticket::taken);
     module.def("set_liburing_path", &set_liburing_path, py::arg("path"));
+    module.def("on_fuse", &on_fuse, py::arg("path"), py::call_guard<py::gil_scoped_release>());
     module.def(
         "try_backend", [](const std::string& name) { (void)make_backend(name, 1); }, py::arg("name"),
         py::call_guard<py::gil_scoped_release>());
@@ -294,28 +301,20 @@ void bind_queue(py::module_& module) {
             "submit",
             [](Queue& queue, std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
                std::uintptr_t address, std::uint64_t length, std::uint64_t offset, int at_end,
-               std::shared_ptr<Ticket> ticket) {
+               std::shared_ptr<Ticket> ticket, double patience_s) {
                 Operation operation = operation_of(id, verb, std::move(file), address, length, offset, at_end,
                                                    std::move(ticket));
                 const py::gil_scoped_release unlocked;
-                queue.submit(std::move(operation));
+                return queue.submit(std::move(operation), nanoseconds(patience_s));
             },
             py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("address"), py::arg("length"),
-            py::arg("offset"), py::arg("at_end"), py::arg("ticket"))
-        .def(
-            "try_submit",
-            [](Queue& queue, std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
-               std::uintptr_t address, std::uint64_t length, std::uint64_t offset, int at_end,
-               std::shared_ptr<Ticket> ticket) {
-                Operation operation = operation_of(id, verb, std::move(file), address, length, offset, at_end,
-                                                   std::move(ticket));
-                const py::gil_scoped_release unlocked;
-                return queue.try_submit(std::move(operation));
-            },
-            py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("address"), py::arg("length"),
-            py::arg("offset"), py::arg("at_end"), py::arg("ticket"))
+            py::arg("offset"), py::arg("at_end"), py::arg("ticket"), py::arg("patience_s"))
         .def("use_pool", &Queue::use_pool, py::arg("pool"), py::call_guard<py::gil_scoped_release>())
         .def("forget_pool", &Queue::forget_pool, py::arg("pool"), py::call_guard<py::gil_scoped_release>())
+        .def(
+            "pools_settled",
+            [](Queue& queue, double patience_s) { return queue.pools_settled(nanoseconds(patience_s)); },
+            py::arg("patience_s"), py::call_guard<py::gil_scoped_release>())
         .def("wait_ended",
              [](Queue& queue) {
                  std::vector<Outcome> ended;
@@ -331,7 +330,9 @@ void bind_queue(py::module_& module) {
                  return list;
              })
         .def("wait_for", &wait_for, py::arg("ticket"), py::arg("timeout_s"), py::arg("complete"))
-        .def("close", &Queue::close, py::call_guard<py::gil_scoped_release>())
+        .def(
+            "close", [](Queue& queue, double patience_s) { return queue.close(nanoseconds(patience_s)); },
+            py::arg("patience_s"), py::call_guard<py::gil_scoped_release>())
         .def("stats",
              [](const Queue& queue) {
                  std::map<dev_t, DriveStats> all;

@@ -115,35 +115,11 @@ TEST(a_piece_split_anywhere_sums_to_the_whole) {
     });
 }
 
-TEST(the_crcs_of_two_pieces_combine_to_that_of_the_whole) {
-    const Bytes data = random_bytes(longest);
-    const std::uint32_t whole = bitwise(0, data);
-    for (std::size_t cut = 0; cut <= data.size(); cut += 7) {
-        const std::uint32_t a = crc32c(0, data.data(), cut);
-        const std::uint32_t b = crc32c(0, data.data() + cut, data.size() - cut);
-        CHECK_EQ(crc32c_combine(a, b, data.size() - cut), whole);
-    }
-}
-
-TEST(combining_does_not_depend_on_the_order_even_for_pieces_larger_than_memory) {
-    std::mt19937_64 random(17);
-    for (int i = 0; i < 200; ++i) {
-        const auto a = static_cast<std::uint32_t>(random());
-        const auto b = static_cast<std::uint32_t>(random());
-        const auto c = static_cast<std::uint32_t>(random());
-        const std::uint64_t nbytes_b = random() >> (1 + random() % 60);
-        const std::uint64_t nbytes_c = random() >> (1 + random() % 60);
-        CHECK_EQ(crc32c_combine(crc32c_combine(a, b, nbytes_b), c, nbytes_c),
-                 crc32c_combine(a, crc32c_combine(b, c, nbytes_c), nbytes_b + nbytes_c));
-    }
-}
-
 TEST(no_bytes_change_no_crc) {
     on_every_kernel([](const Crc32cKernel& kernel) {
         CHECK_EQ(kernel.sum(0x12345678, nullptr, 0), 0x12345678U);
         CHECK_EQ(kernel.copy(0x12345678, nullptr, nullptr, 0), 0x12345678U);
     });
-    CHECK_EQ(crc32c_combine(0x12345678, 0, 0), 0x12345678U);
 }
 
 TEST(a_copy_is_equal_and_touches_nothing_around_it) {

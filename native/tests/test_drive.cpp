@@ -27,7 +27,10 @@ using namespace deepnvme;
 
 namespace {
 
+using namespace std::chrono_literals;
+
 constexpr std::uint32_t chunk = 64 << 10;
+constexpr auto long_enough = 60s;
 
 std::vector<std::byte> pattern(std::size_t nbytes, unsigned seed) {
     std::vector<std::byte> bytes(nbytes);
@@ -66,7 +69,7 @@ struct Bench {
         operation.memory = memory.data();
         operation.length = memory.size();
         operation.offset = offset;
-        queue.submit(std::move(operation));
+        CHECK(queue.submit(std::move(operation), long_enough));
         return next - 1;
     }
 
@@ -220,7 +223,7 @@ TEST(an_operation_cancelled_before_it_began_touches_no_memory) {
     operation.file = bench.file;
     operation.memory = untouched.data();
     operation.length = untouched.size();
-    bench.queue.submit(std::move(operation));
+    CHECK(bench.queue.submit(std::move(operation), long_enough));
     CHECK_EQ(bench.outcome(999).ending, Ending::cancelled);
     CHECK_EQ(bench.outcome(blocker).ending, Ending::succeeded);
     CHECK(untouched == std::vector<std::byte>(chunk, std::byte{0xEE}));
@@ -231,7 +234,7 @@ TEST(closing_drains_what_was_submitted) {
     std::vector<std::vector<std::byte>> all;
     for (unsigned i = 0; i < 20; ++i) all.push_back(pattern(chunk, i));
     for (unsigned i = 0; i < 20; ++i) (void)bench.submit(Verb::write, all[i], std::uint64_t{i} * chunk);
-    bench.queue.close();
+    CHECK(bench.queue.close(long_enough));
     CHECK_EQ(bench.queue.pending(), 0);
     for (std::uint64_t id = 1; id <= 20; ++id) CHECK_EQ(bench.outcome(id).ending, Ending::succeeded);
     CHECK(bench.queue.wait_ended().empty());
@@ -240,28 +243,100 @@ TEST(closing_drains_what_was_submitted) {
     CHECK_EQ(bench.stats().operations, 20);
 }
 
-TEST(a_full_queue_refuses_or_waits) {
-    QueueOptions options = in_memory(one_rule({.kind = FaultRule::Kind::delay, .nth = 1, .delay_us = 20000}));
-    options.max_pending = 2;
+TEST(a_close_whose_time_is_up_takes_no_more_and_ends_when_called_again) {
+    Bench bench(in_memory(one_rule({.kind = FaultRule::Kind::delay, .nth = 1, .delay_us = 200'000})));
+    std::vector<std::byte> memory = pattern(chunk, 12);
+    const std::uint64_t slow = bench.submit(Verb::write, memory, 0);
+    CHECK(!bench.queue.close(0ns));
+    CHECK_THROWS(bench.submit(Verb::write, memory, 0), ClosedError);
+    CHECK_EQ(bench.queue.pending(), 1);
+    CHECK(bench.queue.close(long_enough));
+    CHECK(bench.queue.close(0ns));
+    CHECK_EQ(bench.outcome(slow).ending, Ending::succeeded);
+    CHECK(bench.queue.wait_ended().empty());
+}
+
+TEST(a_full_queue_takes_nothing_before_there_is_room) {
+    QueueOptions options =
+        in_memory(one_rule({.kind = FaultRule::Kind::delay, .nth = 1, .delay_us = 200'000}));
+    options.max_pending = 1;
     Bench bench(std::move(options));
     std::vector<std::byte> memory = pattern(chunk, 12);
-    (void)bench.submit(Verb::write, memory, 0);
-    (void)bench.submit(Verb::write, memory, 0);
-    Operation third;
-    third.id = 77;
-    third.verb = Verb::write;
-    third.file = bench.file;
-    third.memory = memory.data();
-    third.length = memory.size();
-    const bool taken = bench.queue.try_submit(third);
-    if (taken) {  // only if both had ended already
-        CHECK_EQ(bench.outcome(77).ending, Ending::succeeded);
-    } else {
-        bench.queue.submit(third);
-        CHECK_EQ(bench.outcome(77).ending, Ending::succeeded);
+    const std::uint64_t slow = bench.submit(Verb::write, memory, 0);
+    Operation another;
+    another.id = 77;
+    another.ticket = std::make_shared<Ticket>();
+    another.verb = Verb::write;
+    another.file = bench.file;
+    another.memory = memory.data();
+    another.length = memory.size();
+    CHECK(!bench.queue.submit(another, 0ns));
+    CHECK(!bench.queue.submit(another, 1ms));
+    CHECK(!another.ticket->taken());
+    CHECK_EQ(bench.queue.pending(), 1);
+    CHECK(bench.queue.submit(another, long_enough));
+    CHECK(another.ticket->taken());
+    CHECK_EQ(bench.outcome(77).ending, Ending::succeeded);
+    CHECK_EQ(bench.outcome(slow).ending, Ending::succeeded);
+    CHECK_EQ(bench.stats().operations, 2);
+}
+
+TEST(an_operation_on_a_file_of_another_queue_is_refused_and_takes_no_room) {
+    QueueOptions options = in_memory();
+    options.max_pending = 1;
+    Bench bench(std::move(options));
+    Operation foreign;
+    foreign.ticket = std::make_shared<Ticket>();
+    foreign.file = std::make_shared<OpenFile>("/proc/self/exe", OpenMode::read, DirectIO::never, 0600);
+    CHECK_THROWS((void)bench.queue.submit(foreign, long_enough), ClosedError);
+    CHECK(!foreign.ticket->taken());
+    CHECK_EQ(bench.queue.pending(), 0);
+    std::vector<std::byte> memory = pattern(chunk, 12);
+    CHECK_EQ(bench.run(Verb::write, memory, 0).ending, Ending::succeeded);
+}
+
+TEST(pools_come_and_go_while_threads_submit_and_the_queue_closes) {
+    Bench bench;
+    constexpr unsigned threads = 4;
+    std::vector<std::byte> block = pattern(3000, 1);
+    std::atomic<std::uint64_t> taken{0};
+    std::atomic<std::uint64_t> ended{0};
+    std::thread reaper([&] {
+        for (auto some = bench.queue.wait_ended(); !some.empty(); some = bench.queue.wait_ended())
+            ended += some.size();
+    });
+    std::vector<std::thread> others;
+    for (unsigned i = 0; i < threads; ++i) {
+        others.emplace_back([&, i] {
+            Operation operation;
+            operation.verb = Verb::write;
+            operation.file = bench.file;
+            operation.memory = block.data();
+            operation.length = block.size();
+            operation.offset = std::uint64_t{i} * 4096;
+            try {
+                while (bench.queue.submit(operation, long_enough)) ++taken;
+            } catch (const ClosedError&) {
+            }
+        });
     }
-    CHECK_EQ(bench.outcome(1).ending, Ending::succeeded);
-    CHECK_EQ(bench.outcome(2).ending, Ending::succeeded);
+    const std::shared_ptr<Pool> pool = Pool::make(1 << 20);
+    others.emplace_back([&] {
+        try {
+            while (true) {
+                bench.queue.use_pool(pool);
+                (void)bench.queue.pools_settled(long_enough);
+                bench.queue.forget_pool(pool);
+            }
+        } catch (const ClosedError&) {
+        }
+    });
+    while (ended < 2000) std::this_thread::yield();
+    CHECK(bench.queue.close(long_enough));
+    for (std::thread& other : others) other.join();
+    reaper.join();
+    CHECK_EQ(ended.load(), taken.load());
+    CHECK_EQ(pool.use_count(), 1);
 }
 
 TEST(many_threads_may_submit_at_once) {
@@ -289,7 +364,7 @@ TEST(many_threads_may_submit_at_once) {
                 operation.memory = blocks[i].data();
                 operation.length = blocks[i].size();
                 operation.offset = std::uint64_t{i} * 3000;
-                bench.queue.submit(std::move(operation));
+                (void)bench.queue.submit(std::move(operation), long_enough);
             }
         });
     }
@@ -306,10 +381,6 @@ TEST(many_threads_may_submit_at_once) {
 // --------------------------------------------------------------------------------------------------------------
 
 namespace {
-
-using namespace std::chrono_literals;
-
-constexpr auto long_enough = 60s;
 
 QueueOptions with_slow_syncs(std::uint32_t delay_us) {
     return in_memory(one_rule(
@@ -328,7 +399,7 @@ class Listener {
   public:
     explicit Listener(Queue& queue) : queue_(queue), thread_([this] { listen(); }) {}
     ~Listener() {
-        queue_.close();
+        (void)queue_.close(long_enough);
         thread_.join();
     }
     Listener(const Listener&) = delete;
@@ -435,7 +506,7 @@ TEST(what_a_waiter_takes_wait_ended_never_sees_and_what_it_hands_back_it_does) {
         for (const std::uint64_t id : mine) CHECK(std::find(seen.begin(), seen.end(), id) == seen.end());
         for (; takes > 0; --takes) bench.queue.hand_back(std::exchange(taken, {}));
         CHECK(listener.hears(2));
-        bench.queue.close();
+        CHECK(bench.queue.close(long_enough));
         CHECK(listener.heard() == std::vector<std::uint64_t>({1, 2}));
     }
 }
@@ -461,7 +532,7 @@ TEST(what_was_handed_back_before_the_queue_closed_is_still_returned) {
     auto taken = bench.queue.wait_for(*ticket, long_enough);
     CHECK(taken.has_value());
     bench.queue.hand_back(std::move(*taken));
-    bench.queue.close();
+    CHECK(bench.queue.close(long_enough));
     CHECK_EQ(bench.outcome(1).ending, Ending::succeeded);
     CHECK(bench.queue.wait_ended().empty());
 }
@@ -471,7 +542,7 @@ TEST(closing_wakes_whoever_waits_with_what_they_wait_for) {
     const std::shared_ptr<Ticket> ticket = bench.sync_with_ticket();
     std::atomic<bool> woken{false};
     std::thread waiter([&] { woken = bench.queue.wait_for(*ticket, long_enough).has_value(); });
-    bench.queue.close();
+    CHECK(bench.queue.close(long_enough));
     waiter.join();
     CHECK(woken.load());
     const auto late = bench.queue.wait_for(*ticket, 0ns);
@@ -515,7 +586,7 @@ TEST(every_operation_reaches_exactly_one_of_those_that_wait_and_listen) {
                     operation.length = memory.size();
                     operation.offset = std::uint64_t{i} * 1000;
                     const std::shared_ptr<Ticket> ticket = operation.ticket;
-                    bench.queue.submit(std::move(operation));
+                    CHECK(bench.queue.submit(std::move(operation), long_enough));
                     const std::chrono::nanoseconds timeout =
                         n % 3 == 0 ? 1us : std::chrono::nanoseconds(long_enough);
                     auto ended = bench.queue.wait_for(*ticket, timeout);
@@ -532,7 +603,7 @@ TEST(every_operation_reaches_exactly_one_of_those_that_wait_and_listen) {
             });
         }
         for (std::thread& worker : workers) worker.join();
-        bench.queue.close();
+        CHECK(bench.queue.close(long_enough));
         std::size_t mine = 0;
         for (const auto& ids : taken) mine += ids.size();
         CHECK(listener.hears(threads * each - mine));
@@ -580,6 +651,27 @@ TEST(pool_pieces_do_not_overlap_and_come_back_whole) {
     blocks.erase(blocks.begin() + 1);
     blocks.clear();
     CHECK_EQ(pool->largest_free(), pool->capacity());
+}
+
+TEST(a_planned_piece_is_where_the_plan_says_and_nowhere_else) {
+    const std::shared_ptr<Pool> pool = Pool::make(1 << 20);
+    const std::shared_ptr<Block> first = pool->take_at(8192, 5000);
+    CHECK_EQ(pool->largest_free(), (1U << 20) - 16384);
+    CHECK_THROWS((void)pool->take_at(4096, 4097), PoolExhausted);
+    CHECK_THROWS((void)pool->take_at(12288, 1), PoolExhausted);
+    const std::shared_ptr<Block> before = pool->take_at(0, 8192);
+    const std::shared_ptr<Block> after = pool->take_at(16384, (1 << 20) - 16384);
+    CHECK_EQ(before->data() + 8192, first->data());
+    CHECK_EQ(pool->free_bytes(), 0);
+}
+
+TEST(a_place_outside_of_the_pool_or_within_a_page_is_refused) {
+    const std::shared_ptr<Pool> pool = Pool::make(1 << 20);
+    CHECK_THROWS((void)pool->take_at(100, 10), std::invalid_argument);
+    CHECK_THROWS((void)pool->take_at(0, 0), std::invalid_argument);
+    CHECK_THROWS((void)pool->take_at(1 << 20, 1), std::invalid_argument);
+    CHECK_THROWS((void)pool->take_at(4096, ~std::size_t{0}), std::invalid_argument);
+    CHECK_EQ(pool->free_bytes(), pool->capacity());
 }
 
 TEST(an_exhausted_pool_says_what_is_free) {

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deepnvme import Direct, IOQueue, NVMeError, Pool, ShortReadError
+from deepnvme import BackendUnavailableError, Direct, IOQueue, NVMeError, Pool, ShortReadError
 from support import seccomp
 from support.nvme_disks import DiskUnavailableError, loop_device, loop_ext4, tmpfs
 from support.nvme_fuse import Behaviour, DirectIO, FuseUnavailableError, Identity, byte_pattern, failing_files
@@ -148,6 +148,43 @@ def test_reading_past_the_end_is_an_error_with_the_bytes_that_there_were(
     assert_same(buffer[:length], pattern(length, seed=1))
 
 
+# --- too little memory -------------------------------------------------------------------------------------------
+
+WITHOUT_MEMORY = """
+import json, resource, sys
+from deepnvme import IOQueue, NVMeError
+
+GIB = 1 << 30
+vast = {"chunk_bytes": 64 << 20, "inflight_bytes": 16 * GIB}  # slots of 1 GiB for what must be copied
+data = memoryview(bytearray(8192))[1:4097]
+told = []
+with IOQueue(sys.argv[1], **vast) as queue, queue.open(sys.argv[2], "w") as file:
+    told.append(file.direct)
+    file.pwrite(b"x").result(60)
+    with open("/proc/self/statm") as status:
+        used = int(status.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + GIB // 2, before[1]))
+    for _ in range(2):
+        try:
+            told.append(file.pwrite(data, 0).result(60))
+        except NVMeError as error:
+            told.append([error.errno, error.done])
+    told.append(file.pwrite(b"small", 4097).result(60))
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    told.append(file.pwrite(b"more", 4102).result(60))
+print(json.dumps(told))
+"""
+
+
+def test_an_operation_that_there_is_no_memory_to_copy_through_fails_alone(tmp_path: Path, backend: str) -> None:
+    told = json.loads(output_of(run_program(WITHOUT_MEMORY, backend, tmp_path / "file", folder=tmp_path)))
+    direct, *rest = told
+    if not direct:
+        pytest.skip("the file system here takes no direct I/O")
+    assert rest == [[errno.ENOMEM, 0], [errno.ENOMEM, 0], 5, 4]
+
+
 # --- a broken drive ----------------------------------------------------------------------------------------------
 
 SIZE = 3 * MIB + 11
@@ -220,6 +257,39 @@ def test_a_write_that_the_drive_fails_is_an_error(broken_disk: Path, backend: st
         assert file.pwrite(data[:1000]).result(TIMEOUT_S) == 1000
     assert error.errno == code
     assert error.done <= MIB + 4321
+
+
+@pytest.mark.parametrize("require", ["io_uring", "uring", ("liburing", "uring"), ("io_uring", "aio")])
+def test_a_ring_that_is_required_is_refused_where_threads_must_do_its_work(
+    broken_disk: Path, require: str | tuple[str, ...]
+) -> None:
+    before = (broken_disk / "sound").read_bytes()
+    try:
+        queue = IOQueue(require=require)
+    except BackendUnavailableError as refusal:
+        pytest.skip(str(refusal))
+    with queue, pytest.raises(BackendUnavailableError, match=r"on a FUSE file system \(fuse\.failing\)") as caught:
+        queue.open(broken_disk / "sound", "w")
+    assert (caught.value.errno, caught.value.path) == (errno.ENOTSUP, str(broken_disk / "sound"))
+    assert "'threads')" in str(caught.value)
+    assert_same((broken_disk / "sound").read_bytes(), before)
+
+
+def test_a_ring_that_is_required_is_refused_for_a_file_that_is_yet_to_be_made(broken_disk: Path) -> None:
+    with (
+        IOQueue(require=backend_or_skip("uring")) as queue,
+        pytest.raises(BackendUnavailableError, match="on a FUSE file system"),
+    ):
+        queue.open(broken_disk / "new", "w")
+    assert not (broken_disk / "new").exists()
+
+
+@pytest.mark.parametrize("options", [{"require": ("io_uring", "threads")}, {"backend": "auto"}])
+def test_threads_do_the_work_of_a_ring_where_they_are_acceptable(broken_disk: Path, options: dict[str, Any]) -> None:
+    with IOQueue(**options) as queue, queue.open(broken_disk / "sound") as file:
+        assert file.pread(bytearray(SIZE)).result(TIMEOUT_S) == SIZE
+        (drive,) = queue.stats().drives.values()
+    assert drive.backend == "threads"
 
 
 # --- a file that is replaced -------------------------------------------------------------------------------------

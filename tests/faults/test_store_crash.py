@@ -9,6 +9,7 @@ loses or reorders what it had taken and not yet flushed.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import random
 import shutil
@@ -104,10 +105,12 @@ def test_a_writer_that_dies_before_any_call_of_a_commit_leaves_one_of_the_two(
         writers.kill()
         last = judge(places, queue, writers.done, writers.begun)
         ends = []
-        for call in range(1, calls, max(1, calls // points)):
+        for call in itertools.count(1, max(1, calls // points)):
             writers.start(die_at_call=call)
             writers.hear("dead")
-            assert writers.done == 0
+            if writers.done:  # its first commit has fewer calls than this: how many depends on what it waits for
+                judge(places, queue, writers.done, writers.begun)
+                break
             ends.append(judge(places, queue, last, writers.begun) - last)
             last += ends[-1]
     assert set(ends) == {0, 1}

@@ -190,10 +190,10 @@ def test_memory_that_the_program_lets_go_of_is_not_reused_before_the_end(
 def test_staging_memory_is_pinned(tmp_path: Path, queue: deepnvme.IOQueue) -> None:
     with queue.open(tmp_path / "file", "w") as file:
         file.pwrite(random_bytes(1000)).result(TIMEOUT_S)
-    stats = queue._staging.stats()  # type: ignore[attr-defined, unused-ignore]
-    assert stats.pinned
-    assert stats.buffer_bytes == STAGING_BYTES
-    assert stats.from_device_bytes == 1000
+    pool = queue._staging._pool  # type: ignore[attr-defined, unused-ignore]
+    assert pool is not None
+    assert pool.pinned
+    assert pool.capacity == STAGING_BYTES
 
 
 def test_a_file_that_is_too_short_fills_the_tensor_as_far_as_it_goes(tmp_path: Path, queue: deepnvme.IOQueue) -> None:

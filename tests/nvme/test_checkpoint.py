@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deepnvme import (
+    Access,
     ChecksumError,
     FaultPlan,
     IOQueue,
@@ -122,14 +123,87 @@ def test_saving_again_replaces_the_state_where_there_is_room(tmp_path: Path) -> 
     assert generations == sorted(set(generations))
 
 
-def test_saving_again_without_room_says_what_to_do_and_keeps_what_was_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("capacity", [None, 1, 20 * MIB])
+def test_saving_again_and_again_needs_no_thought_of_room(tmp_path: Path, capacity: int | None) -> None:
+    for seed in range(5):
+        save(state(seed), tmp_path / "s", capacity=capacity)
+
+        assert_same(load(tmp_path / "s"), state(seed))
+    with TensorStore.open([tmp_path / "s"]) as store:
+        assert sum(store.volume.capacities) >= (capacity or 0)
+        settled = store.volume.capacities
+    save(state(5), tmp_path / "s", capacity=capacity)
+    with TensorStore.open([tmp_path / "s"]) as store:
+        assert store.volume.capacities == settled, "three of them have room for any number"
+
+
+def test_a_state_may_grow(tmp_path: Path) -> None:
+    for count in range(1, 6):
+        grown = {"w": np.full(count * MIB, count, np.uint8)}
+        members = [Member(tmp_path / "a", rate=1.0, capacity=MIB), Member(tmp_path / "b", rate=3.0, capacity=MIB)]
+        save(grown, members)
+
+        assert_same(load([tmp_path / "b", tmp_path / "a"]), grown)
+
+
+def test_a_state_that_the_drive_has_no_room_for_leaves_what_was_saved(tmp_path: Path) -> None:
     save(state(0), tmp_path / "s")
 
-    with pytest.raises(StoreError, match="capacity of three times the state") as caught:
-        save(state(1), tmp_path / "s")
+    with pytest.raises(VolumeError, match="cannot be reserved") as caught:
+        save(state(1), tmp_path / "s", capacity=1 << 60)
 
-    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
     assert_same(load(tmp_path / "s"), state(0))
+
+
+def test_a_state_is_saved_however_its_tensors_lie(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(30, 20).to(memory_format=torch.contiguous_format)
+    model.weight.data = model.weight.data.T.contiguous().T
+    large = torch.arange(600_000.0).reshape(600, 1000).T
+
+    save({"model": model.state_dict(), "large": large}, tmp_path / "s")
+
+    found = load(tmp_path / "s")
+    assert torch.equal(found["model"]["weight"], model.weight)
+    assert torch.equal(found["large"], large)
+
+
+def test_the_state_before_can_be_loaded(tmp_path: Path) -> None:
+    generations = [save(state(seed), tmp_path / "s") for seed in range(3)]
+
+    assert_same(load(tmp_path / "s", generation=generations[1]), state(1))
+    with pytest.raises(StoreError, match=rf"no generation {generations[0]} here"):
+        load(tmp_path / "s", generation=generations[0])
+
+
+def test_a_state_can_be_loaded_while_others_load(tmp_path: Path) -> None:
+    save(state(), tmp_path / "s")
+
+    with TensorStore.open([tmp_path / "s"], access=Access.READ):
+        assert_same(load(tmp_path / "s"), state())
+
+
+def test_a_store_of_tensors_without_a_state_is_loaded_by_their_names(tmp_path: Path) -> None:
+    with TensorStore.create([tmp_path / "s"], 4 * MIB) as store:
+        store.put_many({"a": np.ones(3), "b/c": np.zeros(MIB, np.uint8)})
+        store.commit()
+
+    found = load(tmp_path / "s")
+
+    assert_same({name: np.asarray(each) for name, each in found.items()}, {"a": np.ones(3), "b/c": np.zeros(MIB, "u1")})
+    with pytest.raises(KeyError, match="no state dict 'other'"):
+        load(tmp_path / "s", name="other")
+
+
+def test_somebody_elses_file_is_not_taken_for_a_damaged_store(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("x,y")
+
+    for call in (lambda: save(state(), tmp_path), lambda: load(tmp_path)):
+        with pytest.raises(VolumeError, match="name another directory"):
+            call()
+
+    assert (tmp_path / "data").read_text() == "x,y"
 
 
 def test_states_of_other_names_stay(tmp_path: Path) -> None:
@@ -139,13 +213,6 @@ def test_states_of_other_names_stay(tmp_path: Path) -> None:
     assert load(tmp_path / "s", name="first") == {"step": 1}
     with pytest.raises(KeyError, match="no state dict 'state'; there are: 'first', 'second'"):
         load(tmp_path / "s")
-
-
-def test_the_capacity_of_a_store_that_exists_cannot_be_chosen(tmp_path: Path) -> None:
-    save({}, tmp_path / "s")
-
-    with pytest.raises(ValueError, match="whose capacity was settled"):
-        save({}, tmp_path / "s", capacity=MIB)
 
 
 def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path) -> None:

@@ -268,6 +268,8 @@ def test_a_file_that_somebody_else_cut_is_an_error_not_a_short_success(
         error = file.readinto(bytearray(3 * CHUNK), offset).exception(TIMEOUT_S)
     assert isinstance(error, ShortReadError)
     assert error.done == max(0, CHUNK + 10 - offset)
+    assert "somebody else cut it" in str(error)
+    assert "accepts fewer" not in str(error)
 
 
 def test_a_file_that_we_cut_ourselves_is_as_long_as_we_made_it(tmp_path: Path, queue: IOQueue) -> None:

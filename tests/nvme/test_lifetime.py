@@ -6,19 +6,22 @@ import concurrent.futures
 import contextlib
 import gc
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import pytest
 
-from deepnvme import ClosedError, FaultPlan, IOFuture, IOQueue, Pool, WhenFull
+from deepnvme import ClosedError, FaultPlan, IOFuture, IOQueue, Pool, Requests, WhenFull
+from support.nvme_held import held, until
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, pattern
 from support.nvme_programs import output_of, run_program
 
 SLOW_US = 100_000
+LONG_US = 2_000_000  # what takes milliseconds is over long before
 
 
 def slow(backend: str, *, delay_us: int = SLOW_US) -> IOQueue:
@@ -168,6 +171,14 @@ def test_a_closed_queue_leaves_no_thread_and_no_descriptor(tmp_path: Path, disk_
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+def test_a_queue_that_never_opened_a_file_leaves_nothing_open_either(disk_backend: str) -> None:
+    IOQueue(disk_backend).close()  # what is made once and kept
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    queue = IOQueue(disk_backend)
+    queue.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_queue_that_nobody_holds_any_more_finishes_and_goes(tmp_path: Path, disk_backend: str) -> None:
     data = pattern(5 * CHUNK, seed=1)
 
@@ -206,47 +217,106 @@ class InterruptedSubmission(Exception):  # noqa: N818 - not an error: what a sig
     pass
 
 
-@contextlib.contextmanager
-def interrupting_submission() -> Iterator[None]:
-    """Raise where a signal finds the main thread submitting; leave it alone elsewhere."""
+class InterruptedQueue:
+    """A native queue during whose submission a signal comes. Python runs the handler before or after the call."""
 
-    def handler(_: int, frame: FrameType | None) -> None:
-        if frame is not None and frame.f_code.co_name == "_submit":
+    def __init__(self, native: Any, moment: str) -> None:
+        self._native = native
+        self._moment = moment
+
+    def submit(self, *arguments: Any) -> bool:
+        if self._moment == "before":
             raise InterruptedSubmission
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    stop = threading.Event()
-
-    def send() -> None:
-        while not stop.wait(0.02):
-            signal.pthread_kill(main, signal.SIGUSR1)
-
-    main = threading.get_ident()
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        sender.join()
-        signal.signal(signal.SIGUSR1, before)
+        assert self._native.submit(*arguments)
+        raise InterruptedSubmission
 
 
-def test_an_interrupt_while_submitting_does_not_free_the_memory_of_what_was_taken(tmp_path: Path) -> None:
-    """Python runs signal handlers when the call that submits returns: the drive may be at work by then."""
-    slow_at_first = FaultPlan().delay(delay_us=300_000, nth=1).delay(delay_us=300_000, nth=2)
-    with IOQueue("memory", max_pending=1, faults=slow_at_first) as queue, queue.open(tmp_path / "file", "w") as file:
-        first = file.pwrite(b"first")
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interrupt_while_submitting_frees_the_memory_of_what_was_not_taken_and_no_other(
+    tmp_path: Path, moment: str
+) -> None:
+    with held("memory", tmp_path / "file") as (queue, file, first):
         buffer = bytearray(b"second")
-        with interrupting_submission(), contextlib.suppress(InterruptedSubmission):
-            file.pwrite(buffer, 5)
-        if queue.stats().pending:
+        native = queue._native
+        queue._pending._native = InterruptedQueue(native, moment)  # type: ignore[assignment]
+        try:
+            with pytest.raises(InterruptedSubmission):
+                file.pwrite(buffer, CHUNK)
+        finally:
+            queue._pending._native = native
+        if moment == "after":
             with pytest.raises(BufferError):
                 buffer.clear()
-        assert first.result(TIMEOUT_S) == 5
-        assert file.pwrite(b"third", 11).result(TIMEOUT_S) == 5
-        assert contents(queue, tmp_path / "file") == b"firstsecondthird"
+        else:
+            buffer.clear()
+        assert first.result(TIMEOUT_S) == CHUNK
+        assert file.pwrite(b"third", CHUNK + 6).result(TIMEOUT_S) == 5
+        written = contents(queue, tmp_path / "file")[CHUNK : CHUNK + 11]
+        assert written == (bytes(6) if moment == "before" else b"second") + b"third"
+        until(lambda: queue.stats().pending == 0)
         buffer.clear()
+
+
+def test_an_interrupt_ends_the_wait_for_room_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with held("memory", tmp_path / "file", max_pending=1, hold_us=LONG_US) as (queue, file, first):
+        buffer = bytearray(b"never written")
+        timer = interrupt_main_thread_after(0.05)
+        with pytest.raises(KeyboardInterrupt):
+            file.pwrite(buffer)
+        timer.join()
+        assert not first.done()
+        assert queue.stats().pending == 1
+        buffer.clear()  # not possible while an operation holds it
+        assert first.result(TIMEOUT_S) == CHUNK
+        assert file.pwrite(b"third", CHUNK).result(TIMEOUT_S) == 5
+        assert_same(contents(queue, tmp_path / "file")[: CHUNK + 5], pattern(CHUNK, seed=1) + b"third")
+
+
+def test_an_interrupt_ends_a_close_which_can_be_taken_up_again(tmp_path: Path, backend: str) -> None:
+    before = io_threads()
+    with held(backend, tmp_path / "file", hold_us=LONG_US) as (queue, file, first):
+        behind = file.pwrite(pattern(CHUNK, seed=2), CHUNK)
+        timer = interrupt_main_thread_after(0.05)
+        with pytest.raises(KeyboardInterrupt):
+            queue.close()
+        timer.join()
+        assert queue.closed
+        assert not first.done()
+        with pytest.raises(ClosedError):
+            file.pwrite(b"late")
+        queue.close()
+        assert [first.result(0), behind.result(0)] == [CHUNK, CHUNK]
+    assert io_threads() == before
+
+
+def test_a_queue_whose_close_was_interrupted_drains_when_nobody_holds_it_any_more(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    queue = slow("threads", delay_us=LONG_US // 4)
+    file = queue.open(path, "w")
+    future = file.pwrite(pattern(CHUNK, seed=1))
+    timer = interrupt_main_thread_after(0.05)
+    with pytest.raises(KeyboardInterrupt):
+        queue.close()
+    timer.join()
+    del queue, file
+    gc.collect()
+    assert future.done()
+    assert_same(path.read_bytes(), pattern(CHUNK, seed=1))
+
+
+def test_an_interrupt_ends_the_wait_for_a_pools_registration_which_comes_nevertheless(tmp_path: Path) -> None:
+    pool = Pool(1 << 20)
+    with held("threads", tmp_path / "file", hold_us=LONG_US) as (queue, file, first):
+        for call in (queue.use_pool, queue.forget_pool):
+            timer = interrupt_main_thread_after(0.05)
+            with pytest.raises(KeyboardInterrupt):
+                call(pool)
+            timer.join()
+        assert not first.done()
+        queue.use_pool(pool)
+        assert first.result(TIMEOUT_S) == CHUNK
+        data = pool.buffer(CHUNK)
+        assert file.pwrite(data).result(TIMEOUT_S) == CHUNK
 
 
 # --- the end of the process --------------------------------------------------------------------------------------
@@ -605,6 +675,77 @@ def test_pools_come_and_go_while_work_is_in_flight(tmp_path: Path, disk_queue: I
         assert [future.result(TIMEOUT_S) for future in futures] == [CHUNK + 5] * 12
     expected = b"".join(bytes([number]) * (CHUNK + 5) for number in range(12))
     assert_same((tmp_path / "file").read_bytes(), expected)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """Yield a folder on another drive than `tmp_path`."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system at /dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def one_drive_held(backend: str, path: Path, pool: Pool | None = None) -> Iterator[tuple[IOQueue, IOFuture[int]]]:
+    """Yield a queue and a sync that keeps the drive of `path`, and no other, busy for long."""
+    long = FaultPlan().delay(nth=1, delay_us=LONG_US, requests=Requests.SYNCS)
+    with IOQueue(backend, pool=pool, faults=long) as queue, queue.open(path, "w") as file:
+        sync = file.sync()
+        until(lambda: any(drive.chunks for drive in queue.stats().drives.values()))
+        yield queue, sync
+
+
+def test_a_pool_that_waits_for_a_busy_drive_keeps_no_other_drive_waiting(
+    tmp_path: Path, elsewhere: Path, disk_backend: str, pool: Pool
+) -> None:
+    with one_drive_held(disk_backend, tmp_path / "file") as (queue, sync), queue.open(elsewhere / "file", "w") as file:
+        using = threading.Thread(target=queue.use_pool, args=(pool,))
+        using.start()
+        for number in range(100):
+            assert file.pwrite(b"x" * 100, number * 100).result(TIMEOUT_S) == 100
+        assert using.is_alive()
+        assert not sync.done()
+        using.join(TIMEOUT_S)
+        assert not using.is_alive()
+
+
+def test_a_drive_that_is_new_to_a_queue_learns_its_pools_while_another_drive_is_busy(
+    tmp_path: Path, elsewhere: Path, disk_backend: str, pool: Pool
+) -> None:
+    with IOQueue(disk_backend, pool=pool) as queue, queue.open(elsewhere / "file", "w"):
+        (alone,) = queue.stats().drives.values()
+    with one_drive_held(disk_backend, tmp_path / "file", pool) as (queue, sync):
+        with queue.open(elsewhere / "file", "w"):
+            assert queue.stats().drives[elsewhere.stat().st_dev].registered_bytes == alone.registered_bytes
+        assert not sync.done()
+
+
+def is_pool_memory(address: int) -> bool:
+    """Tell whether there is memory that a forked child would not have."""
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if first == "VmFlags:" and within:
+            return "dc" in rest
+        if not first.endswith(":"):
+            start, _, end = first.partition("-")
+            within = int(start, 16) <= address < int(end, 16)
+    return False
+
+
+def test_a_closed_queue_holds_no_pool(tmp_path: Path, disk_backend: str) -> None:
+    pool = Pool(1 << 20)
+    address = pool.empty(1).ctypes.data
+    assert is_pool_memory(address)
+    queue = IOQueue(disk_backend, pool=pool)
+    queue.open(tmp_path / "file", "w").close()
+    del pool
+    gc.collect()
+    assert is_pool_memory(address)
+    queue.close()
+    assert not is_pool_memory(address)
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])

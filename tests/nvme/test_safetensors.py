@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import stat
 import struct
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from deepnvme import (
     Requests,
     Returns,
     SafetensorsError,
+    WhenFull,
     read_safetensors,
     safetensors_header,
     write_safetensors,
@@ -500,3 +502,67 @@ def test_both_agree_on_no_tensors_and_no_metadata(tmp_path: Path) -> None:
 
     assert theirs.load_file(tmp_path / "ours") == {}
     assert read_safetensors(tmp_path / "theirs") == {}
+
+
+# --- names and permissions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "x"
+    write_safetensors(path, {"w": np.zeros(3)})
+    path.chmod(mode)
+
+    write_safetensors(path, {"w": np.ones(3)})
+
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_while_it_is_written_a_file_is_not_readable_by_more_than_before(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    write_safetensors(path, {"w": np.zeros(3)})
+    path.chmod(0o600)
+
+    with SafetensorsWriter(path, {"w": ("F64", (3,))}) as writer:
+        [draft] = [each for each in tmp_path.iterdir() if each != path]
+        assert stat.S_IMODE(draft.stat().st_mode) == 0o600
+        writer.write({"w": describe(np.ones(3))})
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_header_and_tensors_are_of_one_file_whenever_somebody_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Here in the moment before it is opened for its tensors, or after."""
+    path = tmp_path / "x"
+    versions = {"after": {"first": np.full(LARGE, 1.0)}, "before": {"second": np.full(7, 2, np.int8)}}
+    write_safetensors(path, versions["after"])
+    opening = IOQueue.open
+
+    def replaced(queue: IOQueue, name: Any, *rest: Any, **options: Any) -> Any:
+        if Path(name) != path:
+            return opening(queue, name, *rest, **options)
+        monkeypatch.undo()
+        file = opening(queue, name, *rest, **options) if moment == "after" else None
+        write_safetensors(path, versions["before"])
+        return file or opening(queue, name, *rest, **options)
+
+    monkeypatch.setattr(IOQueue, "open", replaced)
+
+    assert_same(read_safetensors(path, returns=Returns.NUMPY), versions[moment])
+    assert list(safetensors_header(path).tensors) == ["second"]
+
+
+@pytest.mark.parametrize("count", [3, 3000])
+def test_headers_of_every_length_are_read(tmp_path: Path, count: int) -> None:
+    tensors = {f"a rather long name of the tensor {index}": np.array(index) for index in range(count)}
+    write_safetensors(tmp_path / "x", tensors)
+
+    assert_same(read_safetensors(tmp_path / "x", returns=Returns.NUMPY), tensors)
+
+
+def test_a_queue_that_raises_when_it_is_full_is_waited_for(tmp_path: Path, mixed: dict[str, Any]) -> None:
+    with IOQueue("threads", max_pending=1, when_full=WhenFull.RAISE) as queue:
+        write_safetensors(tmp_path / "x", mixed, queue=queue)
+
+        assert_same(read_safetensors(tmp_path / "x", returns=Returns.NUMPY, queue=queue), mixed)

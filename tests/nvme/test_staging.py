@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import itertools
+import os
 import random
 import threading
 import time
@@ -37,9 +38,10 @@ from deepnvme import (
     Requests,
     ShortReadError,
     _native,
-    staging,
+    device_arrays,
 )
-from deepnvme.staging import Staging, device_array_of
+from deepnvme.device_arrays import device_array_of
+from deepnvme.staging import Staging
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, backend_or_skip, pattern
 from support.nvme_programs import output_of, run_program
 
@@ -291,8 +293,6 @@ def test_device_memory_comes_back_from_a_file_as_it_was(tmp_path: Path, backend:
         assert it.pread(file, back, offset).result(TIMEOUT_S) == nbytes
         assert_same(back.values, data)
         it.assert_idle()
-        stats = it.staging.stats()
-        assert (stats.from_device_bytes, stats.to_device_bytes) == (nbytes, nbytes)
 
 
 @settings(max_examples=30)
@@ -480,8 +480,9 @@ def test_no_more_staging_memory_is_used_than_there_is(tmp_path: Path) -> None:
         it.device.hold_copy = 1
         futures = [it.write(file, it.device.memory(pattern(PIECE, n)), n * PIECE) for n in range(5)]
         wait_until(lambda: it.device.started == 2)
-        assert it.staging.stats().buffer_bytes == STAGING
-        assert it.staging.stats().pending == 5
+        assert it.staging._pool is not None
+        assert it.staging._pool.capacity == STAGING
+        assert it.staging.pending == 5
         it.device.held.set()
         assert [future.result(TIMEOUT_S) for future in futures] == [PIECE] * 5
 
@@ -569,6 +570,18 @@ def test_a_failing_read_tells_the_prefix_that_is_on_the_device(tmp_path: Path, b
         it.assert_idle()
         assert it.readinto(file, back).result(TIMEOUT_S) == 4 * PIECE
         assert_same(back.values, data)
+
+
+def test_a_file_that_somebody_else_cut_is_an_error_that_says_so(tmp_path: Path, backend: str) -> None:
+    (tmp_path / "file").write_bytes(pattern(3 * PIECE, seed=1))
+    with rig(backend) as it, it.queue.open(tmp_path / "file") as file:
+        os.truncate(tmp_path / "file", PIECE + 10)
+        with pytest.raises(ShortReadError, match="somebody else cut it") as caught:
+            it.readinto(file, it.device.fresh(3 * PIECE)).result(TIMEOUT_S)
+        assert (caught.value.asked, caught.value.done) == (3 * PIECE, PIECE + 10)
+        with pytest.raises(ShortReadError, match=r"readinto\(\) accepts fewer"):
+            it.pread(file, it.device.fresh(PIECE), PIECE).result(TIMEOUT_S)
+        it.assert_idle()
 
 
 def test_an_error_within_a_piece_counts_what_came_before_it(tmp_path: Path) -> None:
@@ -835,7 +848,7 @@ def test_a_callback_may_submit_more_although_the_queue_is_full(tmp_path: Path, s
             future = it.write(file, it.device.memory(bytes([number])), number)
             future.add_done_callback(lambda _: write_next(number + 1))
 
-        it.write(file, it.device.memory(b"x")).result(TIMEOUT_S)  # the first one waits until the drive is idle
+        it.write(file, it.device.memory(b"x")).result(TIMEOUT_S)
         if staged:
             write_next(0)
         else:
@@ -858,7 +871,7 @@ def test_closing_waits_for_everything_pending(tmp_path: Path, backend: str) -> N
         for number in range(6):
             assert futures[number].result() == len(data[number])
             assert_same((tmp_path / "file").read_bytes()[2 * PIECE * number :][: len(data[number])], data[number])
-        assert it.staging.stats().buffer_bytes == 0
+        assert it.staging._pool is None
         with pytest.raises(ClosedError):
             it.write(file, it.device.memory(b"abc"))
         it.staging.close()
@@ -882,7 +895,7 @@ def test_a_callback_is_told_that_closing_would_wait_for_itself(tmp_path: Path) -
     told: list[bool] = []
     slow = FaultPlan().delay(delay_us=500_000, nth=2)
     with rig(faults=slow) as it, it.queue.open(tmp_path / "file", "w") as file:
-        it.write(file, it.device.memory(b"x")).result(TIMEOUT_S)  # the first one waits until the drive is idle
+        it.write(file, it.device.memory(b"x")).result(TIMEOUT_S)
         it.device.hold_copy = 2
         file.pwrite(b"slow").add_done_callback(lambda _: told.append(it.staging.needs_this_thread()))
         first = it.write(file, it.device.memory(b"abc"), 4)
@@ -897,7 +910,7 @@ def test_a_callback_is_told_that_closing_would_wait_for_itself(tmp_path: Path) -
 
 def test_a_queue_that_sees_no_device_array_has_neither_thread_nor_memory_for_them() -> None:
     with rig() as it:
-        assert it.staging.stats() == staging.StagingStats(0, 0, False, 0, 0)
+        assert it.staging._pool is None
         assert not it.staging._threads
 
 
@@ -995,7 +1008,7 @@ def torch_array(tensor: Any) -> Any:
         current_stream=lambda _: StandInStream(),
     )
     used = {name: getattr(torch, name) for name in ("strided", "uint8", "empty", "frombuffer")}
-    return staging._TorchArray(tensor, types.SimpleNamespace(cuda=cuda, **used))
+    return device_arrays._TorchArray(tensor, types.SimpleNamespace(cuda=cuda, **used))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64", "float8_e4m3fn"])

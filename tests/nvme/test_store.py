@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,13 @@ import numpy as np
 import pytest
 import torch
 
-from deepnvme import ClosedError, FaultPlan, IOQueue, NVMeError, Requests
+from deepnvme import Access, ClosedError, FaultPlan, IOQueue, NVMeError, Requests, WhenFull
 from deepnvme.arrays import Returns
 from deepnvme.errors import PoisonedError, StoreError, VolumeError, VolumeFullError, VolumeLockedError
 from deepnvme.extents import whole_pages
 from deepnvme.store import Checksum, Durability, TensorStore, UncommittedWarning
 from deepnvme.volume import Member, Volume
+from support.nvme_disks import DiskUnavailableError, loop_ext4
 from support.nvme_io import PAGE, TIMEOUT_S, backend_or_skip, pattern
 from support.nvme_programs import output_of, run_program
 
@@ -1134,3 +1138,314 @@ def test_a_forked_child_is_refused_the_store_and_does_not_crash(tmp_path: Path) 
 def test_a_tensor_that_cannot_be_put_is_named(tmp_path: Path) -> None:
     with TensorStore.swap([tmp_path], 1 << 20) as store, pytest.raises(ValueError, match=r"tensor 'w': .*contiguous"):
         store.put("w", np.ones((4, 4))[:, ::2])
+
+
+# --- readers -----------------------------------------------------------------------------------------------------
+
+READING = """
+import sys
+from deepnvme import Access, Returns, TensorStore
+with TensorStore.open(sys.argv[1:], access=Access.READ, returns=Returns.NUMPY) as store:
+    print(store.get("a").tobytes().decode(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def written(place: list[Path], queue: IOQueue) -> list[Path]:
+    """Return the place of a store of three tensors and a state, closed."""
+    with TensorStore.create(place, 8 * MIB, queue=queue) as store:
+        store.put_many({"a": b"one", "b": filled(MIB, 2), "c": filled(300 * KIB, 3)})
+        store.put_state("state", {"step": 1, "w": np.arange(5)})
+        store.commit()
+    return place
+
+
+@contextmanager
+def reader_elsewhere(place: list[Path]) -> Iterator[subprocess.Popen[str]]:
+    """Yield a process that has read from the store and has it open."""
+    command = [sys.executable, "-c", READING, *map(str, place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "one\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_several_processes_read_a_store_at_once(written: list[Path], queue: IOQueue) -> None:
+    with (
+        reader_elsewhere(written),
+        reader_elsewhere(written),
+        opened(written, queue, access=Access.READ) as one,
+        opened(written, queue, access=Access.READ) as other,
+    ):
+        assert contents(one) == contents(other)
+        assert one.get_state("state")["step"] == 1
+        assert one.verify() == ()
+
+
+def test_a_writer_is_refused_while_another_process_reads(written: list[Path], queue: IOQueue) -> None:
+    with reader_elsewhere(written) as reader:
+        with pytest.raises(VolumeLockedError, match=f"process {reader.pid} has this volume open for reading") as caught:
+            opened(written, queue)
+        assert (caught.value.pid, caught.value.use) == (reader.pid, "reading")
+    with opened(written, queue) as store:
+        store.put("a", b"two")
+        store.commit()
+
+
+def test_a_reader_is_refused_while_another_writes(written: list[Path], queue: IOQueue) -> None:
+    with (
+        opened(written, queue),
+        pytest.raises(VolumeLockedError, match="this process has this volume open for writing"),
+    ):
+        opened(written, queue, access=Access.READ)
+    opened(written, queue, access=Access.READ).close()
+
+
+def test_a_reader_that_was_killed_leaves_nothing_locked(written: list[Path], queue: IOQueue) -> None:
+    with reader_elsewhere(written) as reader:
+        reader.kill()
+        reader.wait(TIMEOUT_S)
+        opened(written, queue).close()
+
+
+CHANGES: dict[str, Callable[[TensorStore], object]] = {
+    "put": lambda store: store.put("a", b"x"),
+    "put_many": lambda store: store.put_many({"a": b"x"}),
+    "put_state": lambda store: store.put_state("s", {}),
+    "put_tree": lambda store: store.put_tree("s", {"dict": []}),
+    "put_async": lambda store: store.put_async("a", b"x"),
+    "put_many_async": lambda store: store.put_many_async({"a": b"x"}),
+    "put_state_async": lambda store: store.put_state_async("s", {}),
+    "delete": lambda store: store.delete("a"),
+    "delete_state": lambda store: store.delete_state("state"),
+    "commit": lambda store: store.commit(),
+    "commit_async": lambda store: store.commit_async(),
+    "discard": lambda store: store.discard(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_store_that_is_open_for_reading_refuses_every_change(
+    written: list[Path], queue: IOQueue, change: str
+) -> None:
+    before = {path.name: path.read_bytes() for path in written[0].iterdir()}
+    with opened(written, queue, access=Access.READ) as store:
+        with pytest.raises(StoreError, match=r"opened for reading: open it with access=Access\.WRITE"):
+            CHANGES[change](store)
+        assert bytes(store.get("a")) == b"one"
+    assert {path.name: path.read_bytes() for path in written[0].iterdir()} == before
+
+
+def test_a_reader_holds_nothing_that_could_write(written: list[Path], queue: IOQueue) -> None:
+    def flags() -> list[int]:
+        found = []
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):
+                if str(link.readlink()).startswith(str(written[0])):
+                    told = Path("/proc/self/fdinfo", link.name).read_text()
+                    found.append(int(told.split("flags:")[1].split()[0], 8))
+        return found
+
+    with opened(written, queue, access=Access.READ) as store:
+        store.get("b")
+        assert len(flags()) >= 2
+        assert {each & os.O_ACCMODE for each in flags()} == {os.O_RDONLY}
+
+
+def test_a_store_on_a_drive_that_is_mounted_read_only_is_read(tmp_path: Path, queue: IOQueue) -> None:
+    with loop_ext4_or_skip(tmp_path) as mounted:
+        with TensorStore.create([mounted / "s"], 4 * MIB, queue=queue) as store:
+            store.put_many({"a": b"one", "b": filled(MIB, 2)})
+            store.commit()
+        subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
+        with pytest.raises(OSError, match="Read-only"):
+            opened([mounted / "s"], queue)
+        with opened([mounted / "s"], queue, access=Access.READ) as store:
+            assert value_of(store.get("b")) == 2
+            assert store.verify() == ()
+
+
+@contextmanager
+def loop_ext4_or_skip(folder: Path) -> Iterator[Path]:
+    with ExitStack() as ends:
+        try:
+            mounted = ends.enter_context(loop_ext4(folder, 64 * MIB))
+        except DiskUnavailableError as reason:
+            pytest.skip(str(reason))
+        yield mounted
+
+
+def test_a_reader_may_open_the_commit_before(written: list[Path], queue: IOQueue) -> None:
+    with opened(written, queue) as store:
+        store.put("a", b"two")
+        store.commit()
+        last = store.generation
+    with opened(written, queue, access=Access.READ, generation=last - 1) as store:
+        assert bytes(store.get("a")) == b"one"
+
+
+# --- queues that refuse to wait ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_queue_that_raises_when_it_is_full_is_waited_for(tmp_path: Path, most: int) -> None:
+    late = FaultPlan().delay(delay_us=2_000, every=1)
+    places = [tmp_path / "0", tmp_path / "1"]
+    data = {f"large {index}": filled(3 * MIB, index) for index in range(4)} | {
+        f"small {index}": filled(5000, index) for index in range(9)
+    }
+    with IOQueue(BACKEND, max_pending=most, when_full=WhenFull.RAISE, faults=late) as queue:
+        specs = [Member(folder, rate=1.0) for folder in places]
+        with TensorStore.create(specs, 48 * MIB, queue=queue, returns=Returns.NUMPY) as store:
+            store.put_many(data)
+            store.commit()
+            assert {name: value_of(store.get(name)) for name in data} == {name: value_of(data[name]) for name in data}
+            assert {name: value_of(each) for name, each in store.get_many(data).items()} == {
+                name: value_of(data[name]) for name in data
+            }
+            assert store.verify() == ()
+
+
+def test_operations_of_others_that_fill_a_queue_harm_no_commit(place: list[Path], tmp_path: Path) -> None:
+    late = FaultPlan().delay(delay_us=30_000, every=1, requests=Requests.READS)
+    (tmp_path / "other").write_bytes(bytes(MIB))
+    with (
+        IOQueue(BACKEND, max_pending=2, when_full=WhenFull.RAISE, faults=late) as queue,
+        queue.open(tmp_path / "other") as file,
+        TensorStore.create(place, 4 * MIB, queue=queue, returns=Returns.NUMPY) as store,
+    ):
+        store.put("a", filled(MIB, 1))
+        others = [file.pread(bytearray(1000), 0) for _ in range(2)]
+        store.commit()
+        store.put("a", filled(MIB, 2))
+        store.commit()
+        assert [other.result(TIMEOUT_S) for other in others] == [1000, 1000]
+        assert value_of(store.get("a")) == 2
+
+
+# --- copies ------------------------------------------------------------------------------------------------------
+
+
+def scattered() -> dict[str, Any]:
+    """Return what is not one piece of memory, each with what it is equal to."""
+    grid = torch.arange(12.0).reshape(3, 4)
+    return {
+        "transposed": grid.T,
+        "strided": torch.arange(400_000.0)[::2],
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
+        "parameter": torch.nn.Parameter(grid.clone()).detach().requires_grad_().T,
+        "fortran": np.asfortranarray(np.arange(12).reshape(3, 4)),
+        "every other": np.arange(300_000)[::2],
+    }
+
+
+@pytest.mark.parametrize("name", scattered())
+def test_a_state_holds_tensors_that_have_to_be_copied_first(place: list[Path], queue: IOQueue, name: str) -> None:
+    given = scattered()[name]
+    with TensorStore.swap([place[0].parent], 12 * MIB, queue=queue, checksum=Checksum.CRC32C) as store:
+        store.put_state("state", {"it": given})
+        got = store.get_state("state")["it"]
+    assert (got.shape, got.dtype) == (given.shape, given.dtype)
+    assert np.array_equal(np.asarray(got), np.asarray(torch.as_tensor(given).detach().resolve_conj().resolve_neg()))
+
+
+@pytest.mark.parametrize("name", scattered())
+def test_put_copies_nothing_and_says_so(store: TensorStore, name: str) -> None:
+    with pytest.raises(ValueError, match=r"tensor 'it': .*(contiguous|lazy)"):
+        store.put("it", scattered()[name])
+    assert "it" not in store
+
+
+@pytest.mark.parametrize("given", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])
+def test_a_state_with_a_tensor_that_has_no_bytes_is_refused(store: TensorStore, given: Any) -> None:
+    with pytest.raises(TypeError, match="'state/it': expected a dense tensor with values"):
+        store.put_state("state", {"it": given})
+    assert store.states == ()
+
+
+# --- ahead, within bounds ----------------------------------------------------------------------------------------
+
+
+def test_no_more_is_read_ahead_than_was_allowed(store: TensorStore) -> None:
+    names = [f"t{index}" for index in range(8)]
+    store.put_many({name: filled(MIB, index) for index, name in enumerate(names)})
+    before = store.volume.stats()[0].read_bytes
+
+    def read_mib() -> int:
+        return (store.volume.stats()[0].read_bytes - before) // MIB
+
+    store.prefetch(names, most_bytes=3 * MIB)
+    deadline = time.monotonic() + TIMEOUT_S
+    while read_mib() < 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.05)
+    assert read_mib() == 3
+    for index, name in enumerate(names):
+        assert value_of(store.get(name)) == index
+        assert read_mib() <= index + 4
+    assert read_mib() == len(names)
+
+
+def test_a_tensor_larger_than_the_bound_is_read_ahead_alone(store: TensorStore) -> None:
+    store.put_many({"large": filled(4 * MIB, 1), "next": filled(MIB, 2)})
+    before = store.volume.stats()[0].read_bytes
+    store.prefetch(["large", "next"], most_bytes=MIB)
+    assert value_of(store.get("large")) == 1
+    assert value_of(store.get("next")) == 2
+    assert store.volume.stats()[0].read_bytes - before == 5 * MIB
+
+
+def test_what_is_forgotten_before_it_was_read_ahead_leaves_room(store: TensorStore) -> None:
+    store.put_many({name: filled(MIB, index) for index, name in enumerate("abcd")})
+    store.prefetch("abcd", most_bytes=MIB)
+    store.delete("b")
+    store.put("c", filled(MIB, 9))
+    store.delete("a")
+    assert value_of(store.get("d")) == 3
+    assert value_of(store.get("c")) == 9
+    with pytest.raises(ValueError, match="must not be negative"):
+        store.prefetch("d", most_bytes=-1)
+
+
+def test_states_can_be_put_and_got_without_waiting(store: TensorStore) -> None:
+    state = some_state(3.0)
+
+    async def both() -> Any:
+        await store.put_state_async("state", state)
+        return await store.get_state_async("state")
+
+    assert same_state(asyncio.run(both()), state)
+
+
+# --- forgotten ---------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_forgotten_with_changes_tells_of_them(place: list[Path], queue: IOQueue) -> None:
+    store = TensorStore.create(place, MIB, queue=queue)
+    store.put("a", b"1")
+    held = [store]
+    del store
+    with pytest.warns(UncommittedWarning, match=f"{place[0]} was forgotten without close"):
+        held.clear()
+    with opened(place, queue) as store:
+        assert "a" not in store
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_store_that_is_forgotten_without_changes_does_not_warn(place: list[Path], queue: IOQueue) -> None:
+    store = TensorStore.create(place, MIB, queue=queue)
+    store.put("a", b"1")
+    store.commit()
+    del store
+    swap = TensorStore.swap([place[0].parent], MIB, queue=queue)
+    swap.put("a", b"1")
+    del swap
+    gc.collect()
+    with opened(place, queue) as store:
+        assert bytes(store.get("a")) == b"1"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from deepnvme import (
+    Access,
     Durability,
     FaultPlan,
     IOQueue,
@@ -165,7 +166,7 @@ def test_a_store_in_use_says_by_whom(run: Any, store: Path) -> None:
         status, _, errors = run("ls", store)
 
     assert status == 1
-    assert "this process is using this volume" in errors
+    assert "this process has this volume open for writing" in errors
 
 
 def test_an_empty_name_of_a_directory_is_wrong_usage(run: Any) -> None:
@@ -377,7 +378,7 @@ def test_a_store_in_use_is_not_replaced(run: Any, file: Path, store: Path) -> No
         status, _, errors = run("cp", file, store, "--force")
 
     assert status == 1
-    assert "is using this volume" in errors
+    assert "has this volume open" in errors
 
 
 def test_an_empty_directory_is_used_as_it_is(run: Any, file: Path, tmp_path: Path) -> None:
@@ -444,3 +445,70 @@ def test_a_signal_leaves_nothing_half(tmp_path: Path, number: signal.Signals) ->
         assert process.wait(30) == (130 if number is signal.SIGINT else 128 + number)
 
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_stores_are_looked_at_and_copied_beside_readers(run: Any, store: Path, tmp_path: Path) -> None:
+    with TensorStore.open([store], access=Access.READ):
+        statuses = [run("ls", store)[0], run("verify", store)[0], run("cp", store, tmp_path / "copy")[0]]
+
+    assert statuses == [0, 0, 0]
+    assert_same(contents(tmp_path / "copy"), TENSORS)
+
+
+def test_the_commit_before_is_listed_verified_and_copied(run: Any, store: Path, tmp_path: Path) -> None:
+    with TensorStore.open([store]) as changed:
+        before = changed.generation
+        for name in list(changed):
+            changed.delete(name)
+        changed.put("new", np.ones(3))
+        changed.commit()
+
+    _, listed, _ = run("ls", store, "--generation", before)
+    verified, told, _ = run("verify", store, "--generation", before)
+    run("cp", store, tmp_path / "copy", "--generation", before)
+
+    assert "embed.weight" in listed
+    assert f"generation {before};" in listed
+    assert (verified, f"generation {before}, 4 tensors" in told) == (0, True)
+    assert_same(contents(tmp_path / "copy"), TENSORS)
+    assert "new" in run("ls", store)[1]
+
+
+def test_a_generation_that_there_is_not_is_one_line(run: Any, store: Path, file: Path) -> None:
+    for place, message in ((store, "there is no generation 99 here"), (file, "has no generations")):
+        status, _, errors = run("ls", place, "--generation", 99)
+
+        assert (status, len(errors.splitlines())) == (1, 1)
+        assert message in errors
+
+
+def test_a_file_that_was_copied_to_a_store_is_loaded(run: Any, file: Path, tmp_path: Path) -> None:
+    run("cp", file, tmp_path / "s")
+
+    assert_same({name: np.asarray(each) for name, each in load(tmp_path / "s").items()}, TENSORS)
+
+
+def test_a_copy_that_cannot_take_its_place_leaves_nothing(
+    run: Any, file: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(tmp_path.iterdir())
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EBUSY, "refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cp, "_replace", refused)
+        assert run("cp", file, store, "--force")[0] == 1
+
+    assert sorted(tmp_path.iterdir()) == before
+    assert_same(contents(store), TENSORS)
+
+
+def test_what_a_killed_copy_left_is_in_nobodys_way(run: Any, file: Path, store: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    save({"half": np.ones(3)}, tmp_path / ".store.deepnvme-new")
+
+    assert run("cp", file, store, "--force")[0] == 0
+
+    assert sorted(tmp_path.iterdir()) == before
+    assert_same(contents(store), TENSORS)

@@ -22,7 +22,7 @@ from deepnvme.buffers import memory_of
 from deepnvme.checksum import crc32c
 from deepnvme.errors import VolumeError, VolumeFullError, VolumeLockedError
 from deepnvme.extents import Extent, slices, whole_pages
-from deepnvme.member import Header, lock_holder
+from deepnvme.member import Access, Header, MemberFile, lock_holder
 from deepnvme.volume import Member, Volume
 from support.kernel_files import fake_roots
 from support.nvme_io import CHUNK, ON_DISK, PAGE, TIMEOUT_S, assert_same, backend_or_skip, pattern
@@ -591,7 +591,7 @@ def test_a_damaged_header_is_told_with_its_directory(made: list[Path], plain_que
         file.write(bytes([byte ^ 4]))
     error = refused(made, plain_queue)
     assert (error.errno, error.path) == (errno.EBADMSG, str(made[1]))
-    assert "its checksum does not fit" in str(error)
+    assert "it is damaged" in str(error)
 
 
 def framed(text: bytes, version: int = 1) -> bytes:
@@ -632,7 +632,7 @@ def test_a_header_that_makes_no_sense_is_refused_though_its_checksum_fits(text: 
 
 
 def test_a_header_of_a_newer_format_is_told() -> None:
-    with pytest.raises(ValueError, match="format 2, and this deepnvme knows up to 1: update"):
+    with pytest.raises(ValueError, match="version 2 of the format, this deepnvme reads 1: use a newer one"):
         Header.parse(framed(b"{}", version=2))
 
 
@@ -681,7 +681,9 @@ def test_a_volume_in_use_is_refused_with_directory_and_process_and_free_when_tha
 ) -> None:
     Volume.create([tmp_path / "0"], MIB, queue=plain_queue).close()
     with holder("open", tmp_path / "0") as (process, _):
-        with pytest.raises(VolumeLockedError, match=f"process {process.pid} is using this volume") as caught:
+        with pytest.raises(
+            VolumeLockedError, match=f"process {process.pid} has this volume open for writing"
+        ) as caught:
             Volume.open([tmp_path / "0"], queue=plain_queue)
         assert (caught.value.path, caught.value.pid) == (str(tmp_path / "0"), process.pid)
         process.kill()
@@ -690,7 +692,7 @@ def test_a_volume_in_use_is_refused_with_directory_and_process_and_free_when_tha
 
 
 def test_a_volume_in_use_by_this_process_is_refused(volume: Volume, plain_queue: IOQueue) -> None:
-    with pytest.raises(VolumeLockedError, match="this process is using") as caught:
+    with pytest.raises(VolumeLockedError, match="this process has this volume open") as caught:
         Volume.open(volume.directories, queue=plain_queue)
     assert caught.value.pid == os.getpid()
 
@@ -712,7 +714,7 @@ def test_the_holder_of_a_lock_is_who_the_kernel_names(tmp_path: Path, pid: str, 
 
 
 def test_a_holder_that_the_kernel_does_not_name_is_another_process() -> None:
-    assert "another process is using" in str(VolumeLockedError("/mnt", None))
+    assert "another process has this volume open" in str(VolumeLockedError("/mnt", None))
 
 
 FORKING = """
@@ -946,3 +948,138 @@ def test_a_temporary_volume_is_made_again_where_somebody_took_it_for_abandoned(
     with Volume.temporary([tmp_path], MIB, queue=plain_queue) as volume:
         assert len(removed) == 2
         assert os.listdir(tmp_path) == [volume.directories[0].name]
+
+
+# --- interrupted and grown ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["create", "temporary"])
+def test_a_close_that_was_interrupted_is_done_by_the_next_one(
+    tmp_path: Path, plain_queue: IOQueue, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    if kind == "temporary":
+        for folder in folders:
+            folder.mkdir()
+    volume = getattr(Volume, kind)([Member(folder, rate=1.0) for folder in folders], 4 * MIB, queue=plain_queue)
+    directories = volume.directories
+
+    def interrupted(_: MemberFile) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemberFile, "drain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            volume.close()
+    assert volume.closed
+    assert [lock_holder_of(directory) for directory in directories] == [os.getpid()] * 2
+
+    volume.close()
+
+    assert [lock_holder_of(directory) for directory in directories] == [None] * 2
+    assert [directory.exists() for directory in directories] == [kind == "create"] * 2
+
+
+def test_an_interrupted_close_loses_no_operation_from_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = FaultPlan().delay(delay_us=100_000, every=1, requests=Requests.WRITES)
+    with IOQueue(EVERYWHERE, faults=late) as queue:
+        volume = Volume.create([tmp_path / "0"], 4 * MIB, queue=queue)
+        [future] = volume.pwrite(volume.allocate(MIB), bytes(MIB))
+        with monkeypatch.context() as patch:
+            patch.setattr(type(future), "exception", raise_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                volume.close()
+        assert lock_holder_of(tmp_path / "0") == os.getpid()
+        volume.close()
+        assert future.done()
+
+
+def raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_volume_grows_and_keeps_what_it_has(tmp_path: Path, plain_queue: IOQueue) -> None:
+    data = pattern(3 * MIB, seed=1)
+    with Volume.create(members(tmp_path, 1.0, 3.0), 4 * MIB, queue=plain_queue) as volume:
+        extents = volume.allocate(len(data))
+        finish(volume.pwrite(extents, data))
+        volume.grow(8 * MIB)
+        assert volume.capacities == (3 * MIB, 9 * MIB)
+        assert volume.free_bytes == 9 * MIB
+        more = volume.allocate(9 * MIB)
+        finish(volume.pwrite(more, bytes(9 * MIB)))
+    with Volume.open([tmp_path / "0", tmp_path / "1"], queue=plain_queue) as volume:
+        assert volume.capacities == (3 * MIB, 9 * MIB)
+        back = bytearray(len(data))
+        finish(volume.pread(extents, back))
+    assert back == data
+
+
+def test_growing_beyond_the_drive_changes_nothing(volume: Volume) -> None:
+    sizes = [(directory / "data").stat().st_size for directory in volume.directories]
+    with pytest.raises(VolumeError, match="cannot be reserved"):
+        volume.grow(1 << 60)
+    assert [(directory / "data").stat().st_size for directory in volume.directories] == sizes
+    assert volume.capacities == (16 * MIB, 16 * MIB)
+    assert volume.free_bytes == 32 * MIB
+
+
+def test_growing_by_nothing_is_refused(volume: Volume) -> None:
+    with pytest.raises(ValueError, match="at least one byte"):
+        volume.grow(0)
+
+
+def test_what_is_rewritten_when_a_volume_grows_is_one_sector(tmp_path: Path, plain_queue: IOQueue) -> None:
+    """Or a power failure could leave half of the old header and half of the new one."""
+    many = members(tmp_path, *[1 / 3] * 24)
+    with Volume.create(many, 2 * MIB, queue=plain_queue) as volume:
+        with pytest.raises(VolumeError, match="so many members cannot grow"):
+            volume.grow(MIB)
+        assert volume.free_bytes == sum(volume.capacities)
+
+
+# --- for reading -------------------------------------------------------------------------------------------------
+
+
+def test_a_volume_that_is_open_for_reading_refuses_what_writes(made: list[Path], plain_queue: IOQueue) -> None:
+    with Volume.open(made, access=Access.READ, queue=plain_queue) as volume:
+        extent = Extent(0, PAGE, PAGE)
+        changes: list[Callable[[], object]] = [
+            lambda: volume.allocate(1),
+            lambda: volume.allocate_run([1]),
+            lambda: volume.pwrite([extent], bytes(PAGE)),
+            lambda: volume.grow(1),
+            volume.discard,
+        ]
+        for change in changes:
+            with pytest.raises(VolumeError, match="opened for reading"):
+                change()
+        finish(volume.pread([extent], bytearray(PAGE)))
+    assert all((directory / "data").exists() for directory in made)
+
+
+# --- what is not ours --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("access", Access)
+def test_a_file_of_something_else_is_not_called_a_volume_to_be_removed(
+    tmp_path: Path, plain_queue: IOQueue, access: Access
+) -> None:
+    (tmp_path / "data").write_text("id,label\n" * 1000)
+    with pytest.raises(VolumeError, match=r"its data is a file of something else.* name another directory") as caught:
+        Volume.open([tmp_path], access=access, queue=plain_queue)
+    assert "remove it" not in str(caught.value)
+
+
+@pytest.mark.parametrize("access", Access)
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
+def test_a_name_that_is_no_file_is_no_volume(tmp_path: Path, plain_queue: IOQueue, kind: str, access: Access) -> None:
+    data = tmp_path / "data"
+    make: dict[str, Callable[[], object]] = {
+        "directory": data.mkdir,
+        "link": lambda: data.symlink_to("elsewhere"),
+        "pipe": lambda: os.mkfifo(data),
+    }
+    make[kind]()
+    with pytest.raises(VolumeError, match="is no file, so not that of a volume: name another directory"):
+        Volume.open([tmp_path], access=access, queue=plain_queue)

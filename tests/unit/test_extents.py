@@ -188,3 +188,19 @@ def test_a_slice_beyond_the_extents_is_refused(start: int, nbytes: int) -> None:
 def test_a_slice_that_begins_within_a_page_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 4096"):
         slices([Extent(0, 0, 2 * PAGE)], 100, PAGE)
+
+
+def test_space_that_is_extended_joins_what_was_free_at_its_end() -> None:
+    space = SpaceMap(PAGE, 3 * PAGE)
+    assert space.take(PAGE) == PAGE
+    space.extend(6 * PAGE)
+    assert (space.end, space.free_bytes, space.largest) == (6 * PAGE, 4 * PAGE, 4 * PAGE)
+    assert space.take(4 * PAGE) == 2 * PAGE
+
+
+@pytest.mark.parametrize("end", [2 * PAGE, 3 * PAGE, 3 * PAGE + 1])
+def test_space_is_extended_only_by_whole_pages(end: int) -> None:
+    space = SpaceMap(PAGE, 3 * PAGE)
+    with pytest.raises(ValueError, match="extended to a later page"):
+        space.extend(end)
+    assert space.end == 3 * PAGE

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme import _native
-from deepnvme.backends import choose_backend
+from deepnvme import BackendUnavailableError, _native
+from deepnvme.backends import choose_backend, refuse_where_threads_must
 from deepnvme.probing import (
     Backend,
     Drive,
@@ -28,6 +28,7 @@ from deepnvme.probing import (
     find_mount,
     judge_liburing,
     kernel_version,
+    probe,
     probe_directory,
     probe_system,
     read_mounts,
@@ -402,14 +403,62 @@ def test_the_memlock_limit_is_the_processs_own_and_can_be_none(
     assert (memlock.soft_bytes, memlock.hard_bytes) == shown
 
 
+@pytest.mark.parametrize("require", ["io_uring", "uring", ("uring", "aio")])
+def test_a_required_ring_is_refused_where_threads_do_its_work_and_the_refusal_says_what_to_do(
+    require: str | tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "on_fuse", lambda _: True)
+    kind = find_mount(read_mounts(), os.path.realpath(tmp_path))
+    assert kind is not None
+
+    with pytest.raises(BackendUnavailableError, match=f"FUSE file system \\({kind.file_system}\\)") as caught:
+        refuse_where_threads_must("uring", require, str(tmp_path / "file"))
+
+    assert (caught.value.errno, caught.value.path) == (errno.ENOTSUP, str(tmp_path / "file"))
+    assert "'threads')" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "require"),
+    [("uring", None), ("uring", ("uring", "threads")), ("aio", ("io_uring", "aio")), ("threads", "threads")],
+)
+def test_what_no_ring_is_required_for_is_not_refused_where_threads_do_a_rings_work(
+    backend: str, require: str | tuple[str, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "on_fuse", lambda _: True)
+
+    refuse_where_threads_must(backend, require, str(tmp_path / "file"))
+
+
+def test_a_required_ring_takes_a_file_that_lies_on_no_fuse_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "on_fuse", lambda _: False)
+
+    refuse_where_threads_must("uring", "io_uring", str(tmp_path / "file"))
+
+
+def test_a_probe_is_of_the_system_and_of_the_directory_that_was_named(tmp_path: Path) -> None:
+    found = probe(tmp_path)
+
+    assert found.system == probe_system()
+    assert found.directory is not None
+    assert found.directory.path == os.path.realpath(tmp_path)
+    assert found.directory.plain_errno is None
+
+
+def test_a_probe_without_a_directory_is_of_the_system_alone() -> None:
+    assert probe().directory is None
+
+
 @pytest.mark.parametrize("name", [b"plain", b"n\xffme", "n\u00e4me".encode()])
 def test_all_answers_turn_into_json(name: bytes, tmp_path: Path) -> None:
     directory = tmp_path / os.fsdecode(name)
     directory.mkdir()
 
-    text = json.dumps([asdict(probe_system()), asdict(probe_directory(directory))])
+    text = json.dumps(asdict(probe(directory)))
 
-    assert json.loads(text.encode())[1]["path"] == str(directory)
+    assert json.loads(text.encode())["directory"]["path"] == str(directory)
 
 
 def test_an_available_ring_has_no_refusal_and_an_unavailable_one_has() -> None:

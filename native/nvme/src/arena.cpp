@@ -19,6 +19,7 @@ namespace {
 
 constexpr std::size_t page = 4096;
 constexpr std::size_t huge_page = std::size_t{2} << 20;
+constexpr std::size_t most_bytes = std::size_t{1} << 56;  // more than any address space has; sums do not wrap
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
     return (value + unit - 1) / unit * unit;
@@ -26,12 +27,10 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
 
 }  // namespace
 
-Arena::Arena(std::size_t nbytes, std::optional<unsigned> numa_node)
-    : size_(round_up(nbytes, page)), owner_(::getpid()) {
-    if (nbytes == 0 || nbytes > max_bytes) {
-        throw std::invalid_argument("an arena holds 1 to " + std::to_string(max_bytes) +
-                                    " bytes, asked: " + std::to_string(nbytes));
-    }
+Mapping::Mapping(std::size_t nbytes, std::optional<unsigned> numa_node) : owner_(::getpid()) {
+    if (nbytes == 0) throw std::invalid_argument("memory for I/O has at least one byte");
+    if (nbytes > most_bytes) throw std::bad_alloc();
+    size_ = round_up(nbytes, page);
     // Private and anonymous: shared mappings never become huge pages. One huge page more than asked, and both
     // ends that the alignment leaves over are given back.
     const std::size_t mapped = size_ + huge_page;
@@ -61,7 +60,7 @@ Arena::Arena(std::size_t nbytes, std::optional<unsigned> numa_node)
 }
 
 // Preferred, not required: a node that is full costs speed, and no memory at all would cost the run.
-void Arena::bind_to(unsigned node) {
+void Mapping::bind_to(unsigned node) {
     constexpr int prefer = 1;  // MPOL_PREFERRED
     constexpr unsigned bits_per_word = 64;
     std::array<std::uint64_t, 16> nodes{};
@@ -75,7 +74,7 @@ void Arena::bind_to(unsigned node) {
     }
 }
 
-Arena::~Arena() {
+Mapping::~Mapping() {
     // A forked child does not have this memory (MADV_DONTFORK); whatever is mapped there now is somebody
     // else's.
     if (::getpid() != owner_) return;
@@ -83,9 +82,21 @@ Arena::~Arena() {
     ::munmap(data_, size_);
 }
 
-void Arena::pin_with(std::shared_ptr<CudaHost> cuda) {
+void Mapping::pin_with(std::shared_ptr<CudaHost> cuda) {
     cuda->register_memory(data_, size_);
     cuda_ = std::move(cuda);
 }
+
+Arena::Arena(std::shared_ptr<Mapping> mapping, std::size_t offset, std::size_t nbytes)
+    : mapping_(std::move(mapping)), data_(mapping_->data() + offset), size_(nbytes) {
+    if (nbytes == 0 || nbytes > max_bytes || offset > mapping_->size() || nbytes > mapping_->size() - offset) {
+        throw std::invalid_argument("an arena holds 1 to " + std::to_string(max_bytes) +
+                                    " bytes of its mapping, asked: " + std::to_string(nbytes) + " at " +
+                                    std::to_string(offset));
+    }
+}
+
+Arena::Arena(std::size_t nbytes)
+    : Arena(std::make_shared<Mapping>(nbytes), 0, round_up(nbytes, page)) {}
 
 }  // namespace deepnvme

@@ -81,10 +81,6 @@ std::uint32_t crc32c_copy(std::uint32_t crc, std::byte* destination, const std::
     return chosen().copy(crc, destination, source, nbytes);
 }
 
-std::uint32_t crc32c_combine(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t nbytes_b) noexcept {
-    return polynomial::product(crc_a, polynomial::shift_by(nbytes_b)) ^ crc_b;
-}
-
 std::string_view crc32c_implementation() noexcept {
     return chosen().name;
 }

@@ -102,11 +102,17 @@ void Drive::submit(Operation operation) {
 }
 
 void Drive::use_arenas(std::vector<std::shared_ptr<Arena>> arenas) {
-    std::unique_lock lock(mutex_);
+    const std::lock_guard lock(mutex_);
     wanted_arenas_ = std::move(arenas);
-    const std::uint64_t asked = ++arenas_asked_;
+    ++arenas_asked_;
     if (std::exchange(sleeping_, false)) backend_->wake();
-    changed_.wait(lock, [&] { return arenas_applied_ >= asked || broken_ != 0; });
+}
+
+bool Drive::arenas_settled(std::chrono::nanoseconds patience) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, patience, [this, asked = arenas_asked_] {
+        return arenas_applied_ >= asked || broken_ != 0 || stopping_;
+    });
 }
 
 DriveStats Drive::stats() const {
@@ -235,7 +241,13 @@ void Drive::issue() {
         Active& active = waiting_.front();
         const Chunk chunk = next_chunk(active);
         if (!has_room(chunk)) return;
-        if (begin(active)) issue_chunk(chunk);
+        if (!begin(active)) continue;
+        if (needs_bounce(chunk) && !bounce_ && !make_bounce_slots()) {
+            active.ending = Ending::failed;  // begin() lets it end
+            active.error = ENOMEM;
+            continue;
+        }
+        issue_chunk(chunk);
     }
 }
 
@@ -273,7 +285,6 @@ bool Drive::has_room(const Chunk& chunk) const {
 void Drive::issue_chunk(Chunk chunk) {
     Active& active = *chunk.active;
     if (needs_bounce(chunk)) {
-        if (!bounce_) make_bounce_slots();
         chunk.slot = free_slots_.back();
         free_slots_.pop_back();
         if (active.operation.verb == Verb::write) {
@@ -326,14 +337,21 @@ bool Drive::needs_bounce(const Chunk& chunk) const {
                         [&](const auto& arena) { return arena->holds(memory, chunk.length); });
 }
 
-void Drive::make_bounce_slots() {
+// False: there is no memory for them now.
+bool Drive::make_bounce_slots() {
     // As many as chunks can be in flight, and no more than one arena holds.
     const std::uint64_t most =
         std::min<std::uint64_t>(options_.inflight_bytes, Arena::max_bytes) / options_.chunk_bytes;
     const auto count = static_cast<std::int32_t>(std::min<std::uint64_t>(most, chunks_.size()));
-    bounce_ = std::make_shared<Arena>(static_cast<std::size_t>(count) * options_.chunk_bytes);
+    try {
+        free_slots_.reserve(static_cast<std::size_t>(count));
+        bounce_ = std::make_shared<Arena>(static_cast<std::size_t>(count) * options_.chunk_bytes);
+    } catch (const std::bad_alloc&) {
+        return false;
+    }
     for (std::int32_t slot = 0; slot < count; ++slot) free_slots_.push_back(slot);
     registration_due_ = true;  // used unregistered until the next quiet moment
+    return true;
 }
 
 void Drive::push(std::uint32_t index) {
@@ -501,21 +519,22 @@ void Drive::move_to(std::list<Active>& home, Active& active) {
 }
 
 // The backend is broken as a whole. It is destroyed first: only then does the kernel surely touch no memory
-// any more.
+// any more. That may last, and callers need not wait for it: with `sleeping_` false none of them wakes it.
 void Drive::fail_everything(int error) {
     {
         const std::lock_guard lock(mutex_);
         broken_ = error;
         sleeping_ = false;
-        backend_.reset();
+        changed_.notify_all();
     }
-    changed_.notify_all();
+    backend_.reset();
     for (std::list<Active>* list : {&issued_, &parked_, &waiting_}) {
         while (!list->empty()) {
             Active& active = list->front();
             end(active, broken_outcome(active.operation, error));
         }
     }
+    counters_.inflight_bytes = 0;
     report();
     std::unique_lock lock(mutex_);
     while (true) {

@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <filesystem>
 #include <utility>
 
 #include "deepnvme/error.hpp"
@@ -41,7 +43,24 @@ int open_retrying(const char* path, int flags, unsigned permissions) {
     return descriptor;
 }
 
+// Only a FUSE server can leave the question unanswered, where there is something to ask about.
+bool is_fuse(int result, const struct statfs& file_system) {
+    constexpr std::array nothing_there = {ENOENT, ENOTDIR, EACCES, ELOOP, ENAMETOOLONG};
+    if (result == 0) return file_system.f_type == fuse_magic;
+    return std::find(nothing_there.begin(), nothing_there.end(), errno) == nothing_there.end();
+}
+
 }  // namespace
+
+bool on_fuse(const std::string& path) {
+    struct statfs file_system = {};
+    int result = ::statfs(path.c_str(), &file_system);
+    if (result != 0 && errno == ENOENT) {
+        const std::filesystem::path folder = std::filesystem::path(path).parent_path();
+        result = ::statfs(folder.c_str(), &file_system);
+    }
+    return is_fuse(result, file_system);
+}
 
 OpenFile::OpenFile(std::string path, OpenMode mode, DirectIO direct, unsigned permissions)
     : path_(std::move(path)), mode_(mode) {
@@ -103,8 +122,7 @@ void OpenFile::learn_from_kernel() {
     device_ = S_ISBLK(status.st_mode) ? status.st_rdev : status.st_dev;
     inode_ = status.st_ino;
     struct statfs file_system = {};
-    // Only a FUSE server can leave this unanswered.
-    on_fuse_ = ::fstatfs(buffered_, &file_system) != 0 || file_system.f_type == fuse_magic;
+    on_fuse_ = is_fuse(::fstatfs(buffered_, &file_system), file_system);
     expected_length_ = length();
 }
 

@@ -25,34 +25,30 @@ PoolExhausted::PoolExhausted(std::size_t asked_bytes, std::size_t free_bytes, st
       largest(largest_bytes),
       capacity(capacity_bytes) {}
 
-Block::Block(std::shared_ptr<Pool> pool, std::size_t arena, std::size_t offset, std::size_t nbytes)
-    : pool_(std::move(pool)),
-      arena_(arena),
-      offset_(offset),
-      nbytes_(nbytes),
-      data_(pool_->arenas_[arena]->data() + offset) {}
+Block::Block(std::shared_ptr<Pool> pool, std::size_t offset, std::size_t nbytes)
+    : pool_(std::move(pool)), offset_(offset), nbytes_(nbytes), data_(pool_->mapping_->data() + offset) {}
 
 Block::~Block() {
-    pool_->give_back(arena_, offset_, nbytes_);
+    pool_->give_back(offset_, nbytes_);
 }
 
 std::shared_ptr<Pool> Pool::make(std::size_t nbytes, std::optional<unsigned> numa_node) {
     return std::shared_ptr<Pool>(new Pool(nbytes, numa_node));
 }
 
-Pool::Pool(std::size_t nbytes, std::optional<unsigned> numa_node) {
-    if (nbytes == 0) throw std::invalid_argument("a pool needs at least one byte");
-    while (capacity_ < nbytes) {
-        arenas_.push_back(std::make_shared<Arena>(std::min(nbytes - capacity_, Arena::max_bytes), numa_node));
-        capacity_ += arenas_.back()->size();
-        free_.push_back({{0, arenas_.back()->size()}});
+Pool::Pool(std::size_t nbytes, std::optional<unsigned> numa_node)
+    : mapping_(std::make_shared<Mapping>(nbytes, numa_node)), free_bytes_(mapping_->size()) {
+    for (std::size_t start = 0; start < capacity(); start += Arena::max_bytes) {
+        const std::size_t length = std::min(capacity() - start, Arena::max_bytes);
+        arenas_.push_back(std::make_shared<Arena>(mapping_, start, length));
     }
+    free_.emplace(0, capacity());
 }
 
 void Pool::pin_with(const std::shared_ptr<CudaHost>& cuda) {
     const std::lock_guard lock(mutex_);
     if (pinned_) return;
-    for (const auto& arena : arenas_) arena->pin_with(cuda);
+    mapping_->pin_with(cuda);
     pinned_ = true;
 }
 
@@ -63,52 +59,76 @@ bool Pool::pinned() const {
 
 // Best fit: the smallest piece that holds it, so that large ones stay whole.
 std::shared_ptr<Block> Pool::take(std::size_t nbytes) {
-    if (nbytes == 0 || nbytes > Arena::max_bytes) {
-        throw std::invalid_argument("a buffer holds 1 to " + std::to_string(Arena::max_bytes) +
-                                    " bytes, asked: " + std::to_string(nbytes));
-    }
-    const std::size_t wanted = round_up(nbytes);
-    std::size_t arena = 0;
+    if (nbytes == 0) throw std::invalid_argument("a buffer holds at least 1 byte, asked: 0");
     std::size_t offset = 0;
     {
         const std::lock_guard lock(mutex_);
         std::size_t best = ~std::size_t{0};
-        for (std::size_t index = 0; index < free_.size(); ++index) {
-            for (const auto& [at, length] : free_[index]) {
-                if (length >= wanted && length < best) {
-                    best = length;
-                    arena = index;
-                    offset = at;
-                }
+        for (const auto& [at, length] : free_) {
+            if (length >= nbytes && length < best) {
+                best = length;
+                offset = at;
             }
         }
-        if (best == ~std::size_t{0}) throw PoolExhausted(nbytes, free_locked(), largest_locked(), capacity_);
-        free_[arena].erase(offset);
-        if (best > wanted) free_[arena].emplace(offset + wanted, best - wanted);
-        peak_ = std::max(peak_, capacity_ - free_locked());
+        if (best == ~std::size_t{0}) {
+            throw PoolExhausted(nbytes, free_bytes_, largest_locked(), capacity());
+        }
+        cut_locked(offset, offset, round_up(nbytes));
     }
-    return std::make_shared<Block>(shared_from_this(), arena, offset, nbytes);
+    return std::make_shared<Block>(shared_from_this(), offset, nbytes);
 }
 
-void Pool::give_back(std::size_t arena, std::size_t offset, std::size_t nbytes) noexcept {
-    const std::lock_guard lock(mutex_);
-    auto& pieces = free_[arena];
-    auto place = pieces.emplace(offset, round_up(nbytes)).first;
-    if (const auto next = std::next(place);
-        next != pieces.end() && place->first + place->second == next->first) {
-        place->second += next->second;
-        pieces.erase(next);
+std::shared_ptr<Block> Pool::take_at(std::size_t offset, std::size_t nbytes) {
+    if (nbytes == 0 || offset % granularity != 0 || offset > capacity() || nbytes > capacity() - offset) {
+        throw std::invalid_argument(
+            "a buffer's place is 1 byte or more from a multiple of " + std::to_string(granularity) +
+            " on, within the pool's " + std::to_string(capacity()) + " bytes; asked: " + std::to_string(nbytes) +
+            " at " + std::to_string(offset));
     }
-    if (place == pieces.begin()) return;
+    {
+        const std::lock_guard lock(mutex_);
+        const auto after = free_.upper_bound(offset);
+        const auto piece = after == free_.begin() ? free_.end() : std::prev(after);
+        if (piece == free_.end() || piece->first + piece->second < offset + nbytes) {
+            throw PoolExhausted(nbytes, free_bytes_, largest_locked(), capacity());
+        }
+        cut_locked(piece->first, offset, round_up(nbytes));
+    }
+    return std::make_shared<Block>(shared_from_this(), offset, nbytes);
+}
+
+// Takes `nbytes` at `offset` out of the free piece that begins at `piece`.
+void Pool::cut_locked(std::size_t piece, std::size_t offset, std::size_t nbytes) {
+    const std::size_t end = piece + free_.at(piece);
+    if (offset + nbytes < end) free_.emplace(offset + nbytes, end - offset - nbytes);
+    if (piece < offset) {
+        free_.at(piece) = offset - piece;
+    } else {
+        free_.erase(piece);
+    }
+    free_bytes_ -= nbytes;
+    peak_ = std::max(peak_, capacity() - free_bytes_);
+}
+
+void Pool::give_back(std::size_t offset, std::size_t nbytes) noexcept {
+    const std::lock_guard lock(mutex_);
+    auto place = free_.emplace(offset, round_up(nbytes)).first;
+    free_bytes_ += place->second;
+    if (const auto next = std::next(place);
+        next != free_.end() && place->first + place->second == next->first) {
+        place->second += next->second;
+        free_.erase(next);
+    }
+    if (place == free_.begin()) return;
     if (const auto previous = std::prev(place); previous->first + previous->second == place->first) {
         previous->second += place->second;
-        pieces.erase(place);
+        free_.erase(place);
     }
 }
 
 std::size_t Pool::free_bytes() const {
     const std::lock_guard lock(mutex_);
-    return free_locked();
+    return free_bytes_;
 }
 
 std::size_t Pool::largest_free() const {
@@ -121,19 +141,9 @@ std::size_t Pool::peak_bytes() const {
     return peak_;
 }
 
-std::size_t Pool::free_locked() const {
-    std::size_t total = 0;
-    for (const auto& pieces : free_) {
-        for (const auto& piece : pieces) total += piece.second;
-    }
-    return total;
-}
-
 std::size_t Pool::largest_locked() const {
     std::size_t largest = 0;
-    for (const auto& pieces : free_) {
-        for (const auto& piece : pieces) largest = std::max(largest, piece.second);
-    }
+    for (const auto& piece : free_) largest = std::max(largest, piece.second);
     return largest;
 }
 

@@ -35,7 +35,7 @@ Queue::Queue(QueueOptions options)
 }
 
 Queue::~Queue() {
-    close();
+    while (!close(std::chrono::seconds(1))) continue;
     for (const auto& [name, descriptor] : memory_files_) ::close(descriptor);
 }
 
@@ -45,7 +45,7 @@ std::shared_ptr<OpenFile> Queue::open(const std::string& path, OpenMode mode, Di
     const DriveOptions options = checked(drive.value_or(options_.drive));
     if (options_.backend != "memory") {
         auto file = std::make_shared<OpenFile>(path, mode, direct, permissions);
-        (void)drive_for(*file, options);
+        need_drive_for(*file, options);
         return file;
     }
     int descriptor = -1;
@@ -63,43 +63,39 @@ std::shared_ptr<OpenFile> Queue::open(const std::string& path, OpenMode mode, Di
         }
     }
     auto file = std::make_shared<OpenFile>(path, descriptor, mode);
-    (void)drive_for(*file, options);
+    need_drive_for(*file, options);
     return file;
 }
 
-void Queue::submit(Operation operation) {
-    refuse_if_unusable();
+bool Queue::submit(Operation operation, std::chrono::nanoseconds patience) {
+    refuse_if_forked();
     {
         std::unique_lock lock(mutex_);
-        room_.wait(lock, [this] { return pending_ < options_.max_pending || closed_; });
+        if (!room_.wait_for(lock, patience, [this] { return pending_ < options_.max_pending || closed_; }))
+            return false;
         if (closed_) throw ClosedError("the queue is closed");
         ++pending_;
     }
+    const std::shared_ptr<Ticket> ticket = operation.ticket;
     hand_over(std::move(operation));
-}
-
-bool Queue::try_submit(Operation operation) {
-    refuse_if_unusable();
-    {
-        const std::lock_guard lock(mutex_);
-        if (closed_) throw ClosedError("the queue is closed");
-        if (pending_ >= options_.max_pending) return false;
-        ++pending_;
-    }
-    hand_over(std::move(operation));
+    if (ticket) ticket->taken_ = true;
     return true;
 }
 
 void Queue::hand_over(Operation operation) {
     try {
-        const dev_t device = operation.file->device();
-        const std::lock_guard lock(drives_mutex_);
-        const auto drive = drives_.find(device);
-        if (drive == drives_.end()) throw ClosedError("the queue is closed");
-        drive->second->submit(std::move(operation));
+        std::shared_ptr<Drive> drive;
+        {
+            const std::lock_guard lock(drives_mutex_);
+            const auto known = drives_.find(operation.file->device());
+            if (known == drives_.end()) throw ClosedError("the file is of another queue");
+            drive = known->second;
+        }
+        drive->submit(std::move(operation));
     } catch (...) {
         const std::lock_guard lock(mutex_);
         --pending_;
+        room_.notify_all();
         throw;
     }
 }
@@ -125,32 +121,30 @@ std::string Queue::backend_of(const OpenFile& file) const {
     return drive == drives_.end() ? options_.backend : drive->second->stats().backend;
 }
 
-Drive& Queue::drive_for(const OpenFile& file, const DriveOptions& options) {
-    const std::lock_guard lock(drives_mutex_);
-    const dev_t device = file.device();
-    auto& drive = drives_[device];
-    if (!drive) {
-        try {
-            const bool ring = options_.backend == "uring" || options_.backend == "liburing";
-            const bool first_fits = first_backend_ && first_backend_->capacity() >= depth_for(options);
-            auto backend = ring && file.spoiled_by_rings() ? backend_for(options_, "threads", options)
-                           : first_fits                    ? std::move(first_backend_)
-                                                           : backend_for_another(options);
-            drive = std::make_unique<Drive>(
-                std::move(backend), options,
-                [this](std::vector<Outcome> outcomes) { ended(std::move(outcomes)); });
-        } catch (...) {
-            drives_.erase(device);
-            throw;
-        }
-        if (!pools_.empty()) tell_drives_of_arenas();
+void Queue::need_drive_for(const OpenFile& file, const DriveOptions& options) {
+    std::shared_ptr<Drive> drive;
+    {
+        const std::lock_guard lock(drives_mutex_);
+        if (drives_.contains(file.device())) return;
+        refuse_if_unusable();  // closed since the file was opened: nobody would stop a new drive
+        const bool ring = options_.backend == "uring" || options_.backend == "liburing";
+        const bool first_fits = first_backend_ && first_backend_->capacity() >= depth_for(options);
+        auto backend = ring && file.spoiled_by_rings() ? backend_for(options_, "threads", options)
+                       : first_fits                    ? std::move(first_backend_)
+                                                       : backend_for_another(options);
+        drive = std::make_shared<Drive>(std::move(backend), options, [this](std::vector<Outcome> outcomes) {
+            ended(std::move(outcomes));
+        });
+        if (!pools_.empty()) drive->use_arenas(arenas());
+        drives_.emplace(file.device(), drive);
     }
-    return *drive;
+    (void)drive->arenas_settled(std::chrono::seconds(1));  // nothing is in flight there: at once
 }
 
 void Queue::use_pool(const std::shared_ptr<Pool>& pool) {
-    refuse_if_unusable();
+    refuse_if_forked();
     const std::lock_guard lock(drives_mutex_);
+    refuse_if_unusable();
     pools_.push_back(pool);
     tell_drives_of_arenas();
 }
@@ -162,10 +156,24 @@ void Queue::forget_pool(const std::shared_ptr<Pool>& pool) {
     tell_drives_of_arenas();
 }
 
+bool Queue::pools_settled(std::chrono::nanoseconds patience) {
+    std::vector<std::shared_ptr<Drive>> drives;
+    {
+        const std::lock_guard lock(drives_mutex_);
+        for (const auto& [device, drive] : drives_) drives.push_back(drive);
+    }
+    return std::all_of(drives.begin(), drives.end(),
+                       [patience](const auto& drive) { return drive->arenas_settled(patience); });
+}
+
+std::vector<std::shared_ptr<Arena>> Queue::arenas() const {
+    std::vector<std::shared_ptr<Arena>> all;
+    for (const auto& pool : pools_) all.insert(all.end(), pool->arenas().begin(), pool->arenas().end());
+    return all;
+}
+
 void Queue::tell_drives_of_arenas() {
-    std::vector<std::shared_ptr<Arena>> arenas;
-    for (const auto& pool : pools_) arenas.insert(arenas.end(), pool->arenas().begin(), pool->arenas().end());
-    for (const auto& [device, drive] : drives_) drive->use_arenas(arenas);
+    for (const auto& [device, drive] : drives_) drive->use_arenas(arenas());
 }
 
 std::vector<Outcome> Queue::wait_ended() {
@@ -204,22 +212,26 @@ void Queue::hand_back(std::vector<Outcome> outcomes) {
     news_.notify_one();
 }
 
-void Queue::close() {
-    if (belongs_to_a_parent()) return;
+bool Queue::close(std::chrono::nanoseconds patience) {
+    if (belongs_to_a_parent()) return true;
     {
-        const std::lock_guard lock(mutex_);
+        std::unique_lock lock(mutex_);
         closed_ = true;
         room_.notify_all();
+        if (!room_.wait_for(lock, patience, [this] { return pending_ == 0; })) return false;
     }
-    const std::lock_guard lock(drives_mutex_);
+    const std::lock_guard lock(drives_mutex_);  // for an instant: the drives are idle, and nothing comes
     for (auto& [device, drive] : drives_) {
         drive->stop();
         final_stats_[device] = drive->stats();
     }
     drives_.clear();
+    first_backend_.reset();
+    pools_.clear();
     const std::lock_guard ended_lock(mutex_);
     drained_ = true;
     news_.notify_all();
+    return true;
 }
 
 std::map<dev_t, DriveStats> Queue::stats() const {

@@ -1,5 +1,5 @@
 // Memory for I/O: 2 MiB-aligned, advised to be huge pages, kept out of forked children, touched once.
-// The only place in the project that maps such memory; Pool cuts it up, Drives register it with their rings.
+// The only place in the project that maps such memory; Pool cuts it up, Drives register its arenas with their rings.
 #pragma once
 
 #include <sys/types.h>
@@ -12,25 +12,18 @@
 
 namespace deepnvme {
 
-class Arena {
+// One run of addresses, mapped and touched as a whole.
+class Mapping {
   public:
-    // A larger registered buffer is refused by the kernel (EFAULT).
-    static constexpr std::size_t max_bytes = std::size_t{1} << 30;
-
-    // Throws std::bad_alloc where the kernel gives no memory, std::invalid_argument for 0 or more than
-    // max_bytes.
-    // Throws std::invalid_argument for a size or a NUMA node that there is not.
-    explicit Arena(std::size_t nbytes, std::optional<unsigned> numa_node = std::nullopt);
-    ~Arena();
-    Arena(const Arena&) = delete;
-    Arena& operator=(const Arena&) = delete;
+    // Throws std::bad_alloc where the kernel gives no memory, std::invalid_argument for 0 bytes or a NUMA node
+    // that there is not.
+    explicit Mapping(std::size_t nbytes, std::optional<unsigned> numa_node = std::nullopt);
+    ~Mapping();
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
 
     [[nodiscard]] std::byte* data() const noexcept { return data_; }
     [[nodiscard]] std::size_t size() const noexcept { return size_; }
-    [[nodiscard]] bool holds(const std::byte* memory, std::size_t nbytes) const noexcept {
-        return memory >= data_ && nbytes <= size_ &&
-               static_cast<std::size_t>(memory - data_) <= size_ - nbytes;
-    }
 
     // Page-locks it for CUDA too, until it is unmapped. Throws std::runtime_error with the driver's reason.
     void pin_with(std::shared_ptr<CudaHost> cuda);
@@ -42,6 +35,31 @@ class Arena {
     std::byte* data_ = nullptr;
     std::size_t size_ = 0;
     pid_t owner_ = 0;
+};
+
+// The part of a mapping that is registered with a ring as one buffer.
+class Arena {
+  public:
+    // A larger registered buffer is refused by the kernel (EFAULT).
+    static constexpr std::size_t max_bytes = std::size_t{1} << 30;
+
+    // Throws std::invalid_argument for no bytes, more than max_bytes, or bytes that are not in the mapping.
+    Arena(std::shared_ptr<Mapping> mapping, std::size_t offset, std::size_t nbytes);
+
+    // A mapping of its own.
+    explicit Arena(std::size_t nbytes);
+
+    [[nodiscard]] std::byte* data() const noexcept { return data_; }
+    [[nodiscard]] std::size_t size() const noexcept { return size_; }
+    [[nodiscard]] bool holds(const std::byte* memory, std::size_t nbytes) const noexcept {
+        return memory >= data_ && nbytes <= size_ &&
+               static_cast<std::size_t>(memory - data_) <= size_ - nbytes;
+    }
+
+  private:
+    std::shared_ptr<Mapping> mapping_;
+    std::byte* data_;
+    std::size_t size_;
 };
 
 }  // namespace deepnvme

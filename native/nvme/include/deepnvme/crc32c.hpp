@@ -17,10 +17,6 @@ namespace deepnvme {
 [[nodiscard]] std::uint32_t crc32c_copy(std::uint32_t crc, std::byte* destination, const std::byte* source,
                                         std::size_t nbytes) noexcept;
 
-// The crc of a piece with crc `crc_a` followed by one of `nbytes_b` bytes with crc `crc_b`.
-[[nodiscard]] std::uint32_t crc32c_combine(std::uint32_t crc_a, std::uint32_t crc_b,
-                                           std::uint64_t nbytes_b) noexcept;
-
 // The name of what computes it on this CPU: "sse4.2", "aarch64" or "tables".
 [[nodiscard]] std::string_view crc32c_implementation() noexcept;
 

@@ -32,9 +32,11 @@ class Ticket {
     // Whoever comes first decides. True: the drive may begin; it never will.
     [[nodiscard]] bool begin() noexcept { return claim(Claim::begun); }
     [[nodiscard]] bool cancel() noexcept { return claim(Claim::cancelled); }
+    // Whether a queue took the operation: it then ends, exactly once.
+    [[nodiscard]] bool taken() const noexcept { return taken_; }
 
   private:
-    friend class Queue;  // everything below is guarded by its mutex
+    friend class Queue;  // what is not atomic below is guarded by its mutex
     enum class Claim : std::uint8_t { free, begun, cancelled };
 
     [[nodiscard]] bool claim(Claim wanted) noexcept {
@@ -43,6 +45,7 @@ class Ticket {
     }
 
     std::atomic<Claim> claim_{Claim::free};
+    std::atomic<bool> taken_ = false;
     bool ended_ = false;
     unsigned waiting_ = 0;  // threads that sleep on `changed_`
     std::condition_variable changed_;
@@ -116,8 +119,10 @@ class Drive {
     Drive& operator=(const Drive&) = delete;
 
     void submit(Operation operation);
-    // Registers `arenas` in place of those before, when nothing is in flight; returns when that is done.
+    // Lets `arenas` be registered in place of those before, as soon as nothing is in flight.
     void use_arenas(std::vector<std::shared_ptr<Arena>> arenas);
+    // Waits at most `patience` for that. True: those asked for last are in use, or never will be.
+    [[nodiscard]] bool arenas_settled(std::chrono::nanoseconds patience);
     // Drains what was submitted, then ends the thread. Nothing may be submitted after. Again: does nothing.
     void stop();
     [[nodiscard]] DriveStats stats() const;
@@ -171,7 +176,7 @@ class Drive {
     void issue_chunk(Chunk chunk);
     [[nodiscard]] Chunk next_chunk(Active& active) const;
     [[nodiscard]] bool needs_bounce(const Chunk& chunk) const;
-    void make_bounce_slots();
+    [[nodiscard]] bool make_bounce_slots();
     void push(std::uint32_t index);
     [[nodiscard]] bool earlier_write_pending(const Active& sync) const;
     void unpark_syncs();

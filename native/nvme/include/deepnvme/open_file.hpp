@@ -23,6 +23,11 @@ enum class DirectIO : std::uint8_t {
     required,   // opening fails where the file system refuses it
 };
 
+// Whether a file of that name lies, or would be made, on a FUSE file system: there, on some servers, a ring
+// does the rest of a short read or write at its start again and reports success (seen on Linux 6.18); other
+// backends do not.
+[[nodiscard]] bool on_fuse(const std::string& path);
+
 class OpenFile {
   public:
     // Throws FileError.
@@ -47,8 +52,7 @@ class OpenFile {
     [[nodiscard]] bool is_same_file_as(const OpenFile& other) const noexcept {
         return device_ == other.device_ && inode_ == other.inode_;
     }
-    // On some FUSE servers a ring does the rest of a short read or write at its start again and reports
-    // success (seen on Linux 6.18); other backends do not.
+    // See on_fuse() above.
     [[nodiscard]] bool spoiled_by_rings() const noexcept { return on_fuse_; }
 
     // The length the file should have: as opened, or as our own writes and truncations left it. A read that

@@ -1,5 +1,5 @@
-// Memory handed out in pieces of arenas, each piece exact, page-aligned, inside one arena. Thread-safe.
-// A Block gives its piece back when its last holder lets go; the arenas live until pool and blocks are gone.
+// One run of memory, handed out in pieces, each exact and page-aligned. Thread-safe.
+// A Block gives its piece back when its last holder lets go; the memory lives until pool and blocks are gone.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ class Pool;
 
 class Block {
   public:
-    Block(std::shared_ptr<Pool> pool, std::size_t arena, std::size_t offset, std::size_t nbytes);
+    Block(std::shared_ptr<Pool> pool, std::size_t offset, std::size_t nbytes);
     ~Block();
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
@@ -35,7 +35,6 @@ class Block {
 
   private:
     std::shared_ptr<Pool> pool_;
-    std::size_t arena_;
     std::size_t offset_;
     std::size_t nbytes_;
     std::byte* data_;
@@ -49,16 +48,21 @@ class Pool : public std::enable_shared_from_this<Pool> {
     [[nodiscard]] static std::shared_ptr<Pool> make(std::size_t nbytes,
                                                     std::optional<unsigned> numa_node = std::nullopt);
 
-    // Throws PoolExhausted; std::invalid_argument for 0 bytes or more than one arena holds.
+    // Throws PoolExhausted; std::invalid_argument for 0 bytes.
     [[nodiscard]] std::shared_ptr<Block> take(std::size_t nbytes);
 
-    // Page-locks all arenas for CUDA, so that copies to and from a GPU need no staging. Once; throws
+    // The piece at `offset`, where whoever planned the pool's use put it. Throws PoolExhausted where some of it
+    // is held; std::invalid_argument for 0 bytes, an offset within a page, or what is not in the pool.
+    [[nodiscard]] std::shared_ptr<Block> take_at(std::size_t offset, std::size_t nbytes);
+
+    // Page-locks all of it for CUDA, so that copies to and from a GPU need no staging. Once; throws
     // std::runtime_error, and the pool then goes on without.
     void pin_with(const std::shared_ptr<CudaHost>& cuda);
     [[nodiscard]] bool pinned() const;
 
+    // What rings can register of it: side by side, each as large as they take. A piece may lie across two.
     [[nodiscard]] const std::vector<std::shared_ptr<Arena>>& arenas() const noexcept { return arenas_; }
-    [[nodiscard]] std::size_t capacity() const noexcept { return capacity_; }
+    [[nodiscard]] std::size_t capacity() const noexcept { return mapping_->size(); }
     [[nodiscard]] std::size_t free_bytes() const;
     [[nodiscard]] std::size_t largest_free() const;
     [[nodiscard]] std::size_t peak_bytes() const;
@@ -66,14 +70,15 @@ class Pool : public std::enable_shared_from_this<Pool> {
   private:
     friend class Block;
     Pool(std::size_t nbytes, std::optional<unsigned> numa_node);
-    void give_back(std::size_t arena, std::size_t offset, std::size_t nbytes) noexcept;
-    [[nodiscard]] std::size_t free_locked() const;
+    void cut_locked(std::size_t piece, std::size_t offset, std::size_t nbytes);
+    void give_back(std::size_t offset, std::size_t nbytes) noexcept;
     [[nodiscard]] std::size_t largest_locked() const;
 
+    std::shared_ptr<Mapping> mapping_;
     std::vector<std::shared_ptr<Arena>> arenas_;
-    std::size_t capacity_ = 0;
     mutable std::mutex mutex_;
-    std::vector<std::map<std::size_t, std::size_t>> free_;  // per arena: offset -> bytes, never adjacent
+    std::map<std::size_t, std::size_t> free_;  // offset -> bytes, never adjacent
+    std::size_t free_bytes_ = 0;
     std::size_t peak_ = 0;
     bool pinned_ = false;
 };

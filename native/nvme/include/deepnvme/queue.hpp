@@ -41,14 +41,16 @@ class Queue {
     [[nodiscard]] std::shared_ptr<OpenFile> open(const std::string& path, OpenMode mode, DirectIO direct,
                                                  unsigned permissions,
                                                  const std::optional<DriveOptions>& drive = std::nullopt);
-    // Waits for room. Throws ClosedError, ForkedError.
-    void submit(Operation operation);
-    // False: max_pending operations are pending.
-    [[nodiscard]] bool try_submit(Operation operation);
+    // Waits at most `patience` for room. False: max_pending operations are still pending. Throws ClosedError,
+    // ForkedError.
+    [[nodiscard]] bool submit(Operation operation, std::chrono::nanoseconds patience);
 
-    // Registers the pool's arenas with every ring, beside those of other pools; forgets them again.
+    // Lets the pool's arenas be registered with every ring, beside those of other pools, as soon as nothing
+    // is in flight there; lets them be forgotten again.
     void use_pool(const std::shared_ptr<Pool>& pool);
     void forget_pool(const std::shared_ptr<Pool>& pool);
+    // Waits for that, at most `patience` for each drive. False: a drive is still at work.
+    [[nodiscard]] bool pools_settled(std::chrono::nanoseconds patience);
 
     // Blocks until operations have ended that no waiter of wait_for is about to take, and returns them; empty
     // once the queue is closed and everything was returned.
@@ -62,8 +64,9 @@ class Queue {
     // What wait_for returned is dealt with, but for these, which are for wait_ended() after all.
     void hand_back(std::vector<Outcome> outcomes);
 
-    // Refuses new work, drains what was submitted. Again: does nothing.
-    void close();
+    // Refuses new work and waits at most `patience` for the end of what was submitted. True: it has ended,
+    // and rings and pools are let go of. False: to be called again, as often as it takes.
+    [[nodiscard]] bool close(std::chrono::nanoseconds patience);
 
     [[nodiscard]] std::map<dev_t, DriveStats> stats() const;
     [[nodiscard]] std::uint64_t pending() const;
@@ -73,11 +76,12 @@ class Queue {
     [[nodiscard]] bool belongs_to_a_parent() const noexcept;
 
   private:
-    [[nodiscard]] Drive& drive_for(const OpenFile& file, const DriveOptions& options);
+    void need_drive_for(const OpenFile& file, const DriveOptions& options);
     [[nodiscard]] std::unique_ptr<Backend> backend_for_another(const DriveOptions& drive) const;
     void refuse_if_forked() const;
     void refuse_if_unusable() const;
     void hand_over(Operation operation);
+    [[nodiscard]] std::vector<std::shared_ptr<Arena>> arenas() const;
     void tell_drives_of_arenas();
     void ended(std::vector<Outcome> outcomes);
 
@@ -87,7 +91,8 @@ class Queue {
         first_backend_;  // made by the constructor as proof that it works, used by the first drive
 
     mutable std::mutex drives_mutex_;  // taken before mutex_, never after
-    std::map<dev_t, std::unique_ptr<Drive>> drives_;
+    std::map<dev_t, std::shared_ptr<Drive>>
+        drives_;  // stopped under the lock, when idle; else never waited for
     std::map<dev_t, DriveStats> final_stats_;
     std::vector<std::shared_ptr<Pool>> pools_;
     std::map<std::string, int> memory_files_;

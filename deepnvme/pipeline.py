@@ -1,0 +1,200 @@
+"""How many pieces of memory travel at once: operations under way in a bounded number of bytes, small ones together.
+
+What the store and safetensors files share: which small pieces one operation moves, the staging memory that it moves
+them through, and the order in which operations are waited for. Whatever fails, no memory is let go while a drive may
+use it. Called by volume, tensor_io and safetensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from deepnvme.buffers import Memory, memory_of
+from deepnvme.errors import ForkedError, QueueFull
+from deepnvme.extents import PAGE, whole_pages
+from deepnvme.pool import Pool
+from deepnvme.queue import Batch, IOQueue
+
+__all__ = ["RUN_BYTES", "SMALL_BYTES", "Piece", "Pipeline", "Staged", "Stretch", "once_there_is_room", "together"]
+
+_T = TypeVar("_T")
+
+SMALL_BYTES = 256 << 10
+"""Up to here tensors of one call share operations."""
+
+RUN_BYTES = 8 << 20
+"""The most that one such operation moves."""
+
+_GAP_BYTES = 128 << 10  # reading over so much is cheaper than another operation
+_STAGED_RUNS = 4
+_MOST_BYTES = 64 << 20  # from so many under way on, no more are begun
+_UNTIL_ROOM_S = 0.001  # how long a queue that refuses to wait is left alone before it is asked again
+
+
+def once_there_is_room(submit: Callable[[], _T]) -> _T:
+    """Return what `submit` returns, as soon as its queue has room, also one that would rather raise.
+
+    What is submitted here belongs to calls that wait for the drive anyway.
+    """
+    while True:
+        try:
+            return submit()
+        except QueueFull:
+            time.sleep(_UNTIL_ROOM_S)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Operations under way, what to do when they have ended well, and however they ended."""
+
+    nbytes: int
+    batch: Batch
+    land: Callable[[], None]
+    release: Callable[[], None]
+
+
+class Pipeline:
+    """The operations of one call, oldest first, a bounded number of bytes at once. At its end none is under way."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque()
+        self._nbytes = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._steps
+
+    def start(
+        self, nbytes: int, *, land: Callable[[], None] = _nothing, release: Callable[[], None] = _nothing
+    ) -> Batch:
+        """Return the batch for operations on so many bytes, once there is room for them beside those under way."""
+        step = _Step(nbytes, Batch(), land, release)
+        try:
+            while self._nbytes >= _MOST_BYTES:
+                self.finish_oldest()
+        except BaseException:
+            release()
+            raise
+        self._steps.append(step)
+        self._nbytes += nbytes
+        return step.batch
+
+    def finish_oldest(self) -> None:
+        """Wait for the oldest step and land it."""
+        step = self._steps[0]
+        step.batch.wait()
+        step.land()
+        self._drop()
+
+    def _drop(self) -> None:
+        step = self._steps[0]
+        step.batch.drain()  # first: interrupted, it is called again
+        self._steps.popleft()
+        self._nbytes -= step.nbytes
+        step.release()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        interruption = None
+        try:
+            while self._steps and kind is None:
+                self.finish_oldest()
+        finally:
+            while self._steps:  # whatever happens: drives may be at work on this memory
+                try:
+                    self._drop()
+                except KeyboardInterrupt as again:
+                    interruption = again
+        if interruption is not None:
+            raise interruption
+
+
+class Staged:
+    """Staging memory for a few operations, registered with queues. Made when it is first needed; any thread may ask."""
+
+    def __init__(self, queues: Collection[IOQueue], *, runs: int = _STAGED_RUNS, run_bytes: int = RUN_BYTES) -> None:
+        self._queues = queues
+        self._runs = runs
+        self._run_bytes = run_bytes
+        self._making = threading.Lock()
+        self._pool: Pool | None = None
+        self._free: SimpleQueue[Memory] = SimpleQueue()
+
+    def take(self, pipeline: Pipeline) -> Memory:
+        """Return free memory for one run; ends the pipeline's oldest steps for it before it waits for other calls."""
+        with self._making:
+            if self._pool is None:
+                pool = Pool(self._runs * whole_pages(self._run_bytes))
+                for queue in self._queues:
+                    queue.use_pool(pool)
+                for _ in range(self._runs):
+                    self._free.put(memory_of(pool.buffer(self._run_bytes), writable=True))
+                self._pool = pool
+        while True:
+            try:
+                return self._free.get(block=pipeline.empty)
+            except Empty:
+                pipeline.finish_oldest()
+
+    def give(self, memory: Memory) -> None:
+        """Take it back."""
+        self._free.put(memory)
+
+    def close(self) -> None:
+        """Let go of the memory, which queues that go on would keep. Whoever reads or writes has ended."""
+        if self._pool is not None:
+            with suppress(ForkedError):  # the parent's queues are none of ours
+                for queue in self._queues:
+                    queue.forget_pool(self._pool)
+
+
+@dataclass(frozen=True)
+class Piece(Generic[_T]):
+    """`nbytes` at `offset` of the file with that number, and what they are."""
+
+    file: int
+    offset: int
+    nbytes: int
+    what: _T
+
+
+@dataclass(frozen=True)
+class Stretch(Generic[_T]):
+    """Bytes of a file from a page on that are read at once, whole pages of them, and the pieces among them."""
+
+    file: int
+    start: int
+    nbytes: int
+    pieces: Sequence[Piece[_T]]
+
+
+def together(pieces: Iterable[Piece[_T]]) -> Iterator[Stretch[_T]]:
+    """Yield what lies close together as one stretch, each small enough for staging memory."""
+    group: list[Piece[_T]] = []
+    file = start = end = 0
+    for piece in sorted(pieces, key=lambda each: (each.file, each.offset)):
+        until = piece.offset + piece.nbytes
+        close = piece.file == file and piece.offset - end <= _GAP_BYTES and whole_pages(until) - start <= RUN_BYTES
+        if group and not close:
+            yield Stretch(file, start, whole_pages(end) - start, group)
+            group = []
+        if not group:
+            file, start, end = piece.file, piece.offset - piece.offset % PAGE, 0
+        group.append(piece)
+        end = max(end, until)
+    if group:
+        yield Stretch(file, start, whole_pages(end) - start, group)

@@ -1,0 +1,78 @@
+"""Small pieces share operations, a bounded number of bytes travels at once, and no memory is let go too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepnvme.errors import QueueFull
+from deepnvme.extents import PAGE
+from deepnvme.pipeline import RUN_BYTES, SMALL_BYTES, Piece, Pipeline, once_there_is_room, together
+
+MIB = 1 << 20
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 64 * MIB), st.integers(1, SMALL_BYTES))))
+def test_every_piece_lies_in_one_stretch_of_whole_pages_that_fits_into_staging_memory(
+    places: list[tuple[int, int, int]],
+) -> None:
+    pieces = [Piece(*place, number) for number, place in enumerate(places)]
+    stretches = list(together(pieces))
+    assert sorted(piece.what for stretch in stretches for piece in stretch.pieces) == list(range(len(pieces)))
+    for stretch in stretches:
+        assert stretch.start % PAGE == stretch.nbytes % PAGE == 0
+        assert stretch.nbytes <= RUN_BYTES
+        for piece in stretch.pieces:
+            assert piece.file == stretch.file
+            assert stretch.start <= piece.offset
+            assert piece.offset + piece.nbytes <= stretch.start + stretch.nbytes
+
+
+def test_neighbours_share_a_stretch_and_what_is_far_does_not() -> None:
+    near, gap = [Piece(0, at * PAGE, 100, at) for at in range(5)], Piece(0, 5 * PAGE + 200 * 1024, 100, 5)
+    other = Piece(1, PAGE, 100, 6)
+    found = [[piece.what for piece in stretch.pieces] for stretch in together([other, gap, *reversed(near)])]
+    assert found == [[0, 1, 2, 3, 4], [5], [6]]
+
+
+def test_steps_land_and_release_in_their_order_as_soon_as_too_much_is_under_way() -> None:
+    told: list[str] = []
+
+    def tell(what: str) -> Callable[[], None]:
+        return lambda: told.append(what)
+
+    with Pipeline() as pipeline:
+        for number in range(4):
+            pipeline.start(32 * MIB, land=tell(f"land {number}"), release=tell(f"release {number}"))
+        assert told == ["land 0", "release 0", "land 1", "release 1"]
+    assert told[4:] == ["land 2", "release 2", "land 3", "release 3"]
+
+
+def test_after_a_failure_what_is_under_way_is_released_and_does_not_land() -> None:
+    told: list[str] = []
+
+    def fail() -> None:
+        with Pipeline() as pipeline:
+            pipeline.start(1, land=lambda: told.append("land"), release=lambda: told.append("release"))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert told == ["release"]
+
+
+def test_a_full_queue_is_asked_again_and_other_errors_are_raised() -> None:
+    answers: list[Exception | int] = [QueueFull(1), QueueFull(1), 7, OSError("broken")]
+
+    def submit() -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert once_there_is_room(submit) == 7
+    with pytest.raises(OSError, match="broken"):
+        once_there_is_room(submit)
