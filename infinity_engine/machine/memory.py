@@ -13,7 +13,7 @@ import psutil
 from deepnvme.probing import HOST_ROOTS, SystemRoots
 from infinity_engine.machine.cgroup import cgroup_directories, read_number
 
-__all__ = ["CgroupMemory", "Memory", "probe_cgroup_memory", "probe_memory"]
+__all__ = ["CgroupMemory", "Memory", "probe_cgroup_limits", "probe_cgroup_memory", "probe_memory"]
 
 # A limit and the usage that counts against it: version 2, its throttling limit, version 1.
 _LIMIT_FILES = (
@@ -58,10 +58,11 @@ def probe_memory(roots: SystemRoots = HOST_ROOTS) -> Memory:
 
 def probe_cgroup_memory(roots: SystemRoots = HOST_ROOTS) -> CgroupMemory | None:
     """Return the tightest memory limit on this process, None where no group has one."""
-    return min(_cgroup_limits(roots), key=lambda limit: limit.limit_bytes, default=None)
+    return min(probe_cgroup_limits(roots), key=lambda limit: limit.limit_bytes, default=None)
 
 
-def _cgroup_limits(roots: SystemRoots) -> Iterator[CgroupMemory]:
+def probe_cgroup_limits(roots: SystemRoots = HOST_ROOTS) -> Iterator[CgroupMemory]:
+    """Yield every memory limit on this process: its own groups' and those above, which it may share with others."""
     for directory in cgroup_directories("memory", roots):
         for limit_file, used_file in _LIMIT_FILES:
             limit = read_number(directory / limit_file)

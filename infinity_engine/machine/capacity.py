@@ -1,0 +1,87 @@
+"""What a machine has to give: the Capacity that a Budget's percentages and defaults are of, less room for the rest.
+
+Asks the system and reserves nothing. Free memory of the accelerator is told by whoever has its context: no torch here.
+Called when an engine starts, before anything is planned.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from deepnvme.probing import HOST_ROOTS, SystemRoots, find_mount, read_kernel_file, read_mounts
+from infinity_engine.errors import ConfigError
+from infinity_engine.machine.memory import CgroupMemory, probe_cgroup_limits, probe_memory
+from infinity_engine.plan import Capacity
+from infinity_engine.units import GiB, MiB
+
+__all__ = ["probe_capacity"]
+
+# File cache that nobody used lately, as version 2 writes it, and version 1 with that of the groups below.
+_RECLAIMABLE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
+
+
+def probe_capacity(
+    directories: Iterable[str], *, device_free_bytes: int = 0, roots: SystemRoots = HOST_ROOTS
+) -> Capacity:
+    """Return what may be taken of this machine now, of a device with so many bytes free, and of these directories.
+
+    Of the host's memory that is available a tenth, and at least 1 GiB, is left for the rest of the process: Python,
+    torch, the loader's workers, page tables. Of the device's a twentieth, and at least 512 MiB, for the context's own
+    growth and for fragments. Of each file system's free space a twentieth, because drives slow down when full;
+    directories on one file system have equal parts of it.
+
+    Raises:
+        ConfigError: one of `directories` cannot be used.
+    """
+    return Capacity(
+        device=_without(device_free_bytes, part=20, at_least=512 * MiB),
+        host=_without(_free_host_bytes(roots), part=10, at_least=GiB),
+        nvme=_drives(tuple(directories), roots),
+    )
+
+
+def _without(free: int, *, part: int, at_least: int = 0) -> int:
+    """Return `free` less what is left for others: one of so many parts, rounded up, and `at_least` that many bytes."""
+    return max(free - max(-(-free // part), at_least), 0)
+
+
+def _free_host_bytes(roots: SystemRoots) -> int:
+    # Not the smallest limit alone: a larger one above it may be used up by others.
+    left = [limit.limit_bytes - _used_for_good(limit) for limit in probe_cgroup_limits(roots)]
+    return min([probe_memory(roots).available_bytes, *left])
+
+
+def _used_for_good(cgroup: CgroupMemory) -> int:
+    """Return what the group uses, less the file cache that the kernel drops for whoever needs memory.
+
+    Without this, a group that has read as many bytes of files as its limit would have nothing left.
+    """
+    reclaimable = _RECLAIMABLE.findall(read_kernel_file(Path(cgroup.directory) / "memory.stat"))
+    return max((cgroup.used_bytes or 0) - max(map(int, reclaimable), default=0), 0)
+
+
+def _drives(directories: tuple[str, ...], roots: SystemRoots) -> dict[str, int]:
+    free = {directory: _free_bytes(directory) for directory in directories}
+    mounts = read_mounts(roots)
+    # Not by st_dev, which differs between the subvolumes of one btrfs. What is on no known mount counts as one.
+    found = {directory: find_mount(mounts, os.path.realpath(directory)) for directory in free}
+    file_systems = {directory: mount.device if mount else "" for directory, mount in found.items()}
+    shared_by = Counter(file_systems.values())
+    return {
+        directory: _without(nbytes // shared_by[file_systems[directory]], part=20) for directory, nbytes in free.items()
+    }
+
+
+def _free_bytes(directory: str) -> int:
+    """Return the bytes that this user may still write there."""
+    try:
+        with os.scandir(directory):  # refuses what is no directory, which disk_usage does not
+            return shutil.disk_usage(directory).free
+    except OSError as error:
+        expected = f"a directory to use ({error.strerror}): make it, or mount the drive that it should be on"
+        raise ConfigError(field="Budget.nvme", value=directory, expected=expected) from error
