@@ -1,0 +1,42 @@
+"""What bytes are copied and updated with: streams, events, copies and device memory, behind one small interface.
+
+`open_accelerator` makes the one that is asked for. `cuda` is a GPU, `cpu` is the host as its own device, `emulated` is
+a test instrument that lives in host memory. Nothing here decides what moves when.
+"""
+
+from infinity_engine.accel.base import (
+    Accelerator,
+    Buffer,
+    Cost,
+    DeviceBytes,
+    Event,
+    Stream,
+    StreamKind,
+    TimeCost,
+    UpdateCost,
+)
+from infinity_engine.accel.cpu import CpuAccelerator
+from infinity_engine.accel.emulated import Clock, Emulation, OperationRecord
+from infinity_engine.accel.opening import emulated_accelerator, open_accelerator
+from infinity_engine.accel.paced import PacedAccelerator
+from infinity_engine.accel.virtual import VirtualAccelerator
+
+__all__ = [
+    "Accelerator",
+    "Buffer",
+    "Clock",
+    "Cost",
+    "CpuAccelerator",
+    "DeviceBytes",
+    "Emulation",
+    "Event",
+    "OperationRecord",
+    "PacedAccelerator",
+    "Stream",
+    "StreamKind",
+    "TimeCost",
+    "UpdateCost",
+    "VirtualAccelerator",
+    "emulated_accelerator",
+    "open_accelerator",
+]

@@ -1,0 +1,223 @@
+"""What every accelerator can do: streams of copies and of device work, events that end them, and flat device memory.
+
+Bytes, not tensors: a buffer is a run of device bytes, a copy moves bytes between host and device. Decides nothing about
+what moves when. Called by memory/, tiering/ and whatever runs updates, from one host thread for each accelerator.
+
+Three rules hold on all of them. Operations of one stream follow one another; those of different streams are ordered
+only by `after`, by `wait_for`, and by what the host waited for before it submitted. Source and target of a copy belong
+to the copy until its event has passed. An error belongs to the event of the operation that failed; see `Event`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+import torch
+
+__all__ = [
+    "Accelerator",
+    "Buffer",
+    "Cost",
+    "DeviceBytes",
+    "Event",
+    "Stream",
+    "StreamKind",
+    "TimeCost",
+    "UpdateCost",
+]
+
+_Self = TypeVar("_Self", bound="Accelerator")
+
+
+class StreamKind(Enum):
+    """What a stream is for."""
+
+    COMPUTE = "compute"  # Device work. On cuda, the stream that modules compute in.
+    H2D = "h2d"  # Copies from host to device.
+    D2H = "d2h"  # Copies from device to host.
+    COLLECTIVE = "collective"  # Device work that waits for other ranks, so that it holds up nobody else.
+
+
+class Stream:
+    """A line of operations that follow one another. Made by `Accelerator.stream`, and of use to that one only."""
+
+    __slots__ = ("kind", "name")
+
+    def __init__(self, kind: StreamKind, name: str) -> None:
+        self.kind = kind
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Stream({self.name})"
+
+
+class Event(ABC):
+    """The end of an operation, or of all that a stream was given before `record`.
+
+    An operation that failed has ended: `done` says so and `wait` raises its error, each time. What depends on it does
+    not run and carries the same error: whatever names it in `after` or was put behind it with `wait_for`, and what
+    follows it in its stream until the host was told, which is when some `wait` or `synchronize` raised the error. So
+    nothing works on the results of a failure that nobody knows of, and a stream can be used again afterwards.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Tell whether the operation has ended, without blocking. Where time is virtual, asking does not pass it."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block the host until the operation has ended, and raise what it failed with."""
+
+
+class Buffer:
+    """`nbytes` flat bytes of device memory. Made by `Accelerator.allocate`, given back with `Accelerator.free`."""
+
+    __slots__ = ("_memory", "nbytes")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.nbytes = memory.numel()
+        self._memory: torch.Tensor | None = memory
+
+    def tensor(self, dtype: torch.dtype, shape: int | Sequence[int], offset: int = 0) -> torch.Tensor:
+        """Return the bytes from `offset` on as a tensor, which shares them."""
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        nbytes = math.prod(sizes) * dtype.itemsize
+        if min(sizes, default=0) < 0 or offset < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(
+                f"expected a tensor within the buffer's {self.nbytes} B, got {nbytes} B at offset {offset} "
+                f"(shape {sizes} of {dtype})"
+            )
+        if offset % dtype.itemsize:
+            raise ValueError(f"expected an offset that is a multiple of {dtype.itemsize} B for {dtype}, got {offset}")
+        return self._held()[offset : offset + nbytes].view(dtype).view(sizes)
+
+    def release(self) -> torch.Tensor:
+        """Give the memory up: the buffer has none from here on. Called by the accelerator that made it."""
+        memory = self._held()
+        self._memory = None
+        return memory
+
+    def __repr__(self) -> str:
+        return f"Buffer({self.nbytes} B{', freed' if self._memory is None else ''})"
+
+    def _held(self) -> torch.Tensor:
+        if self._memory is None:
+            raise ValueError(f"this buffer of {self.nbytes} B was freed: expected it to be used before free()")
+        return self._memory
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCost:
+    """Device work that is the optimizer's update of so many parameters."""
+
+    params: int
+
+    def __post_init__(self) -> None:
+        if self.params < 0:
+            raise ValueError(f"expected 0 parameters or more, got {self.params}")
+
+
+@dataclass(frozen=True, slots=True)
+class TimeCost:
+    """Device work that takes so long, whatever it does."""
+
+    ns: int
+
+    def __post_init__(self) -> None:
+        if self.ns < 0:
+            raise ValueError(f"expected 0 ns or more, got {self.ns}")
+
+
+Cost = UpdateCost | TimeCost
+"""What device work costs. An emulated device takes its time from it; others run as fast as they can."""
+
+
+class DeviceBytes(NamedTuple):
+    """How much device memory there is, and how much of it nobody has taken."""
+
+    free: int
+    total: int
+
+
+class Accelerator(ABC):
+    """A device: its streams, its memory, and the copies between that and the host's."""
+
+    name: str
+    """cuda, cpu or emulated."""
+    unified: bool
+    """Whether DEVICE and HOST are one memory: nothing is to be copied then, and `copy` refuses."""
+    torch_device: torch.device
+    """Where torch sees its buffers."""
+
+    @abstractmethod
+    def stream(self, kind: StreamKind) -> Stream:
+        """Return a new stream; on cuda, the current one of torch for COMPUTE."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """Return the end of everything that was submitted to `stream` so far."""
+
+    @abstractmethod
+    def wait_for(self, stream: Stream, event: Event) -> None:
+        """Let whatever is submitted to `stream` from here on wait for `event`. The host does not wait."""
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, stream: Stream, after: Sequence[Event] = ()) -> Event:
+        """Copy bytes between host and device, once all of `after` have passed; return at once.
+
+        Both are flat uint8 tensors of one length, one of them in host and one in device memory, as the kind of `stream`
+        says: H2D or D2H. Neither may be changed, freed or, for the target, read before the event has passed.
+        """
+
+    @abstractmethod
+    def run(self, work: Callable[[], object], *, stream: Stream, cost: Cost, after: Sequence[Event] = ()) -> Event:
+        """Let `work` happen on the device, in a COMPUTE or COLLECTIVE stream, once all of `after` have passed.
+
+        `work` gets at its bytes through tensors that it holds, may be called on another thread, and calls nothing of
+        the accelerator. On cuda it is called at once, with the stream current, and launches what the stream is to do.
+        """
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Buffer:
+        """Return a buffer whose content is undefined, aligned to 64 bytes at least.
+
+        Raises:
+            CapacityError: the device has not so many free bytes.
+        """
+
+    @abstractmethod
+    def free(self, buffer: Buffer) -> None:
+        """Give a buffer back. Every event of an operation that uses it must have passed; views of it are dead."""
+
+    @abstractmethod
+    def memory(self) -> DeviceBytes:
+        """Return how much device memory there is now."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until all that was submitted has ended, and raise the first error not yet raised."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Wait for all that was submitted and stop the device, whatever failed. A second call does nothing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the device, and raise the first error that was not yet raised. A second call does nothing."""
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.stop()  # The body's own error is the one to see.

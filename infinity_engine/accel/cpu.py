@@ -1,0 +1,83 @@
+"""The host as its own device: DEVICE and HOST are one memory, so there is nothing to copy, and work happens at once.
+
+Starts no thread and keeps no memory: a buffer is an ordinary tensor's. DEVICE's bytes count as HOST's, which is the
+business of whoever keeps the budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity_engine.accel.base import Buffer, DeviceBytes, Event, Stream
+from infinity_engine.accel.operation import Failure, Operation, Work
+from infinity_engine.accel.ordered import OrderedAccelerator
+from infinity_engine.errors import CapacityError
+from infinity_engine.machine.memory import probe_memory
+
+__all__ = ["CpuAccelerator"]
+
+
+class CpuAccelerator(OrderedAccelerator[Operation]):
+    """No device at all: every operation has ended when its submission returns."""
+
+    name = "cpu"
+    unified = True
+
+    def __init__(self) -> None:
+        super().__init__(Operation)
+        self.torch_device = torch.device("cpu")
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, stream: Stream, after: Sequence[Event] = ()) -> Event:
+        """Refuse: there is nothing to copy."""
+        raise RuntimeError(
+            "the accelerator cpu copies nothing: DEVICE and HOST are one memory. "
+            "Check `unified` before a copy, and use the bytes where they are"
+        )
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Return a buffer in host memory."""
+        if nbytes < 1:
+            raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")
+        try:
+            return Buffer(torch.empty(nbytes, dtype=torch.uint8))
+        except (RuntimeError, MemoryError) as error:  # torch has no class of its own for this
+            free, total = self.memory()
+            raise CapacityError(
+                tier="DEVICE", asked=nbytes, free=free, limit=total, change="let the host budget fit this machine"
+            ) from error
+
+    def free(self, buffer: Buffer) -> None:
+        """Give a buffer back."""
+        buffer.release()
+
+    def memory(self) -> DeviceBytes:
+        """Return how much host memory this process may use, and how much of it nobody has taken."""
+        memory = probe_memory()
+        free = memory.available_bytes
+        if memory.cgroup is not None and memory.cgroup.used_bytes is not None:
+            free = max(min(free, memory.cgroup.limit_bytes - memory.cgroup.used_bytes), 0)
+        return DeviceBytes(free=free, total=memory.usable_bytes)
+
+    def _start(self, operation: Operation, behind: Sequence[Operation]) -> None:
+        failure = operation.inherited()
+        action = operation.action
+        if failure is None and isinstance(action, Work):
+            try:
+                action.call()
+            except Exception as error:
+                failure = Failure(error)
+        self._settle(operation, failure)
+
+    def _has_ended(self, operation: Operation) -> bool:
+        return True
+
+    def _wait(self, operation: Operation) -> None:
+        self._tell(operation)
+
+    def _drain(self) -> None:
+        pass
+
+    def _in_device(self, tensor: torch.Tensor) -> bool:
+        return True

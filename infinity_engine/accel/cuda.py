@@ -1,0 +1,180 @@
+"""A GPU through torch: its streams, events and caching allocator. Has not run on a GPU yet.
+
+Copies are asynchronous where the host's side is page-locked; one warning says where it is not. Imports no CUDA until an
+accelerator is made. tests/gpu/test_accel_cuda.py is what has to pass on a machine with a GPU.
+
+[Note: why no record_stream] torch's allocator gives a freed block away at once to whoever allocates on the same stream,
+and knows nothing of other streams that still use it. Buffers are allocated on a stream of their own that runs nothing,
+so they share blocks with nobody else's tensors, and `free` comes when every event of their use has passed. So a block
+that is given away is in use nowhere, and the allocator has nothing to watch.
+"""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from infinity_engine.accel.base import Buffer, DeviceBytes, Stream, StreamKind
+from infinity_engine.accel.operation import Carrier, Copy, Failure, Operation, Submission, Work
+from infinity_engine.accel.ordered import OrderedAccelerator
+from infinity_engine.errors import CapacityError, ConfigError, TransferError
+
+__all__ = ["CudaAccelerator", "CudaOperation"]
+
+
+class CudaOperation(Operation):
+    """An operation that was launched, or could not be."""
+
+    def __init__(self, owner: Carrier, submission: Submission) -> None:
+        super().__init__(owner, submission)
+        self.nbytes = submission.action.nbytes if isinstance(submission.action, Copy) else None
+        self.event: torch.cuda.Event | None = None
+
+    def launched(self, event: torch.cuda.Event) -> None:
+        """Note the event that comes after it."""
+        self.event = event
+
+    def error_of(self, cause: RuntimeError) -> Exception:
+        """Return what went wrong, in our words where it is a copy."""
+        if self.nbytes is None:
+            return cause
+        path = f"{self.name} on {self.stream.name} of cuda"
+        try:
+            raise TransferError(errno=errno.EIO, path=path, offset=0, asked=self.nbytes, done=0) from cause
+        except TransferError as error:
+            return error
+
+
+class CudaAccelerator(OrderedAccelerator[CudaOperation]):
+    """The GPU `index`, by default torch's current one."""
+
+    name = "cuda"
+    unified = False
+
+    def __init__(self, index: int | None = None) -> None:
+        super().__init__(CudaOperation)
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                field="accelerator",
+                value="cuda",
+                expected="a machine where torch sees a GPU; `infinity doctor` says more",
+            )
+        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._streams: dict[Stream, torch.cuda.Stream] = {}
+        self._allocating = _new_stream(self.torch_device)
+        self._pinned = True
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the host's side of every copy so far was page-locked: the host waited for those that were not."""
+        return self._pinned
+
+    def stream(self, kind: StreamKind) -> Stream:
+        """Return a new stream; the one that is torch's current now for COMPUTE."""
+        stream = super().stream(kind)
+        computes = kind is StreamKind.COMPUTE
+        device = self.torch_device
+        self._streams[stream] = torch.cuda.current_stream(device) if computes else _new_stream(device)
+        return stream
+
+    def torch_stream(self, stream: Stream) -> torch.cuda.Stream:
+        """Return torch's own stream, for what is launched without `run`."""
+        return self._streams[self._lane(stream).stream]
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Return a buffer whose content is undefined."""
+        if nbytes < 1:
+            raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")
+        try:
+            with torch.cuda.stream(self._allocating):
+                return Buffer(torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device))
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = self.memory()
+            raise CapacityError(
+                tier="DEVICE",
+                asked=nbytes,
+                free=free,
+                limit=total,
+                change="let the device budget leave more to modules and to other processes on this GPU",
+            ) from error
+
+    def free(self, buffer: Buffer) -> None:
+        """Give a buffer back to torch's allocator."""
+        buffer.release()
+
+    def memory(self) -> DeviceBytes:
+        """Return what the driver says. What torch's allocator keeps for later counts as taken."""
+        return DeviceBytes(*torch.cuda.mem_get_info(self.torch_device))
+
+    def _start(self, operation: CudaOperation, behind: Sequence[CudaOperation]) -> None:
+        failure = operation.inherited()
+        if failure is None:
+            try:
+                self._launch(operation, behind)
+            except RuntimeError as error:
+                failure = Failure(operation.error_of(error))
+            except Exception as error:
+                failure = Failure(error)
+        self._settle(operation, failure)
+
+    def _launch(self, operation: CudaOperation, behind: Sequence[CudaOperation]) -> None:
+        stream, action = self._streams[operation.stream], operation.action
+        with torch.cuda.stream(stream):
+            for other in behind:
+                if other.event is not None and other.stream is not operation.stream:
+                    stream.wait_event(other.event)
+            if isinstance(action, Copy):
+                self._look_at_host(action, operation.stream.kind)
+                action.target.copy_(action.source, non_blocking=True)
+            elif isinstance(action, Work):
+                action.call()
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch is
+            event.record(stream)
+        operation.launched(event)
+
+    def _look_at_host(self, copy: Copy, kind: StreamKind) -> None:
+        host = copy.source if kind is StreamKind.H2D else copy.target
+        if self._pinned and not host.is_pinned():
+            self._pinned = False
+            warnings.warn(
+                "a copy's host memory is not page-locked, so the host waits for such copies: "
+                "take it from a pool that is pinned. Said once",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _has_ended(self, operation: CudaOperation) -> bool:
+        if operation.event is None or operation.failure is not None:
+            return True
+        try:
+            return bool(operation.event.query())  # type: ignore[no-untyped-call]  # torch is
+        except RuntimeError as error:
+            self._settle(operation, Failure(operation.error_of(error)))
+            return True
+
+    def _wait(self, operation: CudaOperation) -> None:
+        if operation.event is not None and operation.failure is None:
+            try:
+                operation.event.synchronize()
+            except RuntimeError as error:
+                self._settle(operation, Failure(operation.error_of(error)))
+        self._tell(operation)
+
+    def _drain(self) -> None:
+        for lane in self._lanes.values():
+            newest = lane.newest
+            if newest is not None and not self._has_ended(newest) and newest.event is not None:
+                try:
+                    newest.event.synchronize()
+                except RuntimeError as error:
+                    self._settle(newest, Failure(newest.error_of(error)))
+
+    def _in_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cuda"
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch is

@@ -1,0 +1,190 @@
+"""A device that lives in host memory: its bytes, its rates and what it did. A test instrument, and it says so.
+
+Its memory is NaN wherever nothing was written: fresh and freed bytes are 0xFF, which is NaN in every float type. The
+two links do not slow one another, and each carries its copies one at a time in the order of their submission, whatever
+stream they are in. What modules compute is the host's own work here: it waits for events where a GPU's stream would.
+Two clocks carry the operations out: virtual.py and paced.py. Starts nothing itself.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+import torch
+
+from infinity_engine.accel.base import Buffer, DeviceBytes, Stream, StreamKind, TimeCost
+from infinity_engine.accel.operation import Action, Copy, Operation, Work
+from infinity_engine.accel.ordered import OrderedAccelerator
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.plan import Rates
+
+__all__ = ["NAN_BYTE", "Clock", "EmulatedAccelerator", "EmulatedMemory", "Emulation", "OperationRecord"]
+
+NAN_BYTE = 0xFF
+_NS_PER_S = 10**9
+_Op = TypeVar("_Op", bound=Operation)
+
+
+class Clock(Enum):
+    """How an emulated device takes its time."""
+
+    VIRTUAL = "virtual"  # Computed, in one thread: for tests.
+    REAL = "real"  # Kept by threads: for benches.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Emulation:
+    """What an emulated device is like."""
+
+    rates: Rates  # Needs h2d_bytes_per_s, d2h_bytes_per_s and device_update_params_per_s; the others are not used.
+    capacity_bytes: int
+    clock: Clock = Clock.VIRTUAL
+    seed: int = 0  # Draws one of the legal orders, where the clock is virtual.
+    fault: Callable[[StreamKind], Exception | None] | None = None
+    """Asked, with the stream's kind, before each copy and work; the error that it returns is how that ends."""
+    timeline_kept: int = 10_000  # The newest operations that timeline() tells of.
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRecord:
+    """When a copy or work was carried out."""
+
+    name: str
+    stream: str
+    start_ns: int
+    end_ns: int
+
+
+class EmulatedMemory:
+    """The device's bytes, as blocks of host memory whose addresses are known."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._taken_bytes = 0
+        self._starts: list[int] = []
+        self._blocks: list[torch.Tensor] = []  # in the order of _starts
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return a block of NaN."""
+        if nbytes < 1:
+            raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")
+        free = self.bytes.free
+        if nbytes > free:
+            raise CapacityError(
+                tier="DEVICE",
+                asked=nbytes,
+                free=free,
+                limit=self._capacity_bytes,
+                change="give the emulated device more bytes, or free buffers first",
+            )
+        block = torch.empty(nbytes, dtype=torch.uint8).fill_(NAN_BYTE)
+        at = bisect.bisect(self._starts, block.data_ptr())
+        self._starts.insert(at, block.data_ptr())
+        self._blocks.insert(at, block)
+        self._taken_bytes += nbytes
+        return block
+
+    def free(self, block: torch.Tensor) -> None:
+        """Take a block back and leave NaN to those who still look at it."""
+        at = self._index(block.data_ptr())
+        if at is None or self._starts[at] != block.data_ptr():
+            raise ValueError(f"expected a buffer of this accelerator (emulated), got {block.numel()} B of another one")
+        del self._starts[at], self._blocks[at]
+        self._taken_bytes -= block.numel()
+        block.fill_(NAN_BYTE)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Tell whether the tensor's bytes are in a block that is not freed."""
+        return self._index(tensor.data_ptr()) is not None
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a flat tensor as a view of the block itself, which keeps no object of the caller's."""
+        at = self._index(tensor.data_ptr())
+        if at is None:
+            raise ValueError("expected a tensor in device memory")
+        start = tensor.data_ptr() - self._starts[at]
+        return self._blocks[at][start : start + tensor.numel()]
+
+    @property
+    def bytes(self) -> DeviceBytes:
+        """How many bytes there are."""
+        return DeviceBytes(free=self._capacity_bytes - self._taken_bytes, total=self._capacity_bytes)
+
+    def _index(self, address: int) -> int | None:
+        at = bisect.bisect(self._starts, address) - 1
+        return at if at >= 0 and address < self._starts[at] + self._blocks[at].numel() else None
+
+
+class EmulatedAccelerator(OrderedAccelerator[_Op]):
+    """What both clocks share: the memory, the rates as durations, the timeline."""
+
+    name = "emulated"
+    unified = False
+
+    def __init__(self, kind: type[_Op], emulation: Emulation) -> None:
+        super().__init__(kind)
+        self.torch_device = torch.device("cpu")
+        rates = emulation.rates
+        self._ratios = {
+            StreamKind.H2D: _ratio(rates.h2d_bytes_per_s, name="h2d_bytes_per_s"),
+            StreamKind.D2H: _ratio(rates.d2h_bytes_per_s, name="d2h_bytes_per_s"),
+        }
+        self._update_ratio = _ratio(rates.device_update_params_per_s, name="device_update_params_per_s")
+        self._fault = emulation.fault
+        self._memory = EmulatedMemory(emulation.capacity_bytes)
+        self._timeline: deque[OperationRecord] = deque(maxlen=emulation.timeline_kept)
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Return a buffer of NaN."""
+        return Buffer(self._memory.allocate(nbytes))
+
+    def free(self, buffer: Buffer) -> None:
+        """Give a buffer back; views of it see NaN from here on."""
+        self._memory.free(buffer.release())
+
+    def memory(self) -> DeviceBytes:
+        """Return how much device memory there is now."""
+        return self._memory.bytes
+
+    def timeline(self) -> tuple[OperationRecord, ...]:
+        """Return when the newest copies and works were carried out, in nanoseconds of the device's clock."""
+        return tuple(self._timeline)
+
+    def _duration_ns(self, stream: Stream, action: Action) -> int:
+        if isinstance(action, Copy):
+            return _ceil_ns(action.nbytes, self._ratios[stream.kind])
+        if isinstance(action, Work):
+            cost = action.cost
+            return cost.ns if isinstance(cost, TimeCost) else _ceil_ns(cost.params, self._update_ratio)
+        return 0
+
+    def _note(self, operation: _Op, start_ns: int, end_ns: int) -> None:
+        self._timeline.append(OperationRecord(operation.name, operation.stream.name, start_ns, end_ns))
+
+    def _raise_fault(self, operation: _Op) -> None:
+        """Let the operation fail where that is wanted."""
+        fault = None if self._fault is None else self._fault(operation.stream.kind)
+        if fault is not None:
+            raise fault
+
+    def _in_device(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"expected tensors in host memory, where the emulated device lives, got {tensor.device}")
+        return self._memory.holds(tensor)
+
+
+def _ratio(rate: float | None, *, name: str) -> tuple[int, int]:
+    if rate is None:
+        raise ConfigError(field=f"Emulation.rates.{name}", value=rate, expected="a rate: an emulated device needs it")
+    return rate.as_integer_ratio()
+
+
+def _ceil_ns(amount: int, rate: tuple[int, int]) -> int:
+    """Return the nanoseconds that `amount` takes at a rate per second, rounded up, without any rounding before."""
+    numerator, denominator = rate
+    return -(-amount * _NS_PER_S * denominator // numerator)

@@ -1,0 +1,202 @@
+"""What the accelerators have in common: checked submissions, the order within streams, failures that reach the host.
+
+Knows streams as lines of operations; how an operation is carried out, and when, belongs to the subclasses.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from infinity_engine.accel.base import Accelerator, Cost, Event, Stream, StreamKind
+from infinity_engine.accel.operation import Action, Copy, Failure, Mark, Operation, Submission, Work
+
+__all__ = ["Lane", "OrderedAccelerator"]
+
+_Op = TypeVar("_Op", bound=Operation)
+_RUNS_WORK = frozenset({StreamKind.COMPUTE, StreamKind.COLLECTIVE})
+
+
+class Lane(Generic[_Op]):
+    """What an accelerator knows of a stream: its newest operation, and what the next one is to wait for."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.newest: _Op | None = None
+        self._waits: list[_Op] = []
+
+    def wait_for(self, operation: _Op) -> None:
+        """Let the next operation wait for this one."""
+        self._waits.append(operation)
+
+    def take_waits(self) -> list[_Op]:
+        """Return what the next operation waits for, and forget it: the order in the stream does the rest."""
+        waits, self._waits = self._waits, []
+        return waits
+
+    def append(self, operation: _Op) -> None:
+        """Note the newest operation."""
+        self.newest = operation
+
+
+class OrderedAccelerator(Accelerator, Generic[_Op]):
+    """An accelerator in terms of operations: subclasses make them, start them and wait for them."""
+
+    def __init__(self, kind: type[_Op]) -> None:
+        self._kind = kind
+        self._lanes: dict[Stream, Lane[_Op]] = {}
+        self._submitted = 0
+        self._lock = threading.Lock()  # of the failures, which may come from other threads
+        self._failures: list[tuple[int, Failure]] = []
+        self._stopped = False
+
+    def stream(self, kind: StreamKind) -> Stream:
+        """Return a new stream."""
+        stream = Stream(kind, f"{kind.value} {sum(other.kind is kind for other in self._lanes)}")
+        self._lanes[stream] = Lane(stream)
+        return stream
+
+    def record(self, stream: Stream) -> Event:
+        """Return the end of everything that was submitted to `stream` so far."""
+        return self._submit(stream, Mark(), ())
+
+    def wait_for(self, stream: Stream, event: Event) -> None:
+        """Let whatever is submitted to `stream` from here on wait for `event`."""
+        self._lane(stream).wait_for(self._own(event))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, stream: Stream, after: Sequence[Event] = ()) -> Event:
+        """Copy bytes between host and device, once all of `after` have passed."""
+        _check_bytes(target=target, source=source)
+        direction = self._direction(target, source)
+        if stream.kind is not direction:
+            raise ValueError(f"expected a stream of kind {direction.value} for this copy, got {stream.name}")
+        return self._submit(stream, Copy(target, source), after)
+
+    def run(self, work: Callable[[], object], *, stream: Stream, cost: Cost, after: Sequence[Event] = ()) -> Event:
+        """Let `work` happen on the device, once all of `after` have passed."""
+        if stream.kind not in _RUNS_WORK:
+            raise ValueError(f"expected a stream of kind compute or collective for device work, got {stream.name}")
+        return self._submit(stream, Work(work, cost), after)
+
+    def synchronize(self) -> None:
+        """Block the host until all that was submitted has ended, and raise the first error not yet raised."""
+        self._drain()
+        self._raise_untold()
+
+    def stop(self) -> None:
+        """Wait for all that was submitted and stop the device."""
+        if not self._stopped:
+            self._drain()
+            self._stopped = True
+            self._shut_down()
+
+    def close(self) -> None:
+        """Stop the device, and raise the first error that was not yet raised."""
+        self.stop()
+        self._raise_untold()
+
+    @abstractmethod
+    def _start(self, operation: _Op, behind: Sequence[_Op]) -> None:
+        """Take an operation on; `behind` is all that it waits for, taken on before."""
+
+    @abstractmethod
+    def _has_ended(self, operation: _Op) -> bool:
+        """Tell whether an operation has ended."""
+
+    @abstractmethod
+    def _wait(self, operation: _Op) -> None:
+        """Block until an operation has ended, and tell of its failure."""
+
+    @abstractmethod
+    def _drain(self) -> None:
+        """Block until all operations have ended."""
+
+    @abstractmethod
+    def _in_device(self, tensor: torch.Tensor) -> bool:
+        """Tell whether the bytes of `tensor` are device memory."""
+
+    def _shut_down(self) -> None:
+        """Give up what the device runs on: nothing is under way any more."""
+
+    def _submit(self, stream: Stream, action: Action, events: Sequence[Event]) -> _Op:
+        lane = self._lane(stream)
+        named = [self._own(event) for event in events]
+        if self._stopped:
+            raise RuntimeError(f"the accelerator {self.name} is closed: submit nothing after close()")
+        after = [*named, *lane.take_waits()]
+        number, previous = self._submitted, lane.newest
+        submission = Submission(number=number, stream=stream, action=action, previous=previous, after=tuple(after))
+        operation = self._kind(self, submission)
+        behind = after if previous is None else [previous, *after]
+        self._submitted += 1
+        lane.append(operation)
+        self._start(operation, behind)
+        return operation
+
+    def _settle(self, operation: _Op, failure: Failure | None) -> None:
+        """Note how an operation ended."""
+        operation.settle(failure)
+        if failure is not None:
+            with self._lock:
+                self._failures.append((operation.number, failure))
+
+    def _tell(self, operation: _Op) -> None:
+        """Raise the error of an operation that has ended, if it has one."""
+        if operation.failure is not None:
+            operation.failure.tell(self._submitted)
+            self._untold()
+            raise operation.failure.error
+
+    def _raise_untold(self) -> None:
+        untold = self._untold()
+        for _, failure in untold:
+            failure.tell(self._submitted)
+        if untold:
+            _, first = min(untold, key=lambda item: item[0])
+            raise first.error
+
+    def _untold(self) -> list[tuple[int, Failure]]:
+        """Return the failures that the host does not know of, and forget the others."""
+        with self._lock:
+            self._failures = [item for item in self._failures if not item[1].told]
+            return self._failures
+
+    def _lane(self, stream: Stream) -> Lane[_Op]:
+        lane = self._lanes.get(stream)
+        if lane is None:
+            raise ValueError(f"expected a stream of this accelerator ({self.name}), got {stream.name} of another one")
+        return lane
+
+    def _own(self, event: Event) -> _Op:
+        if not isinstance(event, self._kind) or event.owner is not self:
+            raise ValueError(f"expected an event of this accelerator ({self.name}), got {event!r} of another one")
+        return event
+
+    def _direction(self, target: torch.Tensor, source: torch.Tensor) -> StreamKind:
+        places = self._in_device(source), self._in_device(target)
+        if places == (False, True):
+            return StreamKind.H2D
+        if places == (True, False):
+            return StreamKind.D2H
+        both = "device" if places[0] else "host"
+        raise ValueError(
+            f"expected one tensor in host and one in device memory, got both in {both} memory "
+            "(a view of a freed buffer is in neither); within one memory, use run() or torch itself"
+        )
+
+
+def _check_bytes(*, target: torch.Tensor, source: torch.Tensor) -> None:
+    for role, tensor in (("target", target), ("source", source)):
+        if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"expected the {role} of a copy to be a flat contiguous uint8 tensor, got {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}; take tensor.view(-1).view(torch.uint8)"
+            )
+    if target.numel() != source.numel() or not target.numel():
+        raise ValueError(
+            f"expected as many bytes in target and source, and at least one; got {target.numel()} and {source.numel()}"
+        )

@@ -1,0 +1,210 @@
+"""The emulated device under a virtual clock: one thread, exact times, and every operation as late as can be.
+
+An operation takes its time when it is submitted: it starts when its stream and its link are free, all that it waits for
+has ended and the host has come so far, and takes its bytes over the link's rate, rounded up to whole nanoseconds. It is
+carried out when the host learns that it or something behind it has ended, and not before. So whoever reads, changes or
+frees too early works with NaN or the wrong bytes every time; hazards.py sees to what streams owe one another.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from infinity_engine.accel.base import Buffer, Stream, StreamKind
+from infinity_engine.accel.emulated import NAN_BYTE, EmulatedAccelerator, Emulation
+from infinity_engine.accel.hazards import Footprint, carry_out_copy, carry_out_work
+from infinity_engine.accel.operation import Carrier, Copy, Failure, Mark, Operation, Submission, Work
+
+__all__ = ["VirtualAccelerator", "VirtualOperation"]
+
+
+class VirtualOperation(Operation):
+    """An operation with its time, what must be carried out before it, and what is known to come before it."""
+
+    def __init__(self, owner: Carrier, submission: Submission) -> None:
+        super().__init__(owner, submission)
+        self.start_ns = self.end_ns = 0
+        self.behind: Sequence[VirtualOperation] = ()
+        self.footprint: Footprint | None = None
+        self.carried_at: int | None = None  # How many operations had been submitted when it was carried out.
+        self._before: dict[Stream, int] = {}
+
+    def place(
+        self, *, start_ns: int, end_ns: int, behind: Sequence[VirtualOperation], before: dict[Stream, int]
+    ) -> None:
+        """Take its place: `before` has, for each stream, the newest operation that ends before this one begins."""
+        self.start_ns, self.end_ns = start_ns, end_ns
+        self.behind = behind
+        self._before = before
+
+    def touch(self, footprint: Footprint) -> None:
+        """Note the bytes that it copies."""
+        self.footprint = footprint
+
+    @property
+    def upto(self) -> dict[Stream, int]:
+        """For each stream, the newest operation that has ended when this one has."""
+        return {**self._before, self.stream: self.number}
+
+    def follows(self, other: VirtualOperation) -> bool:
+        """Tell whether it cannot begin before the other has ended."""
+        return self._before.get(other.stream, -1) >= other.number
+
+    def carry(self, at: int) -> None:
+        """Note that it was carried out."""
+        self.carried_at = at
+        self.behind = ()
+
+
+class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
+    """An emulated device whose time is computed. `done` never passes time: wait, or give the host some work."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        super().__init__(VirtualOperation, emulation)
+        self._random = random.Random(emulation.seed)  # noqa: S311 - draws an order, keeps no secret
+        self._now_ns = 0
+        self._link_free_ns = {StreamKind.H2D: 0, StreamKind.D2H: 0}
+        self._host_knows: dict[Stream, int] = {}
+        self._pending: dict[int, VirtualOperation] = {}
+        self._copies: list[VirtualOperation] = []  # those that something pending may be unordered with
+        self._freed: list[tuple[int, torch.Tensor]] = []  # and those blocks that something pending may still write
+
+    @property
+    def now_ns(self) -> int:
+        """The host's time."""
+        return self._now_ns
+
+    def host_work(self, ns: int) -> None:
+        """Let the host be busy for `ns` nanoseconds."""
+        if ns < 0:
+            raise ValueError(f"expected 0 ns or more, got {ns}")
+        self._now_ns += ns
+
+    def free(self, buffer: Buffer) -> None:
+        """Give a buffer back; whoever still reads it sees NaN, whatever is still written there."""
+        memory = buffer.release()
+        self._memory.free(memory)
+        self._freed.append((self._submitted, memory))
+        self._forget()
+
+    def _start(self, operation: VirtualOperation, behind: Sequence[VirtualOperation]) -> None:
+        action, stream = operation.action, operation.stream
+        start_ns = max([self._now_ns, *(other.end_ns for other in behind)])
+        if isinstance(action, Copy):
+            start_ns = max(start_ns, self._link_free_ns[stream.kind])
+        end_ns = start_ns + self._duration_ns(stream, action)
+        before = _newest([self._host_knows, *(other.upto for other in behind)])
+        operation.place(start_ns=start_ns, end_ns=end_ns, behind=behind, before=before)
+        if isinstance(action, Copy):
+            self._link_free_ns[stream.kind] = end_ns
+            device = self._memory.part(action.target if stream.kind is StreamKind.H2D else action.source)
+            operation.touch(Footprint.of(action, name=operation.name, kind=stream.kind, device=device))
+            self._copies.append(operation)
+        if not isinstance(action, Mark):
+            self._note(operation, start_ns, end_ns)
+        self._pending[operation.number] = operation
+
+    def _has_ended(self, operation: VirtualOperation) -> bool:
+        if self._now_ns < operation.end_ns:
+            return False
+        self._learn([operation])
+        return True
+
+    def _wait(self, operation: VirtualOperation) -> None:
+        self._now_ns = max(self._now_ns, operation.end_ns)
+        self._learn([operation])
+        self._tell(operation)
+
+    def _drain(self) -> None:
+        pending = list(self._pending.values())
+        self._now_ns = max([self._now_ns, *(operation.end_ns for operation in pending)])
+        self._learn(pending)
+
+    def _learn(self, ended: list[VirtualOperation]) -> None:
+        """Let the host know that these have ended: carry out what that takes."""
+        for operation in self._in_some_order(_closure(ended)):
+            self._carry_out(operation)
+        self._host_knows = _newest([self._host_knows, *(operation.upto for operation in ended)])
+        self._forget()
+
+    def _in_some_order(self, needed: dict[int, VirtualOperation]) -> Iterator[VirtualOperation]:
+        """Yield the operations in one of the orders that what they wait for allows."""
+        missing = {number: _pending_of(operation) for number, operation in needed.items()}
+        ready = sorted(number for number, others in missing.items() if not others)
+        followers: dict[int, list[int]] = {}
+        for number, others in missing.items():
+            for other in others:
+                followers.setdefault(other, []).append(number)
+        while ready:
+            number = ready.pop(self._random.randrange(len(ready)))
+            yield needed[number]
+            for follower in followers.get(number, ()):
+                missing[follower].remove(number)
+                if not missing[follower]:
+                    ready.append(follower)
+
+    def _carry_out(self, operation: VirtualOperation) -> None:
+        failure = operation.inherited()
+        if failure is None:
+            try:
+                self._perform(operation)
+            except Exception as error:
+                failure = Failure(error)
+        operation.carry(self._submitted)
+        self._settle(operation, failure)
+        del self._pending[operation.number]
+        for since, memory in self._freed:
+            if operation.number < since:
+                memory.fill_(NAN_BYTE)
+
+    def _perform(self, operation: VirtualOperation) -> None:
+        action = operation.action
+        if isinstance(action, Mark):
+            return
+        self._raise_fault(operation)
+        unordered = [
+            other.footprint
+            for other in self._copies
+            if other is not operation
+            and other.footprint is not None
+            and not other.follows(operation)
+            and not operation.follows(other)
+        ]
+        if isinstance(action, Copy):
+            carry_out_copy(action, unordered)
+        elif isinstance(action, Work):
+            carry_out_work(action.call, unordered, name=operation.name)
+
+    def _forget(self) -> None:
+        """Let go of what can no longer matter: all that is pending was submitted later."""
+        oldest = next(iter(self._pending), self._submitted)
+        self._copies = [op for op in self._copies if op.carried_at is None or op.carried_at > oldest]
+        self._freed = [(since, memory) for since, memory in self._freed if since > oldest]
+
+
+def _newest(known: Iterable[dict[Stream, int]]) -> dict[Stream, int]:
+    """Return the newest operation of each stream over all of `known`."""
+    newest: dict[Stream, int] = {}
+    for each in known:
+        for stream, number in each.items():
+            newest[stream] = max(number, newest.get(stream, -1))
+    return newest
+
+
+def _pending_of(operation: VirtualOperation) -> set[int]:
+    return {other.number for other in operation.behind if other.carried_at is None}
+
+
+def _closure(ended: list[VirtualOperation]) -> dict[int, VirtualOperation]:
+    """Return these and all that they wait for, as far as that was not carried out."""
+    needed: dict[int, VirtualOperation] = {}
+    left = [operation for operation in ended if operation.carried_at is None]
+    while left:
+        operation = left.pop()
+        if operation.number not in needed:
+            needed[operation.number] = operation
+            left += [other for other in operation.behind if other.carried_at is None]
+    return needed
