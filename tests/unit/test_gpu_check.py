@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -46,6 +47,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     loader.exec_module(module)
     for name, path in {"WORK": "work", "SITE": "work/site", "ELSEWHERE": "work/elsewhere"}.items():
         monkeypatch.setattr(module, name, tmp_path / path)
+    monkeypatch.setattr(module, "BENCHES", (("startup", ("--quick",), 120.0),))
     return module
 
 
@@ -322,3 +324,11 @@ def test_the_program_says_there_is_no_gpu_with_status_2(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "No GPU to check" in done.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_the_benches_of_the_check_are_there() -> None:
+    source = SCRIPT.read_text()
+    named = re.findall(r'^    \("(\w+)", ', source, flags=re.MULTILINE)
+
+    assert named
+    assert all((SCRIPT.parent / "bench" / name).is_file() for name in named)

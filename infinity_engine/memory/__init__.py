@@ -1,0 +1,24 @@
+"""Who holds which bytes of DEVICE and HOST: limits, promises, buffers. Moves nothing and decides nothing."""
+
+from infinity_engine.memory.device import DeviceMemory
+from infinity_engine.memory.layout import Layout, Request, layout
+from infinity_engine.memory.lease import Event, Lease
+from infinity_engine.memory.ledger import Ledger, Reservation, Usage
+from infinity_engine.memory.pinned import Freed, PinnedPool, PoolStats
+from infinity_engine.memory.resident import ResidentMemory
+
+__all__ = [
+    "DeviceMemory",
+    "Event",
+    "Freed",
+    "Layout",
+    "Lease",
+    "Ledger",
+    "PinnedPool",
+    "PoolStats",
+    "Request",
+    "Reservation",
+    "ResidentMemory",
+    "Usage",
+    "layout",
+]

@@ -1,0 +1,216 @@
+"""Where buffers lie whose lifetimes a plan knows: requests with sizes and steps in, places in one run of bytes out.
+
+Pure and deterministic, whatever the order of the requests; takes no memory. PinnedPool gives leases at the places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan import Extent
+from infinity_engine.units import align_up
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Layout", "Request", "layout"]
+
+_MOST_ROUNDS = 12
+_MOST_PLACEMENTS = 300_000  # some seconds; a search that reaches the bound ends long before
+_SHORT = 64  # a buffer that lives for at most this part of the steps is looked up by its first one
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A buffer of `nbytes` that is live from step `first` to step `last`, both included."""
+
+    name: str
+    nbytes: int
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        for what, value in (("nbytes", self.nbytes), ("first", self.first)):
+            if value < 0:
+                raise ConfigError(field=f"Request({self.name!r}).{what}", value=value, expected="0 or more")
+        if self.last < self.first:
+            expected = f"a step that is not before the first one, {self.first}"
+            raise ConfigError(field=f"Request({self.name!r}).last", value=self.last, expected=expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The places of all requests, by name, in `nbytes` bytes; `peak_bytes` is the most that is live in one step."""
+
+    places: Mapping[str, Extent]
+    nbytes: int
+    peak_bytes: int
+
+    @property
+    def overhead(self) -> float:
+        """The bytes taken for each byte of the peak, which is the least that would do: 1.0 is perfect."""
+        return self.nbytes / self.peak_bytes if self.peak_bytes else 1.0
+
+
+def layout(requests: Iterable[Request], *, alignment: int = 4096) -> Layout:
+    """Return a place for each of `requests`, on a multiple of `alignment`, such that few bytes are taken in all.
+
+    Buffers that are live in the same step share no byte, nor the multiple of `alignment` that one of them ends in.
+    A buffer of no bytes is at 0.
+
+    Raises:
+        ConfigError: two requests have the same name, or `alignment` is not positive.
+    """
+    if alignment <= 0:
+        raise ConfigError(field="layout alignment", value=alignment, expected="a positive number of bytes")
+    ordered = sorted(requests, key=lambda each: (each.first, each.last, each.nbytes, each.name))
+    _check_names(ordered)
+    places = {each.name: Extent(0, 0) for each in ordered if not each.nbytes}
+    filled = [each for each in ordered if each.nbytes]
+    # What lives in all steps stands at the bottom, where it is in nobody's way; the search is for the others.
+    end = max((each.last for each in filled), default=0)
+    always = [each for each in filled if (each.first, each.last) == (filled[0].first, end)]
+    bottom = 0
+    for each in always:
+        places[each.name] = Extent(bottom, each.nbytes)
+        bottom += align_up(each.nbytes, alignment)
+    others = _Buffers([each for each in filled if (each.first, each.last) != (filled[0].first, end)], alignment)
+    tops = [bottom]
+    for each, offset in zip(others.requests, _search(others).tolist(), strict=True):
+        places[each.name] = Extent(bottom + offset * alignment, each.nbytes)
+        tops.append(align_up(places[each.name].end, alignment))
+    return Layout(
+        places=places,
+        nbytes=max(tops),
+        peak_bytes=sum(each.nbytes for each in always) + others.peak([each.nbytes for each in others.requests]),
+    )
+
+
+def _check_names(ordered: Sequence[Request]) -> None:
+    for name, following in pairwise(sorted(each.name for each in ordered)):
+        if name == following:
+            raise ConfigError(field="layout requests", value=name, expected="each name once")
+
+
+class _Fit(Enum):
+    """Which of the gaps between the buffers in its way one takes."""
+
+    FIRST = auto()  # the lowest that holds it
+    BEST = auto()  # the smallest that holds it, of equals the lowest
+
+
+class _Buffers:
+    """Requests as arrays, those first that live long, each part by first step: what is in one's way stands together.
+
+    Sizes and offsets are in units of the alignment, times in those steps in which something begins or has ended.
+    """
+
+    def __init__(self, requests: Sequence[Request], alignment: int) -> None:
+        edges = [each.first for each in requests] + [each.last + 1 for each in requests]
+        steps, times = np.unique(np.array(edges, np.int64), return_inverse=True)
+        lives = times[len(requests) :] - times[: len(requests)]
+        is_short = lives <= len(steps) // _SHORT
+        order = np.argsort(is_short, kind="stable")
+        self.requests = [requests[index] for index in order.tolist()]
+        self.sizes = np.array([-(-each.nbytes // alignment) for each in self.requests], np.int64)
+        self.begins = times[: len(requests)][order]
+        self.ends = self.begins + lives[order]
+        # Who overlaps one in time is among the long ones before `long_end` or the short in `short_begin:short_end`.
+        count = int(np.count_nonzero(~is_short))
+        short_begins = self.begins[count:]
+        longest = int(lives[is_short].max(initial=0))
+        self._long_end = np.searchsorted(self.begins[:count], self.ends).tolist()
+        self._short_begin = (count + np.searchsorted(short_begins, self.begins - longest)).tolist()
+        self._short_end = (count + np.searchsorted(short_begins, self.ends)).tolist()
+
+    def peak(self, sizes: Sequence[int] | NDArray[np.int64]) -> int:
+        """Return the largest sum of those of `sizes` that are live at one time."""
+        change = np.zeros(int(self.ends.max(initial=0)) + 1, np.int64)
+        np.add.at(change, self.begins, sizes)
+        np.subtract.at(change, self.ends, sizes)
+        return int(np.cumsum(change).max())
+
+    def pack(self, order: NDArray[np.int64], fit: _Fit) -> NDArray[np.int64]:
+        """Return the offsets when one after the other, in `order`, takes a gap that those before it left."""
+        sizes, begins, ends = self.sizes.tolist(), self.begins.tolist(), self.ends.tolist()
+        offsets = np.zeros(len(order), np.int64)
+        tops = np.zeros(len(order), np.int64)
+        placed_until = np.zeros(len(order), np.int64)  # the end in time; 0, and so in nobody's way, until placed
+        for index in order.tolist():
+            short = self._short_begin[index]
+            rivals = np.flatnonzero(placed_until[short : self._short_end[index]] > begins[index]) + short
+            if long_end := self._long_end[index]:
+                rivals = np.concatenate((np.flatnonzero(placed_until[:long_end] > begins[index]), rivals))
+            offset = _place(offsets[rivals], tops[rivals], sizes[index], fit) if len(rivals) else 0
+            offsets[index] = offset
+            tops[index] = offset + sizes[index]
+            placed_until[index] = ends[index]
+        return offsets
+
+
+def _place(offsets: NDArray[np.int64], tops: NDArray[np.int64], size: int, fit: _Fit) -> int:
+    """Return where `size` fits between, below or above the runs from `offsets` to `tops`."""
+    upwards = offsets.argsort()
+    floors = np.zeros(len(offsets) + 1, np.int64)  # under each run, and over all of them
+    np.maximum.accumulate(tops[upwards], out=floors[1:])
+    gaps = offsets[upwards] - floors[:-1]
+    large_enough = np.flatnonzero(gaps >= size)
+    if not len(large_enough):
+        return int(floors[-1])
+    chosen = large_enough[gaps[large_enough].argmin()] if fit is _Fit.BEST else large_enough[0]
+    return int(floors[chosen])
+
+
+class _Attempt:
+    """An order to pack in, which puts those first that have stuck out over the bound most often."""
+
+    def __init__(self, fit: _Fit, *keys: NDArray[np.int64]) -> None:
+        self.fit = fit
+        self._rank = np.argsort(np.lexsort(keys[::-1]))
+        self._blame = np.zeros(len(self._rank), np.int64)
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """The buffers, first to last."""
+        return np.lexsort((self._rank, -self._blame))
+
+    def blame(self, stuck_out: NDArray[np.bool_]) -> None:
+        """Let these come earlier the next time."""
+        self._blame += stuck_out
+
+
+def _search(buffers: _Buffers) -> NDArray[np.int64]:
+    """Return the best offsets found in some rounds of several orders, at once when there can be no better ones.
+
+    Size first packs lifetimes that nest or that have little to do with one another; order in time packs windows that
+    move along. Which will do is not known before; where neither does, mostly a few buffers were late and stick out.
+    """
+    sizes, begins, ends = buffers.sizes, buffers.begins, buffers.ends
+    lives = ends - begins
+    attempts = (
+        _Attempt(_Fit.FIRST, -sizes, -lives),
+        _Attempt(_Fit.BEST, begins, -lives, -sizes),
+        _Attempt(_Fit.FIRST, begins, -sizes),
+        _Attempt(_Fit.BEST, -ends, -sizes),
+    )
+    bound = buffers.peak(sizes)
+    best, best_top = np.zeros(0, np.int64), None
+    most_rounds = _MOST_PLACEMENTS // (len(attempts) * max(len(sizes), 1))
+    for _ in range(min(max(most_rounds, 1), _MOST_ROUNDS)):
+        for attempt in attempts:
+            offsets = buffers.pack(attempt.order, attempt.fit)
+            tops = offsets + sizes
+            top = int(tops.max(initial=0))
+            if best_top is None or top < best_top:
+                best, best_top = offsets, top
+            if top == bound:
+                return best
+            attempt.blame(tops > bound)
+    return best

@@ -1,0 +1,233 @@
+"""`Ledger`: the limit of each tier, and who was promised what of it. The only place where limits are compared.
+
+Takes no memory itself: pools and swap files hold bytes within their `Reservation`, taken when things are planned, so
+that what does not fit is refused before anything moves. Any thread may call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.plan import ResolvedBudget, Tier
+from infinity_engine.units import format_bytes
+
+__all__ = ["Ledger", "Reservation", "Usage"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What one tier, or one directory of NVMe, was asked to hold: bytes now, and the most there ever were."""
+
+    tier: Tier
+    directory: str | None
+    limit: int
+    reserved: int
+    held: int
+    peak_reserved: int
+    peak_held: int
+    holders: tuple[tuple[str, int], ...]  # of the reservations, largest first
+
+
+class _Account:
+    """One limit and the reservations under it."""
+
+    def __init__(self, tier: Tier, directory: str | None, limit: int) -> None:
+        self.tier, self.directory, self.limit = tier, directory, limit
+        self.reservations: list[Reservation] = []
+        self.reserved = self.held = self.peak_reserved = self.peak_held = 0
+
+    def promise(self, reservation: Reservation) -> None:
+        """Count a new reservation."""
+        self.reservations.append(reservation)
+        self.reserved += reservation.nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def forget(self, reservation: Reservation) -> None:
+        """Count it no longer."""
+        self.reservations.remove(reservation)
+        self.reserved -= reservation.nbytes
+
+    def hold(self, nbytes: int) -> None:
+        """Count bytes that came into use, or, where negative, went out of it."""
+        self.held += nbytes
+        self.peak_held = max(self.peak_held, self.held)
+
+    def holders(self) -> tuple[tuple[str, int], ...]:
+        """Return who was promised what, largest first."""
+        each = ((reservation.holder, reservation.nbytes) for reservation in self.reservations)
+        return tuple(sorted(each, key=lambda holder: holder[1], reverse=True))
+
+
+class Reservation:
+    """Bytes of one tier that are promised to `holder`, who holds within them. Made by `Ledger.reserve`.
+
+    A context manager. Closing it gives the promise back; what it held must have gone before.
+    """
+
+    def __init__(self, account: _Account, lock: threading.Lock, nbytes: int, holder: str) -> None:
+        self.holder = holder
+        self.nbytes = nbytes
+        self._account = account
+        self._lock = lock
+        self._held = self._peak = 0
+        self._closed = False
+
+    @property
+    def tier(self) -> Tier:
+        """The tier of the account that it counts in: HOST for DEVICE bytes where these are one memory."""
+        return self._account.tier
+
+    @property
+    def held(self) -> int:
+        """Bytes that are in use."""
+        return self._held
+
+    @property
+    def peak(self) -> int:
+        """The most that ever were in use."""
+        return self._peak
+
+    def hold(self, nbytes: int) -> None:
+        """Count `nbytes` as in use.
+
+        Raises:
+            CapacityError: they are more than is left of what was promised.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the reservation of {self.holder} is closed: nothing can be held within it")
+            if self._held + nbytes > self.nbytes:
+                raise CapacityError(
+                    tier=self._account.tier.name,
+                    directory=self._account.directory,
+                    asked=nbytes,
+                    free=self.nbytes - self._held,
+                    limit=self.nbytes,
+                    holders=((self.holder, self._held),),
+                    change=f"reserve at least {self._held + nbytes} B for {self.holder}, or hold less at once",
+                )
+            self._held += nbytes
+            self._peak = max(self._peak, self._held)
+            self._account.hold(nbytes)
+
+    def release(self, nbytes: int) -> None:
+        """Count `nbytes` as no longer in use."""
+        with self._lock:
+            if nbytes > self._held:
+                raise ValueError(f"{self.holder} holds {self._held} B and cannot give {nbytes} B back")
+            self._held -= nbytes
+            self._account.hold(-nbytes)
+
+    def close(self) -> None:
+        """Give the promise back. Again: does nothing.
+
+        Raises:
+            RuntimeError: some of it is in use.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if self._held:
+                raise RuntimeError(
+                    f"the reservation of {self.holder} cannot be closed: {self._held} B of it are held; give them back"
+                )
+            self._closed = True
+            self._account.forget(self)
+
+    def __enter__(self) -> Reservation:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show whose it is and how much of it is in use."""
+        return f"Reservation({self.holder}: {self._held} of {self.nbytes} B of {self._account.tier.name} held)"
+
+
+class Ledger:
+    """The accounts of one rank. `device_is` says which memory DEVICE's bytes are in: HOST where there is no other.
+
+    DEVICE and HOST then are one account under the host's limit.
+    """
+
+    def __init__(self, budget: ResolvedBudget, *, device_is: Tier = Tier.DEVICE) -> None:
+        if device_is is Tier.NVME:
+            raise ConfigError(field="Ledger.device_is", value=device_is, expected="Tier.DEVICE or Tier.HOST")
+        self._lock = threading.Lock()
+        host = _Account(Tier.HOST, None, budget.host)
+        device = host if device_is is Tier.HOST else _Account(Tier.DEVICE, None, budget.device)
+        self._memory = {Tier.DEVICE: device, Tier.HOST: host}
+        self._drives = {name: _Account(Tier.NVME, name, limit) for name, limit in budget.nvme.items()}
+
+    def reserve(self, tier: Tier, nbytes: int, *, holder: str, directory: str | None = None) -> Reservation:
+        """Promise `nbytes` of `tier` to `holder`; of NVME, in `directory`.
+
+        Raises:
+            CapacityError: that is more than is left under the limit. Nothing has changed.
+            ConfigError: the budget has no such directory.
+        """
+        if nbytes < 0:
+            raise ConfigError(field=f"bytes reserved for {holder}", value=nbytes, expected="0 or more bytes")
+        account = self._account(tier, directory)
+        with self._lock:
+            if account.reserved + nbytes > account.limit:
+                raise self._refusal(account, nbytes, holder)
+            reservation = Reservation(account, self._lock, nbytes, holder)
+            account.promise(reservation)
+        return reservation
+
+    def free(self, tier: Tier, *, directory: str | None = None) -> int:
+        """Return the bytes that can still be reserved."""
+        account = self._account(tier, directory)
+        with self._lock:
+            return account.limit - account.reserved
+
+    def usage(self) -> tuple[Usage, ...]:
+        """Return the state of every account, DEVICE first; DEVICE is left out where it is HOST."""
+        with self._lock:
+            return tuple(
+                Usage(
+                    tier=account.tier,
+                    directory=account.directory,
+                    limit=account.limit,
+                    reserved=account.reserved,
+                    held=account.held,
+                    peak_reserved=account.peak_reserved,
+                    peak_held=account.peak_held,
+                    holders=account.holders(),
+                )
+                for account in self._accounts()
+            )
+
+    def _accounts(self) -> Iterator[_Account]:
+        yield from dict.fromkeys(self._memory.values())
+        yield from self._drives.values()
+
+    def _account(self, tier: Tier, directory: str | None) -> _Account:
+        if tier is not Tier.NVME:
+            if directory is not None:
+                raise ConfigError(field="directory", value=directory, expected=f"None for {tier.name}")
+            return self._memory[tier]
+        if directory is None or directory not in self._drives:
+            raise ConfigError.unknown_name(field="directory of NVME", name=directory, known=self._drives)
+        return self._drives[directory]
+
+    def _refusal(self, account: _Account, nbytes: int, holder: str) -> CapacityError:
+        needed = account.reserved + nbytes
+        setting = f"nvme[{account.directory!r}]" if account.directory else account.tier.value
+        return CapacityError(
+            tier=account.tier.name,
+            directory=account.directory,
+            asked=nbytes,
+            free=account.limit - account.reserved,
+            limit=account.limit,
+            holders=account.holders(),
+            change=f"raise the budget's {setting} to at least {needed} B ({format_bytes(needed)}), "
+            f"or ask less of it for {holder}",
+        )

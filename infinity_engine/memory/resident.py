@@ -1,0 +1,36 @@
+"""`ResidentMemory`: what this process really has in RAM, beside what the engine counts.
+
+Takes a baseline when it is made; the budget's promise is that RSS stays under it plus the host's limit.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import psutil
+
+__all__ = ["ResidentMemory"]
+
+_HIGH_WATER = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
+
+
+class ResidentMemory:
+    """The process's resident bytes, from the moment on when it is made."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self.baseline_bytes = self.now_bytes()
+
+    def now_bytes(self) -> int:
+        """Return what is resident now."""
+        return int(self._process.memory_info().rss)
+
+    def above_baseline(self) -> int:
+        """Return what is resident now and was not at the baseline; 0 where it has become less."""
+        return max(0, self.now_bytes() - self.baseline_bytes)
+
+    def peak_bytes(self) -> int | None:
+        """Return the most that was ever resident, also before the baseline; None where the kernel does not tell."""
+        found = _HIGH_WATER.search(Path("/proc/self/status").read_text())
+        return int(found[1]) * 1024 if found else None

@@ -1,0 +1,308 @@
+"""Leases: when a buffer goes back, who is told of a leak, and what use after the end gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.memory import DeviceMemory, Freed, Lease, Ledger, PinnedPool, Reservation
+from infinity_engine.plan import ResolvedBudget, Tier
+
+PAGE = 4096
+
+
+def reservation(nbytes: int, tier: Tier = Tier.HOST) -> Reservation:
+    budget = ResolvedBudget(device=nbytes, host=nbytes)
+    return Ledger(budget).reserve(tier, nbytes, holder="the pool")
+
+
+def pool(pages: int = 4, *, freed: Freed = Freed.KEPT) -> PinnedPool:
+    return PinnedPool(reservation(pages * PAGE), freed=freed)
+
+
+@dataclass
+class ManualEvent:
+    """An event that passes when the test says so, or when somebody waits."""
+
+    passed: bool = False
+    error: Exception | None = None
+    waits: int = 0
+
+    def done(self) -> bool:
+        return self.passed
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.passed = True
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass
+class CountingDevice:
+    """Device memory that remembers what was given back."""
+
+    freed: list[int] = field(default_factory=list)
+
+    @dataclass
+    class Bytes:
+        nbytes: int
+
+        def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+    def allocate(self, nbytes: int) -> CountingDevice.Bytes:
+        return self.Bytes(nbytes)
+
+    def free(self, buffer: CountingDevice.Bytes) -> None:
+        self.freed.append(buffer.nbytes)
+
+
+def test_a_lease_has_exactly_the_bytes_asked_for() -> None:
+    lease = pool().lease(100, holder="w")
+
+    assert lease.nbytes == lease.memory().nbytes == lease.flat().numel() == 100
+    lease.close()
+
+
+def test_views_share_the_leases_bytes() -> None:
+    with pool().lease(64, holder="w") as lease:
+        lease.tensor(torch.float32, (2, 3), offset=8).fill_(1.5)
+
+        assert lease.tensor(torch.float32)[1:9].tolist() == [0, *([1.5] * 6), 0]
+        assert bytes(lease.memory()[8:12]) == b"\x00\x00\xc0\x3f"
+
+
+def test_a_view_that_does_not_fit_is_refused() -> None:
+    with pool().lease(64, holder="w") as lease, pytest.raises(ValueError, match="68 B at offset 0"):
+        lease.tensor(torch.float32, (17,))
+
+
+def test_a_lease_of_no_bytes_is_a_lease() -> None:
+    with pool().lease(0, holder="empty") as lease:
+        assert lease.tensor(torch.float32, (0, 3)).shape == (0, 3)
+        assert lease.memory().nbytes == 0
+
+
+def test_a_negative_lease_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 or more"):
+        pool().lease(-1, holder="w")
+
+
+def use_flat(lease: Lease) -> None:
+    lease.flat()
+
+
+def use_memory(lease: Lease) -> None:
+    lease.memory()
+
+
+def use_until(lease: Lease) -> None:
+    lease.until(ManualEvent())
+
+
+@pytest.mark.parametrize("use", [use_flat, use_memory, use_until])
+def test_use_after_close_raises_and_names_the_holder(use: Callable[[Lease], None]) -> None:
+    lease = pool().lease(100, holder="layers.3.w1")
+    lease.close()
+
+    with pytest.raises(RuntimeError, match=r"layers\.3\.w1"):
+        use(lease)
+
+
+def test_closing_again_does_nothing() -> None:
+    memory = pool()
+    lease = memory.lease(100, holder="w")
+
+    lease.close()
+    lease.close()
+
+    assert memory.stats().held == 0
+
+
+def test_a_lease_returns_to_the_pool_only_after_its_event() -> None:
+    memory = pool(pages=1)
+    event = ManualEvent()
+    lease = memory.lease(100, holder="w")
+    lease.until(event)
+
+    lease.close()
+    assert (memory.stats().held, memory.stats().closing_leases, event.waits) == (100, 1, 0)
+    event.passed = True
+    memory.settle()
+
+    assert (memory.stats().held, memory.stats().closing_leases) == (0, 0)
+
+
+def test_who_needs_memory_waits_for_the_oldest_event_rather_than_fail() -> None:
+    memory = pool(pages=2)
+    first, second = ManualEvent(), ManualEvent()
+    for event in (first, second):
+        lease = memory.lease(PAGE, holder="w")
+        lease.until(event)
+        lease.close()
+
+    with memory.lease(PAGE, holder="next"):
+        assert (first.waits, second.waits, memory.stats().waits) == (1, 0, 1)
+
+
+def test_a_buffer_whose_copy_failed_goes_back_all_the_same() -> None:
+    memory = pool(pages=1)
+    lease = memory.lease(PAGE, holder="w")
+    lease.until(ManualEvent(error=OSError("copy failed")))
+    lease.close()
+
+    memory.lease(PAGE, holder="next").close()
+
+    assert memory.stats().held == 0
+
+
+def test_memory_stays_while_a_view_of_it_is_left() -> None:
+    memory = pool(pages=1)
+    lease = memory.lease(PAGE, holder="w")
+    view = lease.tensor(torch.uint8)[10:20]
+    lease.close()
+
+    with pytest.raises(CapacityError):
+        memory.lease(1, holder="next")
+    assert memory.stats().held == PAGE
+
+    del view
+    memory.lease(1, holder="next").close()
+
+
+def test_a_full_pool_says_who_holds_what() -> None:
+    memory = pool(pages=4)
+    with memory.lease(2 * PAGE, holder="a"), memory.lease(PAGE, holder="b"), memory.lease(1, holder="b"):
+        with pytest.raises(CapacityError) as refused:
+            memory.lease(1, holder="c")
+
+        assert (refused.value.asked, refused.value.free, refused.value.limit) == (1, 0, 4 * PAGE)
+        assert refused.value.holders == (("a", 2 * PAGE), ("b", PAGE + 1))
+        assert "c asked for 1 B" in refused.value.change
+
+
+def test_free_bytes_in_pieces_are_told_as_such() -> None:
+    memory = pool(pages=3)
+    leases = [memory.lease(PAGE, holder=str(index)) for index in range(3)]
+    leases[0].close()
+    leases[2].close()
+
+    with pytest.raises(CapacityError, match="no free piece"):
+        memory.lease(2 * PAGE, holder="large")
+
+    assert memory.stats().fragmentation == 0.5
+    leases[1].close()
+
+
+def test_closing_a_pool_names_the_holders_of_open_leases() -> None:
+    memory = pool()
+    lease = memory.lease(100, holder="layers.7.gradient")
+
+    with pytest.raises(RuntimeError, match=r"1 leases open: layers\.7\.gradient \(100 B\)"):
+        memory.close()
+
+    lease.close()
+
+
+def test_a_lease_that_is_dropped_warns_with_its_holder_and_goes_back() -> None:
+    memory = pool()
+    lease = memory.lease(100, holder="layers.7.gradient")
+
+    with pytest.warns(ResourceWarning, match=r"layers\.7\.gradient"):
+        del lease
+
+    assert memory.stats().held == 0
+
+
+def test_closing_a_pool_waits_for_events_and_gives_the_reservation_back() -> None:
+    promised = reservation(PAGE)
+    memory = PinnedPool(promised)
+    event = ManualEvent()
+    lease = memory.lease(100, holder="w")
+    lease.until(event)
+    lease.close()
+
+    memory.close()
+    memory.close()
+
+    assert (event.waits, promised.held, promised.peak) == (1, 0, PAGE)
+    with pytest.raises(RuntimeError, match="is closed"):
+        memory.lease(1, holder="late")
+
+
+def test_a_pool_takes_its_whole_reservation_when_it_is_made() -> None:
+    promised = reservation(10 * PAGE + 100)
+    memory = PinnedPool(promised)
+
+    assert memory.capacity == promised.held == 10 * PAGE
+    memory.close()
+
+
+def test_a_reservation_below_one_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 4096 B"):
+        PinnedPool(reservation(100))
+
+
+def test_freed_memory_is_nan_where_asked() -> None:
+    memory = pool(freed=Freed.NAN)
+    lease = memory.lease(16, holder="w")
+    view = lease.tensor(torch.float32).fill_(1)
+
+    lease.close()
+
+    assert view.isnan().all()
+
+
+def test_freed_memory_is_nan_no_earlier_than_its_event() -> None:
+    memory = pool(freed=Freed.NAN)
+    lease = memory.lease(16, holder="w")
+    view = lease.tensor(torch.float32).fill_(1)
+    event = ManualEvent()
+    lease.until(event)
+
+    lease.close()
+    assert view.tolist() == [1, 1, 1, 1]
+    event.passed = True
+    memory.settle()
+
+    assert view.isnan().all()
+
+
+def test_device_memory_stays_within_its_reservation() -> None:
+    device = CountingDevice()
+    memory = DeviceMemory(device, reservation(100, Tier.DEVICE))
+    lease = memory.lease(60, holder="a")
+
+    with pytest.raises(CapacityError) as refused:
+        memory.lease(41, holder="b")
+    assert (refused.value.tier, refused.value.free, refused.value.holders) == ("DEVICE", 40, (("a", 60),))
+
+    lease.close()
+    assert device.freed == [60]
+    memory.lease(100, holder="b").close()
+
+
+def test_device_memory_is_freed_only_after_its_event() -> None:
+    device = CountingDevice()
+    memory = DeviceMemory(device, reservation(100, Tier.DEVICE))
+    event = ManualEvent()
+    lease = memory.lease(60, holder="a")
+    lease.until(event)
+    lease.close()
+    assert device.freed == []
+
+    memory.lease(60, holder="b").close()
+
+    assert (event.waits, device.freed) == (1, [60, 60])
+
+
+def test_io_on_device_memory_is_refused() -> None:
+    memory = DeviceMemory(CountingDevice(), reservation(100, Tier.DEVICE))
+
+    with memory.lease(60, holder="a") as lease, pytest.raises(TypeError, match="of DEVICE memory"):
+        lease.memory()
