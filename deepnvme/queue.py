@@ -29,7 +29,7 @@ from deepnvme.faults import FaultPlan
 from deepnvme.future import SLICE_S, IOFuture
 from deepnvme.pending import Pending
 from deepnvme.pool import Pool
-from deepnvme.profile import Profile, UserMemory, load_profile, settle
+from deepnvme.profile import Profile, Settings, UserMemory, load_profile, settle
 from deepnvme.staging import Staging
 
 __all__ = ["Batch", "Direct", "DriveStats", "File", "IOQueue", "QueueStats", "Sync", "WhenFull"]
@@ -88,6 +88,7 @@ class DriveStats:
     inflight_bytes: int
     peak_inflight_bytes: int
     registered_bytes: int
+    own_bytes: int
     registration_error: int
     p50_us: float
     p99_us: float
@@ -187,7 +188,7 @@ class IOQueue:
             _check_range("size", size)
         if "\0" in str(path):
             raise ValueError(f"a path has no null bytes; got {str(path)!r}")
-        drive = self._settle(self._profile.for_path(path)).native()
+        drive = self.settings_for(path).native()
         absolute = str(Path(path).absolute())
         refuse_where_threads_must(self.backend, self._require, absolute)
         file = File(self, self._native.open(absolute, _MODES[mode], direct.value, permissions, drive))
@@ -201,6 +202,10 @@ class IOQueue:
                     Path(absolute).unlink(missing_ok=True)
                 raise
         return file
+
+    def settings_for(self, path: str | os.PathLike[str]) -> Settings:
+        """Return how this queue uses the drive that `path` is on, or would be if there were such a file."""
+        return self._settle(self._profile.for_path(path))
 
     def _tell_of_fallback(self, file: File) -> None:
         used = self._native.backend_of(file._open()).removeprefix("fault(").removesuffix(")")

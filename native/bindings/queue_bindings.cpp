@@ -109,6 +109,7 @@ py::dict stats_of(const DriveStats& stats) {
     dict["inflight_bytes"] = stats.inflight_bytes;
     dict["peak_inflight_bytes"] = stats.peak_inflight_bytes;
     dict["registered_bytes"] = stats.registered_bytes;
+    dict["own_bytes"] = stats.own_bytes;
     dict["registration_error"] = stats.registration_error;
     dict["p50_us"] = stats.p50_us;
     dict["p99_us"] = stats.p99_us;

@@ -131,6 +131,7 @@ DriveStats Drive::stats() const {
     stats.inflight_bytes = counters_.inflight_bytes;
     stats.peak_inflight_bytes = counters_.peak_inflight_bytes;
     stats.registered_bytes = counters_.registered_bytes;
+    stats.own_bytes = counters_.own_bytes;
     stats.registration_error = counters_.registration_error;
     stats.p50_us = latencies_.quantile_us(0.50);
     stats.p99_us = latencies_.quantile_us(0.99);
@@ -333,8 +334,12 @@ bool Drive::needs_bounce(const Chunk& chunk) const {
     if (reinterpret_cast<std::uintptr_t>(memory) % chunk.active->operation.file->memory_alignment() != 0)
         return true;
     if (options_.user_memory == UserMemory::zero_copy) return false;
-    return std::none_of(arenas_.begin(), arenas_.end(),
-                        [&](const auto& arena) { return arena->holds(memory, chunk.length); });
+    // Its first byte and its last: a chunk may lie across two arenas of one pool, and then is the pool's as well.
+    const auto is_pooled = [&](const std::byte* byte) {
+        return std::any_of(arenas_.begin(), arenas_.end(),
+                           [&](const auto& arena) { return arena->holds(byte, 1); });
+    };
+    return !is_pooled(memory) || !is_pooled(memory + chunk.length - 1);
 }
 
 // False: there is no memory for them now.
@@ -350,6 +355,7 @@ bool Drive::make_bounce_slots() {
         return false;
     }
     for (std::int32_t slot = 0; slot < count; ++slot) free_slots_.push_back(slot);
+    counters_.own_bytes = bounce_->size();
     registration_due_ = true;  // used unregistered until the next quiet moment
     return true;
 }

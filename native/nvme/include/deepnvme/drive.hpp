@@ -102,6 +102,7 @@ struct DriveStats {
     std::uint64_t inflight_bytes = 0;
     std::uint64_t peak_inflight_bytes = 0;
     std::uint64_t registered_bytes = 0;
+    std::uint64_t own_bytes = 0;  // memory that the drive took to copy through
     int registration_error = 0;  // errno of the last registration; ENOMEM: the memlock limit
     double p50_us = 0.0;         // from submission to end of an operation
     double p99_us = 0.0;
@@ -233,7 +234,7 @@ class Drive {
     struct Counters {
         std::atomic<std::uint64_t> operations{0}, failed{0}, chunks{0}, read_bytes{0}, written_bytes{0},
             bounced_bytes{0}, buffered_bytes{0}, retries{0}, short_transfers{0}, direct_refused{0},
-            inflight_bytes{0}, peak_inflight_bytes{0}, registered_bytes{0};
+            inflight_bytes{0}, peak_inflight_bytes{0}, registered_bytes{0}, own_bytes{0};
         std::atomic<int> registration_error{0};
     };
     Counters counters_;

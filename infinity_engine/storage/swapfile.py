@@ -1,0 +1,164 @@
+"""`SwapFile`: this rank's bytes on the drives: one `deepnvme.Volume` that goes when it is closed.
+
+Takes the budget's NVMe bytes once, hands out places in them and moves bytes between these and host memory. What lies
+where is the records' business.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from deepnvme import IOQueue, Member, Volume, VolumeFullError
+from deepnvme.extents import PAGE, Extent, slices
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.memory.ledger import Ledger, Reservation
+from infinity_engine.plan import Tier
+from infinity_engine.storage.transfer import IOHop
+from infinity_engine.units import align_down
+
+__all__ = ["Place", "SwapFile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where `nbytes` lie on the drives."""
+
+    extents: tuple[Extent, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are."""
+        return sum(extent.nbytes for extent in self.extents)
+
+    def part(self, start: int, nbytes: int) -> Place:
+        """Return where `nbytes` of them from `start` on lie; a part begins on a page."""
+        return Place(slices(self.extents, start, nbytes))
+
+
+class SwapFile:
+    """Space for swapped bytes: `sizes` maps directories to what is taken of each, the file's header page included.
+
+    `rates` are the directories' speeds beside one another, in any unit; measured where they are not given. `queue` is
+    used where given and stays open; otherwise the swap file has its own. What the queue may take for itself, to copy
+    through, counts as HOST. A context manager.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        ledger: Ledger,
+        *,
+        holder: str = "swap file",
+        rates: Mapping[str, float] | None = None,
+        queue: IOQueue | None = None,
+    ) -> None:
+        if not sizes:
+            raise ConfigError(field="sizes of the swap file", value=dict(sizes), expected="at least one directory")
+        for directory, nbytes in sizes.items():
+            if nbytes < 2 * PAGE:
+                raise ConfigError(
+                    field=f"bytes of the swap file in {directory}", value=nbytes, expected=f"at least {2 * PAGE} B"
+                )
+        self._reservations: list[Reservation] = []
+        self.queue = IOQueue() if queue is None else queue
+        self._owns_queue = queue is None
+        try:
+            self._reserve_host(sizes, ledger, holder)
+            for directory, nbytes in sizes.items():
+                reservation = ledger.reserve(Tier.NVME, nbytes, holder=holder, directory=directory)
+                self._reservations.append(reservation)
+            self._volume = Volume.temporary(
+                [
+                    Member(
+                        directory, capacity=align_down(nbytes, PAGE) - PAGE, rate=rates[directory] if rates else None
+                    )
+                    for directory, nbytes in sizes.items()
+                ],
+                queue=self.queue,
+            )
+        except BaseException:
+            self._give_back()
+            raise
+        for reservation, capacity in zip(self._reservations[1:], self._volume.capacities, strict=True):
+            reservation.hold(capacity + PAGE)
+
+    @staticmethod
+    def remove_stale(directories: Iterable[str | os.PathLike[str]]) -> list[Path]:
+        """Remove what killed processes left in these directories; return it. What a living one uses stays."""
+        return Volume.remove_stale(directories)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes for use, in whole pages."""
+        return sum(self._volume.capacities)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the pages that are not in use."""
+        return self._volume.free_bytes
+
+    def allocate(self, nbytes: int, *, holder: str) -> Place:
+        """Take room for `nbytes`.
+
+        Raises:
+            CapacityError: there is not so much. Nothing was taken.
+        """
+        try:
+            return Place(self._volume.allocate(nbytes))
+        except VolumeFullError as full:
+            raise CapacityError(
+                tier=Tier.NVME.name,
+                asked=nbytes,
+                free=full.free,
+                limit=self.capacity,
+                change=f"plan more of the drives for the swap file, or less for {holder}",
+            ) from full
+
+    def release(self, place: Place) -> None:
+        """Give room back. Whoever reads or writes it has ended."""
+        self._volume.release(place.extents)
+
+    def read(self, place: Place, into: memoryview) -> IOHop:
+        """Begin to read all of `place`."""
+        return IOHop(self._volume.pread(place.extents, into))
+
+    def write(self, place: Place, source: memoryview) -> IOHop:
+        """Begin to write all of `place`."""
+        return IOHop(self._volume.pwrite(place.extents, source))
+
+    def close(self) -> None:
+        """Wait for reads and writes, and remove the files. Again: does nothing."""
+        if not self._volume.closed:
+            try:
+                self._volume.close()
+            finally:
+                self._give_back()
+
+    def __enter__(self) -> SwapFile:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _reserve_host(self, directories: Iterable[str], ledger: Ledger, holder: str) -> None:
+        """Count what the queue takes for each drive when something has to be copied: seldom, but then all of it."""
+        drives = {os.stat(directory).st_dev: self.queue.settings_for(directory) for directory in directories}
+        nbytes = sum(settings.inflight_bytes for settings in drives.values())
+        self._reservations.append(ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}"))
+        self._reservations[0].hold(nbytes)
+
+    def _give_back(self) -> None:
+        for reservation in self._reservations:
+            reservation.release(reservation.held)
+            reservation.close()
+        self._reservations.clear()
+        if self._owns_queue:
+            self.queue.close()

@@ -1,0 +1,188 @@
+"""`Transfer`: one move under way, as a chain of hops. Ends in a byte count, or in the error that says what stopped it.
+
+Starts a hop when the one before has ended, in the thread that polls or waits and in no other; so what is started when
+depends on the caller alone. Completion belongs to each hop: nothing waits for everything and compares counts.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Protocol
+
+from deepnvme import IOFuture, NVMeError
+from infinity_engine.errors import InfinityError, TransferError
+
+__all__ = ["CopyHop", "Hop", "IOHop", "Stage", "Transfer"]
+
+
+class Hop(Protocol):
+    """One way that bytes go at once: an I/O, a copy."""
+
+    def done(self) -> bool:
+        """Tell whether it has ended."""
+
+    def wait(self) -> int:
+        """Wait until all of it has; return the bytes moved, or raise what stopped it."""
+
+
+class _Event(Protocol):
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class IOHop:
+    """Reads or writes that belong together: the pieces of one buffer on several drives."""
+
+    def __init__(self, futures: Sequence[IOFuture[int]]) -> None:
+        self._futures = futures
+
+    def done(self) -> bool:
+        """Tell whether all of them have ended."""
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> int:
+        """Wait for all of them, also when one fails; raise the first that did."""
+        failed: NVMeError | CancelledError | None = None
+        moved = 0
+        for future in self._futures:
+            try:
+                moved += future.result()
+            except (NVMeError, CancelledError) as error:
+                failed = failed or error
+        if failed is not None:
+            raise _as_transfer_error(failed) from failed.with_traceback(None)  # its frames hold the buffers
+        return moved
+
+
+class CopyHop:
+    """A copy between HOST and DEVICE."""
+
+    def __init__(self, event: _Event, nbytes: int, what: str) -> None:
+        self.event = event
+        self._nbytes = nbytes
+        self._what = what
+
+    def done(self) -> bool:
+        """Tell whether its event has passed."""
+        return self.event.done()
+
+    def wait(self) -> int:
+        """Wait for its event."""
+        try:
+            self.event.wait()
+        except InfinityError:
+            raise
+        except Exception as error:
+            told = TransferError(errno=errno.EIO, path=self._what, offset=0, asked=self._nbytes, done=0)
+            raise told from error.with_traceback(None)  # its frames hold views of the buffers
+        return self._nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A hop that is to come: how to start it, what is so when it has ended, and what is so again when it failed."""
+
+    start: Callable[[], Hop | None]  # None: there is nothing to move
+    finish: Callable[[], None]
+    undo: Callable[[], None]
+
+
+class Transfer:
+    """The stages of one move, in order. Driven by one thread, which polls it or waits for its result."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = list(reversed(stages))
+        self._stage: Stage | None = None
+        self._hop: Hop | None = None
+        self._moved = 0
+        self._error: BaseException | None = None
+        self.poll()
+
+    @property
+    def event(self) -> _Event | None:
+        """The event of the copy that is under way, for streams that are to wait for it; None where there is none."""
+        return self._hop.event if isinstance(self._hop, CopyHop) else None
+
+    @property
+    def error(self) -> BaseException | None:
+        """What stopped it, None until something has."""
+        return self._error
+
+    def done(self) -> bool:
+        """Tell whether it has ended, well or not. Starts nothing."""
+        return self._stage is None and not self._stages
+
+    def poll(self) -> bool:
+        """Start what has become possible; tell whether it has ended. Does not wait."""
+        while not self.done():
+            if self._stage is None:
+                self._begin()
+            elif self._hop is not None and not self._hop.done():
+                return False
+            else:
+                self._end()
+        return True
+
+    def result(self) -> int:
+        """Wait until it has ended; return the bytes of all hops.
+
+        Raises:
+            TransferError: a hop failed. What was to be moved is where it was before that hop.
+        """
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._moved
+
+    def wait(self) -> None:
+        """Wait until it has ended, well or not."""
+        while not self.done():
+            if self._stage is None:
+                self._begin()
+            else:
+                self._end()
+
+    def _begin(self) -> None:
+        stage = self._stages.pop()
+        try:
+            self._hop = stage.start()
+        except BaseException as error:
+            self._stop(stage, _as_transfer_error(error) if isinstance(error, NVMeError) else error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._stage = stage
+
+    def _end(self) -> None:
+        """Wait for the hop that is under way, and say what is so now."""
+        assert self._stage is not None, "only a stage that began can end"
+        try:
+            moved = self._hop.wait() if self._hop is not None else 0
+        except Exception as error:
+            self._stop(self._stage, error)
+        else:
+            stage, self._stage, self._hop = self._stage, None, None
+            self._moved += moved
+            stage.finish()
+
+    def _stop(self, stage: Stage, error: BaseException) -> None:
+        self._stage = self._hop = None
+        self._stages.clear()
+        self._error = error
+        stage.undo()
+
+
+def _as_transfer_error(error: NVMeError | CancelledError) -> TransferError:
+    if isinstance(error, CancelledError):
+        return TransferError(errno=errno.ECANCELED, path="", offset=0, asked=0, done=0)
+    return TransferError(
+        errno=error.errno or errno.EIO,
+        path=error.filename or "",
+        offset=error.offset or 0,
+        asked=error.asked or 0,
+        done=error.done or 0,
+    )

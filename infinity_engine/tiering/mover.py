@@ -1,0 +1,256 @@
+"""`Mover`: carries out moves of shards between NVMe, host and device; several are under way at once.
+
+Decides nothing: plans say what moves when. A move that fails leaves the shard at its last true residency with its bytes
+intact, so that it can be tried again. One thread calls it; nothing is started in any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+from itertools import pairwise
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+from infinity_engine.accel import Accelerator, StreamKind
+from infinity_engine.errors import ConfigError, IllegalTransition
+from infinity_engine.memory import DeviceMemory, Lease, PinnedPool
+from infinity_engine.plan import Tier
+from infinity_engine.storage import CopyHop, Hop, Place, Stage, SwapFile, Transfer
+from infinity_engine.tiering.record import ShardRecord
+from infinity_engine.tiering.residency import HOME_OF, MOVES, TIER_OF, Residency
+
+__all__ = ["Mover", "Source"]
+
+_UPWARDS = (Tier.NVME, Tier.HOST, Tier.DEVICE)
+_BY_TIERS = MappingProxyType({tiers: residency for residency, tiers in MOVES.items()})
+_STREAM = MappingProxyType({Residency.UPLOADING: StreamKind.H2D, Residency.DOWNLOADING: StreamKind.D2H})
+
+
+class Source(Enum):
+    """What becomes of the memory that a move leaves. Its place on the drives a shard keeps in any case."""
+
+    RELEASED = "released"  # it goes back when the move has ended
+    KEPT = "kept"  # it stays, as a copy of the same version
+
+
+class Mover:
+    """Moves shards between `swap`, `host` and `device`; `swap` is None where nothing is on NVMe.
+
+    Bytes that the target has already are not moved, nor is anything between DEVICE and HOST where these are one memory.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, host: PinnedPool, device: DeviceMemory[Any], swap: SwapFile | None = None
+    ) -> None:
+        self._accelerator = accelerator
+        self._host = host
+        self._device = device
+        self._swap = swap
+        self._transfers: list[Transfer] = []
+        kinds = {} if accelerator.unified else _STREAM
+        self._streams = {moving: accelerator.stream(kind) for moving, kind in kinds.items()}
+
+    # --- moves ----------------------------------------------------------------------------------------------------
+
+    def load(self, record: ShardRecord, *, into: Lease | None = None, after: Sequence[Transfer] = ()) -> Transfer:
+        """Begin to read the shard from the drives, into a lease of host memory: `into`, or a new one.
+
+        `after` are moves that have to end first, such as those that make room; where one fails, this one does.
+        """
+        waiting = [Stage(partial(_Moves, after), _nothing, _nothing)] if after else []
+        return self._begin([*waiting, self._stage(record, Residency.LOADING, Source.KEPT, into)])
+
+    def upload(self, record: ShardRecord, *, into: Lease | None = None, source: Source = Source.RELEASED) -> Transfer:
+        """Begin to copy the shard from host to device."""
+        return self._begin([self._stage(record, Residency.UPLOADING, source, into)])
+
+    def download(self, record: ShardRecord, *, into: Lease | None = None, source: Source = Source.RELEASED) -> Transfer:
+        """Begin to copy the shard from device to host."""
+        return self._begin([self._stage(record, Residency.DOWNLOADING, source, into)])
+
+    def store(self, record: ShardRecord, *, source: Source = Source.RELEASED) -> Transfer:
+        """Begin to write the shard to the drives, over its older version there where it has one."""
+        return self._begin([self._stage(record, Residency.STORING, source)])
+
+    def move(self, record: ShardRecord, to: Tier, *, source: Source = Source.RELEASED) -> Transfer:
+        """Begin to bring the shard to `to`, hop by hop.
+
+        Raises:
+            IllegalTransition: it is on its way somewhere.
+        """
+        home = TIER_OF.get(record.residency)
+        if home is None:
+            allowed = (f"waiting for the end of {record.residency.name}",)
+            raise IllegalTransition(shard=record.name, source=record.residency.name, target=to.name, allowed=allowed)
+        here, there = _UPWARDS.index(home), _UPWARDS.index(to)
+        if there < here and record.is_current(to):
+            record.advance(HOME_OF[to])
+            for tier in _UPWARDS[there + 1 :] if source is Source.RELEASED else ():
+                self.release(record, tier)
+            return self._begin([])
+        way = _UPWARDS[here : there + 1] if here <= there else _UPWARDS[there : here + 1][::-1]
+        hops = pairwise(way)
+        return self._begin([self._stage(record, _BY_TIERS[hop], source) for hop in hops])
+
+    def release(self, record: ShardRecord, tier: Tier) -> None:
+        """Give back the memory or place that the shard has in `tier`; nothing where it has none.
+
+        Raises:
+            IllegalTransition: it is needed: as the shard's home, by a move, or because no other copy is current.
+        """
+        where = record.drop(tier)
+        if where is not None:
+            self._give_back(where)
+
+    def forget(self, record: ShardRecord) -> None:
+        """Give back all that the shard has: its bytes are not wanted any more."""
+        for where in record.abandon():
+            self._give_back(where)
+
+    # --- what is under way ----------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> int:
+        """How many moves have not ended, as far as polls and waits have seen."""
+        return sum(not transfer.done() for transfer in self._transfers)
+
+    def poll(self) -> None:
+        """Start the hops that have become possible."""
+        self._transfers = [transfer for transfer in self._transfers if not transfer.poll()]
+
+    def drain(self) -> list[BaseException]:
+        """Wait until every move has ended; return what stopped those that failed."""
+        errors = []
+        while self._transfers:
+            transfer = self._transfers[0]
+            transfer.wait()
+            self._transfers.remove(transfer)
+            if transfer.error is not None:
+                errors.append(transfer.error)
+        return errors
+
+    def __enter__(self) -> Mover:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait until every move has ended."""
+        self.drain()
+
+    def _begin(self, stages: list[Stage]) -> Transfer:
+        transfer = Transfer(stages)
+        self._transfers = [under_way for under_way in (*self._transfers, transfer) if not under_way.done()]
+        return transfer
+
+    # --- one hop --------------------------------------------------------------------------------------------------
+
+    def _stage(self, record: ShardRecord, moving: Residency, source: Source, into: Lease | None = None) -> Stage:
+        leaves, goes_to = MOVES[moving]
+        new: list[Lease | Place] = []  # what was taken for it and is not the record's yet
+
+        def start() -> Hop | None:
+            record.check(moving)
+            hop = None
+            if not record.is_current(goes_to) and not self._is_one_memory(moving):
+                target = record.where(goes_to)
+                if target is None:
+                    target = into or self._take(goes_to, record)
+                    new.append(target)
+                else:
+                    record.undefine(goes_to)
+                hop = self._hop(record, moving, target)
+            record.advance(moving)
+            return hop
+
+        def finish() -> None:
+            if self._is_one_memory(moving):
+                self._rename(record, leaves, goes_to)
+            else:
+                if not record.is_current(goes_to):
+                    record.arrived(goes_to, new.pop() if new else _present(record, goes_to))
+                record.advance(HOME_OF[goes_to])
+                if source is Source.RELEASED and leaves is not Tier.NVME:
+                    self.release(record, leaves)
+
+        def undo() -> None:
+            if record.residency is moving:
+                record.advance(HOME_OF[leaves])
+            for target in new:
+                self._give_back(target)
+
+        return Stage(start, finish, undo)
+
+    def _hop(self, record: ShardRecord, moving: Residency, target: Lease | Place) -> Hop | None:
+        """Put the bytes on their way, from where they are to `target`."""
+        if not record.nbytes:
+            return None
+        origin = _present(record, MOVES[moving][0])
+        if isinstance(origin, Place) and isinstance(target, Lease):
+            return self._drives(record).read(origin, target.memory())
+        if isinstance(origin, Lease) and isinstance(target, Place):
+            return self._drives(record).write(target, origin.memory())
+        assert isinstance(origin, Lease), "places are not copied to places"
+        assert isinstance(target, Lease), "places are not copied to places"
+        event = self._accelerator.copy(target.flat(), origin.flat(), stream=self._streams[moving])
+        for lease in (origin, target):
+            lease.until(event)
+        return CopyHop(event, record.nbytes, record.name)
+
+    def _is_one_memory(self, moving: Residency) -> bool:
+        return self._accelerator.unified and moving in _STREAM
+
+    def _rename(self, record: ShardRecord, leaves: Tier, goes_to: Tier) -> None:
+        """Let the lease change tiers: DEVICE and HOST are the same bytes, and a lease has one holder."""
+        record.arrived(goes_to, _present(record, leaves))
+        record.advance(HOME_OF[goes_to])
+        record.drop(leaves)
+
+    def _take(self, tier: Tier, record: ShardRecord) -> Lease | Place:
+        if tier is Tier.NVME:
+            return self._drives(record).allocate(record.nbytes, holder=record.name)
+        pool = self._host if tier is Tier.HOST else self._device
+        return pool.lease(record.nbytes, holder=record.name)
+
+    def _give_back(self, where: Lease | Place) -> None:
+        if isinstance(where, Lease):
+            where.close()
+        elif self._swap is not None:
+            self._swap.release(where)
+
+    def _drives(self, record: ShardRecord) -> SwapFile:
+        if self._swap is None:
+            raise ConfigError(
+                field="Budget.nvme", value=None, expected=f"a directory and its size, as {record.name} moves to NVMe"
+            )
+        return self._swap
+
+
+class _Moves:
+    """Other moves, as a hop of one that has to wait for them."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+
+    def done(self) -> bool:
+        ended = [transfer.poll() for transfer in self._transfers]  # each of them, not only up to the first that has not
+        return all(ended)
+
+    def wait(self) -> int:
+        for transfer in self._transfers:
+            transfer.result()
+        return 0
+
+
+def _nothing() -> None:
+    pass
+
+
+def _present(record: ShardRecord, tier: Tier) -> Lease | Place:
+    where = record.where(tier)
+    if where is None:
+        raise RuntimeError(f"{record!r} has nothing in {tier.name}, where its residency says that it is")
+    return where

@@ -1,0 +1,176 @@
+"""`ShardRecord`: all that is known of one shard: where its current version is, and which copies of it there are.
+
+`advance` is the only way to another residency. Starts no I/O and knows no policy; called by the Mover, and by whoever
+changed the shard's bytes, from one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity_engine.errors import ConfigError, IllegalTransition
+from infinity_engine.memory.lease import Lease
+from infinity_engine.plan import Tier
+from infinity_engine.storage.swapfile import Place
+from infinity_engine.tiering.residency import HOME_OF, MOVES, TIER_OF, TRANSITIONS, Residency
+
+__all__ = ["ShardRecord"]
+
+
+_UNDEFINED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    where: Lease | Place
+    version: int
+
+
+class ShardRecord:
+    """One shard of `nbytes`, whose only copy lies in `where` when the record is made."""
+
+    __slots__ = ("_copies", "_residency", "_version", "name", "nbytes")
+
+    def __init__(self, name: str, where: Lease | Place) -> None:
+        self.name = name
+        self.nbytes = where.nbytes
+        tier = where.tier if isinstance(where, Lease) else Tier.NVME
+        self._residency = HOME_OF[tier]
+        self._version = 0
+        self._copies = {tier: _Copy(where, 0)}
+
+    @property
+    def residency(self) -> Residency:
+        """Where its current version is, or between where it is moving."""
+        return self._residency
+
+    @property
+    def version(self) -> int:
+        """How often its bytes were changed."""
+        return self._version
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers in which it has memory or a place, current or not."""
+        return tuple(self._copies)
+
+    @property
+    def host(self) -> Lease | None:
+        """The lease of host memory that it has, current or not."""
+        return self._lease(Tier.HOST)
+
+    @property
+    def device(self) -> Lease | None:
+        """The lease of device memory that it has, current or not."""
+        return self._lease(Tier.DEVICE)
+
+    @property
+    def place(self) -> Place | None:
+        """Its place on the drives, whether its bytes there are current or not."""
+        where = self.where(Tier.NVME)
+        return where if isinstance(where, Place) else None
+
+    def where(self, tier: Tier) -> Lease | Place | None:
+        """Return its memory or place in `tier`, current or not; None where it has none."""
+        copy = self._copies.get(tier)
+        return None if copy is None else copy.where
+
+    def is_current(self, tier: Tier) -> bool:
+        """Tell whether the copy in `tier` is there and of the current version."""
+        copy = self._copies.get(tier)
+        return copy is not None and copy.version == self._version
+
+    def check(self, to: Residency) -> None:
+        """Raise IllegalTransition unless `advance` would go over to `to`."""
+        allowed = tuple(
+            target
+            for target in TRANSITIONS[self._residency]
+            if target not in TIER_OF or self.is_current(TIER_OF[target])
+        )
+        if to not in allowed:
+            raise IllegalTransition(
+                shard=self.name,
+                source=self._residency.name,
+                target=to.name,
+                allowed=tuple(target.name for target in allowed),
+            )
+
+    def advance(self, to: Residency) -> None:
+        """Go over to another residency.
+
+        Raises:
+            IllegalTransition: none leads there from here, or the tier has no current copy to be at home in.
+        """
+        self.check(to)
+        self._residency = to
+
+    def arrived(self, tier: Tier, where: Lease | Place) -> None:
+        """Note that `where` now holds the current version in `tier`."""
+        if where.nbytes != self.nbytes:
+            expected = f"the {self.nbytes} B of the shard"
+            raise ConfigError(field=f"bytes of {self.name} in {tier.name}", value=where.nbytes, expected=expected)
+        self._copies[tier] = _Copy(where, self._version)
+
+    def undefine(self, tier: Tier) -> None:
+        """Note that the bytes in `tier`, which are not the only current ones, are about to be overwritten."""
+        self._check_dispensable(tier)
+        self._copies[tier] = _Copy(self._copies[tier].where, _UNDEFINED)
+
+    def changed(self) -> None:
+        """Note that its bytes were changed where it resides: copies elsewhere are of an older version now.
+
+        Raises:
+            IllegalTransition: it resides in no memory at this moment.
+        """
+        tier = TIER_OF.get(self._residency)
+        if tier not in (Tier.HOST, Tier.DEVICE):
+            raise IllegalTransition(
+                shard=self.name, source=self._residency.name, target="a changed version", allowed=("HOST", "DEVICE")
+            )
+        self._version += 1
+        self._copies[tier] = _Copy(self._copies[tier].where, self._version)
+
+    def drop(self, tier: Tier) -> Lease | Place | None:
+        """Forget the copy in `tier` and return where it was; None where there was none.
+
+        Raises:
+            IllegalTransition: it is the only current copy, or the shard resides there.
+        """
+        if tier not in self._copies:
+            return None
+        self._check_dispensable(tier)
+        return self._copies.pop(tier).where
+
+    def abandon(self) -> list[Lease | Place]:
+        """Forget all copies and return where they were: the shard's bytes are not wanted any more.
+
+        Raises:
+            IllegalTransition: a move is under way.
+        """
+        if self._residency in MOVES:
+            raise IllegalTransition(
+                shard=self.name, source=self._residency.name, target="nowhere", allowed=("waiting for the move's end",)
+            )
+        copies, self._copies = list(self._copies.values()), {}
+        return [copy.where for copy in copies]
+
+    def _check_dispensable(self, tier: Tier) -> None:
+        needed = MOVES.get(self._residency) or (TIER_OF[self._residency],)
+        if tier in needed or not any(self.is_current(other) for other in self._copies if other is not tier):
+            raise IllegalTransition(
+                shard=self.name,
+                source=f"{self._residency.name} with its copy in {tier.name}, which is needed,",
+                target="going on without it",
+                allowed=tuple(
+                    f"doing without the copy in {other.name}" for other in self._copies if other not in needed
+                ),
+            )
+
+    def _lease(self, tier: Tier) -> Lease | None:
+        where = self.where(tier)
+        return where if isinstance(where, Lease) else None
+
+    def __repr__(self) -> str:
+        """Show where it is."""
+        copies = ", ".join(f"{tier.name} v{copy.version}" for tier, copy in self._copies.items())
+        return f"ShardRecord({self.name}: {self.nbytes} B, {self._residency.name}, v{self._version}; copies: {copies})"

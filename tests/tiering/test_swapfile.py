@@ -1,0 +1,243 @@
+"""The swap file: counted against the budget, never two owners of one, and gone when its owner is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.memory import Ledger
+from infinity_engine.plan import ResolvedBudget, Tier
+from infinity_engine.storage import Place, SwapFile
+
+PAGE = 4096
+OTHER = """
+import sys
+from infinity_engine.memory import Ledger
+from infinity_engine.plan import ResolvedBudget
+from infinity_engine.storage import SwapFile
+where = sys.argv[1]
+swap = SwapFile({where: 1 << 20}, Ledger(ResolvedBudget(device=0, host=64 << 20, nvme={where: 1 << 20})))
+print("made", flush=True)
+sys.stdin.readline()
+swap.close()
+"""
+
+
+def ledger(*directories: Path, limit: int = 1 << 20) -> Ledger:
+    return Ledger(ResolvedBudget(device=0, host=64 << 20, nvme={str(directory): limit for directory in directories}))
+
+
+def other_process(directory: Path) -> subprocess.Popen[str]:
+    """Start a process that has a swap file there until it is told to end, or killed."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", OTHER, str(directory)], stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "made\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.communicate("end\n", timeout=60)
+
+
+def test_bytes_come_back_as_they_were_written(tmp_path: Path) -> None:
+    with SwapFile({str(tmp_path): 1 << 20}, ledger(tmp_path)) as swap:
+        place = swap.allocate(10_000, holder="w")
+        swap.write(place, memoryview(b"x" * 10_000)).wait()
+        found = bytearray(10_000)
+
+        assert swap.read(place, memoryview(found)).wait() == 10_000
+        assert found == b"x" * 10_000
+
+
+def test_a_part_of_a_place_is_read_alone(tmp_path: Path) -> None:
+    with SwapFile({str(tmp_path): 1 << 20}, ledger(tmp_path)) as swap:
+        place = swap.allocate(3 * PAGE, holder="w")
+        swap.write(place, memoryview(b"a" * PAGE + b"b" * PAGE + b"c" * PAGE)).wait()
+        found = bytearray(PAGE)
+
+        swap.read(place.part(PAGE, PAGE), memoryview(found)).wait()
+
+        assert found == b"b" * PAGE
+
+
+def test_every_byte_of_the_files_counts_against_the_budget(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    for directory in (first, second):
+        directory.mkdir()
+    books = ledger(first, second)
+
+    with SwapFile({str(first): 1 << 20, str(second): 100_000}, books, rates={str(first): 2, str(second): 1}):
+        usage = {each.directory: each for each in books.usage() if each.tier is Tier.NVME}
+        on_disk = {
+            directory: sum(file.stat().st_size for file in Path(directory).rglob("*") if file.is_file())
+            for directory in (str(first), str(second))
+        }
+        assert {name: each.held for name, each in usage.items()} == on_disk
+        assert all(each.held <= each.reserved <= each.limit for each in usage.values())
+
+    assert all(books.free(Tier.NVME, directory=str(directory)) == 1 << 20 for directory in (first, second))
+
+
+def test_what_the_queue_may_take_for_itself_counts_as_host(tmp_path: Path) -> None:
+    books = ledger(tmp_path)
+
+    with SwapFile({str(tmp_path): 1 << 20}, books) as swap:
+        odd = bytearray((1 << 19) + 1)
+        place = swap.allocate(1 << 19, holder="w")
+        swap.write(place, memoryview(odd)[1:]).wait()
+
+        own = sum(drive.own_bytes for drive in swap.queue.stats().drives.values())
+        host = next(each for each in books.usage() if each.tier is Tier.HOST)
+        assert 0 < own <= host.held == swap.queue.settings_for(tmp_path).inflight_bytes
+
+    assert books.free(Tier.HOST) == 64 << 20
+
+
+def test_more_than_the_budget_is_refused_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    books = ledger(tmp_path, limit=100_000)
+
+    with pytest.raises(CapacityError, match="NVME"):
+        SwapFile({str(tmp_path): 100_001}, books)
+
+    assert list(tmp_path.iterdir()) == []
+    assert books.free(Tier.NVME, directory=str(tmp_path)) == 100_000
+
+
+def test_a_drive_that_is_not_there_gives_the_promise_back(tmp_path: Path) -> None:
+    missing = tmp_path / "not mounted"
+    books = ledger(missing)
+
+    with pytest.raises(OSError, match="not mounted"):
+        SwapFile({str(missing): 1 << 20}, books)
+
+    assert books.free(Tier.NVME, directory=str(missing)) == 1 << 20
+
+
+@pytest.mark.parametrize("sizes", [{}, {"/mnt": 4096}])
+def test_a_swap_file_without_room_is_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="at least"):
+        SwapFile(sizes, ledger(Path("/mnt")))
+
+
+def test_a_full_swap_file_says_how_much_is_free(tmp_path: Path) -> None:
+    with SwapFile({str(tmp_path): 10 * PAGE}, ledger(tmp_path)) as swap:
+        swap.allocate(8 * PAGE, holder="a")
+
+        with pytest.raises(CapacityError) as refused:
+            swap.allocate(PAGE + 1, holder="b")
+
+        assert (refused.value.tier, refused.value.free, refused.value.limit) == ("NVME", PAGE, 9 * PAGE)
+
+
+def test_closing_removes_the_files_and_closing_again_does_nothing(tmp_path: Path) -> None:
+    swap = SwapFile({str(tmp_path): 1 << 20}, ledger(tmp_path))
+
+    swap.close()
+    swap.close()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_engines_on_one_directory_have_their_own_bytes(tmp_path: Path) -> None:
+    with (
+        SwapFile({str(tmp_path): 1 << 20}, ledger(tmp_path)) as one,
+        SwapFile({str(tmp_path): 1 << 20}, ledger(tmp_path)) as other,
+    ):
+        places = [swap.allocate(PAGE, holder="w") for swap in (one, other)]
+        one.write(places[0], memoryview(b"1" * PAGE)).wait()
+        other.write(places[1], memoryview(b"2" * PAGE)).wait()
+        found = bytearray(PAGE)
+
+        one.read(places[0], memoryview(found)).wait()
+
+        assert found == b"1" * PAGE
+
+
+def test_what_a_killed_process_left_is_removed_on_request(tmp_path: Path) -> None:
+    process = other_process(tmp_path)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    left = list(tmp_path.iterdir())
+
+    removed = SwapFile.remove_stale([tmp_path])
+
+    assert (len(left), removed) == (1, left)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_living_process_uses_is_never_removed(tmp_path: Path) -> None:
+    process = other_process(tmp_path)
+    with SwapFile({str(tmp_path): 1 << 20}, ledger(tmp_path)):
+        assert SwapFile.remove_stale([tmp_path]) == []
+        assert len(list(tmp_path.iterdir())) == 2
+    end(process)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+class Places(RuleBasedStateMachine):
+    """Random places in a small swap file of two unequal members, each filled with its own bytes."""
+
+    places = Bundle("places")
+
+    def __init__(self) -> None:
+        super().__init__()
+        import tempfile
+
+        self.directory = tempfile.TemporaryDirectory()
+        drives = [Path(self.directory.name) / name for name in "ab"]
+        for drive in drives:
+            drive.mkdir()
+        books = ledger(*drives, limit=6 << 20)
+        sizes = {str(drives[0]): 6 << 20, str(drives[1]): 3 << 20}
+        self.swap = SwapFile(sizes, books, rates={str(drives[0]): 2.0, str(drives[1]): 1.0})
+        self.content: dict[Place, bytes] = {}
+
+    @rule(target=places, nbytes=st.integers(1, 3 << 20), fill=st.integers(0, 255))
+    def take(self, nbytes: int, fill: int) -> Place | None:
+        try:
+            place = self.swap.allocate(nbytes, holder="w")
+        except CapacityError as full:
+            assert full.free == self.swap.free_bytes < nbytes + PAGE
+            return None
+        assert place.nbytes == nbytes
+        self.content[place] = bytes([fill]) * nbytes
+        assert self.swap.write(place, memoryview(self.content[place])).wait() == nbytes
+        return place
+
+    @rule(place=consumes(places))
+    def give(self, place: Place | None) -> None:
+        if place is not None:
+            self.swap.release(place)
+            del self.content[place]
+
+    @rule(place=places)
+    def read(self, place: Place | None) -> None:
+        if place in self.content:
+            found = bytearray(place.nbytes)
+            self.swap.read(place, memoryview(found)).wait()
+            assert found == self.content[place]
+
+    @invariant()
+    def no_two_places_overlap_and_none_is_lost(self) -> None:
+        taken = sorted((e.member, e.offset, e.end) for place in self.content for e in place.extents)
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(taken, taken[1:], strict=False))
+        assert self.swap.free_bytes == self.swap.capacity - sum(end - start for _, start, end in taken)
+
+    def teardown(self) -> None:
+        self.swap.close()
+        self.directory.cleanup()
+
+
+Places.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestPlaces = Places.TestCase
