@@ -135,6 +135,7 @@ def test_half_a_minute_of_random_moves_loses_and_leaks_nothing(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_ten_minutes_of_random_moves_lose_and_leak_nothing(tmp_path: Path) -> None:
     soaked = run(tmp_path, 600, seed=int(time.time()))
 

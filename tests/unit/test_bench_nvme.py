@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import nvme_streams
 import pytest
 
 import bench
@@ -96,11 +97,22 @@ def test_fio_keeps_the_same_bytes_in_flight_at_every_block_size(block: int) -> N
     assert depth * block == JOB.inflight_bytes
 
 
-def test_the_fastest_setting_is_the_one_with_the_best_median_not_the_luckiest_run() -> None:
+def test_the_best_settings_are_those_with_the_best_median_not_the_luckiest_run() -> None:
     lucky, steady = JOB, replace(JOB, block_bytes=2 * MIB)
-    sweep = {lucky: [{RATE: 1.0}, {RATE: 9.0}, {RATE: 1.1}], steady: [{RATE: 2.0}, {RATE: 2.1}, {RATE: 1.9}]}
+    cheap = {CPU: 0.1}
+    sweep = {
+        lucky: [{RATE: 1.0, **cheap}, {RATE: 9.0, **cheap}, {RATE: 1.1, **cheap}],
+        steady: [{RATE: 2.0, CPU: 1.0}, {RATE: 2.1, CPU: 1.0}, {RATE: 1.9, CPU: 1.0}],
+    }
 
-    assert fio.fastest(sweep) == steady
+    assert fio.best(sweep) == steady
+
+
+def test_of_settings_that_are_as_fast_the_one_that_costs_less_is_best() -> None:
+    fastest, cheapest = JOB, replace(JOB, block_bytes=2 * MIB)
+
+    assert fio.best({fastest: [{RATE: 2.00, CPU: 0.02}], cheapest: [{RATE: 1.97, CPU: 0.01}]}) == cheapest
+    assert fio.best({fastest: [{RATE: 2.00, CPU: 0.02}], cheapest: [{RATE: 1.95, CPU: 0.01}]}) == fastest
 
 
 def test_a_missing_fio_is_unavailable_and_says_how_to_install_it(
@@ -140,13 +152,13 @@ def program(path: Path, source: str) -> None:
 # --- deepnvme beside fio -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", VS_FIO.Memory)
+@pytest.mark.parametrize("memory", nvme_streams.Memory)
 def test_a_stream_measures_deepnvme_with_every_kind_of_memory(tmp_path: Path, memory: Any) -> None:
     path = tmp_path / "data"
     path.write_bytes(bytes(4 * MIB))
 
-    numbers = VS_FIO.stream(
-        VS_FIO.Stream(path, 4 * MIB, Workload.MIXED, 0.01, "threads", memory, operation_bytes=MIB, pending=2)
+    numbers = nvme_streams.stream(
+        nvme_streams.Stream(path, 4 * MIB, Workload.MIXED, 0.01, "threads", memory, operation_bytes=MIB, pending=2)
     )
 
     assert set(numbers) == {RATE, CPU, P99}

@@ -1,0 +1,112 @@
+"""deepnvme as the benches of its streams run it: whole files through the public API, in a process of its own.
+
+Imports deepnvme only when called: benches load this before they have entered the environment that holds it.
+Called by scripts/bench/nvme_vs_fio and nvme_settings.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import bench
+import env
+import fio
+from fio import CPU, GIB, RATE
+
+if TYPE_CHECKING:
+    from deepnvme.measure import Workload
+
+__all__ = ["INFLIGHT", "MIB", "Memory", "Stream", "data_file", "kind", "stream"]
+
+MIB = 1 << 20
+INFLIGHT = 16 * MIB
+
+
+class Memory(Enum):
+    """Whose memory deepnvme moves."""
+
+    POOL = auto()
+    ZERO_COPY = auto()  # ordinary small pages, page-aligned, used as they are
+    BOUNCE = auto()  # the same, copied through the queue's own huge pages
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One measurement of deepnvme."""
+
+    path: Path
+    file_bytes: int
+    workload: Workload
+    seconds: float
+    backend: str
+    memory: Memory = Memory.POOL
+    operation_bytes: int = 256 * MIB
+    pending: int = 2
+    chunk_bytes: int = MIB
+
+
+def kind(workload: Workload) -> str:
+    """Return how figures name a workload."""
+    return workload.name.lower()
+
+
+@contextmanager
+def data_file(nbytes: int) -> Iterator[Path]:
+    """Make a file of random bytes, all of them on the drive, and remove it at the end."""
+    parent = Path(os.environ.get("INFINITY_BENCH_DIR", env.BUILD))
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
+        path = Path(folder) / "data"
+        block = os.urandom(16 * MIB)
+        with path.open("wb") as file:
+            for _ in range(nbytes // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        yield path
+
+
+def stream(planned: Stream) -> dict[str, float]:
+    """Move bytes for the planned time and return the numbers."""
+    import deepnvme
+    from deepnvme.measure import fill, keep_pending, small_pages, transfers
+
+    wanted = deepnvme.UserMemory.BOUNCE if planned.memory is Memory.BOUNCE else deepnvme.UserMemory.ZERO_COPY
+    window = planned.pending * planned.operation_bytes
+    pool = deepnvme.Pool(window) if planned.memory is Memory.POOL else None
+    take = pool.buffer if pool is not None else small_pages
+    buffers = [take(planned.operation_bytes) for _ in range(planned.pending)]
+    for buffer in buffers:
+        fill(buffer)
+    try:
+        queue = deepnvme.IOQueue(
+            planned.backend,
+            chunk_bytes=planned.chunk_bytes,
+            inflight_bytes=INFLIGHT,
+            user_memory=wanted,
+            pool=pool,
+        )
+    except deepnvme.BackendUnavailableError as reason:
+        raise bench.UnavailableError(str(reason)) from None
+    with queue, queue.open(planned.path, "r+") as file:
+        verbs = (file.pread, file.pwrite)
+        course = transfers(planned.workload, planned.file_bytes, planned.operation_bytes)
+        moved = 0
+
+        def work() -> None:
+            nonlocal moved
+            starts = (partial(verbs[writes], offset=offset) for writes, offset in course)
+            moved = keep_pending(starts, buffers, planned.seconds)
+
+        cost = bench.cost_of(work)
+        (drive,) = queue.stats().drives.values()
+    return {RATE: moved / GIB / cost.wall_s, CPU: cost.cpu_s / (moved / GIB), fio.P99: drive.p99_us / 1e3}
