@@ -35,7 +35,8 @@ if _typing.TYPE_CHECKING:
     from deepnvme.profile import UserMemory
     from deepnvme.queue import Direct, File, IOQueue, Sync, WhenFull
     from deepnvme.safetensors import SafetensorsError, read_safetensors, safetensors_header, write_safetensors
-    from deepnvme.store import Checksum, Durability, StoreFuture, TensorStore, UncommittedWarning
+    from deepnvme.store import Checksum, Durability, TensorStore, UncommittedWarning
+    from deepnvme.store_threads import StoreFuture
     from deepnvme.tensor_io import Damage
     from deepnvme.volume import Member, Volume
 
@@ -99,6 +100,7 @@ _PARTS = (
     "member",
     "volume",
     "tensor_io",
+    "store_threads",
     "store",
     "safetensors",
     "checkpoint",

@@ -174,7 +174,7 @@ class VolumeFullError(VolumeError):
         super().__init__(
             errno_names.ENOSPC,
             f"no room for {asked} B in the volume of {', '.join(directories)}: {free} B are free, {largest} B of them "
-            "in one piece; release something, or make a larger volume",
+            "in one piece; release or delete something, or let the volume grow (Volume.grow)",
         )
         self.asked, self.free, self.largest = asked, free, largest
 

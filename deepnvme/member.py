@@ -1,7 +1,7 @@
 """One directory of a volume: its `data` file made, locked, named by its first page, measured and removed.
 
 Owns what is on disk and who may use it; which bytes hold what, `Volume` knows, the only caller. Space is reserved when
-a member is made and never grows.
+a member is made, and more of it only when it is asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from deepnvme.buffers import Memory
-from deepnvme.errors import ClosedError, VolumeError, VolumeLockedError
+from deepnvme.errors import ClosedError, VolumeError, VolumeLockedError, file_error
 from deepnvme.extents import PAGE
 from deepnvme.framing import framed, strict_json, unframed
 from deepnvme.future import IOFuture
@@ -227,17 +227,10 @@ class MemberFile:
             VolumeError: there is none.
             VolumeLockedError: somebody else has it so that this access is excluded.
         """
-        lock = _opened_data(directory, access)
-        try:
-            with _naming(directory):
-                fcntl.flock(lock, (fcntl.LOCK_SH if access is Access.READ else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BaseException as error:
-            status = os.fstat(lock)
+        lock = _opened_and_locked(directory, access)
+        while not os.fstat(lock).st_nlink:  # it was removed before it was ours; another may be in its place
             os.close(lock)
-            if isinstance(error, BlockingIOError):
-                use = "writing" if access is Access.READ else _use_told(status)
-                raise VolumeLockedError(str(directory), lock_holder(status), use) from None
-            raise
+            lock = _opened_and_locked(directory, access)
         return cls(directory, lock, access=access, made_directory=False, temporary=False)
 
     @property
@@ -265,9 +258,40 @@ class MemberFile:
         Raises:
             VolumeError: the drive has not so much.
         """
-        try:
+        with self._room_for(nbytes):
             self.file.truncate(nbytes)
             self.file.preallocate(nbytes)
+
+    def lengthen(self, end: int, new_end: int) -> None:
+        """Reserve the bytes from `end` to `new_end`, durably. They are for use from when a header says so.
+
+        Raises:
+            VolumeError: the drive has not so much.
+        """
+        with self._room_for(new_end):
+            # Never shorter: after a failure nobody knows whether the header on the drive counts on more.
+            self.file.truncate(max(self.length, new_end))
+            try:  # of the new bytes alone: where this is done by writing, others may be writing to the old ones
+                os.posix_fallocate(self._lock, end, new_end - end)
+            except OSError as error:
+                raise file_error(error.errno or 0, "preallocate", self.file.path) from None
+        if not self._temporary:
+            with _naming(self.directory):
+                os.fsync(self._lock)
+
+    def cut_off(self, length: int) -> None:
+        """Let `data` be as long as it was before it was lengthened for nothing."""
+        self.file.truncate(length)
+
+    @property
+    def length(self) -> int:
+        """The bytes of `data`."""
+        return os.fstat(self._lock).st_size
+
+    @contextmanager
+    def _room_for(self, nbytes: int) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -279,14 +303,17 @@ class MemberFile:
             ) from None
 
     def write_header(self, header: Header) -> None:
-        """Write the first page; unless temporary, let nobody else into the directory and make all of it durable."""
+        """Write the first page; it is durable when this returns, unless temporary."""
         with _naming(self.directory):
             os.pwrite(self._lock, header.encode(), 0)
+            if not self._temporary:
+                os.fsync(self._lock)
+
+    def finish_making(self) -> None:
+        """Let nobody else into the directory, and make its name durable; nothing of that for a temporary one."""
         if self._temporary:
             return
         self.directory.chmod(0o700)
-        with _naming(self.directory):
-            os.fsync(self._lock)
         parent = [self.directory.absolute().parent] if self._made_directory else []
         for directory in (self.directory, *parent):
             with _opened(directory) as descriptor, _naming(directory):
@@ -302,32 +329,23 @@ class MemberFile:
             page = os.pread(self._lock, PAGE, 0)
         try:
             header = Header.parse(page.ljust(PAGE, b"\0"))
-            nbytes = os.fstat(self._lock).st_size
-            if nbytes < PAGE + header.capacity:
-                raise ValueError(f"{DATA} was cut off: it has {nbytes} B and should have {PAGE + header.capacity} B")
+            if self.length < PAGE + header.capacity:
+                end = PAGE + header.capacity
+                raise ValueError(f"{DATA} was cut off: it has {self.length} B and should have {end} B")
         except ValueError as problem:
             raise VolumeError(errno.EBADMSG, _flawed(page, problem), path=str(self.directory)) from None
         return header
 
-    def lengthen(self, header: Header) -> None:
-        """Let `data` have the larger capacity that this header says, which is durable when this returns.
+    def check_growing(self, header: Header) -> None:
+        """Refuse a header that could not take the place of another one.
 
         Raises:
-            VolumeError: the drive has not so much; nothing has changed.
+            VolumeError: it is longer than a sector, so that a power failure could leave half of each.
         """
-        if len(header.encode().rstrip(b"\0")) > _SECTOR:  # or a power failure could leave half of the old and new one
+        if len(header.encode().rstrip(b"\0")) > _SECTOR:
             raise VolumeError(
                 errno.ENOTSUP, "a volume of so many members cannot grow: make a larger one", path=str(self.directory)
             )
-        before = os.fstat(self._lock).st_size
-        try:
-            self.reserve_space(PAGE + header.capacity)
-            with _naming(self.directory):
-                os.fsync(self._lock)
-        except BaseException:
-            self.file.truncate(before)
-            raise
-        self.write_header(header)
 
     def pread(self, memory: Memory, offset: int) -> IOFuture[int]:
         """As `File.pread`, and counted."""
@@ -422,6 +440,21 @@ def _made_and_locked(path: Path) -> int:
     except BaseException:
         os.close(lock)
         path.unlink(missing_ok=True)
+        raise
+    return lock
+
+
+def _opened_and_locked(directory: Path, access: Access) -> int:
+    lock = _opened_data(directory, access)
+    try:
+        with _naming(directory):
+            fcntl.flock(lock, (fcntl.LOCK_SH if access is Access.READ else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BaseException as error:
+        status = os.fstat(lock)
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            use = "writing" if access is Access.READ else _use_told(status)
+            raise VolumeLockedError(str(directory), lock_holder(status), use) from None
         raise
     return lock
 

@@ -44,7 +44,8 @@ from deepnvme.pipeline import (
 )
 from deepnvme.pool import Pool
 from deepnvme.queue import Batch, File, IOQueue, Sync
-from deepnvme.store import Durability, sync_directory
+from deepnvme.store import Durability
+from deepnvme.syncing import sync_directory
 
 __all__ = [
     "METADATA",

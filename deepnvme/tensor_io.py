@@ -16,7 +16,7 @@ from functools import partial
 from deepnvme.arrays import Storable
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.checksum import CHECKSUM_BYTES, checksums_of, copy_checksummed
-from deepnvme.errors import ChecksumError, ForkedError, NVMeError, VolumeFullError
+from deepnvme.errors import ChecksumError, ClosedError, ForkedError, NVMeError, VolumeFullError
 from deepnvme.extents import Extent, slices, whole_pages
 from deepnvme.manifest import Record
 from deepnvme.pipeline import RUN_BYTES, SMALL_BYTES, Piece, Pipeline, Staged, Stretch, once_there_is_room, together
@@ -50,11 +50,25 @@ class TensorIO:
         self._owner = os.getpid()
         self._staged = Staged(set(volume.queues))
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a child of the one that made it: it does not even have the staging memory."""
+        return os.getpid() != self._owner
+
+    def refuse_if_forked(self) -> None:
+        """Refuse a forked child.
+
+        Raises:
+            ForkedError: this process is one.
+        """
+        if self.is_forked:
+            raise ForkedError(f"this store belongs to process {self._owner}; a forked child opens one of its own")
+
     # --- writing -------------------------------------------------------------------------------------------------
 
     def write(self, tensors: Sequence[Storable]) -> list[Record]:
         """Write all of them, or none and raise. Returns when the drives have them."""
-        self._refuse_if_forked()
+        self.refuse_if_forked()
         records: dict[int, Record] = {}
         taken: list[Extent] = []
         try:
@@ -69,10 +83,9 @@ class TensorIO:
             raise
         return [records[index] for index in range(len(tensors))]
 
-    def release(self, records: Iterable[Record]) -> None:
-        """Give their space back."""
-        for record in records:
-            self._volume.release(record.extents)
+    def release(self, record: Record) -> None:
+        """Give its space back."""
+        self._volume.release(record.extents)
 
     def close(self) -> None:
         """Let go of the staging memory, which queues that go on would keep. Whoever reads or writes has ended."""
@@ -122,7 +135,7 @@ class TensorIO:
         Raises:
             ChecksumError: the drive returned other bytes than were written.
         """
-        self._refuse_if_forked()
+        self.refuse_if_forked()
         small: list[Piece[_Wanted]] = []
         with Pipeline() as pipeline:
             for name, record in wanted.items():
@@ -164,13 +177,15 @@ class TensorIO:
 
     def damage(self, name: str, record: Record) -> Iterator[Damage]:
         """Read a tensor and yield what of it is wrong."""
-        self._refuse_if_forked()
+        self.refuse_if_forked()
         buffer = memory_of(bytearray(min(_PIECE_BYTES, record.nbytes)), writable=True)
         for start, length in _pieces(record.nbytes):
             batch = Batch()
             try:
                 self._fetch(slices(record.extents, start, length), buffer.part(0, length), batch)
                 batch.wait()
+            except ClosedError:
+                raise  # the store was closed meanwhile: that is no damage
             except NVMeError as error:
                 yield Damage(name, start, length, str(error))
                 continue
@@ -188,10 +203,6 @@ class TensorIO:
     def _store(self, extents: Iterable[Extent], memory: Memory, batch: Batch) -> None:
         for extent, part in _parts(extents, memory):
             batch.futures += once_there_is_room(partial(self._volume.pwrite, (extent,), part))
-
-    def _refuse_if_forked(self) -> None:
-        if os.getpid() != self._owner:  # a child does not even have the staging memory
-            raise ForkedError(f"this store belongs to process {self._owner}; a forked child opens one of its own")
 
 
 def _parts(extents: Iterable[Extent], memory: Memory) -> Iterator[tuple[Extent, Memory]]:

@@ -303,15 +303,24 @@ class Volume:
         For between the work, never in it: new space costs the file system most.
 
         Raises:
-            VolumeError: a drive has no such room; nothing has changed on it, and those before it have grown.
+            VolumeError: a drive has no such room; nothing has changed.
         """
         if nbytes < 1:
             raise ValueError(f"a volume grows by at least one byte; got {nbytes}")
         self._check_writable()
         with self._growing:
-            for index, (part, more) in enumerate(zip(self._parts, _shared_out(nbytes, self.rates), strict=True)):
-                end = part.space.end + more
-                part.member.lengthen(Header(self.uuid, index, end - PAGE, self.rates))
+            ends = [
+                part.space.end + more for part, more in zip(self._parts, _shared_out(nbytes, self.rates), strict=True)
+            ]
+            headers = [Header(self.uuid, index, end - PAGE, self.rates) for index, end in enumerate(ends)]
+            with ExitStack() as undo:
+                for part, end, header in zip(self._parts, ends, headers, strict=True):
+                    part.member.check_growing(header)
+                    undo.callback(part.member.cut_off, part.member.length)
+                    part.member.lengthen(part.space.end, end)
+                undo.pop_all()
+            for part, end, header in zip(self._parts, ends, headers, strict=True):
+                part.member.write_header(header)
                 with self._changing:
                     part.space.extend(end)
 
@@ -482,6 +491,7 @@ def _made(
         for file, header in zip(files, headers, strict=True):
             file.reserve_space(PAGE + header.capacity)
             file.write_header(header)
+            file.finish_making()
         volume = Volume(files, headers, own)
         undo.pop_all()
     return volume

@@ -34,7 +34,8 @@ from deepnvme.cli.places import (
 from deepnvme.cli.scratch import signals_are_exceptions
 from deepnvme.safetensors import METADATA, SafetensorsFile, SafetensorsWriter
 from deepnvme.sizes import format_bytes
-from deepnvme.store import TensorStore, sync_directory
+from deepnvme.store import TensorStore
+from deepnvme.syncing import sync_directory
 from deepnvme.tree import leaves
 from deepnvme.volume import Volume
 
@@ -226,11 +227,12 @@ def _room_for_store(place: Place, *, force: bool) -> Iterator[Sequence[Path]]:
         for directory in directories:
             _check_replaceable(directory)
         beside = [directory.with_name(f".{directory.name}.deepnvme-new") for directory in directories]
-        _remove_all(beside)  # of a copy that was killed: whoever makes one has the old store locked
+        aside = [directory.with_name(f".{directory.name}.deepnvme-old") for directory in directories]
+        _remove_all([*beside, *aside])  # of a copy that was killed: whoever makes one has the old store locked
         with ExitStack() as undo:
             undo.callback(_remove_all, beside)
             yield beside
-            _replace(directories, beside)
+            _replace(directories, beside, aside)
             undo.pop_all()
 
 
@@ -263,17 +265,16 @@ def _check_only_a_store(directory: Path) -> None:
         )
 
 
-def _replace(directories: Sequence[Path], beside: Sequence[Path]) -> None:
+def _replace(directories: Sequence[Path], beside: Sequence[Path], aside: Sequence[Path]) -> None:
     """Let the new directories have the places of the old ones, and remove these."""
-    old = [directory.with_name(f".{directory.name}.deepnvme-old") for directory in directories]
     with ExitStack() as undo:
-        for directory, new, aside in zip(directories, beside, old, strict=True):
-            directory.rename(aside)
-            undo.callback(aside.rename, directory)
+        for directory, new, old in zip(directories, beside, aside, strict=True):
+            directory.rename(old)
+            undo.callback(old.rename, directory)
             new.rename(directory)
             undo.callback(directory.rename, new)
         undo.pop_all()
     for parent in {directory.parent for directory in directories}:
         sync_directory(parent)
-    for aside in old:
-        shutil.rmtree(aside)
+    for old in aside:
+        shutil.rmtree(old)

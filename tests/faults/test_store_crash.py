@@ -19,7 +19,7 @@ import subprocess
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -263,6 +263,41 @@ def test_an_image_of_the_drive_at_any_moment_holds_the_last_commit_or_the_one_un
             within += begun > done
         writers.kill()
     assert within > 0
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_after_power_loss_while_it_grows_a_store_holds_what_it_held_and_can_be_used(
+    disk: Path, queue: IOQueue, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    steps = itertools.count(1)
+
+    def unless_power_is_lost(call: Callable[..., object]) -> Callable[..., object]:
+        def called(*arguments: object) -> object:
+            if next(steps) == step:
+                shut_down(disk, LOG_LOST)
+            return call(*arguments)
+
+        return called
+
+    places = [disk / "0", disk / "1"]
+    make(places, queue)
+    with opened(places, queue) as store:
+        take_step(store, 1)
+        store.commit()
+        before = store.volume.capacities
+        with monkeypatch.context() as patch:
+            for name in ("posix_fallocate", "fsync", "pwrite"):  # twice for each of two drives
+                patch.setattr(os, name, unless_power_is_lost(getattr(os, name)))
+            with pytest.raises(OSError, match="Input/output error"):
+                store.volume.grow(8 * MIB)
+    mount_again(disk)
+    assert judge(places, queue, 2, 2) == 2
+    with opened(places, queue) as store:
+        assert all(now >= then for now, then in zip(store.volume.capacities, before, strict=True))
+        store.volume.grow(8 * MIB)
+        take_step(store, 2)
+        store.commit()
+    assert judge(places, queue, 3, 3) == 3
 
 
 def copy_while_quiet(disk: Path, image: Path, copy: Path) -> None:

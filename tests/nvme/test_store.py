@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,12 @@ import pytest
 import torch
 
 from deepnvme import Access, ClosedError, FaultPlan, IOQueue, NVMeError, Requests, WhenFull
-from deepnvme.arrays import Returns
+from deepnvme.arrays import Returns, empty
 from deepnvme.errors import PoisonedError, StoreError, VolumeError, VolumeFullError, VolumeLockedError
 from deepnvme.extents import whole_pages
+from deepnvme.manifest import ManifestError, encode, parse
 from deepnvme.store import Checksum, Durability, TensorStore, UncommittedWarning
+from deepnvme.tensor_io import TensorIO
 from deepnvme.volume import Member, Volume
 from support.nvme_disks import DiskUnavailableError, loop_ext4
 from support.nvme_io import PAGE, TIMEOUT_S, backend_or_skip, pattern
@@ -1449,3 +1453,239 @@ def test_a_store_that_is_forgotten_without_changes_does_not_warn(place: list[Pat
     gc.collect()
     with opened(place, queue) as store:
         assert bytes(store.get("a")) == b"1"
+
+
+# --- what was read ahead and is not wanted any more --------------------------------------------------------------
+
+
+ENDS: dict[str, Callable[[TensorStore], object]] = {
+    "forgotten": lambda store: store.forget_prefetched(),
+    "forgotten by name": lambda store: store.forget_prefetched(["a", "of no tensor"]),
+    "got into out": lambda store: store.get("a", out=bytearray(MIB)),
+    "replaced": lambda store: store.put("a", b"other"),
+    "deleted": lambda store: store.delete("a"),
+    "state replaced": lambda store: store.put_state("a", {}),
+    "closed": close_uncommitted,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_memory_that_was_read_ahead_is_let_go_when_nobody_can_get_it_any_more(
+    store: TensorStore, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    name = "a/w" if end == "state replaced" else "a"
+    if name == "a":
+        store.put(name, filled(MIB, 1))
+    else:
+        store.put_state("a", {"w": filled(MIB, 1)})
+    held: list[weakref.ref[Any]] = []
+
+    def remembered(*arguments: Any) -> Any:
+        tensor = empty(*arguments)
+        held.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr("deepnvme.store.empty", remembered)
+    store.prefetch([name])
+    until(lambda: bool(held))
+    ENDS[end](store)
+    until(lambda: [each() for each in held if each() is not None] == [])
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_what_is_forgotten_leaves_room_for_what_is_wanted_next(store: TensorStore) -> None:
+    store.put_many({name: filled(MIB, index) for index, name in enumerate("abcd")})
+    before = store.volume.stats()[0].read_bytes
+    store.prefetch("abc", most_bytes=MIB)
+    store.forget_prefetched()
+    store.prefetch("d", most_bytes=MIB)
+    until(lambda: store.volume.stats()[0].read_bytes - before >= MIB)
+    assert value_of(store.get("d")) == 3
+    assert store.volume.stats()[0].read_bytes - before <= 2 * MIB
+    assert value_of(store.get("b")) == 1
+
+
+def test_closing_does_not_read_what_was_only_wanted(store: TensorStore) -> None:
+    store.put_many({f"t{index}": filled(PAGE, index) for index in range(8)})
+    before = store.volume.stats()[0].read_bytes
+    go = threading.Event()
+    busy = [store._threads.read(go.wait) for _ in range(4)]
+    store.prefetch([f"t{index}" for index in range(8)])
+    closing = in_thread(lambda: close_uncommitted(store))
+    until(lambda: store.closed)
+    time.sleep(0.01)
+    go.set()
+    closing.result(TIMEOUT_S)
+    assert all(each.result(TIMEOUT_S) for each in busy)
+    assert store.volume.stats()[0].read_bytes == before
+
+
+# --- forks -------------------------------------------------------------------------------------------------------
+
+FORKED_CALLS = """
+import os, signal, sys
+from deepnvme import ForkedError
+from deepnvme.store import TensorStore
+
+place, end = sys.argv[1:]
+store = TensorStore.create([place], 1 << 20)
+store.put_async("x", b"1").result(60)
+store.commit()
+store.get_async("x").result(60)  # so there are threads, which a child does not have
+calls = [
+    lambda: store.get("x"),
+    lambda: store.get_async("x"),
+    lambda: store.get_many_async(["x"]),
+    lambda: store.get_state_async("s"),
+    lambda: next(store.stream(["x"])),
+    lambda: store.prefetch(["x"]),
+    lambda: store.forget_prefetched(),
+    lambda: store.put("x", b"2"),
+    lambda: store.put_async("x", b"2"),
+    lambda: store.put_state("s", {}),
+    lambda: store.delete("x"),
+    lambda: store.verify(),
+    lambda: store.commit(),
+    lambda: store.commit_async(),
+]
+store._tensors.lock.acquire()  # as another thread may have at that moment
+pid = os.fork()
+if pid == 0:
+    signal.alarm(60)
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except ForkedError:
+            continue
+        os.write(2, b"call %d was not refused" % number)
+        os._exit(1)
+    getattr(store, end)()
+    os._exit(0 if store.closed else 2)
+store._tensors.lock.release()
+print(os.waitpid(pid, 0)[1], flush=True)
+store.put("y", b"2")
+store.commit()
+store.close()
+with TensorStore.open([place]) as store:
+    print(sorted(store), store.generation)
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "discard"])
+def test_a_forked_child_is_refused_every_call_at_once_and_harms_nothing_by_ending(tmp_path: Path, end: str) -> None:
+    ignoring = ["-W", "ignore::DeprecationWarning"]
+    done = run_program(FORKED_CALLS, tmp_path / "store", end, folder=tmp_path, python=ignoring)
+    assert (output_of(done), done.stderr) == ("0\n['x', 'y'] 3\n", "")
+
+
+# --- callbacks ---------------------------------------------------------------------------------------------------
+
+
+def test_a_callback_of_a_put_may_commit_while_other_puts_are_queued(place: list[Path]) -> None:
+    late = FaultPlan().delay(delay_us=50_000, every=1, requests=Requests.WRITES)
+    with IOQueue(BACKEND, faults=late) as queue, TensorStore.create(place, 8 * MIB, queue=queue) as store:
+        committed: Future[int] = Future()
+        first = store.put_async("a", b"1")
+        first.add_done_callback(lambda _: committed.set_result(store.commit()))
+        second = store.put_async("b", b"2")
+        assert committed.result(TIMEOUT_S) == 2
+        second.result(TIMEOUT_S)
+        store.commit()
+        assert set(store) == {"a", "b"}
+
+
+def test_a_callback_of_one_store_may_close_another_which_waits_as_ever(tmp_path: Path, queue: IOQueue) -> None:
+    late = FaultPlan().delay(delay_us=200_000, every=1, requests=Requests.WRITES)
+    with TensorStore.swap([tmp_path], MIB, queue=queue) as store, IOQueue(BACKEND, faults=late) as slow:
+        other = TensorStore.swap([tmp_path], MIB, queue=slow)
+        slow_put = other.put_async("a", b"1")
+        done: Future[bool] = Future()
+
+        def close(_: object) -> None:
+            other.close()
+            done.set_result(slow_put.done())
+
+        go = threading.Event()
+        reading = store._threads.read(go.wait)
+        reading.add_done_callback(close)
+        go.set()
+        assert done.result(TIMEOUT_S)
+
+
+# --- other things that happen meanwhile ----------------------------------------------------------------------------
+
+
+def test_a_put_that_ends_after_the_store_was_closed_says_so(
+    store: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = TensorIO.write
+
+    def close_then(self: TensorIO, tensors: Any) -> Any:
+        records = write(self, tensors)
+        store.close()
+        return records
+
+    monkeypatch.setattr(TensorIO, "write", close_then)
+    with pytest.raises(ClosedError):
+        store.put("a", b"1")
+
+
+def test_closing_under_verify_is_no_damage(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("a", filled(MIB, 1))
+    pread = Volume.pread
+
+    def close_then(self: Volume, *arguments: Any) -> Any:
+        close_uncommitted(store)
+        return pread(self, *arguments)
+
+    monkeypatch.setattr(Volume, "pread", close_then)
+    with pytest.raises(ClosedError):
+        store.verify()
+
+
+def test_a_manifest_that_the_drive_cannot_read_is_damaged_and_the_other_can_be_opened(
+    two_commits: list[Path], queue: IOQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_bytes
+
+    def failing(self: Path) -> bytes:
+        if self.name == "manifest.1":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with pytest.raises(StoreError, match=r"manifest\.1: it cannot be read: Input/output error; .* opened: 2"):
+        opened(two_commits, queue)
+    with opened(two_commits, queue, generation=2) as store:
+        assert contents(store) == {"a": b"1"}
+
+
+def test_a_state_in_place_of_one_that_makes_no_sense_is_refused_and_changes_nothing(
+    place: list[Path], queue: IOQueue
+) -> None:
+    with TensorStore.create(place, MIB, queue=queue) as store:
+        store.put_many({"state/w": b"old", "state/x": b"old"})
+        store.commit()
+        uuid, capacities = store.volume.uuid, store.volume.capacities
+    manifest = parse((place[0] / "manifest.0").read_bytes(), volume=uuid, capacities=capacities)
+    (place[0] / "manifest.0").write_bytes(encode(replace(manifest, trees={"state": {"of": "somebody else"}})))
+    with opened(place, queue) as store:
+        free = store.volume.free_bytes
+        with pytest.raises(ManifestError, match="not the structure of a state dict"):
+            store.put_state("state", {"w": np.ones(3)})
+        assert contents(store) == {"state/w": b"old", "state/x": b"old"}
+        assert store.volume.free_bytes == free
+
+
+def test_a_tree_that_is_changed_after_it_was_put_does_not_change_the_store(store: TensorStore) -> None:
+    store.put("state/w", b"1")
+    structure: dict[str, Any] = {"dict": [["w", {"array": "w"}]]}
+    store.put_tree("state", structure)
+    structure["nonsense"] = None
+    assert list(store.get_state("state")) == ["w"]

@@ -507,6 +507,7 @@ def test_a_copy_that_cannot_take_its_place_leaves_nothing(
 def test_what_a_killed_copy_left_is_in_nobodys_way(run: Any, file: Path, store: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     save({"half": np.ones(3)}, tmp_path / ".store.deepnvme-new")
+    save({"replaced": np.ones(3)}, tmp_path / ".store.deepnvme-old")
 
     assert run("cp", file, store, "--force")[0] == 0
 

@@ -169,7 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
     def prefetch(self, name: str) -> None:
         if name in self.now:
             self.store.prefetch([name])
-            wait([reading for _, reading in self.store._prefetched.values()])  # a reader keeps space from being free
+            wait(self.store._ahead.futures)  # a reader keeps space from being free
 
     @rule(name=names)
     def get(self, name: str) -> None:

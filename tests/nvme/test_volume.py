@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import itertools
 import json
 import os
 import pickle
+import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -926,8 +929,6 @@ def test_a_temporary_volume_is_made_again_where_somebody_took_it_for_abandoned(
     tmp_path: Path, plain_queue: IOQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between making the file and locking it, and between making its directory and the file."""
-    import fcntl
-
     moments = iter(("before the lock", "never"))
     flock, make = fcntl.flock, os.open
     removed: list[Path] = []
@@ -1038,6 +1039,79 @@ def test_what_is_rewritten_when_a_volume_grows_is_one_sector(tmp_path: Path, pla
         assert volume.free_bytes == sum(volume.capacities)
 
 
+def test_growing_leaves_the_directory_as_its_owner_made_it(volume: Volume) -> None:
+    for directory in volume.directories:
+        directory.chmod(0o750)
+    volume.grow(MIB)
+    assert {directory.stat().st_mode & 0o777 for directory in volume.directories} == {0o750}
+
+
+@contextmanager
+def no_file_longer_than(nbytes: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_where_one_drive_has_no_room_none_grows(tmp_path: Path, plain_queue: IOQueue) -> None:
+    with Volume.create(members(tmp_path, 1.0, 3.0), 4 * MIB, queue=plain_queue) as volume:
+        before = [(directory / "data").read_bytes() for directory in volume.directories]
+        with no_file_longer_than(8 * MIB), pytest.raises(VolumeError, match="cannot be reserved") as caught:
+            volume.grow(16 * MIB)
+        assert caught.value.path == str(tmp_path / "1")
+        assert [(directory / "data").read_bytes() for directory in volume.directories] == before
+        assert volume.capacities == (MIB, 3 * MIB)
+        volume.grow(16 * MIB)
+        assert volume.capacities == (5 * MIB, 15 * MIB)
+
+
+def test_growing_reserves_what_is_new_and_touches_nothing_else(
+    tmp_path: Path, plain_queue: IOQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the C library's stand-in for a reservation could write over what another thread writes at that moment."""
+    reserved: list[tuple[int, int]] = []
+    real = os.posix_fallocate
+
+    def remembered(descriptor: int, offset: int, length: int) -> None:
+        reserved.append((offset, length))
+        real(descriptor, offset, length)
+
+    with Volume.create([tmp_path / "0"], MIB, queue=plain_queue) as volume:
+        monkeypatch.setattr(os, "posix_fallocate", remembered)
+        volume.grow(2 * MIB)
+        assert reserved == [(PAGE + MIB, 2 * MIB)]
+
+
+def test_a_file_whose_header_may_say_more_is_never_made_shorter(
+    tmp_path: Path, plain_queue: IOQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncs = iter([None, OSError(errno.EIO, "broken")])
+    real = os.fsync
+
+    def failing(descriptor: int) -> None:
+        real(descriptor)
+        if failure := next(syncs, None):
+            raise failure
+
+    data = tmp_path / "0" / "data"
+    with Volume.create([tmp_path / "0"], MIB, queue=plain_queue) as volume:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing)
+            with pytest.raises(VolumeError):
+                volume.grow(8 * MIB)
+        assert volume.capacities == (MIB,)
+        with no_file_longer_than(64 * MIB), pytest.raises(VolumeError, match="cannot be reserved"):
+            volume.grow(128 * MIB)
+        assert data.stat().st_size == PAGE + 9 * MIB
+        volume.grow(MIB)
+        assert data.stat().st_size == PAGE + 9 * MIB
+    with Volume.open([tmp_path / "0"], queue=plain_queue) as volume:
+        assert volume.capacities == (2 * MIB,)
+
+
 # --- for reading -------------------------------------------------------------------------------------------------
 
 
@@ -1056,6 +1130,29 @@ def test_a_volume_that_is_open_for_reading_refuses_what_writes(made: list[Path],
                 change()
         finish(volume.pread([extent], bytearray(PAGE)))
     assert all((directory / "data").exists() for directory in made)
+
+
+@pytest.mark.parametrize("access", Access)
+def test_a_volume_that_is_replaced_before_it_was_locked_is_not_mixed_with_the_other(
+    tmp_path: Path, plain_queue: IOQueue, monkeypatch: pytest.MonkeyPatch, access: Access
+) -> None:
+    place = tmp_path / "0"
+    Volume.create([place], MIB, queue=plain_queue).close()
+    others: list[str] = []
+    flock = fcntl.flock
+
+    def replaced_first(descriptor: int, how: int) -> None:
+        if not others:
+            others.append("to come")
+            shutil.rmtree(place)
+            with Volume.create([place], MIB, queue=plain_queue) as other:
+                others.append(other.uuid)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", replaced_first)
+    with Volume.open([place], access=access, queue=plain_queue) as volume:
+        assert volume.uuid == others[1]
+        assert lock_holder_of(place) == os.getpid()
 
 
 # --- what is not ours --------------------------------------------------------------------------------------------

@@ -1,0 +1,275 @@
+"""What a store holds: tensors and state dicts by name, the last two commits, and who still needs which space.
+
+Owns the rule that space is given back as soon as no name, no reader and no commit needs it (decision 0004). Moves no
+bytes and takes no lock: the store calls it with its own lock held.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from deepnvme.arrays import Returns
+from deepnvme.errors import StoreError
+from deepnvme.extents import Extent
+from deepnvme.manifest import Manifest, Record
+from deepnvme.tree import leaves
+
+__all__ = ["Content", "Holdings", "Stored"]
+
+
+@dataclass(eq=False)
+class Stored:
+    """A tensor's place on the drives, and who needs it."""
+
+    record: Record
+    named: bool = False
+    readers: int = 0
+    commits: int = 0  # of the last two, and of one under way, those that hold it
+
+    @property
+    def needed(self) -> bool:
+        """Whether its space must not be used again."""
+        return self.named or self.readers > 0 or self.commits > 0
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a commit holds."""
+
+    tensors: Mapping[str, Stored]
+    trees: Mapping[str, Any]
+
+    @property
+    def records(self) -> Mapping[str, Record]:
+        """What the manifest says of each tensor."""
+        return MappingProxyType({name: stored.record for name, stored in self.tensors.items()})
+
+
+class Holdings:
+    """The content of the store in `where`; `release` gives the space of a record back."""
+
+    def __init__(self, where: Path, release: Callable[[Record], None]) -> None:
+        self.changed = False
+        """Whether something was put or deleted that is in no commit."""
+        self.closed = False
+        """Whether space is none of ours any more: nothing is given back from here on."""
+        self._where = where
+        self._release = release
+        self._tensors: dict[str, Stored] = {}
+        self._trees: dict[str, Any] = {}
+        self._commits: dict[int, tuple[Stored, ...]] = {}
+
+    # --- looking -------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors."""
+        return tuple(self._tensors)
+
+    @property
+    def trees(self) -> Mapping[str, Any]:
+        """The structures of the state dicts, by name, as they are now."""
+        return MappingProxyType(dict(self._trees))
+
+    def __len__(self) -> int:
+        """Count the tensors."""
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether a tensor has that name."""
+        return name in self._tensors
+
+    def in_order(self) -> list[str]:
+        """Return the names of the tensors as these lie on the drives."""
+        return sorted(self._tensors, key=lambda name: [_place(extent) for extent in self._tensors[name].record.extents])
+
+    def record(self, name: str) -> Record:
+        """Return what is known of a tensor.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._stored(name).record
+
+    def _stored(self, name: str) -> Stored:
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise KeyError(f"no tensor {name!r} among the {len(self)} in {self._where}")
+        return stored
+
+    def _tree(self, state: str) -> Any:
+        if state not in self._trees:
+            raise KeyError(f"no state dict {state!r}; there are: {', '.join(map(repr, self._trees)) or 'none'}")
+        return self._trees[state]
+
+    # --- names: each of these returns the names that have other content now, or none -----------------------------
+
+    def name(self, records: Mapping[str, Record]) -> Iterable[str]:
+        """Let these tensors have these names, in place of what has them."""
+        for name, record in records.items():
+            if name in self._tensors:
+                self._unname(name)
+            self._tensors[name] = Stored(record, named=True)
+        self.changed = True
+        return records
+
+    def name_state(self, state: str, structure: Any, records: Mapping[str, Record]) -> Iterable[str]:
+        """Let these tensors be a state dict, in place of the one of that name.
+
+        Raises:
+            ManifestError: the one of that name is none that deepnvme makes; nothing has changed.
+        """
+        before = _leaves_of(state, self._trees[state]) if state in self._trees else {}
+        gone = (before.keys() & self._tensors.keys()) - records.keys()
+        for name in gone:
+            self._unname(name)
+        self._trees[state] = structure
+        return {*gone, *self.name(records)}
+
+    def name_tree(self, state: str, structure: Any) -> None:
+        """Let tensors that are there be a state dict.
+
+        Raises:
+            ManifestError: it is not the structure of a state dict.
+            KeyError: a tensor of it is missing.
+        """
+        for name in _leaves_of(state, structure):
+            self._stored(name)
+        self._trees[state] = structure
+        self.changed = True
+
+    def unname(self, name: str) -> Iterable[str]:
+        """Forget a tensor.
+
+        Raises:
+            KeyError: there is none.
+        """
+        self._unname(name)
+        self.changed = True
+        return (name,)
+
+    def unname_state(self, state: str) -> Iterable[str]:
+        """Forget a state dict and its tensors.
+
+        Raises:
+            KeyError: there is none of that name.
+            ManifestError: it is none that deepnvme makes.
+        """
+        gone = _leaves_of(state, self._tree(state)).keys() & self._tensors.keys()
+        for name in gone:
+            self._unname(name)
+        del self._trees[state]
+        self.changed = True
+        return gone
+
+    def _unname(self, name: str) -> None:
+        stored = self._stored(name)
+        stored.named = False
+        del self._tensors[name]
+        self._free_unless_needed(stored)
+
+    # --- readers -------------------------------------------------------------------------------------------------
+
+    def hold(self, names: Iterable[str]) -> dict[str, Stored]:
+        """Keep the space of these tensors from being used again until they are let go.
+
+        Raises:
+            KeyError: there is none of a name.
+        """
+        held = {name: self._stored(name) for name in names}
+        for stored in held.values():
+            stored.readers += 1
+        return held
+
+    def hold_state(self, state: str) -> tuple[Any, dict[str, Returns], dict[str, Stored]]:
+        """Return the structure of a state dict, what each leaf of it was, and its tensors, held.
+
+        Raises:
+            KeyError: there is none of that name, or a tensor of it is missing.
+            ManifestError: it is none that deepnvme makes.
+        """
+        structure = self._tree(state)
+        kinds = _leaves_of(state, structure)
+        return structure, kinds, self.hold(kinds)
+
+    def let_go(self, held: Mapping[str, Stored]) -> None:
+        """Take back that somebody reads them."""
+        for stored in held.values():
+            stored.readers -= 1
+            self._free_unless_needed(stored)
+
+    # --- commits -------------------------------------------------------------------------------------------------
+
+    def begin_commit(self) -> Content:
+        """Return what a commit that begins now holds, and keep its space, whatever becomes of its names."""
+        content = Content(MappingProxyType(dict(self._tensors)), self.trees)
+        for stored in content.tensors.values():
+            stored.commits += 1
+        self.changed = False
+        return content
+
+    def committed(self, generation: int, content: Content) -> None:
+        """Note that this commit is on the drives, in place of the one two generations before."""
+        self._commits[generation] = tuple(content.tensors.values())
+        self._no_commit_of(self._commits.pop(generation - 2, ()))
+
+    def not_committed(self, content: Content) -> None:
+        """Note that nothing of this commit is on the drives."""
+        self._no_commit_of(content.tensors.values())
+        self.changed = True
+
+    def adopt(
+        self, manifests: Mapping[int, Manifest], chosen: int, reserve: Callable[[Iterable[Extent]], None]
+    ) -> None:
+        """Take over what the manifests say: the space of all of them, the names of the chosen one.
+
+        Raises:
+            StoreError: they claim the same space.
+        """
+        known: dict[Record, Stored] = {}
+        for generation, manifest in manifests.items():
+            for record in manifest.tensors.values():
+                if record not in known:
+                    known[record] = Stored(record)
+                    try:
+                        reserve(record.extents)
+                    except ValueError as problem:
+                        message = f"generations {sorted(manifests)} claim the same space: {problem}"
+                        raise StoreError(errno.EBADMSG, message, path=str(self._where)) from None
+                known[record].commits += 1
+            self._commits[generation] = tuple(known[record] for record in manifest.tensors.values())
+        self._trees = dict(manifests[chosen].trees)
+        for name, record in manifests[chosen].tensors.items():
+            known[record].named = True
+            self._tensors[name] = known[record]
+
+    # --- space ---------------------------------------------------------------------------------------------------
+
+    def give_back(self, records: Iterable[Record]) -> None:
+        """Give back space that never had a name."""
+        for record in records:
+            if not self.closed:
+                self._release(record)
+
+    def _no_commit_of(self, tensors: Iterable[Stored]) -> None:
+        for stored in tensors:
+            stored.commits -= 1
+            self._free_unless_needed(stored)
+
+    def _free_unless_needed(self, stored: Stored) -> None:
+        if not stored.needed:
+            self.give_back((stored.record,))
+
+
+def _place(extent: Extent) -> tuple[int, int]:
+    return extent.member, extent.offset
+
+
+def _leaves_of(state: str, structure: Any) -> dict[str, Returns]:
+    """Return the names of the tensors of a state dict, each with what it was."""
+    return {f"{state}/{leaf}": kind for leaf, kind in leaves(structure).items()}

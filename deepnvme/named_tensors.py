@@ -1,0 +1,134 @@
+"""Tensors by name: written and then named in one step, held by name and then read. Refuses what must not be done now.
+
+Owns the one lock over what a store holds. Nobody who has it waits for a drive, and no space is read or written under
+it. What a name means and who needs which space, `Holdings` knows. Called by the store, from any thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from deepnvme.arrays import Storable
+from deepnvme.buffers import Memory, memory_of
+from deepnvme.commits import Commits
+from deepnvme.errors import ClosedError, NVMeError, StoreError
+from deepnvme.holdings import Holdings, Stored
+from deepnvme.manifest import Record, check_name
+from deepnvme.member import Access
+from deepnvme.tensor_io import Damage, TensorIO
+from deepnvme.volume import Volume
+
+__all__ = ["NamedTensors"]
+
+
+class NamedTensors:
+    """What a store holds, and the way to its bytes."""
+
+    def __init__(self, volume: Volume, commits: Commits, *, summing: bool) -> None:
+        self.io = TensorIO(volume, summing=summing)
+        self.holdings = Holdings(volume.directories[0], self.io.release)
+        self.lock = threading.Lock()
+        self._volume = volume
+        self._commits = commits
+
+    # --- what may be done now ------------------------------------------------------------------------------------
+
+    def check_access(self) -> None:
+        """Refuse to change a store that was opened for reading.
+
+        Raises:
+            StoreError: it was.
+        """
+        if self._volume.access is Access.READ:
+            raise StoreError(
+                errno.EBADF,
+                "the store was opened for reading: open it with access=Access.WRITE to change it",
+                path=str(self._volume.directories[0]),
+            )
+
+    @contextmanager
+    def opened(self) -> Iterator[Holdings]:
+        """Let nobody else look at what is held, or change it, if the store is open."""
+        self.io.refuse_if_forked()  # first: whoever had the lock when the process was forked is not here
+        with self.lock:
+            self._check_open()
+            yield self.holdings
+
+    @contextmanager
+    def changing(self) -> Iterator[Holdings]:
+        """As `opened`, if the store can be changed."""
+        with self.opened() as holdings:
+            self._check_changing()
+            yield holdings
+
+    def _check_open(self) -> None:
+        if self.holdings.closed:
+            raise ClosedError("the store is closed")
+
+    def _check_changing(self) -> None:
+        self.check_access()
+        self._commits.check()
+
+    # --- bytes ---------------------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        tensors: Mapping[str, Any],
+        description: Callable[[Any], Storable],
+        name: Callable[[Mapping[str, Record]], None],
+    ) -> None:
+        """Write tensors, then let `name` do what follows of it, in one step; it raises before it changes anything."""
+        with self.changing():  # now, and not after all was written
+            pass
+        described = {check_name(each): _described(each, tensor, description) for each, tensor in tensors.items()}
+        records = self.io.write(list(described.values()))
+        with self.lock:
+            try:
+                self._check_open()
+                self._check_changing()
+                name(dict(zip(described, records, strict=True)))
+            except NVMeError:  # a commit has failed meanwhile, or the store was closed
+                self.holdings.give_back(records)
+                raise
+
+    def read(self, held: Mapping[str, Stored], target: Callable[[str, Record], Any]) -> dict[str, Any]:
+        """Read held tensors into what `target` returns for each, which this returns, and let them go."""
+        results = dict.fromkeys(held)
+
+        def memory(name: str) -> Memory:
+            results[name] = target(name, held[name].record)
+            return memory_of(results[name], writable=True)
+
+        with self._until_read(held):
+            self.io.read({name: stored.record for name, stored in held.items()}, memory)
+        return results
+
+    def damage(self, name: str, progress: Callable[[str, int], None]) -> list[Damage]:
+        """Read a tensor, if there still is one of that name; tell `progress` of it, return what is wrong with it."""
+        with self.opened() as holdings:
+            held = holdings.hold({name} & {*holdings.names})
+        found: list[Damage] = []
+        with self._until_read(held):
+            for stored in held.values():
+                found += self.io.damage(name, stored.record)
+                progress(name, stored.record.nbytes)
+        return found
+
+    @contextmanager
+    def _until_read(self, held: Mapping[str, Stored]) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.holdings.let_go(held)
+
+
+def _described(name: str, tensor: Any, description: Callable[[Any], Storable]) -> Storable:
+    try:
+        return description(tensor)
+    except (TypeError, ValueError) as refusal:
+        raise type(refusal)(f"tensor {name!r}: {refusal}") from None

@@ -1,0 +1,125 @@
+"""The threads that a store does things on without its caller waiting: a few that read, and one that writes.
+
+Owns which puts have begun, which a commit waits for, and the order of those begun here. Knows nothing of tensors.
+Called by the store, from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from deepnvme.errors import ClosedError
+from deepnvme.future import awaited
+
+__all__ = ["StoreFuture", "StoreThreads"]
+
+_T = TypeVar("_T")
+_READERS = 4
+
+
+class StoreFuture(Future[_T]):
+    """The result of an operation of a store; can be awaited.
+
+    Its callbacks run on a thread of the store, in which they must not wait for another operation that was begun there.
+    """
+
+    def __await__(self) -> Generator[Any, None, _T]:
+        """Wait on the running event loop."""
+        return awaited(self)
+
+
+class StoreThreads:
+    """Started as they are needed."""
+
+    def __init__(self) -> None:
+        self.ending = False
+        self._name = f"deepnvme-store-{id(self):x}"
+        self._lock = threading.Lock()
+        self._readers = ThreadPoolExecutor(_READERS, f"{self._name}-reader")
+        self._writer = ThreadPoolExecutor(1, f"{self._name}-writer")  # of two puts of a name the later one wins
+        self._writes: set[Future[Any]] = set()  # those under way, on whichever thread
+        self._queued: set[Future[Any]] = set()  # those begun here
+
+    def read(self, work: Callable[[], _T]) -> StoreFuture[_T]:
+        """Begin to do something on one of the threads that read.
+
+        Raises:
+            ClosedError: the store is closed.
+        """
+        future: StoreFuture[_T] = StoreFuture()
+        with self._lock:
+            self.check_taking()
+            self._readers.submit(_run, work, future)
+        return future
+
+    def write(self, work: Callable[[], _T]) -> StoreFuture[_T]:
+        """Begin to do something on the thread that writes, after all that was begun there before.
+
+        Raises:
+            ClosedError: the store is closed.
+        """
+        future: StoreFuture[_T] = StoreFuture()
+        with self._lock:
+            self.check_taking()
+            self._writer.submit(_run, work, future)
+            self._queued.add(future)
+        future.add_done_callback(self._queued.discard)
+        return future
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let commits that begin during the block wait for its end."""
+        under_way: Future[None] = Future()
+        with self._lock:
+            self._writes.add(under_way)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writes.discard(under_way)
+            under_way.set_result(None)
+
+    def writes(self) -> set[Future[Any]]:
+        """Return the writes that have begun, on the thread that writes those under way: what is queued comes after."""
+        with self._lock:
+            on_writer = threading.current_thread().name.startswith(f"{self._name}-writer")
+            return set(self._writes) if on_writer else self._writes | self._queued
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on one of these threads."""
+        return threading.current_thread().name.startswith(f"{self._name}-")
+
+    def check_taking(self) -> None:
+        """Refuse new work.
+
+        Raises:
+            ClosedError: the store is closed.
+        """
+        if self.ending:
+            raise ClosedError("the store is closed")
+
+    def take_no_more(self) -> None:
+        """Refuse new work from here on."""
+        with self._lock:
+            self.ending = True
+
+    def join(self) -> None:
+        """Wait until all that was begun has ended. Again: waits on."""
+        for executor in (self._writer, self._readers):
+            executor.shutdown(wait=True)
+
+
+def _run(work: Callable[[], _T], future: StoreFuture[_T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

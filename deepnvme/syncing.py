@@ -1,0 +1,29 @@
+"""fsync by name: of a file, and of a directory, which is what makes the names in it durable.
+
+For files that are not open for I/O through a queue. Called by store manifests and the writer of safetensors files.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["sync_directory", "sync_file"]
+
+
+def sync_file(path: Path) -> None:
+    """Make a file durable, whoever wrote it."""
+    _sync(path, 0)
+
+
+def sync_directory(folder: Path) -> None:
+    """Make the names in a directory durable."""
+    _sync(folder, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
