@@ -4,7 +4,7 @@
 little and never imports torch; `initialize` does, and says what to install where it is missing.
 """
 
-from infinity_engine.engine import initialize
+from infinity_engine.engine import Outcome, StepResult, initialize
 from infinity_engine.errors import (
     CapacityError,
     CheckpointError,
@@ -24,6 +24,8 @@ __all__ = [
     "ConfigError",
     "InfinityError",
     "MissingDependencyError",
+    "Outcome",
+    "StepResult",
     "Tier",
     "TransferError",
     "initialize",

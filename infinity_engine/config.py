@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.plan import Auto, Budget, Strategy, parse_strategy
+from infinity_engine.plan import Auto, Budget, Rates, Strategy, parse_strategy
 from infinity_engine.plan.mappings import known_mapping
 from infinity_engine.plan.strategy import STRATEGIES
 from infinity_engine.units import positive
@@ -132,6 +132,13 @@ def _budget() -> _Kind:
     return _Kind("a Budget, or a mapping of device, host and nvme", read)
 
 
+def _rates() -> _Kind:
+    def read(place: str, given: object) -> Rates:
+        return given if isinstance(given, Rates) else Rates.from_mapping(given, field=place)
+
+    return _Kind("Rates, or a mapping of them", read)
+
+
 def _strategy() -> _Kind:
     names = ", ".join(kind.name for kind in STRATEGIES)
     return _Kind(
@@ -162,7 +169,7 @@ def _plain(value: object) -> object:
         return value.value
     if isinstance(value, Strategy):
         return value.to_plain()
-    return value.to_mapping() if isinstance(value, Budget | _Settings) else value
+    return value.to_mapping() if isinstance(value, Budget | Rates | _Settings) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,6 +270,18 @@ class EngineConfig(_Settings):
     subgroup_numel: int = field(
         default=2**24,
         metadata=_about(_whole(1), "parameters that are moved and updated as one piece, at most"),
+    )
+    rates: Rates | None = field(
+        default=None,
+        metadata=_about(
+            _or_none(_rates()), "what this machine can do, where a strategy asks; None: nothing is known"
+        ),
+    )
+    update_threads: int | None = field(
+        default=None,
+        metadata=_about(
+            _or_none(_whole(1)), "threads that update on the host; None: as many as this process has cores"
+        ),
     )
     storage: StorageConfig = field(
         default=StorageConfig(),

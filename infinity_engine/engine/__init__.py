@@ -1,6 +1,7 @@
 """The public API: what a training script calls. Imports torch only when something here is used, not when imported."""
 
-from infinity_engine.engine.assemble import initialize
+from infinity_engine.engine.api import initialize
+from infinity_engine.engine.outcome import Outcome, StepResult
 from infinity_engine.errors import (
     CapacityError,
     CheckpointError,
@@ -20,6 +21,8 @@ __all__ = [
     "ConfigError",
     "InfinityError",
     "MissingDependencyError",
+    "Outcome",
+    "StepResult",
     "Tier",
     "TransferError",
     "initialize",

@@ -47,6 +47,8 @@ PUBLIC = {
         "ConfigError",
         "InfinityError",
         "MissingDependencyError",
+        "Outcome",
+        "StepResult",
         "Tier",
         "TransferError",
         "initialize",

@@ -89,6 +89,7 @@ def test_a_program_of_the_docs_runs_without_torch(name: str, tmp_path: Path) -> 
 
 def test_only_the_sections_for_torch_import_it() -> None:
     assert [name for name, program in PROGRAMS.items() if "torch" in program and imports_torch(program)] == [
+        "README.md: The engine in 15 lines",
         "docs/nvme.md: With torch",
         "docs/nvme.md: State dicts",
     ]

@@ -23,6 +23,7 @@ SHARDS = 208
 SIZES = (4096, 65_536, 300_000, 700_001, 1 << 20)
 BUDGET = 10 * MiB
 IN_FLIGHT = 6
+SAMPLE_S = 0.1
 
 
 @dataclass
@@ -70,8 +71,9 @@ def soak(made: Tiers, seconds: float, *, least_moved: int, seed: int) -> Soaked:
                 raise transfer.error
             else:
                 result.moved_bytes += transfer.result()
-        if time.monotonic() - begun > seconds / 3:
-            result.resident.append((time.monotonic() - begun, memory.now_bytes()))
+        elapsed = time.monotonic() - begun
+        if elapsed > seconds / 3 + SAMPLE_S * len(result.resident):  # few enough to weigh nothing themselves
+            result.resident.append((elapsed, memory.now_bytes()))
     for _, transfer in under_way:
         transfer.wait()
     for record in records:

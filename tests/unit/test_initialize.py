@@ -35,10 +35,7 @@ def test_a_new_enough_torch_is_accepted(tmp_path: Path, monkeypatch: pytest.Monk
     require_torch("something")
 
 
-def test_initialize_says_that_the_engine_is_not_in_this_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_installed(tmp_path, "torch", "2.13.0")
+def test_initialize_without_torch_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    with pytest.raises(NotImplementedError, match="not in this development version; nothing was changed"):
+    with pytest.raises(MissingDependencyError, match=r"infinity-engine\[torch\]"):
         infinity_engine.initialize(object(), object())  # type: ignore[arg-type]

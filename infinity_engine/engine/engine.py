@@ -1,0 +1,308 @@
+"""`Engine`: a model that trains within its budgets. Call it like the model, then `backward` and `step`.
+
+Ties together what the rest does: hooks give gradients to their keeper, a step fixes factor and hyperparameters, the
+executor walks the plan, and modules compute with the new values. Made by `initialize`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from infinity_engine.engine.gradients import GradientKeeper
+from infinity_engine.engine.hooks import Hooks
+from infinity_engine.engine.outcome import Outcome, StepResult
+from infinity_engine.engine.parameters import TrainedParameter
+from infinity_engine.engine.scaling import LossScale
+from infinity_engine.engine.states import StateKeeper, StepInputs
+from infinity_engine.errors import ConfigError
+from infinity_engine.memory import Ledger, Usage
+from infinity_engine.optim import GradientNorm, gradient_factor, rules_of
+from infinity_engine.plan.step import StepPlan
+from infinity_engine.schedule import Executor
+from infinity_engine.telemetry import Telemetry, Timeline
+
+__all__ = ["Engine", "EngineParts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What an engine is put together of."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    trained: Sequence[TrainedParameter]
+    plan: StepPlan
+    gradients: GradientKeeper
+    states: StateKeeper
+    scale: LossScale
+    accumulation_steps: int
+    max_grad_norm: float | None
+    telemetry: Telemetry
+    ledger: Ledger
+    hooks: Hooks
+    resources: ExitStack
+
+
+class Engine:
+    """Trains one model. Call it like the model."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.model = parts.model
+        self.optimizer = parts.optimizer
+        self._parts = parts
+        self._executor = Executor(parts.states)
+        self._numbers = {id(each.parameter): each.number for each in parts.trained}
+        self._micro_batches = 0
+        self._steps = 0
+        self._clip_to = parts.max_grad_norm
+        self._stepping = False
+        self._recording = False
+        self._closed = False
+        for each in parts.trained:
+            each.note_values()
+            parts.hooks.on_gradient(each.parameter, partial(self._take, each.number))
+        parts.hooks.on_optimizer_step(parts.optimizer, self._check_stepping)
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        self._begin()
+        with self._parts.telemetry.span("forward"):
+            return self.model(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute the gradients of `loss`, which with fp16 is scaled first."""
+        self._begin()
+        if loss.numel() != 1:
+            expected = "a tensor of one element, as Tensor.backward() needs"
+            raise ConfigError(field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected)
+        if loss.device.type == "cpu" and not math.isfinite(loss.item()):
+            warnings.warn(
+                f"the loss is {loss.item()} in step {self._steps}: what it depends on will be NaN after this",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
+        with self._parts.telemetry.span("backward"):
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
+
+    def step(self) -> StepResult:
+        """Update every parameter that has a gradient, and use the gradients up.
+
+        With `accumulation_steps=k`, all calls but each k-th do nothing.
+
+        Raises:
+            RuntimeError: no gradient has come since the last step, or a parameter was changed by somebody else.
+        """
+        self._begin()
+        parts = self._parts
+        if not parts.gradients.any:
+            raise RuntimeError(
+                "there is nothing to step with: no gradient has come since the last step. Call backward() first; if "
+                "you did, the loss does not depend on any parameter of the optimizer"
+            )
+        if not parts.states.begun:
+            self._micro_batches += 1
+            if self._micro_batches < parts.accumulation_steps:
+                return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
+        for each in parts.trained:
+            each.check_untouched()
+        try:
+            with parts.telemetry.span("update"):
+                result = self._update()
+        finally:
+            for each in parts.trained:
+                each.note_values()
+        parts.gradients.clear()
+        self._micro_batches = 0
+        parts.telemetry.end_step()
+        self._recording = False
+        if result.outcome is Outcome.UPDATED:
+            self._steps += 1
+            self._tell_optimizer()
+        return result
+
+    def zero_grad(self) -> None:
+        """Drop the gradients that have come, as if there had been no backward."""
+        self._check_open()
+        if self._parts.states.begun:
+            raise RuntimeError("a step was interrupted: call step() again, which does what it left")
+        self._parts.gradients.clear()
+        self._micro_batches = 0
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Let the next step clip the gradients to `max_norm`; return their norm as it is now.
+
+        What torch.nn.utils.clip_grad_norm_ is for: that one sees no gradients here.
+        """
+        self._check_open()
+        norm = self._norm().norm(self._unscale())
+        self._clip_to = float(max_norm)
+        return norm
+
+    def _update(self) -> StepResult:
+        parts = self._parts
+        rules = rules_of(self.optimizer)
+        parts.gradients.settle()
+        unscale, used = self._unscale(), parts.scale.value
+        norm = None
+        if self._clip_to is not None or used != 1.0:
+            total = self._norm()
+            norm = total.norm(unscale)
+            if used != 1.0 and not total.is_finite:
+                parts.scale.step_skipped()
+                return StepResult(Outcome.SKIPPED, gradient_norm=norm, loss_scale=parts.scale.value)
+            factor = gradient_factor(total, unscale=unscale, max_norm=self._clip_to)
+        else:
+            factor = unscale
+        parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
+        try:
+            self._executor.run(parts.plan)
+        finally:
+            parts.states.note_arrivals()
+        parts.states.end_step()
+        parts.scale.step_made()
+        self._clip_to = parts.max_grad_norm
+        return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
+
+    def _norm(self) -> GradientNorm:
+        return self._parts.gradients.norm()
+
+    def _unscale(self) -> float:
+        return 1.0 / (self._parts.scale.value * self._parts.accumulation_steps)
+
+    def _take(self, number: int, gradient: torch.Tensor) -> None:
+        if gradient.layout != torch.strided:
+            raise ConfigError(
+                field=f"gradient of {self._parts.trained[number].name}",
+                value=str(gradient.layout),
+                expected="a dense gradient: use sparse=False",
+            )
+        self._parts.gradients.take(number, gradient)
+
+    def _tell_optimizer(self) -> None:
+        """Let schedulers and step hooks see a step of the user's optimizer, which has no gradients and does nothing."""
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
+
+    def _check_stepping(self) -> None:
+        if not self._stepping:
+            raise RuntimeError(
+                "the engine steps this optimizer: call engine.step(), as the optimizer itself has no gradients"
+            )
+
+    # --- looking and changing -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(
+        self, parameters: torch.nn.Parameter | Iterable[torch.nn.Parameter], *, modify: bool = False
+    ) -> Iterator[None]:
+        """Have whole parameters within the body; what it changes of them, with `modify`, is kept."""
+        self._check_open()
+        wanted = [parameters] if isinstance(parameters, torch.nn.Parameter) else list(parameters)
+        known = [self._parts.trained[self._numbers[id(each)]] for each in wanted if id(each) in self._numbers]
+        for each in known:
+            each.check_untouched()
+        yield
+        if not modify:
+            for each in known:
+                each.check_untouched()
+            return
+        for each in known:
+            self._parts.states.set_master(each.number, each.values.float().cpu())
+            each.note_values()
+
+    def state_of(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor | int]:
+        """Return copies of a parameter's fp32 master and moments, in its shape, and how many updates it has had.
+
+        Raises:
+            ConfigError: the engine does not train it.
+        """
+        self._check_open()
+        number = self._numbers.get(id(parameter))
+        if number is None:
+            expected = "a parameter that the optimizer was made of and that requires a gradient"
+            raise ConfigError(field="parameter", value=f"one of shape {tuple(parameter.shape)}", expected=expected)
+        flat = self._parts.states.state_of(number)
+        shaped: dict[str, torch.Tensor | int] = {name: values.view(parameter.shape) for name, values in flat.items()}
+        return {**shaped, "step": self._parts.states.steps_of(number)}
+
+    @property
+    def plan(self) -> StepPlan:
+        """What moves where and in which order in each update."""
+        return self._parts.plan
+
+    @property
+    def steps(self) -> int:
+        """How many updates were made."""
+        return self._steps
+
+    def usage(self) -> tuple[Usage, ...]:
+        """Return what each tier holds and held, against its budget."""
+        return self._parts.ledger.usage()
+
+    def timeline(self) -> Timeline:
+        """Return what was recorded of the newest steps."""
+        return self._parts.telemetry.timeline()
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the model into training mode."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the model into evaluation mode."""
+        self.model.eval()
+        return self
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take the hooks off and give all memory back but the parameters', which stay as they are. Again: nothing."""
+        if not self._closed:
+            self._closed = True
+            self._parts.hooks.remove()
+            self._parts.gradients.clear()
+            self._parts.resources.close()
+
+    def __enter__(self) -> Engine:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def __deepcopy__(self, _memo: object) -> Engine:
+        """Refuse: states, hooks and memory are not to be had twice."""
+        raise TypeError("an engine cannot be copied: initialize another one for a copy of the model")
+
+    def __reduce__(self) -> str:
+        """Refuse likewise."""
+        raise TypeError("an engine cannot be pickled: its states are in memory that only this process has")
+
+    def _begin(self) -> None:
+        """Begin to record a step, where none is being recorded."""
+        self._check_open()
+        if not self._recording:
+            self._parts.telemetry.begin_step(self._steps)
+            self._recording = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed: initialize another one")
