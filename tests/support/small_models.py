@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
         if causal:
             scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width))
+        return torch.as_tensor(self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width)))
 
 
 class GPT(Task):
@@ -86,7 +87,7 @@ class GPT(Task):
         logits = functional.linear(x * self.scale, self.embed.weight)
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
 
-    def run(self, block: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+    def run(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         x = x + block["attention"](block["a"](x))
         return x + torch.as_tensor(block["mlp"](block["b"](x)))
 
@@ -117,7 +118,7 @@ class Llama(Task):
         return functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
 
     def norm(self, x: torch.Tensor, which: int) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.norms[which]
+        return torch.as_tensor(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.norms[which])
 
 
 class MixtureOfExperts(Task):
