@@ -1,22 +1,33 @@
-"""docs/memory.md keeps its word: its program runs, and prints what it says that it prints."""
+"""The pages on the engine keep their word: programs run and print what is said, the table of settings is the code's."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
+from infinity_engine.config import settings_table
 from support.nvme_programs import output_of, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_program_of_the_memory_page_runs_and_prints_what_the_page_says(tmp_path: Path) -> None:
-    page = (ROOT / "docs/memory.md").read_text()
+def test_the_table_of_settings_is_that_of_the_code() -> None:
+    page = (ROOT / "docs/quickstart.md").read_text()
+    rows = [f"| `{row.name}` | {row.kind} | `{row.default}` | {row.meaning} |" for row in settings_table()]
+
+    assert page.split("## Settings")[1].strip().splitlines()[-len(rows) :] == rows
+
+
+@pytest.mark.parametrize("name", ["memory", "quickstart"])
+def test_the_program_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
+    page = (ROOT / f"docs/{name}.md").read_text()
     blocks = re.findall(r"^```(python|text)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     program = "\n".join(text for language, text in blocks if language == "python")
     said = [text.strip() for language, text in blocks if language == "text"]
     said += [
-        comment.split(":")[0].strip() for comment in re.findall(r"^\s*print\(.*\)  # (.*)$", program, re.MULTILINE)
+        comment.split(": ")[0].strip() for comment in re.findall(r"^\s*print\(.*\)  # (.*)$", program, re.MULTILINE)
     ]
 
     printed = output_of(run_program(program, folder=tmp_path, python=["-W", "error"])).splitlines()
