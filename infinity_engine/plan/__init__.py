@@ -1,12 +1,24 @@
-"""The words that plans are written in: tiers, extents, placements, budgets, rates, strategies.
+"""The words that plans are written in: tiers, extents, placements, budgets, rates, strategies, ops and their order.
 
 Pure data, no torch, no I/O. Everything above speaks in these; they know nothing of who speaks.
 """
 
 from infinity_engine.plan.budget import Budget, Capacity, Percent, ResolvedBudget
 from infinity_engine.plan.extent import Extent
+from infinity_engine.plan.ops import (
+    CopyOp,
+    DownloadStates,
+    Lane,
+    Op,
+    UpdateOnDevice,
+    UpdateOnHost,
+    UpdateOp,
+    UploadParameters,
+    UploadStates,
+)
 from infinity_engine.plan.placement import Placement
 from infinity_engine.plan.rates import DriveRates, Rates
+from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter, Home, StepPlan, SubgroupSpec
 from infinity_engine.plan.strategy import (
     Auto,
     DeviceOnly,
@@ -18,23 +30,40 @@ from infinity_engine.plan.strategy import (
     parse_strategy,
 )
 from infinity_engine.plan.tier import Tier
+from infinity_engine.plan.timing import LaneClocks, OpTime
 
 __all__ = [
+    "ADAM_BYTES",
     "Auto",
     "Budget",
+    "BytesPerParameter",
     "Capacity",
+    "CopyOp",
     "DeviceOnly",
+    "DownloadStates",
     "DriveRates",
     "Extent",
+    "Home",
     "HostOnly",
     "Interleaved",
+    "Lane",
+    "LaneClocks",
     "NvmeStreamed",
+    "Op",
+    "OpTime",
     "Percent",
     "Placement",
     "Rates",
     "ResolvedBudget",
     "StaticSplit",
+    "StepPlan",
     "Strategy",
+    "SubgroupSpec",
     "Tier",
+    "UpdateOnDevice",
+    "UpdateOnHost",
+    "UpdateOp",
+    "UploadParameters",
+    "UploadStates",
     "parse_strategy",
 ]

@@ -1,0 +1,19 @@
+"""The policies that are there, by name and by strategy. Pure; users add their own to a registry that they make."""
+
+from infinity_engine.optim.policies.choice import BUILT_IN, policy_for
+from infinity_engine.optim.policies.interleaved import interleaved, two_ended
+from infinity_engine.optim.policies.published import algorithm1, eq1, eq1_ratio
+from infinity_engine.optim.policies.static import DEVICE_ONLY, HOST_ONLY, static_split
+
+__all__ = [
+    "BUILT_IN",
+    "DEVICE_ONLY",
+    "HOST_ONLY",
+    "algorithm1",
+    "eq1",
+    "eq1_ratio",
+    "interleaved",
+    "policy_for",
+    "static_split",
+    "two_ended",
+]

@@ -1,0 +1,40 @@
+"""Which policy carries out a strategy, and which can be asked for by name alone. Pure; called by planner and engine."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.optim.policies.interleaved import INTERLEAVED, TWO_ENDED, interleaved
+from infinity_engine.optim.policies.published import ALGORITHM1, EQ1
+from infinity_engine.optim.policies.static import DEVICE_ONLY, HOST_ONLY, static_split
+from infinity_engine.optim.policy import OffloadPolicy, PolicyRegistry
+from infinity_engine.plan.strategy import DeviceOnly, HostOnly, Interleaved, StaticSplit, Strategy
+
+__all__ = ["BUILT_IN", "policy_for"]
+
+BUILT_IN = PolicyRegistry((DEVICE_ONLY, HOST_ONLY, INTERLEAVED, TWO_ENDED, EQ1, ALGORITHM1))
+
+
+def policy_for(strategy: Strategy) -> OffloadPolicy:
+    """Return the policy that does what a strategy asks for.
+
+    Raises:
+        ConfigError: the strategy leaves that to the planner, or keeps states where no policy reaches them yet.
+    """
+    if isinstance(strategy, DeviceOnly):
+        return DEVICE_ONLY
+    if isinstance(strategy, HostOnly):
+        return HOST_ONLY
+    if isinstance(strategy, StaticSplit):
+        return static_split(strategy.ratio)
+    if isinstance(strategy, Interleaved):
+        return interleaved(_share(strategy), resident=strategy.resident)
+    expected = "a strategy that says where updates run: device_only, host_only, static_split or interleaved"
+    raise ConfigError(field="strategy", value=strategy.name, expected=expected)
+
+
+def _share(strategy: Interleaved) -> Fraction | None:
+    if strategy.stride is not None:
+        return Fraction(1, strategy.stride)
+    return None if strategy.share is None else Fraction(strategy.share)

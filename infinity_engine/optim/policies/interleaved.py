@@ -1,0 +1,206 @@
+"""Host and device update at once: some subgroups visit the device while the CPU is at others (Deep Optimizer States).
+
+Pure: which subgroups visit, in which order their copies share the links, and where residents fill the gaps, all from
+the rates. Used by name, by strategy, and by the published references that differ in their share alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from infinity_engine.optim.policy import Limits, OffloadPolicy, PlanDraft, split_residents
+from infinity_engine.plan.ops import Lane
+from infinity_engine.plan.rates import Rates
+from infinity_engine.plan.step import StepPlan, SubgroupSpec
+from infinity_engine.plan.timing import LaneClocks
+
+__all__ = ["INTERLEAVED", "TWO_ENDED", "Assignment", "Layout", "interleaved", "spread", "two_ended"]
+
+_FEW = 8  # Of so many subgroups, every choice of visitors is tried.
+_GRID = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """Which subgroups are updated where, each in the order in which that is to happen."""
+
+    host: tuple[SubgroupSpec, ...]
+    visiting: tuple[SubgroupSpec, ...]
+    residents: tuple[SubgroupSpec, ...]
+
+
+class Layout:
+    """An assignment as ops, and when they are done.
+
+    States go up as soon as a staging set is free, and between them the parameters that the CPU has updated meanwhile.
+    Residents are updated while the last visitors go home; those that are too many for that, in the gaps in which the
+    device waits for states.
+    """
+
+    def __init__(self, assignment: Assignment, rates: Rates, limits: Limits) -> None:
+        self._draft = PlanDraft((*assignment.host, *assignment.visiting, *assignment.residents), limits)
+        self._clocks = LaneClocks(rates)
+        self._per_parameter = limits.per_parameter
+        self._host = deque(assignment.host)
+        self._updated: deque[tuple[SubgroupSpec, int]] = deque()  # Not yet up, and from when on they can go.
+        self._residents = deque(assignment.residents)
+        self._early = self._too_many_for_the_end(assignment) if assignment.visiting else 0
+        for subgroup in assignment.visiting:
+            self._visit(subgroup)
+        self._finish()
+
+    @property
+    def end_ns(self) -> int:
+        """When all is done."""
+        return self._clocks.end_ns
+
+    def plan(self) -> StepPlan:
+        """Return the plan."""
+        return self._draft.plan()
+
+    def _too_many_for_the_end(self, assignment: Assignment) -> int:
+        """Return how many residents the time of the last download has no room for."""
+        nbytes = assignment.visiting[-1].numel * self._per_parameter.states
+        room_ns = self._clocks.duration_ns(Lane.D2H, nbytes)
+        durations_ns = (self._clocks.duration_ns(Lane.DEVICE, one.numel) for one in reversed(assignment.residents))
+        return sum(end_ns > room_ns for end_ns in itertools.accumulate(durations_ns))
+
+    def _visit(self, subgroup: SubgroupSpec) -> None:
+        start_ns = self._upload_start_ns()
+        while self._can_upload_parameters(start_ns):
+            self._upload_parameters()
+            start_ns = self._upload_start_ns()
+        up_ns = start_ns + self._clocks.duration_ns(Lane.H2D, subgroup.numel * self._per_parameter.states)
+        while self._early and self._resident_end_ns() <= up_ns:
+            self._update_resident()
+            self._early -= 1
+        for op in self._draft.visit(subgroup):
+            self._clocks.run(op)
+
+    def _finish(self) -> None:
+        while self._host or self._updated:
+            if self._updated and (not self._host or self._updated[0][1] <= self._clocks.free_ns(Lane.HOST)):
+                self._upload_parameters()
+            else:
+                self._update_on_host()
+        while self._residents:
+            self._update_resident()
+
+    def _upload_start_ns(self) -> int:
+        """Return when the next states can begin to go up."""
+        emptied = self._draft.next_set_after
+        set_ns = 0 if emptied is None else self._clocks.times[emptied].end_ns
+        return max(self._clocks.free_ns(Lane.H2D), set_ns)
+
+    def _can_upload_parameters(self, at_ns: int) -> bool:
+        while self._host and self._clocks.free_ns(Lane.HOST) <= at_ns:
+            self._update_on_host()
+        return bool(self._updated) and self._updated[0][1] <= at_ns
+
+    def _resident_end_ns(self) -> int:
+        duration_ns = self._clocks.duration_ns(Lane.DEVICE, self._residents[0].numel)
+        return self._clocks.free_ns(Lane.DEVICE) + duration_ns
+
+    def _update_on_host(self) -> None:
+        subgroup = self._host.popleft()
+        time = self._clocks.run(self._draft.update_on_host(subgroup))
+        self._updated.append((subgroup, time.end_ns))
+
+    def _upload_parameters(self) -> None:
+        subgroup, _ = self._updated.popleft()
+        self._clocks.run(self._draft.upload_parameters(subgroup))
+
+    def _update_resident(self) -> None:
+        self._clocks.run(self._draft.resident(self._residents.popleft()))
+
+
+def interleaved(share: Fraction | None = None, *, resident: float = 0.0, name: str = "interleaved") -> OffloadPolicy:
+    """Return the policy that lets `share` of what is not resident visit; None finds the share that ends first.
+
+    Host and device take from one queue, in the order in which the next forward needs the subgroups.
+    """
+
+    def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
+        others, residents = split_residents(subgroups, resident)
+
+        def spread_over(part: Fraction) -> Layout:
+            return Layout(_assigned(others, spread(others, part), residents), rates, limits)
+
+        if share is not None:
+            return spread_over(share).plan()
+        most = len(others) if limits.can_stage(subgroups) else 0
+        if 0 < most <= _FEW:
+            choices = (_assigned(others, visits, residents) for visits in itertools.product((False, True), repeat=most))
+            layouts = (Layout(assignment, rates, limits) for assignment in choices)
+            return min(layouts, key=lambda layout: layout.end_ns).plan()
+        return _earliest(lambda count: spread_over(Fraction(count, max(most, 1))), most).plan()
+
+    return OffloadPolicy(name, decide)
+
+
+def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolicy:
+    """Return the policy in which the CPU takes from the front of the queue and the device from its back.
+
+    It ends when `interleaved` does; but the parameters that come last are those in the middle of the next forward.
+    """
+
+    def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
+        others, residents = split_residents(subgroups, resident)
+
+        def back(count: int) -> Layout:
+            first = len(others) - count
+            visiting = tuple(reversed(others[first:]))
+            return Layout(Assignment(host=others[:first], visiting=visiting, residents=residents), rates, limits)
+
+        return _earliest(back, len(others) if limits.can_stage(subgroups) else 0).plan()
+
+    return OffloadPolicy(name, decide)
+
+
+INTERLEAVED = interleaved()
+TWO_ENDED = two_ended()
+
+
+def spread(subgroups: Sequence[SubgroupSpec], share: Fraction) -> list[bool]:
+    """Return for each subgroup whether it visits, so that up to each of them about `share` of the parameters do."""
+    seen = visiting = 0
+    chosen = []
+    for subgroup in subgroups:
+        seen += subgroup.numel
+        chosen.append(share * seen - visiting >= Fraction(subgroup.numel, 2))
+        visiting += subgroup.numel * chosen[-1]
+    return chosen
+
+
+def _assigned(
+    others: Sequence[SubgroupSpec], visits: Sequence[bool], residents: tuple[SubgroupSpec, ...]
+) -> Assignment:
+    return Assignment(
+        host=tuple(subgroup for subgroup, visit in zip(others, visits, strict=True) if not visit),
+        visiting=tuple(subgroup for subgroup, visit in zip(others, visits, strict=True) if visit),
+        residents=residents,
+    )
+
+
+def _earliest(layout: Callable[[int], Layout], most: int) -> Layout:
+    """Return the layout that ends first, of those with 0 to `most` visitors: a grid first, then ever finer."""
+    tried: dict[int, Layout] = {}
+
+    def end_ns(count: int) -> int:
+        if count not in tried:
+            tried[count] = layout(count)
+        return tried[count].end_ns
+
+    step = max(most // _GRID, 1)
+    best = min(range(0, most + 1, step), key=end_ns)
+    while True:
+        near = (best + step * many for many in (0, -2, -1, 1, 2))
+        nearest = min((count for count in near if 0 <= count <= most), key=end_ns)
+        if nearest == best and step == 1:
+            return tried[best]
+        step = max(step // 2, 1) if nearest == best else step
+        best = nearest

@@ -1,0 +1,225 @@
+"""What decides where each subgroup is updated: policies, what they are given, and what helps them to make a plan.
+
+A policy is a pure function of subgroups, rates and limits. Starts nothing and holds no state; the built-in ones are in
+policies/. Called by the planner and the engine, which hold the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.plan.ops import DownloadStates, Op, UpdateOnDevice, UpdateOnHost, UploadParameters, UploadStates
+from infinity_engine.plan.rates import Rates
+from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter, Home, StepPlan, SubgroupSpec
+
+__all__ = ["Decide", "Limits", "OffloadPolicy", "PlanDraft", "PolicyRegistry", "offload_policy", "split_residents"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a plan may take of the device, and what its transfers weigh.
+
+    `resident_bytes` are for states that stay on the device through the whole step, `staging_bytes` for those that visit
+    it during the update, when activations and most gradients are gone.
+    """
+
+    resident_bytes: int
+    staging_bytes: int
+    staging_sets: int = 3  # At most: one is filled, one updated, one emptied.
+    per_parameter: BytesPerParameter = ADAM_BYTES
+
+    def __post_init__(self) -> None:
+        for name in ("resident_bytes", "staging_bytes", "staging_sets"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(field=f"Limits.{name}", value=value, expected="0 or more")
+
+    def sets_for(self, numel: int) -> int:
+        """Return how many staging sets for subgroups of up to `numel` parameters there may be."""
+        return min(self.staging_sets, self.staging_bytes // (numel * self.per_parameter.states))
+
+    def can_stage(self, subgroups: Sequence[SubgroupSpec]) -> bool:
+        """Tell whether there may be a staging set for the largest of the subgroups."""
+        return self.sets_for(max((subgroup.numel for subgroup in subgroups), default=1)) > 0
+
+    def check(self, plan: StepPlan) -> None:
+        """Raise CapacityError or ConfigError where the plan takes more of the device than there is."""
+        resident = plan.params_at(Home.RESIDENT) * self.per_parameter.states
+        change = "keep fewer subgroups resident, or give the device a larger budget"
+        _check_fits(resident, self.resident_bytes, holder="resident states", change=change)
+        change = "use fewer staging sets or smaller subgroups, or give the device a larger budget"
+        _check_fits(sum(plan.staging_bytes), self.staging_bytes, holder="staging sets", change=change)
+        if len(plan.staging_bytes) > self.staging_sets:
+            expected = f"{len(plan.staging_bytes)} or more: the plan uses so many"
+            raise ConfigError(field="Limits.staging_sets", value=self.staging_sets, expected=expected)
+
+
+Decide = Callable[[Sequence[SubgroupSpec], Rates, Limits], StepPlan]
+"""What a policy does: from the subgroups, those that the next forward needs first coming first, to a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """A function that makes plans, with the name that users know it by."""
+
+    name: str
+    decide: Decide
+
+    def __call__(self, subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
+        """Return the policy's plan for these subgroups, in whatever order they are given.
+
+        Raises:
+            CapacityError: the plan needs more of the device than the limits allow.
+            ConfigError: the policy made no sound plan, made it for other subgroups, or lacks a rate.
+        """
+        ordered = tuple(sorted(subgroups, key=lambda subgroup: (subgroup.first_use, subgroup.index)))
+        plan = self.decide(ordered, rates, limits)
+        field = f"policy {self.name!r}"
+        if not isinstance(plan, StepPlan):
+            raise ConfigError(field=field, value=plan, expected="a function that returns a StepPlan")
+        if set(plan.subgroups) != set(ordered):
+            expected = "a plan for the subgroups that it was given, all of them and no others"
+            raise ConfigError(field=field, value=plan.subgroups, expected=expected)
+        limits.check(plan)
+        return plan
+
+
+def offload_policy(name: str) -> Callable[[Decide], OffloadPolicy]:
+    """Return the decorator that makes a policy called `name` of a function."""
+    return lambda decide: OffloadPolicy(name, decide)
+
+
+def split_residents(
+    subgroups: Sequence[SubgroupSpec], part: float
+) -> tuple[tuple[SubgroupSpec, ...], tuple[SubgroupSpec, ...]]:
+    """Return the others and the residents: of the last subgroups, as many as hold no more than `part` of all.
+
+    The last ones, because their parameters are needed last, and residents are updated last.
+    """
+    left = Fraction(part) * sum(subgroup.numel for subgroup in subgroups)
+    first = len(subgroups)
+    while first > 0 and subgroups[first - 1].numel <= left:
+        first -= 1
+        left -= subgroups[first].numel
+    return tuple(subgroups[:first]), tuple(subgroups[first:])
+
+
+class PolicyRegistry(Mapping[str, OffloadPolicy]):
+    """The policies that can be asked for by name. It never changes: adding one makes another registry."""
+
+    __slots__ = ("_policies",)
+
+    def __init__(self, policies: Sequence[OffloadPolicy]) -> None:
+        self._policies = {policy.name: policy for policy in policies}
+        if len(self._policies) != len(policies):
+            names = [policy.name for policy in policies]
+            raise ConfigError(field="PolicyRegistry", value=names, expected="each name once")
+
+    def __getitem__(self, name: str) -> OffloadPolicy:
+        if name not in self._policies:
+            raise ConfigError.unknown_name(field="policy", name=name, known=self._policies)
+        return self._policies[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._policies
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._policies)
+
+    def __len__(self) -> int:
+        return len(self._policies)
+
+    def with_policy(self, policy: OffloadPolicy) -> PolicyRegistry:
+        """Return a registry that knows this policy too."""
+        return PolicyRegistry([*self._policies.values(), policy])
+
+
+class PlanDraft:
+    """A plan in the making: each call adds the ops of one subgroup, in the order in which their lanes will do them."""
+
+    def __init__(self, subgroups: Sequence[SubgroupSpec], limits: Limits) -> None:
+        self._subgroups = tuple(subgroups)
+        self._limits = limits
+        self._ops: list[Op] = []
+        self._updated: dict[int, int] = {}  # For each subgroup updated on the host, the number of that op.
+        largest = max((subgroup.numel for subgroup in subgroups), default=1)
+        self._set_bytes = largest * limits.per_parameter.states
+        self._left: list[int | None] = [None] * limits.sets_for(largest)  # For each set, the newest download out of it.
+        self._visits = 0
+
+    @property
+    def staging_sets(self) -> int:
+        """How many staging sets there are for subgroups that visit."""
+        return len(self._left)
+
+    @property
+    def next_set_after(self) -> int | None:
+        """The number of the op that empties the staging set of the next visit, None where it is empty."""
+        return self._left[self._visits % len(self._left)] if self._left else None
+
+    def update_on_host(self, subgroup: SubgroupSpec) -> Op:
+        """Let the CPU update a subgroup; `upload_parameters` is to follow."""
+        self._updated[subgroup.index] = len(self._ops)
+        return self._add(UpdateOnHost(subgroup=subgroup.index, params=subgroup.numel))
+
+    def upload_parameters(self, subgroup: SubgroupSpec) -> Op:
+        """Let the parameters of a subgroup that the CPU updated go to the device."""
+        updated = self._updated.get(subgroup.index)
+        after = () if updated is None else (updated,)
+        nbytes = subgroup.numel * self._limits.per_parameter.parameter
+        return self._add(UploadParameters(subgroup=subgroup.index, nbytes=nbytes, after=after))
+
+    def host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+        """Let the CPU update a subgroup and its parameters go up next."""
+        return self.update_on_host(subgroup), self.upload_parameters(subgroup)
+
+    def visit(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+        """Let a subgroup visit the device for its update, in the staging set whose turn it is.
+
+        Raises:
+            CapacityError: the limits allow no staging set.
+        """
+        if not self._left:
+            change = "keep more on the host, use smaller subgroups, or give the device a larger budget"
+            _check_fits(self._set_bytes, self._limits.staging_bytes, holder="a staging set", change=change)
+            raise ConfigError(field="Limits.staging_sets", value=0, expected="1 or more where subgroups visit")
+        staging = self._visits % len(self._left)
+        before = self._left[staging]
+        nbytes = subgroup.numel * self._limits.per_parameter.states
+        emptied = () if before is None else (before,)
+        uploaded = len(self._ops)
+        ops = (
+            self._add(UploadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=emptied)),
+            self._add(
+                UpdateOnDevice(subgroup=subgroup.index, staging=staging, params=subgroup.numel, after=(uploaded,))
+            ),
+            self._add(DownloadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=(uploaded + 1,))),
+        )
+        self._left[staging] = uploaded + 2
+        self._visits += 1
+        return ops
+
+    def resident(self, subgroup: SubgroupSpec) -> Op:
+        """Let the device update a subgroup whose states stay there."""
+        return self._add(UpdateOnDevice(subgroup=subgroup.index, params=subgroup.numel))
+
+    def plan(self) -> StepPlan:
+        """Return the plan.
+
+        Raises:
+            ConfigError: a subgroup was given no op, or two.
+        """
+        used = min(self._visits, len(self._left))
+        return StepPlan(subgroups=self._subgroups, ops=tuple(self._ops), staging_bytes=(self._set_bytes,) * used)
+
+    def _add(self, op: Op) -> Op:
+        self._ops.append(op)
+        return op
+
+
+def _check_fits(asked: int, free: int, *, holder: str, change: str) -> None:
+    if asked > free:
+        raise CapacityError(tier="DEVICE", asked=asked, free=free, limit=free, change=f"{change} ({holder})")

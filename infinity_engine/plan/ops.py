@@ -1,0 +1,130 @@
+"""The steps that an update phase is made of: each is one piece of work in one lane, with what it comes after.
+
+Pure data. An op names other ops by their numbers, which are their places in the plan; step.py sees to it that they fit
+together. Made by policies, run by the executor, priced by timing.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from infinity_engine.errors import ConfigError
+
+__all__ = [
+    "CopyOp",
+    "DownloadStates",
+    "Lane",
+    "Op",
+    "UpdateOnDevice",
+    "UpdateOnHost",
+    "UpdateOp",
+    "UploadParameters",
+    "UploadStates",
+]
+
+
+class Lane(Enum):
+    """What does the work. The ops of one lane follow one another in the plan's order; lanes work at the same time."""
+
+    HOST = "host"  # The CPU's updates.
+    DEVICE = "device"  # The device's updates.
+    H2D = "h2d"  # The link from host to device.
+    D2H = "d2h"  # The link from device to host.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op(ABC):
+    """One piece of work on one subgroup. It starts once its lane is free and the ops `after` have ended."""
+
+    lane: ClassVar[Lane]
+    subgroup: int
+    after: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the op is called in print and in JSON."""
+        return type(self).__name__
+
+    @property
+    @abstractmethod
+    def amount(self) -> int:
+        """How much work it is, in what its lane's rate counts: bytes or parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopyOp(Op):
+    """Bytes go over a link."""
+
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self.nbytes, field=f"{self.name}.nbytes", unit="bytes")
+
+    @property
+    def amount(self) -> int:
+        """Its bytes."""
+        return self.nbytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateOp(Op):
+    """The optimizer's step for so many parameters."""
+
+    params: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self.params, field=f"{self.name}.params", unit="parameters")
+
+    @property
+    def amount(self) -> int:
+        """Its parameters."""
+        return self.params
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UploadStates(CopyOp):
+    """The states of a subgroup that visits go into a staging set on the device."""
+
+    lane: ClassVar[Lane] = Lane.H2D
+    staging: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateOnDevice(UpdateOp):
+    """The device updates a subgroup, and writes the parameters that modules compute with.
+
+    `staging` is the set that a visiting subgroup is in, None for one whose states stay on the device.
+    """
+
+    lane: ClassVar[Lane] = Lane.DEVICE
+    staging: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DownloadStates(CopyOp):
+    """The updated states of a subgroup that visited go home."""
+
+    lane: ClassVar[Lane] = Lane.D2H
+    staging: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateOnHost(UpdateOp):
+    """The CPU updates a subgroup, and writes what UploadParameters will take to the device."""
+
+    lane: ClassVar[Lane] = Lane.HOST
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UploadParameters(CopyOp):
+    """The parameters that the CPU updated go to where modules compute with them."""
+
+    lane: ClassVar[Lane] = Lane.H2D
+
+
+def _check_positive(number: int, *, field: str, unit: str) -> None:
+    if number < 1:
+        raise ConfigError(field=field, value=number, expected=f"1 or more {unit}")

@@ -1,0 +1,251 @@
+"""The plan of an update phase: ops in order, checked as a whole when it is made.
+
+Pure data. A StepPlan that exists is sound: each subgroup is updated once, no op comes before its inputs, no staging set
+is in two hands, nothing is left on the way. Made by policies, run by the executor, priced by the simulator, printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from types import MappingProxyType
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan.ops import (
+    CopyOp,
+    DownloadStates,
+    Lane,
+    Op,
+    UpdateOnDevice,
+    UpdateOnHost,
+    UploadParameters,
+    UploadStates,
+)
+from infinity_engine.plan.timing import OpTime
+
+__all__ = ["ADAM_BYTES", "BytesPerParameter", "Home", "StepPlan", "SubgroupSpec"]
+
+# What each op needs its subgroup to have been through just before; None is nothing at all.
+_INPUT: Mapping[type[Op], type[Op] | None] = MappingProxyType(
+    {
+        UploadStates: None,
+        UpdateOnDevice: UploadStates,
+        DownloadStates: UpdateOnDevice,
+        UpdateOnHost: None,
+        UploadParameters: UpdateOnHost,
+    }
+)
+
+
+class Home(Enum):
+    """Where a subgroup is updated, and where its states stay between updates."""
+
+    HOST = "host"  # Updated by the CPU; states stay on the host.
+    VISITING = "visiting"  # Updated by the device; states stay on the host.
+    RESIDENT = "resident"  # Updated by the device; states stay there.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BytesPerParameter:
+    """What one parameter weighs on the links during its update."""
+
+    states: int  # Each way, where the device updates it: master, momentum and variance.
+    parameter: int  # Up, where the host updates it: what modules compute with.
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) < 1:
+                field = f"BytesPerParameter.{item.name}"
+                raise ConfigError(field=field, value=getattr(self, item.name), expected="1 or more bytes")
+
+
+ADAM_BYTES = BytesPerParameter(states=12, parameter=2)
+"""Adam with its states in fp32, and parameters of 16 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubgroupSpec:
+    """A subgroup as plans see it: its number, how many parameters it has, and which place it has in the next forward.
+
+    The subgroup with the lowest `first_use` is needed first.
+    """
+
+    index: int
+    numel: int
+    first_use: int
+
+    def __post_init__(self) -> None:
+        if self.numel < 1:
+            raise ConfigError(field="SubgroupSpec.numel", value=self.numel, expected="1 or more parameters")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """The ops of one update phase; an op's number is its place among them.
+
+    `staging_bytes` has the size of each staging set on the device, in the order of their numbers.
+
+    Raises:
+        ConfigError: the ops do not make a sound plan; names the first op that is wrong.
+    """
+
+    subgroups: tuple[SubgroupSpec, ...]
+    ops: tuple[Op, ...]
+    staging_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _Check(self).all()
+
+    def homes(self) -> dict[int, Home]:
+        """Return where each subgroup is updated, by its index."""
+        found = {}
+        for op in self.ops:
+            if isinstance(op, UpdateOnHost):
+                found[op.subgroup] = Home.HOST
+            elif isinstance(op, UpdateOnDevice):
+                found[op.subgroup] = Home.RESIDENT if op.staging is None else Home.VISITING
+        return found
+
+    def params_at(self, home: Home) -> int:
+        """Return how many parameters are updated there."""
+        homes = self.homes()
+        return sum(subgroup.numel for subgroup in self.subgroups if homes[subgroup.index] is home)
+
+    def submission_order(self) -> tuple[int, ...]:
+        """Return the numbers of the ops, each before the first op of the HOST lane that it does not wait for.
+
+        One thread that submits in this order, and is busy itself with what is in the HOST lane, keeps no lane waiting.
+        """
+        updates = 0
+        behind: list[int] = []  # For each op, how many updates on the host come before it or are it.
+        newest: dict[Lane, int] = {}
+        for number, op in enumerate(self.ops):
+            if op.lane is Lane.HOST:
+                updates += 1
+                behind.append(updates)
+            else:
+                earlier = [*op.after, *([newest[op.lane]] if op.lane in newest else [])]
+                behind.append(max((behind[other] for other in earlier), default=0))
+            newest[op.lane] = number
+        order = sorted(range(len(self.ops)), key=lambda it: (behind[it], self.ops[it].lane is not Lane.HOST, it))
+        return tuple(order)
+
+    def describe(self, times: Sequence[OpTime] = ()) -> str:
+        """Return the ops as a table of text; with `times`, one for each op, also when they run."""
+        titles = ["op", "lane", "what", "subgroup", "set", "amount", "after"]
+        rows = [_row(number, op) for number, op in enumerate(self.ops)]
+        if times:
+            titles += ["start", "end"]
+            for row, time in zip(rows, times, strict=True):
+                row += [f"{ns / 1e6:.3f} ms" for ns in time]
+        widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+        padded = (map(str.ljust, row, widths) for row in [titles, *rows])
+        return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return it as lists and mappings, ready for JSON."""
+        return {
+            "subgroups": [_plain(subgroup) for subgroup in self.subgroups],
+            "ops": [{"op": op.name, **_plain(op)} for op in self.ops],
+            "staging_bytes": list(self.staging_bytes),
+        }
+
+
+class _Check:
+    """What is known of a plan's subgroups and staging sets after so many of its ops."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._numel = {subgroup.index: subgroup.numel for subgroup in plan.subgroups}
+        self._newest: dict[int, tuple[int, Op]] = {}  # The newest op of each subgroup.
+        self._in_set: dict[int, tuple[int, UploadStates | DownloadStates]] = {}  # The newest copy of each staging set.
+
+    def all(self) -> None:
+        if len(self._numel) != len(self._plan.subgroups):
+            listed = [subgroup.index for subgroup in self._plan.subgroups]
+            raise ConfigError(field="StepPlan.subgroups", value=listed, expected="each index once")
+        for number, op in enumerate(self._plan.ops):
+            self._order(number, op)
+            self._amount(number, op)
+            self._inputs(number, op)
+            if isinstance(op, UploadStates):
+                self._upload(number, op)
+            elif isinstance(op, DownloadStates):
+                self._download(number, op)
+            self._newest[op.subgroup] = number, op
+        self._completeness()
+
+    def _order(self, number: int, op: Op) -> None:
+        if type(op) not in _INPUT:
+            raise _wrong(number, op, f"one of {', '.join(kind.__name__ for kind in _INPUT)}")
+        if op.subgroup not in self._numel:
+            raise _wrong(number, op, f"a subgroup of the plan, which has {_listing(self._numel)}")
+        if not all(0 <= other < number for other in op.after) or len(set(op.after)) != len(op.after):
+            raise _wrong(number, op, "each of `after` once, and all of them numbers of earlier ops")
+
+    def _amount(self, number: int, op: Op) -> None:
+        if isinstance(op, UpdateOnHost | UpdateOnDevice) and op.params != self._numel[op.subgroup]:
+            raise _wrong(number, op, f"all of the subgroup's {self._numel[op.subgroup]} parameters")
+
+    def _inputs(self, number: int, op: Op) -> None:
+        resident = isinstance(op, UpdateOnDevice) and op.staging is None
+        needed = None if resident else _INPUT[type(op)]
+        before = self._newest.get(op.subgroup)
+        if needed is None:
+            if before is not None:
+                raise _wrong(number, op, f"one update of each subgroup; op {before[0]} belongs to another of this one")
+        elif before is None or type(before[1]) is not needed or before[0] not in op.after:
+            raise _wrong(number, op, f"to come `after` the subgroup's {needed.__name__}")
+        elif getattr(op, "staging", None) != getattr(before[1], "staging", None):
+            raise _wrong(number, op, f"the staging set of op {before[0]}, which is before it")
+
+    def _upload(self, number: int, op: UploadStates) -> None:
+        sets = self._plan.staging_bytes
+        if not 0 <= op.staging < len(sets):
+            raise _wrong(number, op, f"one of the plan's {len(sets)} staging sets, counted from 0")
+        if op.nbytes > sets[op.staging]:
+            raise _wrong(number, op, f"no more than the {sets[op.staging]} bytes of its staging set")
+        before = self._in_set.get(op.staging)
+        if before is not None and not (isinstance(before[1], DownloadStates) and before[0] in op.after):
+            raise _wrong(number, op, f"an empty staging set: to come `after` subgroup {before[1].subgroup} has left it")
+        self._in_set[op.staging] = number, op
+
+    def _download(self, number: int, op: DownloadStates) -> None:
+        _, upload = self._in_set[op.staging]
+        if op.nbytes != upload.nbytes:
+            raise _wrong(number, op, f"as many bytes down as went up, {upload.nbytes}")
+        self._in_set[op.staging] = number, op
+
+    def _completeness(self) -> None:
+        for index in self._numel:
+            newest = self._newest.get(index)
+            if newest is None:
+                expected = f"an update of every subgroup; subgroup {index} has none"
+                raise ConfigError(field="StepPlan.ops", value=_listing(self._newest), expected=expected)
+            number, op = newest
+            resident = isinstance(op, UpdateOnDevice) and op.staging is None
+            if not resident and not isinstance(op, DownloadStates | UploadParameters):
+                missing = UploadParameters if isinstance(op, UpdateOnHost) else DownloadStates
+                raise _wrong(number, op, f"a {missing.__name__} of the subgroup to follow")
+
+
+def _wrong(number: int, op: Op, expected: str) -> ConfigError:
+    return ConfigError(field=f"StepPlan.ops[{number}]", value=op, expected=expected)
+
+
+def _listing(indices: Iterable[int]) -> str:
+    return ", ".join(map(str, indices)) or "none"
+
+
+def _row(number: int, op: Op) -> list[str]:
+    staging = getattr(op, "staging", None)
+    amount = f"{op.amount} {'B' if isinstance(op, CopyOp) else 'params'}"
+    after = " ".join(map(str, op.after))
+    in_set = "" if staging is None else str(staging)
+    return [str(number), op.lane.value, op.name, str(op.subgroup), in_set, amount, after]
+
+
+def _plain(record: Op | SubgroupSpec) -> dict[str, object]:
+    values = {item.name: getattr(record, item.name) for item in fields(record)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

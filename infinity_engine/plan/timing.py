@@ -1,0 +1,72 @@
+"""When the ops of a plan start and end at given rates: the one rule that policies, simulator and emulated device share.
+
+Whole nanoseconds, exact: an op starts when its lane is free and what it comes after has ended, and takes its amount
+over its lane's rate, rounded up. Lanes do not slow one another. Decides nothing; knows no policy.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan.ops import Lane, Op
+from infinity_engine.plan.rates import Rates
+
+__all__ = ["LaneClocks", "OpTime"]
+
+_NS_PER_S = 10**9
+_RATE = (
+    (Lane.HOST, "host_update_params_per_s"),
+    (Lane.DEVICE, "device_update_params_per_s"),
+    (Lane.H2D, "h2d_bytes_per_s"),
+    (Lane.D2H, "d2h_bytes_per_s"),
+)
+
+
+class OpTime(NamedTuple):
+    """When an op starts and ends, from the start of the plan."""
+
+    start_ns: int
+    end_ns: int
+
+
+class LaneClocks:
+    """The clocks of the lanes, wound on op by op in the plan's order."""
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self._ratios: dict[Lane, tuple[int, int]] = {}
+        self._free_ns = dict.fromkeys(Lane, 0)
+        self.times: list[OpTime] = []
+
+    @property
+    def end_ns(self) -> int:
+        """When the last op so far ends."""
+        return max(self._free_ns.values())
+
+    def free_ns(self, lane: Lane) -> int:
+        """Return when the lane has done all of its ops so far."""
+        return self._free_ns[lane]
+
+    def duration_ns(self, lane: Lane, amount: int) -> int:
+        """Return how long so many bytes or parameters take in a lane."""
+        numerator, denominator = self._ratio(lane)
+        return -(-amount * _NS_PER_S * denominator // numerator)
+
+    def run(self, op: Op) -> OpTime:
+        """Take the plan's next op and return when it runs."""
+        start_ns = max([self._free_ns[op.lane], *(self.times[number].end_ns for number in op.after)])
+        time = OpTime(start_ns, start_ns + self.duration_ns(op.lane, op.amount))
+        self._free_ns[op.lane] = time.end_ns
+        self.times.append(time)
+        return time
+
+    def _ratio(self, lane: Lane) -> tuple[int, int]:
+        if lane not in self._ratios:
+            name = dict(_RATE)[lane]
+            rate = getattr(self._rates, name)
+            if rate is None:
+                expected = f"a rate, as the plan uses the lane {lane.name}: measure it, or set it by hand"
+                raise ConfigError(field=f"Rates.{name}", value=None, expected=expected)
+            self._ratios[lane] = rate.as_integer_ratio()
+        return self._ratios[lane]

@@ -1,0 +1,86 @@
+"""What a StepPlan takes at given rates, to the nanosecond: the plan that the executor runs, priced.
+
+Pure: the rule is that of plan/timing.py, which is the emulated device's. Called by planner and benches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from infinity_engine.plan.ops import Lane, UpdateOnDevice, UploadParameters
+from infinity_engine.plan.rates import Rates
+from infinity_engine.plan.step import StepPlan
+from infinity_engine.plan.timing import LaneClocks, OpTime
+
+__all__ = ["Simulation", "simulate"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """When each op of a plan runs: `times` in the order of its ops."""
+
+    plan: StepPlan
+    times: tuple[OpTime, ...]
+
+    @property
+    def end_ns(self) -> int:
+        """When the last op ends."""
+        return max((time.end_ns for time in self.times), default=0)
+
+    @property
+    def busy_ns(self) -> Mapping[Lane, int]:
+        """How long each lane works."""
+        busy = dict.fromkeys(Lane, 0)
+        for op, time in zip(self.plan.ops, self.times, strict=True):
+            busy[op.lane] += time.end_ns - time.start_ns
+        return busy
+
+    @property
+    def binding(self) -> Lane:
+        """The lane that works longest: no order of these ops can end before it has done its part."""
+        busy = self.busy_ns
+        return max(Lane, key=lambda lane: busy[lane])
+
+    def ready_ns(self) -> dict[int, int]:
+        """Return, by the index of each subgroup, when the parameters that modules compute with are on the device."""
+        return {
+            op.subgroup: time.end_ns
+            for op, time in zip(self.plan.ops, self.times, strict=True)
+            if isinstance(op, UpdateOnDevice | UploadParameters)
+        }
+
+    def step_ns(self, forward_ns: int) -> int:
+        """Return when the next forward ends at the earliest, if it begins before the last updates are done.
+
+        It takes `forward_ns` in all, the same for each parameter, in the order of the subgroups' first use, and cannot
+        come to a subgroup before that one's parameters are ready.
+        """
+        total = sum(subgroup.numel for subgroup in self.plan.subgroups)
+        ready, now_ns, seen = self.ready_ns(), 0, 0
+        for subgroup in sorted(self.plan.subgroups, key=lambda one: (one.first_use, one.index)):
+            start_ns = max(now_ns, ready[subgroup.index])
+            seen_after = seen + subgroup.numel
+            now_ns = start_ns + forward_ns * seen_after // total - forward_ns * seen // total
+            seen = seen_after
+        return max(now_ns, self.end_ns)
+
+    def describe(self) -> str:
+        """Return the plan as a table with its times, and what each lane has to do."""
+        end_ns = self.end_ns
+        lanes = (
+            f"{lane.value} {ns / 1e6:.3f} ms ({ns / end_ns if end_ns else 0:.0%})" for lane, ns in self.busy_ns.items()
+        )
+        return f"{self.plan.describe(self.times)}\n\nends at {end_ns / 1e6:.3f} ms; busy: {', '.join(lanes)}"
+
+
+def simulate(plan: StepPlan, rates: Rates) -> Simulation:
+    """Return when each op of `plan` runs at these rates.
+
+    Raises:
+        ConfigError: the plan uses a lane whose rate is not known.
+    """
+    clocks = LaneClocks(rates)
+    for op in plan.ops:
+        clocks.run(op)
+    return Simulation(plan=plan, times=tuple(clocks.times))
