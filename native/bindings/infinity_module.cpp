@@ -6,6 +6,7 @@
 #include <string>
 
 #include "infinity_optim/simd.hpp"
+#include "optim_bindings.hpp"
 
 namespace py = pybind11;
 
@@ -21,4 +22,5 @@ PYBIND11_MODULE(_native, module) {
     module.doc() = "The optimizer kernels of infinity_engine, in C++.";
     module.def("cpu_features", &infinity_optim::cpu_features);
     module.def("chosen_simd", &chosen_simd_name, py::arg("wanted"));
+    bind_optim(module);
 }

@@ -1,0 +1,51 @@
+"""Optimizers: update rules, the subgroups they work on, and the kernels that carry them out, without torch.
+
+The rules give the same bits on every CPU and GPU, whatever the number of threads. Called by policies and the executor.
+"""
+
+from __future__ import annotations
+
+from infinity_engine.optim.formats import FloatFormat, Formats, Master, Moments, Stream
+from infinity_engine.optim.from_torch import rules_of
+from infinity_engine.optim.host import HostKernels
+from infinity_engine.optim.rules import SGD, Adagrad, Adam, AdamW, Lion, Rule
+from infinity_engine.optim.statistics import GradientNorm, GradientSums, gradient_factor
+from infinity_engine.optim.subgroup import (
+    NORM_BLOCK,
+    Segment,
+    Subgroup,
+    SubgroupState,
+    Update,
+    cut_into_subgroups,
+    update_records,
+)
+from infinity_engine.optim.threads import UpdateThreads, bandwidth_by_threads, knee
+
+__all__ = [
+    "NORM_BLOCK",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "FloatFormat",
+    "Formats",
+    "GradientNorm",
+    "GradientSums",
+    "HostKernels",
+    "Lion",
+    "Master",
+    "Moments",
+    "Rule",
+    "Segment",
+    "Stream",
+    "Subgroup",
+    "SubgroupState",
+    "Update",
+    "UpdateThreads",
+    "bandwidth_by_threads",
+    "cut_into_subgroups",
+    "gradient_factor",
+    "knee",
+    "rules_of",
+    "update_records",
+]

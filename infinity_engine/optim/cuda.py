@@ -1,0 +1,89 @@
+"""The GPU's home of the update rules: the CPU's records, addresses on the device, on a cupy stream.
+
+Gives the CPU's bits. Starts work on the stream that is current in cupy and waits for nothing; what the records name
+must stay until the stream has passed. Has not run on a GPU yet: tests/gpu compares it with the CPU there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.optim.formats import FloatFormat, Stream
+from infinity_engine.optim.nvrtc import KERNELS, compile_kernels, cupy_nvrtc
+from infinity_engine.optim.subgroup import NORM_BLOCK, Update
+
+__all__ = ["CudaKernels"]
+
+_THREADS = 256
+_WARP = 32
+_BLOCKS_PER_PROCESSOR = 8
+
+
+class CudaKernels:
+    """The kernels of cupy's current device."""
+
+    def __init__(self) -> None:
+        """Compile and load them.
+
+        Raises:
+            MissingDependencyError: cupy is not installed.
+            RuntimeError: they do not compile.
+        """
+        nvrtc = cupy_nvrtc()
+        import cupy
+
+        self._cupy = cupy
+        device = cupy.cuda.Device()
+        self.compiled = compile_kernels(nvrtc, f"sm_{device.compute_capability}")
+        module = cupy.cuda.function.Module()
+        module.load(self.compiled.cubin)
+        self._module = module
+        self._functions = {name: module.get_function(name) for name in KERNELS}
+        self._most_blocks: int = device.attributes["MultiProcessorCount"] * _BLOCKS_PER_PROCESSOR
+
+    def update(self, update: Update) -> None:
+        """Start an update; the caller sets the state's steps when the stream has passed.
+
+        The records are copied to the device first, in the stream's order.
+        """
+        if len(update.records) == 0:
+            return
+        records = self._cupy.asarray(np.frombuffer(update.records.tobytes(), np.uint8))
+        widest = int(update.records["numel"].max())
+        grid = (self._grid(widest), len(update.records))
+        self._functions["update"](grid, (_THREADS,), (records,))
+
+    def block_sums(self, gradient: Stream) -> Any:
+        """Return the sums of squares of the gradient's blocks, a cupy array, valid when the stream has passed."""
+        format_ = np.uint32(gradient.format.value)
+        return self._sums("block_sums", gradient, (gradient.address, format_, gradient.numel))
+
+    def begin_sum(self, gradient: Stream, into: Stream) -> Any:
+        """Write a gradient to the fp32 values `into`; return the block sums of what they hold then, as above."""
+        return self._accumulate(gradient, into, begins=1)
+
+    def add_to_sum(self, gradient: Stream, into: Stream) -> Any:
+        """Add a gradient to the fp32 values `into`; return the block sums of what they hold then, as above."""
+        return self._accumulate(gradient, into, begins=0)
+
+    def _accumulate(self, gradient: Stream, into: Stream, *, begins: int) -> Any:
+        if into.format is not FloatFormat.FP32 or into.numel != gradient.numel:
+            expected = f"{gradient.numel} values of FP32, as many as the gradient has"
+            raise ConfigError(field="into", value=f"{into.numel} of {into.format.name}", expected=expected)
+        format_ = np.uint32(gradient.format.value)
+        arguments = (into.address, gradient.address, format_, np.uint32(begins), gradient.numel)
+        return self._sums("accumulate", gradient, arguments)
+
+    def _sums(self, kernel: str, gradient: Stream, arguments: tuple[Any, ...]) -> Any:
+        sums = self._cupy.empty(-(-gradient.numel // NORM_BLOCK), np.float64)
+        if gradient.numel > 0:
+            grid = (self._grid(len(sums) * _WARP),)
+            wide = tuple(np.uint64(each) if isinstance(each, int) else each for each in arguments)
+            self._functions[kernel](grid, (_THREADS,), (*wide, sums))
+        return sums
+
+    def _grid(self, threads: int) -> int:
+        return max(1, min(-(-threads // _THREADS), self._most_blocks))

@@ -1,0 +1,134 @@
+"""How the values of an update are stored: dtypes of gradients, parameters, masters and moments, and where they lie.
+
+Pure descriptions: owns no memory and changes none. A Stream keeps alive what it was made of. Imports no torch: a tensor
+is whatever has a tensor's methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from infinity_engine.errors import ConfigError
+
+__all__ = ["FloatFormat", "Formats", "Master", "Moments", "Stream"]
+
+
+class FloatFormat(Enum):
+    """A floating-point format; the value is the kernels' number for it."""
+
+    FP32 = 1
+    BF16 = 2
+    FP16 = 3
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one value."""
+        return 4 if self is FloatFormat.FP32 else 2
+
+
+class Master(Enum):
+    """How the fp32 master of a parameter is kept."""
+
+    WHOLE = "whole"  # as fp32, the 16-bit parameter is a copy
+    SPLIT = "split"  # as the bf16 parameter and a 16-bit remainder, exactly; ties round away from zero
+
+
+class Moments(Enum):
+    """How an optimizer's states are kept; all arithmetic on them is fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"  # rounded to nearest even when stored
+    BF16_STOCHASTIC = "bf16_stochastic"  # rounded up or down by chance, right on average; the same bits in every home
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formats:
+    """How one optimizer's masters, parameters and states are stored; checkpoints hold it: other forms, other bits."""
+
+    parameter: FloatFormat | None = None
+    """What the model computes with, written by the update; None where that is the fp32 master itself."""
+    master: Master = Master.WHOLE
+    moments: Moments = Moments.FP32
+    seed: int = 0
+    """Of stochastic rounding."""
+
+    def __post_init__(self) -> None:
+        if self.parameter is FloatFormat.FP32:
+            raise ConfigError(
+                field="Formats.parameter",
+                value=self.parameter.name,
+                expected="BF16, FP16, or None: an fp32 parameter is the master itself",
+            )
+        if self.master is Master.SPLIT and self.parameter is not FloatFormat.BF16:
+            raise ConfigError(
+                field="Formats.parameter",
+                value=self.parameter,
+                expected="BF16: a split master is a bf16 parameter and what that leaves of fp32",
+            )
+
+    @property
+    def state_format(self) -> FloatFormat:
+        """The format of every state."""
+        return FloatFormat.FP32 if self.moments is Moments.FP32 else FloatFormat.BF16
+
+    def nbytes_per_parameter(self, state_count: int) -> int:
+        """Bytes of master (or remainder) and states; the parameter itself is not counted."""
+        return (2 if self.master is Master.SPLIT else 4) + state_count * self.state_format.nbytes
+
+
+_DTYPES = MappingProxyType(
+    {
+        "float32": FloatFormat.FP32,
+        "torch.float32": FloatFormat.FP32,
+        "torch.bfloat16": FloatFormat.BF16,
+        "float16": FloatFormat.FP16,
+        "torch.float16": FloatFormat.FP16,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Values one behind another in memory: where, how many, of which format."""
+
+    address: int
+    numel: int
+    format: FloatFormat
+    owner: object = field(default=None, repr=False, compare=False)
+    """Kept alive as long as the stream."""
+
+    @classmethod
+    def of(cls, values: Any, *, format: FloatFormat | None = None) -> Stream:
+        """Return the stream of a contiguous numpy array or torch tensor.
+
+        `format` reads 16-bit integers as floats, for numpy, which has no bf16.
+
+        Raises:
+            ConfigError: its dtype is none of the formats, or it is not contiguous.
+        """
+        is_tensor = hasattr(values, "data_ptr")
+        found = _DTYPES.get(str(values.dtype)) if format is None else format
+        if found is None or values.dtype.itemsize != found.nbytes:
+            expected = "float32, bfloat16 or float16, or `format` given for integers of its size"
+            raise ConfigError(field="dtype", value=str(values.dtype), expected=expected)
+        if not (values.is_contiguous() if is_tensor else values.flags.c_contiguous):
+            raise ConfigError(field="layout", value=tuple(values.shape), expected="a contiguous array or tensor")
+        address = values.data_ptr() if is_tensor else values.ctypes.data
+        return cls(address, int(np.prod(values.shape, dtype=np.int64)), found, values)
+
+    def part(self, start: int, numel: int) -> Stream:
+        """Return `numel` of the values from `start` on.
+
+        Raises:
+            ConfigError: there are not so many.
+        """
+        if start < 0 or numel < 0 or start + numel > self.numel:
+            raise ConfigError(
+                field="part", value=(start, numel), expected=f"within the {self.numel} values of the stream"
+            )
+        return Stream(self.address + start * self.format.nbytes, numel, self.format, self.owner)

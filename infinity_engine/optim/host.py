@@ -1,0 +1,68 @@
+"""The CPU's home of the update rules: carries out what a subgroup's records say, and sums gradients.
+
+Gives the same bits on every CPU, with every number of threads. Blocks the calling thread, without the GIL. The memory
+that is named must stay where it is until the call returns.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity_engine import _native
+from infinity_engine.errors import ConfigError
+from infinity_engine.optim.formats import FloatFormat, Stream
+from infinity_engine.optim.subgroup import Update
+from infinity_engine.optim.threads import UpdateThreads
+
+__all__ = ["HostKernels"]
+
+
+class HostKernels:
+    """The kernels of one SIMD level on a pool of threads."""
+
+    def __init__(self, threads: UpdateThreads, *, home: str | None = None) -> None:
+        """Use the best kernels of this CPU, or those that `home` names; INFINITY_SIMD lowers the default.
+
+        Raises:
+            ConfigError: this CPU has no such kernels.
+        """
+        self.threads = threads
+        self.home = _native.chosen_simd(os.environ.get("INFINITY_SIMD")) if home is None else home
+        if self.home not in _native.homes():
+            raise ConfigError.unknown_name(field="home", name=self.home, known=_native.homes())
+
+    def update(self, update: Update) -> None:
+        """Carry out an update; the caller then sets the state's steps."""
+        _native.update(update.records, self.threads.native, self.home)
+
+    def block_sums(self, gradient: Stream) -> npt.NDArray[np.float64]:
+        """Return the sum of squares of each block of a gradient."""
+        format_ = gradient.format.value
+        sums = _native.block_sums(gradient.address, format_, gradient.numel, self.threads.native, self.home)
+        return np.frombuffer(sums)
+
+    def begin_sum(self, gradient: Stream, into: Stream) -> npt.NDArray[np.float64]:
+        """Write a gradient to the fp32 values `into`, and return the block sums of what they hold then."""
+        return self._accumulate(gradient, into, begins=True)
+
+    def add_to_sum(self, gradient: Stream, into: Stream) -> npt.NDArray[np.float64]:
+        """Add a gradient to the fp32 values `into`, and return the block sums of what they hold then."""
+        return self._accumulate(gradient, into, begins=False)
+
+    def _accumulate(self, gradient: Stream, into: Stream, *, begins: bool) -> npt.NDArray[np.float64]:
+        if into.format is not FloatFormat.FP32 or into.numel != gradient.numel:
+            expected = f"{gradient.numel} values of FP32, as many as the gradient has"
+            raise ConfigError(field="into", value=f"{into.numel} of {into.format.name}", expected=expected)
+        sums = _native.accumulate(
+            into.address,
+            gradient.address,
+            gradient.format.value,
+            gradient.numel,
+            begins,
+            self.threads.native,
+            self.home,
+        )
+        return np.frombuffer(sums)

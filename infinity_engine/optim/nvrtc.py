@@ -1,0 +1,83 @@
+"""Compiles the GPU's update kernels from the text that the native module was compiled from.
+
+Knows the flags that exactness needs and refuses what was not compiled by them. Launches nothing; works without a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from infinity_engine import _native
+from infinity_engine.errors import MissingDependencyError
+
+__all__ = ["FLAGS", "KERNELS", "Compiled", "Nvrtc", "compile_kernels", "cupy_nvrtc"]
+
+FLAGS = ("--std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false")
+"""cupy's own compilation would append -ftz=true, which flushes subnormals."""
+KERNELS = ("update", "block_sums", "accumulate")
+_INEXACT = re.compile(r"\S*\.(?:ftz|approx)\b\S*")
+
+
+class Nvrtc(Protocol):
+    """The functions of cupy.cuda.nvrtc that are used; tests bind the same ones to NVRTC without cupy."""
+
+    def createProgram(self, src: str, name: str, headers: Sequence[str], include_names: Sequence[str]) -> Any: ...  # noqa: D102, N802
+    def compileProgram(self, program: Any, options: Sequence[str]) -> None: ...  # noqa: D102, N802
+    def getProgramLog(self, program: Any) -> str: ...  # noqa: D102, N802
+    def getPTX(self, program: Any) -> str | bytes: ...  # noqa: D102, N802
+    def getCUBIN(self, program: Any) -> bytes: ...  # noqa: D102, N802
+    def destroyProgram(self, program: Any) -> None: ...  # noqa: D102, N802
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Machine code for one architecture, and the PTX between the text and it."""
+
+    ptx: str
+    cubin: bytes
+
+
+def compile_kernels(nvrtc: Nvrtc, architecture: str) -> Compiled:
+    """Compile for an `architecture` such as "sm_90".
+
+    Raises:
+        RuntimeError: NVRTC refuses the text, or makes of it what could give other bits than the CPU.
+    """
+    sources = _native.sources()
+    kernels = sources.pop("kernels.cu")
+    program = nvrtc.createProgram(kernels, "kernels.cu", list(sources.values()), list(sources))
+    try:
+        try:
+            nvrtc.compileProgram(program, (*FLAGS, f"--gpu-architecture={architecture}"))
+        except Exception as refusal:
+            log = nvrtc.getProgramLog(program)
+            raise RuntimeError(f"the update kernels do not compile for {architecture}: {log}") from refusal
+        ptx = nvrtc.getPTX(program)
+        text = ptx.decode() if isinstance(ptx, bytes) else ptx
+        inexact = sorted(set(_INEXACT.findall(text)))
+        if inexact:
+            raise RuntimeError(
+                f"the update kernels compiled for {architecture} hold {', '.join(inexact)}, which rounds otherwise "
+                f"than the CPU; compile with {' '.join(FLAGS)}"
+            )
+        return Compiled(text, nvrtc.getCUBIN(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def cupy_nvrtc() -> Nvrtc:
+    """Return cupy's NVRTC.
+
+    Raises:
+        MissingDependencyError: cupy is not installed.
+    """
+    try:
+        from cupy.cuda import nvrtc
+    except ImportError as missing:
+        needed_by = "the optimizer's updates on a GPU"
+        raise MissingDependencyError(needed_by=needed_by, package="cupy", extra="cuda") from missing
+    found: Nvrtc = nvrtc
+    return found

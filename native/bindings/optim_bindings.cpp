@@ -1,0 +1,124 @@
+#include "optim_bindings.hpp"
+
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <span>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "infinity_optim/engine.hpp"
+#include "infinity_optim/sources.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace infinity_optim;  // NOLINT: this file is about nothing else
+
+// Name, numpy's format and offset of each field of a Segment.
+std::vector<std::tuple<std::string, std::string, std::size_t>> segment_fields() {
+    return {
+        {"numel", "u8", offsetof(Segment, numel)},
+        {"first_element", "u8", offsetof(Segment, first_element)},
+        {"key", "u8", offsetof(Segment, key)},
+        {"gradient", "u8", offsetof(Segment, gradient)},
+        {"master", "u8", offsetof(Segment, master)},
+        {"remainder", "u8", offsetof(Segment, remainder)},
+        {"parameter", "u8", offsetof(Segment, parameter)},
+        {"states", "3u8", offsetof(Segment, states)},
+        {"rule", "u4", offsetof(Segment, rule)},
+        {"gradient_format", "u4", offsetof(Segment, gradient_format)},
+        {"parameter_format", "u4", offsetof(Segment, parameter_format)},
+        {"state_format", "u4", offsetof(Segment, state_format)},
+        {"flags", "u4", offsetof(Segment, flags)},
+        {"gradient_factor", "f4", offsetof(Segment, gradient_factor)},
+        {"weight_decay", "f4", offsetof(Segment, weight_decay)},
+        {"decay", "f4", offsetof(Segment, decay)},
+        {"step", "f4", offsetof(Segment, step)},
+        {"keep1", "f4", offsetof(Segment, keep1)},
+        {"take1", "f4", offsetof(Segment, take1)},
+        {"keep2", "f4", offsetof(Segment, keep2)},
+        {"take2", "f4", offsetof(Segment, take2)},
+        {"root", "f4", offsetof(Segment, root)},
+        {"eps", "f4", offsetof(Segment, eps)},
+    };
+}
+
+std::vector<Segment> segments_in(const py::buffer& records) {
+    const py::buffer_info info = records.request();
+    const auto nbytes = static_cast<std::size_t>(info.size * info.itemsize);
+    if (info.ndim != 1 || (info.size > 0 && info.strides[0] != info.itemsize) ||
+        nbytes % sizeof(Segment) != 0) {
+        throw py::value_error("segments are one contiguous row of records of " +
+                              std::to_string(sizeof(Segment)) + " bytes");
+    }
+    std::vector<Segment> segments(nbytes / sizeof(Segment));
+    if (nbytes > 0) std::memcpy(segments.data(), info.ptr, nbytes);
+    return segments;
+}
+
+// A list of doubles goes to Python as the bytes of an array.
+template <class Fill>
+py::bytearray doubles(u64 count, const Fill& fill) {
+    std::vector<double> values(count);
+    {
+        const py::gil_scoped_release released;
+        fill(std::span<double>(values));
+    }
+    return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double)};
+}
+
+}  // namespace
+
+void bind_optim(py::module_& module) {
+    using Released = py::call_guard<py::gil_scoped_release>;
+
+    py::class_<ThreadPool>(module, "ThreadPool")
+        .def(py::init([](const std::vector<int>& cores) { return std::make_unique<ThreadPool>(cores); }),
+             py::arg("cores"), Released())
+        .def("__len__", &ThreadPool::size);
+
+    module.attr("SEGMENT_NBYTES") = sizeof(Segment);
+    module.attr("NORM_BLOCK") = norm_block;
+    module.def("segment_fields", &segment_fields);
+    module.def("sources", &sources);
+    module.def("homes", &homes);
+    module.def(
+        "update",
+        [](const py::buffer& segments, ThreadPool& pool, const std::string& home) {
+            const std::vector<Segment> copied = segments_in(segments);
+            const py::gil_scoped_release released;
+            update(copied, pool, kernels_of(home));
+        },
+        py::arg("segments"), py::arg("pool"), py::arg("home"));
+    module.def(
+        "sweep",
+        [](const py::buffer& segments, ThreadPool& pool, const std::string& home) {
+            const std::vector<Segment> copied = segments_in(segments);
+            const py::gil_scoped_release released;
+            sweep(copied, pool, kernels_of(home));
+        },
+        py::arg("segments"), py::arg("pool"), py::arg("home"));
+    module.def(
+        "block_sums",
+        [](u64 gradient, u32 format, u64 numel, ThreadPool& pool, const std::string& home) {
+            return doubles(block_count(numel), [&](std::span<double> sums) {
+                block_sums({gradient, static_cast<Format>(format), numel}, sums, pool, kernels_of(home));
+            });
+        },
+        py::arg("gradient"), py::arg("format"), py::arg("numel"), py::arg("pool"), py::arg("home"));
+    module.def(
+        "accumulate",
+        [](u64 into, u64 gradient, u32 format, u64 numel, bool begins, ThreadPool& pool,
+           const std::string& home) {
+            return doubles(block_count(numel), [&](std::span<double> sums) {
+                accumulate(into, {gradient, static_cast<Format>(format), numel},
+                           begins ? Sum::begins : Sum::goes_on, sums, pool, kernels_of(home));
+            });
+        },
+        py::arg("into"), py::arg("gradient"), py::arg("format"), py::arg("numel"), py::arg("begins"),
+        py::arg("pool"), py::arg("home"));
+    module.def("tree_sum", [](std::vector<double> sums) { return tree_sum(sums); }, py::arg("sums"));
+}

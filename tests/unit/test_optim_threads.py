@@ -1,0 +1,79 @@
+"""The threads of the update kernels: where they run, how many are worth their core, what is refused."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from infinity_engine import _native
+from infinity_engine.errors import ConfigError
+from infinity_engine.optim import AdamW, FloatFormat, HostKernels, UpdateThreads, bandwidth_by_threads, knee
+from support.optim import Model, threads
+
+
+def test_threads_run_on_the_cores_given() -> None:
+    core = min(os.sched_getaffinity(0))
+    before = set(os.listdir("/proc/self/task"))
+
+    pool = UpdateThreads([core, core])
+
+    started = set(os.listdir("/proc/self/task")) - before
+    assert len(pool) == len(started) == 2
+    assert all(os.sched_getaffinity(int(task)) == {core} for task in started)
+
+
+def test_a_core_that_is_not_there_is_refused_with_its_number() -> None:
+    with pytest.raises(ConfigError, match="core 99999"):
+        UpdateThreads([99999])
+    with pytest.raises(ConfigError, match="at least one core"):
+        UpdateThreads([])
+
+
+def test_threads_that_wait_use_no_time() -> None:
+    pool = threads(4)
+    started = time.process_time()
+    time.sleep(0.3)
+
+    assert time.process_time() - started < 0.1
+    assert len(pool) == 4
+
+
+def test_other_python_threads_run_during_an_update() -> None:
+    model = Model(AdamW(), np.ones(1_000_000, np.float32))
+    gradient = np.ones(1_000_000, np.float32)
+    kernels = HostKernels(threads(1), home="scalar")
+    counted, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            counted[0] += 1
+
+    beside = threading.Thread(target=count)
+    beside.start()
+    before = counted[0]
+    model.step(kernels, gradient, FloatFormat.FP32)
+    after = counted[0]
+    stop.set()
+    beside.join()
+
+    assert after - before > 100
+
+
+def test_the_knee_is_the_fewest_threads_that_reach_nearly_the_best_rate() -> None:
+    assert knee({1: 10.0, 2: 19.1, 3: 20.0, 4: 19.5}) == 2
+    assert knee({1: 20.0, 2: 10.0}) == 1
+    with pytest.raises(ConfigError, match="rates"):
+        knee({})
+
+
+def test_a_rate_is_measured_for_each_number_of_threads() -> None:
+    core = min(os.sched_getaffinity(0))
+
+    rates = bandwidth_by_threads([core, core], home=_native.homes()[-1], numel=100_000, rounds=1)
+
+    assert set(rates) == {1, 2}
+    assert all(rate > 0 for rate in rates.values())
