@@ -76,6 +76,7 @@ def soak(made: Tiers, seconds: float, *, least_moved: int, seed: int) -> Soaked:
             result.resident.append((elapsed, memory.now_bytes()))
     for _, transfer in under_way:
         transfer.wait()
+    make_room(made, records, [], chance)
     for record in records:
         made.mover.move(record, Tier.NVME).result()
         made.mover.load(record).result()

@@ -120,9 +120,9 @@ def test_a_missing_fio_is_unavailable_and_says_how_to_install_it(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    name, measure = VS_FIO.best_of_fio([JOB], 1)
+    name, block, measure = VS_FIO.best_of_fio([JOB], 1)
 
-    assert name == "fio"
+    assert (name, block) == ("fio", MIB)
     with pytest.raises(bench.UnavailableError, match="apt install fio"):
         measure()
 

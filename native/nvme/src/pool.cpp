@@ -25,11 +25,14 @@ PoolExhausted::PoolExhausted(std::size_t asked_bytes, std::size_t free_bytes, st
       largest(largest_bytes),
       capacity(capacity_bytes) {}
 
-Block::Block(std::shared_ptr<Pool> pool, std::size_t offset, std::size_t nbytes)
-    : pool_(std::move(pool)), offset_(offset), nbytes_(nbytes), data_(pool_->mapping_->data() + offset) {}
+Block::Block(std::shared_ptr<Pool> pool, Pieces::node_type piece, std::size_t nbytes)
+    : pool_(std::move(pool)),
+      piece_(std::move(piece)),
+      nbytes_(nbytes),
+      data_(pool_->mapping_->data() + piece_.key()) {}
 
 Block::~Block() {
-    pool_->give_back(offset_, nbytes_);
+    pool_->give_back(std::move(piece_));
 }
 
 std::shared_ptr<Pool> Pool::make(std::size_t nbytes, std::optional<unsigned> numa_node) {
@@ -60,60 +63,68 @@ bool Pool::pinned() const {
 // Best fit: the smallest piece that holds it, so that large ones stay whole.
 std::shared_ptr<Block> Pool::take(std::size_t nbytes) {
     if (nbytes == 0) throw std::invalid_argument("a buffer holds at least 1 byte, asked: 0");
+    const std::lock_guard lock(mutex_);
+    std::size_t best = ~std::size_t{0};
     std::size_t offset = 0;
-    {
-        const std::lock_guard lock(mutex_);
-        std::size_t best = ~std::size_t{0};
-        for (const auto& [at, length] : free_) {
-            if (length >= nbytes && length < best) {
-                best = length;
-                offset = at;
-            }
+    for (const auto& [at, length] : free_) {
+        if (length >= nbytes && length < best) {
+            best = length;
+            offset = at;
         }
-        if (best == ~std::size_t{0}) {
-            throw PoolExhausted(nbytes, free_bytes_, largest_locked(), capacity());
-        }
-        cut_locked(offset, offset, round_up(nbytes));
     }
-    return std::make_shared<Block>(shared_from_this(), offset, nbytes);
+    if (best == ~std::size_t{0}) throw PoolExhausted(nbytes, free_bytes_, largest_locked(), capacity());
+    return cut_locked(offset, offset, nbytes);
 }
 
 std::shared_ptr<Block> Pool::take_at(std::size_t offset, std::size_t nbytes) {
     if (nbytes == 0 || offset % granularity != 0 || offset > capacity() || nbytes > capacity() - offset) {
-        throw std::invalid_argument(
-            "a buffer's place is 1 byte or more from a multiple of " + std::to_string(granularity) +
-            " on, within the pool's " + std::to_string(capacity()) + " bytes; asked: " + std::to_string(nbytes) +
-            " at " + std::to_string(offset));
+        throw std::invalid_argument("a buffer's place is 1 byte or more from a multiple of " +
+                                    std::to_string(granularity) + " on, within the pool's " +
+                                    std::to_string(capacity()) + " bytes; asked: " + std::to_string(nbytes) +
+                                    " at " + std::to_string(offset));
     }
-    {
-        const std::lock_guard lock(mutex_);
-        const auto after = free_.upper_bound(offset);
-        const auto piece = after == free_.begin() ? free_.end() : std::prev(after);
-        if (piece == free_.end() || piece->first + piece->second < offset + nbytes) {
-            throw PoolExhausted(nbytes, free_bytes_, largest_locked(), capacity());
-        }
-        cut_locked(piece->first, offset, round_up(nbytes));
+    const std::lock_guard lock(mutex_);
+    const auto after = free_.upper_bound(offset);
+    const auto piece = after == free_.begin() ? free_.end() : std::prev(after);
+    if (piece == free_.end() || piece->first + piece->second < offset + nbytes) {
+        throw PoolExhausted(nbytes, free_bytes_, largest_locked(), capacity());
     }
-    return std::make_shared<Block>(shared_from_this(), offset, nbytes);
+    return cut_locked(piece->first, offset, nbytes);
 }
 
-// Takes `nbytes` at `offset` out of the free piece that begins at `piece`.
-void Pool::cut_locked(std::size_t piece, std::size_t offset, std::size_t nbytes) {
+// Takes `nbytes` at `offset` out of the free piece that begins at `piece`. Where memory for the bookkeeping
+// lacks, nothing is taken.
+std::shared_ptr<Block> Pool::cut_locked(std::size_t piece, std::size_t offset, std::size_t nbytes) {
+    Pieces made;
+    made.emplace(offset, round_up(nbytes));
+    Pieces::node_type taken = made.extract(made.begin());
+    const std::size_t behind = offset + taken.mapped();
     const std::size_t end = piece + free_.at(piece);
-    if (offset + nbytes < end) free_.emplace(offset + nbytes, end - offset - nbytes);
+    if (behind < end) free_.emplace(behind, end - behind);
     if (piece < offset) {
         free_.at(piece) = offset - piece;
     } else {
         free_.erase(piece);
     }
-    free_bytes_ -= nbytes;
-    peak_ = std::max(peak_, capacity() - free_bytes_);
+    free_bytes_ -= taken.mapped();
+    try {
+        std::shared_ptr<Block> block = std::make_shared<Block>(shared_from_this(), std::move(taken), nbytes);
+        peak_ = std::max(peak_, capacity() - free_bytes_);
+        return block;
+    } catch (const std::bad_alloc&) {
+        put_locked(std::move(taken));
+        throw;
+    }
 }
 
-void Pool::give_back(std::size_t offset, std::size_t nbytes) noexcept {
+void Pool::give_back(Pieces::node_type piece) noexcept {
     const std::lock_guard lock(mutex_);
-    auto place = free_.emplace(offset, round_up(nbytes)).first;
-    free_bytes_ += place->second;
+    put_locked(std::move(piece));
+}
+
+void Pool::put_locked(Pieces::node_type piece) noexcept {
+    free_bytes_ += piece.mapped();
+    auto place = free_.insert(std::move(piece)).position;
     if (const auto next = std::next(place);
         next != free_.end() && place->first + place->second == next->first) {
         place->second += next->second;

@@ -23,9 +23,13 @@ class PoolExhausted : public std::runtime_error {
 
 class Pool;
 
+// The pieces of a run of memory: offset -> bytes.
+using Pieces = std::map<std::size_t, std::size_t>;
+
 class Block {
   public:
-    Block(std::shared_ptr<Pool> pool, std::size_t offset, std::size_t nbytes);
+    // `piece` is what goes back in the end, so that giving back needs no memory.
+    Block(std::shared_ptr<Pool> pool, Pieces::node_type piece, std::size_t nbytes);
     ~Block();
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
@@ -35,7 +39,7 @@ class Block {
 
   private:
     std::shared_ptr<Pool> pool_;
-    std::size_t offset_;
+    Pieces::node_type piece_;
     std::size_t nbytes_;
     std::byte* data_;
 };
@@ -51,8 +55,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
     // Throws PoolExhausted; std::invalid_argument for 0 bytes.
     [[nodiscard]] std::shared_ptr<Block> take(std::size_t nbytes);
 
-    // The piece at `offset`, where whoever planned the pool's use put it. Throws PoolExhausted where some of it
-    // is held; std::invalid_argument for 0 bytes, an offset within a page, or what is not in the pool.
+    // The piece at `offset`, where whoever planned the pool's use put it. Throws PoolExhausted where some of
+    // it is held; std::invalid_argument for 0 bytes, an offset within a page, or what is not in the pool.
     [[nodiscard]] std::shared_ptr<Block> take_at(std::size_t offset, std::size_t nbytes);
 
     // Page-locks all of it for CUDA, so that copies to and from a GPU need no staging. Once; throws
@@ -70,14 +74,16 @@ class Pool : public std::enable_shared_from_this<Pool> {
   private:
     friend class Block;
     Pool(std::size_t nbytes, std::optional<unsigned> numa_node);
-    void cut_locked(std::size_t piece, std::size_t offset, std::size_t nbytes);
-    void give_back(std::size_t offset, std::size_t nbytes) noexcept;
+    [[nodiscard]] std::shared_ptr<Block> cut_locked(std::size_t piece, std::size_t offset,
+                                                    std::size_t nbytes);
+    void give_back(Pieces::node_type piece) noexcept;
+    void put_locked(Pieces::node_type piece) noexcept;
     [[nodiscard]] std::size_t largest_locked() const;
 
     std::shared_ptr<Mapping> mapping_;
     std::vector<std::shared_ptr<Arena>> arenas_;
     mutable std::mutex mutex_;
-    std::map<std::size_t, std::size_t> free_;  // offset -> bytes, never adjacent
+    Pieces free_;  // never adjacent
     std::size_t free_bytes_ = 0;
     std::size_t peak_ = 0;
     bool pinned_ = false;
