@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import mmap
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -270,14 +271,16 @@ def _torch_dtype(code: str, torch: Any) -> Any:
 
 
 def _pages(nbytes: int) -> np.ndarray[Any, Any]:
-    """Return new bytes that begin with a page, if they fill one."""
+    """Return new bytes that begin with a page, if they fill one.
+
+    In pages of the system's choice, where np.empty asks for huge ones: a virtual machine that gives free memory back to
+    its host pays for each of these anew. Measured on one: 0.2 to 0.4 GiB/s to touch them, 1.3 with ordinary pages.
+    """
     import numpy as np
 
     if nbytes < PAGE:
         return np.empty(nbytes, np.uint8)
-    room = np.empty(nbytes + PAGE - 1, np.uint8)
-    start = -room.ctypes.data % PAGE
-    pages = room[start : start + nbytes]
+    pages = np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     pages[::PAGE] = 0  # the kernel makes them now, and not in the thread that drives the ring
     return pages
 

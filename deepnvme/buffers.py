@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepnvme import _native
 
 __all__ = ["Memory", "memory_of", "not_contiguous", "refuse_unless_plain"]
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """One contiguous piece of host memory, valid as long as `holder` lives."""
 
     address: int

@@ -115,7 +115,7 @@ class TensorIO:
         for (index, tensor), extent in zip(group, extents, strict=True):
             sums = self._copy(staging.part(at, extent.nbytes), tensor.gathered().memory)
             records[index] = Record(tensor.code, tensor.shape, (extent,), sums)
-            at += whole_pages(extent.nbytes)
+            at += extent.end - extent.offset
         for start, stretch in _joined(extents):
             self._store((stretch,), staging.part(start, stretch.nbytes), batch)
         return records
