@@ -273,9 +273,7 @@ class EngineConfig(_Settings):
     )
     rates: Rates | None = field(
         default=None,
-        metadata=_about(
-            _or_none(_rates()), "what this machine can do, where a strategy asks; None: nothing is known"
-        ),
+        metadata=_about(_or_none(_rates()), "what this machine can do, where a strategy asks; None: nothing is known"),
     )
     update_threads: int | None = field(
         default=None,

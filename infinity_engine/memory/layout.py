@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "Request", "layout"]
 
 _MOST_ROUNDS = 12
-_MOST_PLACEMENTS = 300_000  # some seconds; a search that reaches the bound ends long before
+# How many buffers are looked at while others are placed, in all rounds: a second or two of them. The first round is
+# whole. Placing one costs, by itself, what looking at so many does. Most searches end long before.
+_MOST_LOOKS = 200_000_000
+_PLACING = 2000
 _SHORT = 64  # a buffer that lives for at most this part of the steps is looked up by its first one
 
 
@@ -130,6 +133,11 @@ class _Buffers:
         self._short_begin = (count + np.searchsorted(short_begins, self.begins - longest)).tolist()
         self._short_end = (count + np.searchsorted(short_begins, self.ends)).tolist()
 
+    def looks(self) -> int:
+        """Return what one packing costs."""
+        windows = zip(self._long_end, self._short_begin, self._short_end, strict=True)
+        return sum(_PLACING + long + end - begin for long, begin, end in windows)
+
     def peak(self, sizes: Sequence[int] | NDArray[np.int64]) -> int:
         """Return the largest sum of those of `sizes` that are live at one time."""
         change = np.zeros(int(self.ends.max(initial=0)) + 1, np.int64)
@@ -202,7 +210,7 @@ def _search(buffers: _Buffers) -> NDArray[np.int64]:
     )
     bound = buffers.peak(sizes)
     best, best_top = np.zeros(0, np.int64), None
-    most_rounds = _MOST_PLACEMENTS // (len(attempts) * max(len(sizes), 1))
+    most_rounds = _MOST_LOOKS // (len(attempts) * max(buffers.looks(), 1))
     for _ in range(min(max(most_rounds, 1), _MOST_ROUNDS)):
         for attempt in attempts:
             offsets = buffers.pack(attempt.order, attempt.fit)

@@ -2,12 +2,19 @@
 
 A buffer goes back when its lease is closed, the events attached to it have passed, and no view of it is left. Nobody
 waits in `close`: who needs memory and finds none waits for the oldest of those events.
+
+[Note: what the collector may do] It runs `Lease.__del__` and the ends of views wherever something is allocated, also in
+the middle of what a pool or the ledger does under its lock. So these take no lock: they only add to a deque or take out
+of a set, each of which is one step, and who next holds the lock does the rest.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 import threading
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -91,17 +98,22 @@ class Lease:
     def tensor(self, dtype: torch.dtype, shape: Sequence[int] | None = None, *, offset: int = 0) -> torch.Tensor:
         """Return a view of its bytes from `offset` on: of `shape`, or flat and of all that are left.
 
-        The memory stays while the view is there, also when the lease is closed; nothing says whose bytes it then has.
+        A view is good until the lease is closed. In the host's own memory, the bytes stay and count as held for as long
+        as one is left, but nothing says whose they are by then. Those of a device go back to it, and the view is dead.
         """
         left = self.nbytes - offset
         if shape is None:
-            shape = (left // dtype.itemsize,)
-        wanted = dtype.itemsize
-        for length in shape:
-            wanted *= length
-        if offset < 0 or wanted > left:
+            shape = (max(left, 0) // dtype.itemsize,)
+        wanted = dtype.itemsize * math.prod(shape)
+        if min(shape, default=0) < 0 or offset < 0 or wanted > left:
             raise ValueError(
-                f"the lease of {self.holder} has {self.nbytes} B: a view of {wanted} B at offset {offset} is not in it"
+                f"the lease of {self.holder} has {self.nbytes} B: a view of {wanted} B at offset {offset} is not in it "
+                f"(shape {tuple(shape)} of {dtype})"
+            )
+        if offset % dtype.itemsize:
+            raise ValueError(
+                f"the lease of {self.holder}: expected an offset that is a multiple of {dtype.itemsize} B for {dtype}, "
+                f"got {offset}"
             )
         return self.backing.tensor(dtype, shape, offset)
 
@@ -130,9 +142,10 @@ class Lease:
 
     def close(self) -> None:
         """Give the buffer up; it goes back when its events have passed. Does not wait. Again: does nothing."""
-        backing, self._backing = self._backing, None
-        if backing is not None:
-            self._lessor._take_back(self, backing, self._events)
+        if self._backing is not None:
+            self._lessor._take_back(self, self._backing, self._events)
+            self._backing = None
+            self._events = []
 
     def __enter__(self) -> Lease:
         """Return itself."""
@@ -143,9 +156,9 @@ class Lease:
         self.close()
 
     def __del__(self) -> None:
-        # Not there when __init__ failed.
-        if getattr(self, "_backing", None) is not None:
-            self.close()
+        backing = getattr(self, "_backing", None)  # not there when __init__ failed
+        if backing is not None:
+            self._lessor._dropped.append((backing, self._events))  # [Note: what the collector may do]
             warnings.warn(
                 f"the lease of {self.holder} ({self.nbytes} B) was dropped without being closed",
                 ResourceWarning,
@@ -159,12 +172,17 @@ class Lease:
         return f"Lease({self.holder}: {self.nbytes} B, {state})"
 
 
-@dataclass(slots=True)
-class _Closing:
-    """A closed lease's buffer, with what it waits for."""
+@dataclass(slots=True, eq=False)
+class _Given:
+    """A buffer that was given out, and what it waits for once its lease is closed."""
 
     backing: Backing
-    events: Sequence[Event]
+    holder: str
+    nbytes: int
+    events: Sequence[Event] = ()
+
+    def wait_for(self, events: Sequence[Event]) -> None:
+        self.events = events
 
     def passed(self) -> bool:
         return all(event.done() for event in self.events)
@@ -173,6 +191,7 @@ class _Closing:
         for event in self.events:
             with suppress(Exception):  # what failed belongs to whoever started it; the buffer is free all the same
                 event.wait()
+        self.events = ()
 
 
 class Lessor(ABC):
@@ -182,89 +201,157 @@ class Lessor(ABC):
         self.reservation = reservation
         self._tier = tier
         self._lock = threading.RLock()
-        self._open: dict[int, tuple[str, int]] = {}  # by the lease's id: not the lease, which may then be dropped
-        self._closing: deque[_Closing] = deque()
+        self._open: dict[int, _Given] = {}  # by the backing's id: not the lease, which may then be dropped
+        self._closing: deque[_Given] = deque()  # oldest first
+        self._views: set[_Given] = set()  # what went back but for views that somebody still has
+        self._dropped: deque[tuple[Backing, Sequence[Event]]] = deque()  # of leases that nobody closed
         self._waits = 0
-        self._closed = False
+        self._ending = self._closed = False
 
-    def _lease(self, nbytes: int, holder: str, take: Callable[[], Backing | None]) -> Lease:
-        """Return a lease of what `take` gives; it gives None while there is no room."""
-        waits_for: _Closing | None = None
+    def _lease(
+        self,
+        nbytes: int,
+        holder: str,
+        *,
+        take: Callable[[], Backing | None],
+        in_the_way: Callable[[Backing], bool],
+        refusal: Callable[[], CapacityError],
+    ) -> Lease:
+        """Return a lease of what `take` gives; it gives None while there is no room.
+
+        Then waits for the oldest of those closed leases that are `in_the_way`; raises `refusal` where there is none.
+        """
         while True:
-            if waits_for is not None:
-                waits_for.wait()  # without the lock: what it waits for may have to close leases
             with self._lock:
-                if waits_for is not None:
-                    self._drop(waits_for.backing)
-                self._check_open(nbytes, holder)
-                self._settle()
+                if self._ending:
+                    raise RuntimeError(f"{self.reservation.holder} is closed: {holder} cannot have {nbytes} B of it")
+                self._catch_up()
+                # The others are looked at when there is no room: there may be thousands.
+                while self._closing and self._closing[0].passed():
+                    self._let_go(self._closing.popleft())
                 backing = take()
+                if backing is None and self._settle():
+                    backing = take()
                 if backing is not None:
-                    lease = Lease(self, backing, tier=self._tier, nbytes=nbytes, holder=holder)
-                    self._open[id(lease)] = (holder, nbytes)
-                    return lease
-                if not self._closing:
-                    raise self._refusal(nbytes, holder)
-                waits_for = self._closing.popleft()
+                    self._open[id(backing)] = _Given(backing, holder, nbytes)
+                    return Lease(self, backing, tier=self._tier, nbytes=nbytes, holder=holder)
+                oldest = next((given for given in self._closing if in_the_way(given.backing)), None)
+                if oldest is None:
+                    raise refusal()
                 self._waits += 1
+            # Without the lock, as what it waits for may have to close leases. It stays where it is meanwhile: whoever
+            # looks first gives it back, also when this wait is interrupted.
+            oldest.wait()
 
-    def _check_open(self, nbytes: int, holder: str) -> None:
-        if self._closed:
-            raise RuntimeError(f"{self.reservation.holder} is closed: {holder} cannot have {nbytes} B of it")
-
-    def _take_back(self, lease: Lease, backing: Backing, events: Sequence[Event]) -> None:
+    def _take_back(self, _lease: Lease, backing: Backing, events: Sequence[Event]) -> None:
         with self._lock:
-            del self._open[id(lease)]
-            closing = _Closing(backing, events)
-            if events and not closing.passed():
-                self._closing.append(closing)
-            else:
-                self._drop(backing)
+            self._end(backing, events)
+            self._catch_up()
 
-    def _settle(self) -> None:
-        """Give back every buffer whose events have passed."""
-        for _ in range(len(self._closing)):
-            closing = self._closing.popleft()
-            if closing.passed():
-                self._drop(closing.backing)
+    def _end(self, backing: Backing, events: Sequence[Event]) -> None:
+        """Let a buffer go back, now or when its events have passed. Again: does nothing."""
+        given = self._open.get(id(backing))
+        if given is None:
+            return
+        given.wait_for(events)
+        waits = given.nbytes and not given.passed()
+        del self._open[id(backing)]
+        if waits:
+            self._closing.append(given)
+        else:
+            self._let_go(given)
+
+    def _catch_up(self) -> None:
+        """End the leases that were dropped."""
+        while self._dropped:
+            self._end(*self._dropped.popleft())
+
+    def _settle(self) -> bool:
+        """Give back every buffer whose events have passed; tell whether there was one."""
+        before = len(self._closing)
+        for _ in range(before):
+            if self._closing[0].passed():
+                self._let_go(self._closing.popleft())
             else:
-                self._closing.append(closing)
+                self._closing.rotate(-1)
+        return len(self._closing) < before
+
+    def _let_go(self, given: _Given) -> None:
+        """Give the memory back; it counts as held until the last view of it is gone, which may be at once."""
+        given.wait_for(())  # events may have views of it
+        memory = self._memory(given.backing)
+        if memory is not None:
+            self._views.add(given)
+            weakref.finalize(memory, self._view_gone, given)
+        self._free(given.backing)
+        if memory is None:
+            self._uncount(given.nbytes)
+
+    def _view_gone(self, given: _Given) -> None:
+        # [Note: what the collector may do]
+        self._views.discard(given)
+        self._uncount(given.nbytes)
 
     def settle(self) -> None:
         """Give back the buffers of closed leases whose events have passed."""
         with self._lock:
+            self._catch_up()
             self._settle()
 
     def close(self) -> None:
-        """Wait for the events of closed leases and give all memory back. Again: does nothing.
+        """Wait for the events of closed leases and give all memory back. Again: does nothing, or what was left to do.
 
         Raises:
-            RuntimeError: leases are open; names their holders. All else is done.
+            RuntimeError: leases are open, or views of closed ones are left; names their holders. All else is done, and
+                their memory counts as held until they are gone.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            while self._closing:
-                closing = self._closing.popleft()
-                closing.wait()
-                self._drop(closing.backing)
-            leaks = list(self._open.values())
-            self._shut_down()
-        if leaks:
-            named = ", ".join(f"{holder} ({nbytes} B)" for holder, nbytes in leaks[:5])
-            more = f" and {len(leaks) - 5} others" if len(leaks) > 5 else ""
+        while True:
+            with self._lock:
+                self._ending = True  # nobody takes what is being given back
+                self._catch_up()
+                self._settle()
+                if not self._closing:
+                    if self._closed:
+                        return
+                    self._shut_down()
+                    self._closed = True
+                    left = self._left()
+                    break
+                oldest = self._closing[0]
+            oldest.wait()  # without the lock, as in `_lease`
+        if left and self._views:
+            gc.collect()  # the frames of an error that was handled often have the last views, in a cycle
+            with self._lock:
+                left = self._left()
+        if left:
             raise RuntimeError(
-                f"{self.reservation.holder} was closed with {len(leaks)} leases open: {named}{more}; "
-                "close leases before what they are of"
+                f"{self.reservation.holder} was closed with {' and '.join(left)}; "
+                "close leases, and drop the views of them, before what they are of"
             )
 
+    def _left(self) -> list[str]:
+        """Say what is still in use, and whose it is."""
+        views = self._views.copy()
+        kinds = (("leases open", list(self._open.values())), ("closed leases of which views are left", [*views]))
+        said = []
+        for kind, those in kinds:
+            named = ", ".join(f"{given.holder} ({given.nbytes} B)" for given in those[:5])
+            more = f" and {len(those) - 5} others" if len(those) > 5 else ""
+            if those:
+                said.append(f"{len(those)} {kind}: {named}{more}")
+        return said
+
+    def _in_use(self) -> list[tuple[str, _Given]]:
+        """Return what leases and views hold, with what each is called."""
+        viewed = [(f"a view of {given.holder}", given) for given in self._views.copy()]
+        return [(given.holder, given) for given in list(self._open.values())] + viewed
+
     def _refusal(self, nbytes: int, holder: str) -> CapacityError:
-        held: dict[str, int] = {}
-        for name, each in self._open.values():
-            held[name] = held.get(name, 0) + each
         limit = self.reservation.nbytes
         free = self._free_bytes()
+        holders: dict[str, int] = {}
+        for name, given in self._in_use():
+            holders[name] = holders.get(name, 0) + given.nbytes
         reason = f"{holder} asked for {nbytes} B"
         if free >= nbytes:
             reason += f", which no free piece of the {free} B has: plan the buffers that live long"
@@ -273,13 +360,21 @@ class Lessor(ABC):
             asked=nbytes,
             free=free,
             limit=limit,
-            holders=tuple(held.items()),
+            holders=tuple(holders.items()),
             change=f"{reason}; close leases earlier, or reserve more for {self.reservation.holder}",
         )
 
     @abstractmethod
-    def _drop(self, backing: Backing) -> None:
-        """Give the memory back."""
+    def _memory(self, backing: Backing) -> object | None:
+        """Return what lives until the last view of the memory is gone; None where views do not keep it."""
+
+    @abstractmethod
+    def _free(self, backing: Backing) -> None:
+        """Let go of the memory; there may be none, of no bytes."""
+
+    @abstractmethod
+    def _uncount(self, nbytes: int) -> None:
+        """Note that a buffer of so many bytes is no longer held. Takes no lock: [Note: what the collector may do]."""
 
     @abstractmethod
     def _free_bytes(self) -> int:
@@ -287,4 +382,4 @@ class Lessor(ABC):
 
     @abstractmethod
     def _shut_down(self) -> None:
-        """Let go of everything; what open leases and views hold stays until they go."""
+        """Let go of everything; what open leases and views hold stays until they go. Again: goes on."""

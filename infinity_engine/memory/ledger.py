@@ -1,13 +1,16 @@
 """`Ledger`: the limit of each tier, and who was promised what of it. The only place where limits are compared.
 
 Takes no memory itself: pools and swap files hold bytes within their `Reservation`, taken when things are planned, so
-that what does not fit is refused before anything moves. Any thread may call.
+that what does not fit is refused before anything moves. Any thread may call; from where no lock may be waited for, as
+the garbage collector may call in the middle of everything, there is `Reservation.release_soon`.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from infinity_engine.errors import CapacityError, ConfigError
@@ -61,17 +64,34 @@ class _Account:
         return tuple(sorted(each, key=lambda holder: holder[1], reverse=True))
 
 
+class _Books:
+    """The lock of all accounts of a ledger, and what is to be taken off before anybody looks at them."""
+
+    def __init__(self) -> None:
+        self.late: deque[tuple[Reservation, int]] = deque()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Keep all others out; what was released late is counted first."""
+        with self._lock:
+            while self.late:
+                reservation, nbytes = self.late.popleft()
+                reservation._take_off(nbytes)
+            yield
+
+
 class Reservation:
     """Bytes of one tier that are promised to `holder`, who holds within them. Made by `Ledger.reserve`.
 
     A context manager. Closing it gives the promise back; what it held must have gone before.
     """
 
-    def __init__(self, account: _Account, lock: threading.Lock, nbytes: int, holder: str) -> None:
+    def __init__(self, account: _Account, books: _Books, nbytes: int, holder: str) -> None:
         self.holder = holder
         self.nbytes = nbytes
         self._account = account
-        self._lock = lock
+        self._books = books
         self._held = self._peak = 0
         self._closed = False
 
@@ -83,7 +103,8 @@ class Reservation:
     @property
     def held(self) -> int:
         """Bytes that are in use."""
-        return self._held
+        with self._books.open():
+            return self._held
 
     @property
     def peak(self) -> int:
@@ -96,7 +117,8 @@ class Reservation:
         Raises:
             CapacityError: they are more than is left of what was promised.
         """
-        with self._lock:
+        self._check(nbytes, "held")
+        with self._books.open():
             if self._closed:
                 raise RuntimeError(f"the reservation of {self.holder} is closed: nothing can be held within it")
             if self._held + nbytes > self.nbytes:
@@ -115,11 +137,23 @@ class Reservation:
 
     def release(self, nbytes: int) -> None:
         """Count `nbytes` as no longer in use."""
-        with self._lock:
+        self._check(nbytes, "given back")
+        with self._books.open():
             if nbytes > self._held:
                 raise ValueError(f"{self.holder} holds {self._held} B and cannot give {nbytes} B back")
-            self._held -= nbytes
-            self._account.hold(-nbytes)
+            self._take_off(nbytes)
+
+    def release_soon(self, nbytes: int) -> None:
+        """Count `nbytes`, which must be held, as no longer in use when somebody looks next. Takes no lock."""
+        self._books.late.append((self, nbytes))
+
+    def _take_off(self, nbytes: int) -> None:
+        self._held -= nbytes
+        self._account.hold(-nbytes)
+
+    def _check(self, nbytes: int, what: str) -> None:
+        if nbytes < 0:
+            raise ConfigError(field=f"bytes {what} by {self.holder}", value=nbytes, expected="0 or more bytes")
 
     def close(self) -> None:
         """Give the promise back. Again: does nothing.
@@ -127,7 +161,7 @@ class Reservation:
         Raises:
             RuntimeError: some of it is in use.
         """
-        with self._lock:
+        with self._books.open():
             if self._closed:
                 return
             if self._held:
@@ -159,7 +193,7 @@ class Ledger:
     def __init__(self, budget: ResolvedBudget, *, device_is: Tier = Tier.DEVICE) -> None:
         if device_is is Tier.NVME:
             raise ConfigError(field="Ledger.device_is", value=device_is, expected="Tier.DEVICE or Tier.HOST")
-        self._lock = threading.Lock()
+        self._books = _Books()
         host = _Account(Tier.HOST, None, budget.host)
         device = host if device_is is Tier.HOST else _Account(Tier.DEVICE, None, budget.device)
         self._memory = {Tier.DEVICE: device, Tier.HOST: host}
@@ -175,22 +209,22 @@ class Ledger:
         if nbytes < 0:
             raise ConfigError(field=f"bytes reserved for {holder}", value=nbytes, expected="0 or more bytes")
         account = self._account(tier, directory)
-        with self._lock:
+        with self._books.open():
             if account.reserved + nbytes > account.limit:
                 raise self._refusal(account, nbytes, holder)
-            reservation = Reservation(account, self._lock, nbytes, holder)
+            reservation = Reservation(account, self._books, nbytes, holder)
             account.promise(reservation)
         return reservation
 
     def free(self, tier: Tier, *, directory: str | None = None) -> int:
         """Return the bytes that can still be reserved."""
         account = self._account(tier, directory)
-        with self._lock:
+        with self._books.open():
             return account.limit - account.reserved
 
     def usage(self) -> tuple[Usage, ...]:
         """Return the state of every account, DEVICE first; DEVICE is left out where it is HOST."""
-        with self._lock:
+        with self._books.open():
             return tuple(
                 Usage(
                     tier=account.tier,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from deepnvme import Cuda, IOQueue, Pool, PoolExhaustedError
-from infinity_engine.errors import ConfigError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Extent, Tier
@@ -83,30 +84,38 @@ class PinnedPool(Lessor):
                 value=reservation.nbytes,
                 expected=f"at least {max(planned, _PAGE)} B, which the plan's buffers take",
             )
+        if layout is not None:
+            _check_places(layout)
         self.capacity = capacity
         self._layout = layout
         self._freed = freed
-        reservation.hold(capacity)
-        try:
-            self._planned = Pool(planned, cuda=cuda, numa_node=numa_node) if planned else None
-            self._others = Pool(capacity - planned, cuda=cuda, numa_node=numa_node) if capacity > planned else None
-        except BaseException:
-            reservation.release(capacity)
-            raise
         self._queues: list[IOQueue] = []
-        self._views: dict[int, tuple[weakref.ref[memoryview], int, int]] = {}
         self._held = self._held_pages = self._peak_held = self._peak_pages = 0
+        self._gone: deque[int] = deque()  # the bytes of buffers that are no longer held and are not yet counted off
+        self._planned: _Region | None = None
+        self._others: _Region | None = None
+        try:
+            if planned:
+                self._planned = _Region(planned, reservation, cuda, numa_node)
+            if capacity > planned:
+                self._others = _Region(capacity - planned, reservation, cuda, numa_node)
+        except BaseException:
+            self._planned = None
+            raise
 
     @property
     def pinned(self) -> bool:
-        """Whether the memory is page-locked for CUDA."""
-        return all(pool.pinned for pool in self._pools())
+        """Whether the memory is page-locked for CUDA; a closed pool has none that is."""
+        pools = self._pools()
+        return bool(pools) and all(pool.pinned for pool in pools)
 
     def serve(self, queue: IOQueue) -> None:
         """Register the memory with the queue's rings, for I/O without copies and page lookups."""
+        if self._ending:
+            raise RuntimeError(f"{self.reservation.holder} is closed: it has no memory to register with a queue")
+        self._queues.append(queue)  # first: what is half registered is to be forgotten as well
         for pool in self._pools():
             queue.use_pool(pool)
-        self._queues.append(queue)
 
     def lease(self, nbytes: int, *, holder: str) -> Lease:
         """Return a buffer of `nbytes` that no plan knows of, page-aligned.
@@ -116,7 +125,13 @@ class PinnedPool(Lessor):
         """
         if nbytes < 0:
             raise ConfigError(field=f"bytes leased for {holder}", value=nbytes, expected="0 or more bytes")
-        return self._lease(nbytes, holder, lambda: self._take(nbytes))
+        return self._lease(
+            nbytes,
+            holder,
+            take=lambda: self._take(nbytes),
+            in_the_way=lambda backing: _place_of(backing) is None,
+            refusal=lambda: self._refusal(nbytes, holder),
+        )
 
     def lease_planned(self, slot: str, *, holder: str | None = None) -> Lease:
         """Return the buffer that the layout calls `slot`, waiting for the events of whoever had its place.
@@ -128,11 +143,20 @@ class PinnedPool(Lessor):
         places = {} if self._layout is None else self._layout.places
         if slot not in places:
             raise ConfigError.unknown_name(field="slot of the layout", name=slot, known=places)
-        return self._lease(places[slot].nbytes, holder or slot, lambda: self._take_at(places[slot]))
+        place = places[slot]
+        return self._lease(
+            place.nbytes,
+            holder or slot,
+            take=lambda: self._take_at(place),
+            in_the_way=lambda backing: _shared_bytes(place, backing) > 0,
+            refusal=lambda: self._refusal_of_slot(slot, place),
+        )
 
     def stats(self) -> PoolStats:
         """Return how much is held, and in which pieces the rest is."""
         with self._lock:
+            self._catch_up()
+            self._count_gone()
             return PoolStats(
                 capacity=self.capacity,
                 held=self._held,
@@ -140,20 +164,22 @@ class PinnedPool(Lessor):
                 peak_held=self._peak_held,
                 peak_pages_bytes=self._peak_pages,
                 free=self._free_bytes(),
-                largest_free=self._others.largest_free if self._others else 0,
+                largest_free=self._others.pool.largest_free if self._others else 0,
                 open_leases=len(self._open),
                 closing_leases=len(self._closing),
                 waits=self._waits,
             )
 
     def _pools(self) -> list[Pool]:
-        return [pool for pool in (self._planned, self._others) if pool is not None]
+        return [region.pool for region in (self._planned, self._others) if region is not None]
 
     def _take(self, nbytes: int) -> Backing | None:
         if not nbytes:
             return NoBytes()
+        if self._others is None:
+            return None
         try:
-            return self._piece(self._others.buffer(nbytes), nbytes) if self._others else None
+            return self._piece(self._others, self._others.pool.buffer(nbytes), None)
         except PoolExhaustedError:
             return None
 
@@ -162,54 +188,88 @@ class PinnedPool(Lessor):
             return NoBytes()
         assert self._planned is not None, "a layout with places has bytes"
         try:
-            return self._piece(self._planned.buffer_at(place.offset, place.nbytes), place.nbytes)
+            return self._piece(self._planned, self._planned.pool.buffer_at(place.offset, place.nbytes), place)
         except PoolExhaustedError:
             return None
 
-    def _piece(self, view: memoryview, nbytes: int) -> Backing:
-        pages = align_up(nbytes, _PAGE)
-        self._held += nbytes
-        self._held_pages += pages
+    def _piece(self, region: _Region, view: memoryview, place: Extent | None) -> Backing:
+        self._count_gone()
+        self._held += view.nbytes
+        self._held_pages += align_up(view.nbytes, _PAGE)
         self._peak_held = max(self._peak_held, self._held)
         self._peak_pages = max(self._peak_pages, self._held_pages)
-        # The memory is free when the last torch view of it goes, whenever that is.
-        reference = weakref.ref(view, self._gone)
-        self._views[id(reference)] = (reference, nbytes, pages)
-        return _Piece(view)
+        return _Piece(region, view, place)
 
-    def _gone(self, reference: weakref.ref[memoryview]) -> None:
-        with self._lock:
-            _, nbytes, pages = self._views.pop(id(reference))
+    def _count_gone(self) -> None:
+        while self._gone:
+            nbytes = self._gone.popleft()
             self._held -= nbytes
-            self._held_pages -= pages
+            self._held_pages -= align_up(nbytes, _PAGE)
 
-    def _drop(self, backing: Backing) -> None:
+    def _memory(self, backing: Backing) -> object | None:
+        return backing.view if isinstance(backing, _Piece) else None
+
+    def _free(self, backing: Backing) -> None:
         if isinstance(backing, _Piece):
             if self._freed is Freed.NAN:
                 backing.fill(0xFF)
             backing.let_go()
 
+    def _uncount(self, nbytes: int) -> None:
+        self._gone.append(nbytes)
+
     def _free_bytes(self) -> int:
-        return self._others.free_bytes if self._others else 0
+        return self._others.pool.free_bytes if self._others else 0
+
+    def _refusal_of_slot(self, slot: str, place: Extent) -> CapacityError:
+        there = [(name, _shared_bytes(place, given.backing)) for name, given in self._in_use()]
+        holders = tuple((name, nbytes) for name, nbytes in there if nbytes)
+        return CapacityError(
+            tier=self._tier.name,
+            asked=place.nbytes,
+            free=place.nbytes - sum(nbytes for _, nbytes in holders),
+            limit=place.nbytes,
+            holders=holders,
+            change=f"what runs is not what was planned: slot {slot!r} of the layout, bytes {place.offset} to "
+            f"{place.end} of {self.reservation.holder}, is still in use; close what is there before {slot!r} begins, "
+            "or plan with the lifetimes that there are",
+        )
 
     def _shut_down(self) -> None:
-        for queue in self._queues:
+        while self._queues:
+            queue = self._queues[-1]
             if not queue.closed:
                 for pool in self._pools():
                     queue.forget_pool(pool)
-        self._queues.clear()
+            self._queues.pop()
         self._planned = self._others = None
-        self.reservation.release(self.capacity)
+
+
+class _Region:
+    """A run of memory, held until its pool is closed and nobody has a piece of it."""
+
+    __slots__ = ("__weakref__", "pool")
+
+    def __init__(self, nbytes: int, reservation: Reservation, cuda: Cuda, numa_node: int | None) -> None:
+        reservation.hold(nbytes)
+        try:
+            self.pool = Pool(nbytes, cuda=cuda, numa_node=numa_node)
+        except BaseException:
+            reservation.release(nbytes)
+            raise
+        weakref.finalize(self, reservation.release_soon, nbytes)
 
 
 class _Piece:
     """Bytes of a pool, for as long as somebody has `view` or a tensor made of it."""
 
-    __slots__ = ("_view", "nbytes")
+    __slots__ = ("_region", "_view", "nbytes", "place")
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, region: _Region, view: memoryview, place: Extent | None) -> None:
+        self._region = region  # so that it is held for as long as this is
         self._view: memoryview | None = view
         self.nbytes = view.nbytes
+        self.place = place
 
     @property
     def view(self) -> memoryview:
@@ -231,3 +291,23 @@ class _Piece:
 
     def let_go(self) -> None:
         self._view = None
+
+
+def _place_of(backing: Backing) -> Extent | None:
+    """Return where the layout has it; None for what is not planned."""
+    return backing.place if isinstance(backing, _Piece) else None
+
+
+def _shared_bytes(place: Extent, backing: Backing) -> int:
+    other = _place_of(backing)
+    return 0 if other is None else max(min(place.end, other.end) - max(place.offset, other.offset), 0)
+
+
+def _check_places(layout: Layout) -> None:
+    for slot, place in layout.places.items():
+        if place.offset % _PAGE:
+            expected = f"a multiple of {_PAGE} B, as layout(..., alignment={_PAGE}) gives"
+            raise ConfigError(field=f"offset of {slot!r} in the layout", value=place.offset, expected=expected)
+        if place.end > layout.nbytes:
+            expected = f"an end within the layout's {layout.nbytes} B"
+            raise ConfigError(field=f"place of {slot!r} in the layout", value=place, expected=expected)

@@ -44,7 +44,7 @@ class SwapFile:
 
     `rates` are the directories' speeds beside one another, in any unit; measured where they are not given. `queue` is
     used where given and stays open; otherwise the swap file has its own. What the queue may take for itself, to copy
-    through, counts as HOST. A context manager.
+    through, counts as HOST; two swap files with one queue both count it. A context manager.
     """
 
     def __init__(
@@ -63,6 +63,12 @@ class SwapFile:
                 raise ConfigError(
                     field=f"bytes of the swap file in {directory}", value=nbytes, expected=f"at least {2 * PAGE} B"
                 )
+        if rates is not None and not sizes.keys() <= rates.keys():
+            raise ConfigError(
+                field="rates of the swap file", value=dict(rates), expected=f"a rate for each of {', '.join(sizes)}"
+            )
+        self._directories = ", ".join(sizes)
+        self._holders: dict[Place, str] = {}
         self._reservations: list[Reservation] = []
         self.queue = IOQueue() if queue is None else queue
         self._owns_queue = queue is None
@@ -71,6 +77,7 @@ class SwapFile:
             for directory, nbytes in sizes.items():
                 reservation = ledger.reserve(Tier.NVME, nbytes, holder=holder, directory=directory)
                 self._reservations.append(reservation)
+                reservation.hold(align_down(nbytes, PAGE))
             self._volume = Volume.temporary(
                 [
                     Member(
@@ -83,8 +90,6 @@ class SwapFile:
         except BaseException:
             self._give_back()
             raise
-        for reservation, capacity in zip(self._reservations[1:], self._volume.capacities, strict=True):
-            reservation.hold(capacity + PAGE)
 
     @staticmethod
     def remove_stale(directories: Iterable[str | os.PathLike[str]]) -> list[Path]:
@@ -108,19 +113,28 @@ class SwapFile:
             CapacityError: there is not so much. Nothing was taken.
         """
         try:
-            return Place(self._volume.allocate(nbytes))
+            place = Place(self._volume.allocate(nbytes))
         except VolumeFullError as full:
+            held: dict[str, int] = {}
+            for taken, name in self._holders.items():
+                held[name] = held.get(name, 0) + taken.nbytes
             raise CapacityError(
                 tier=Tier.NVME.name,
+                directory=self._directories,
                 asked=nbytes,
                 free=full.free,
                 limit=self.capacity,
+                holders=tuple(held.items()),
                 change=f"plan more of the drives for the swap file, or less for {holder}",
             ) from full
+        if place.extents:
+            self._holders[place] = holder
+        return place
 
     def release(self, place: Place) -> None:
-        """Give room back. Whoever reads or writes it has ended."""
+        """Give room back, all of what was taken at once. Whoever reads or writes it has ended."""
         self._volume.release(place.extents)
+        self._holders.pop(place, None)
 
     def read(self, place: Place, into: memoryview) -> IOHop:
         """Begin to read all of `place`."""
@@ -131,12 +145,9 @@ class SwapFile:
         return IOHop(self._volume.pwrite(place.extents, source))
 
     def close(self) -> None:
-        """Wait for reads and writes, and remove the files. Again: does nothing."""
-        if not self._volume.closed:
-            try:
-                self._volume.close()
-            finally:
-                self._give_back()
+        """Wait for reads and writes, and remove the files. Again: does nothing, or goes on where it was interrupted."""
+        self._volume.close()
+        self._give_back()
 
     def __enter__(self) -> SwapFile:
         """Return itself."""
@@ -150,7 +161,7 @@ class SwapFile:
 
     def _reserve_host(self, directories: Iterable[str], ledger: Ledger, holder: str) -> None:
         """Count what the queue takes for each drive when something has to be copied: seldom, but then all of it."""
-        drives = {os.stat(directory).st_dev: self.queue.settings_for(directory) for directory in directories}
+        drives = {Path(directory).stat().st_dev: self.queue.settings_for(directory) for directory in directories}
         nbytes = sum(settings.inflight_bytes for settings in drives.values())
         self._reservations.append(ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}"))
         self._reservations[0].hold(nbytes)

@@ -10,10 +10,14 @@ import errno
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
 
 from deepnvme import IOFuture, NVMeError
 from infinity_engine.errors import InfinityError, TransferError
+
+if TYPE_CHECKING:
+    from infinity_engine.accel import Event
 
 __all__ = ["CopyHop", "Hop", "IOHop", "Stage", "Transfer"]
 
@@ -26,12 +30,6 @@ class Hop(Protocol):
 
     def wait(self) -> int:
         """Wait until all of it has; return the bytes moved, or raise what stopped it."""
-
-
-class _Event(Protocol):
-    def done(self) -> bool: ...
-
-    def wait(self) -> None: ...
 
 
 class IOHop:
@@ -61,7 +59,7 @@ class IOHop:
 class CopyHop:
     """A copy between HOST and DEVICE."""
 
-    def __init__(self, event: _Event, nbytes: int, what: str) -> None:
+    def __init__(self, event: Event, nbytes: int, what: str) -> None:
         self.event = event
         self._nbytes = nbytes
         self._what = what
@@ -84,7 +82,10 @@ class CopyHop:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A hop that is to come: how to start it, what is so when it has ended, and what is so again when it failed."""
+    """A hop that is to come: how to start it, what is so when it has ended, and what is so again when it failed.
+
+    `undo` is called when it failed, and when it never began as one before it did.
+    """
 
     start: Callable[[], Hop | None]  # None: there is nothing to move
     finish: Callable[[], None]
@@ -100,17 +101,27 @@ class Transfer:
         self._hop: Hop | None = None
         self._moved = 0
         self._error: BaseException | None = None
+        self._trace: TracebackType | None = None
+        self._told = False
         self.poll()
 
     @property
-    def event(self) -> _Event | None:
-        """The event of the copy that is under way, for streams that are to wait for it; None where there is none."""
+    def event(self) -> Event | None:
+        """The event of the copy that is under way, for streams that are to wait for it; None before and after it.
+
+        Behind it the record's `arriving` has the bytes.
+        """
         return self._hop.event if isinstance(self._hop, CopyHop) else None
 
     @property
     def error(self) -> BaseException | None:
         """What stopped it, None until something has."""
         return self._error
+
+    @property
+    def untold(self) -> BaseException | None:
+        """What stopped it, as long as nobody was told by `result`."""
+        return None if self._told else self._error
 
     def done(self) -> bool:
         """Tell whether it has ended, well or not. Starts nothing."""
@@ -135,7 +146,8 @@ class Transfer:
         """
         self.wait()
         if self._error is not None:
-            raise self._error
+            self._told = True
+            raise self._error.with_traceback(self._trace)  # else it would grow each time
         return self._moved
 
     def wait(self) -> None:
@@ -150,10 +162,12 @@ class Transfer:
         stage = self._stages.pop()
         try:
             self._hop = stage.start()
-        except BaseException as error:
+        except Exception as error:
             self._stop(stage, _as_transfer_error(error) if isinstance(error, NVMeError) else error)
-            if not isinstance(error, Exception):
-                raise
+        except BaseException:  # an interrupt, raised at once; whoever asks later learns that the move ended
+            self._stop(stage, _as_transfer_error(CancelledError()))
+            self._told = True
+            raise
         else:
             self._stage = stage
 
@@ -171,9 +185,13 @@ class Transfer:
 
     def _stop(self, stage: Stage, error: BaseException) -> None:
         self._stage = self._hop = None
+        failed = [stage, *reversed(self._stages)]
         self._stages.clear()
-        self._error = error
-        stage.undo()
+        # Where a mistake in the code is, is worth knowing; our own errors say all themselves, and frames hold buffers.
+        self._trace = None if isinstance(error, InfinityError) else error.__traceback__
+        self._error = error.with_traceback(self._trace)
+        for each in failed:
+            each.undo()
 
 
 def _as_transfer_error(error: NVMeError | CancelledError) -> TransferError:

@@ -14,12 +14,12 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from infinity_engine.accel import Accelerator, StreamKind
-from infinity_engine.errors import ConfigError, IllegalTransition
+from infinity_engine.errors import ConfigError
 from infinity_engine.memory import DeviceMemory, Lease, PinnedPool
 from infinity_engine.plan import Tier
 from infinity_engine.storage import CopyHop, Hop, Place, Stage, SwapFile, Transfer
 from infinity_engine.tiering.record import ShardRecord
-from infinity_engine.tiering.residency import HOME_OF, MOVES, TIER_OF, Residency
+from infinity_engine.tiering.residency import HOME_OF, MOVES, Residency
 
 __all__ = ["Mover", "Source"]
 
@@ -39,6 +39,11 @@ class Mover:
     """Moves shards between `swap`, `host` and `device`; `swap` is None where nothing is on NVMe.
 
     Bytes that the target has already are not moved, nor is anything between DEVICE and HOST where these are one memory.
+
+    A move goes to a new lease, or to `into` where the caller has one for it, of the right tier and size, and the shard
+    has no memory there yet. That is checked at the call, and a lease that is refused stays the caller's. From then on
+    it is the move's, which closes it when it fails, and the record's when the move has ended. `after` are moves that
+    have to end first, such as those that make room; where one fails, this one does.
     """
 
     def __init__(
@@ -55,12 +60,8 @@ class Mover:
     # --- moves ----------------------------------------------------------------------------------------------------
 
     def load(self, record: ShardRecord, *, into: Lease | None = None, after: Sequence[Transfer] = ()) -> Transfer:
-        """Begin to read the shard from the drives, into a lease of host memory: `into`, or a new one.
-
-        `after` are moves that have to end first, such as those that make room; where one fails, this one does.
-        """
-        waiting = [Stage(partial(_Moves, after), _nothing, _nothing)] if after else []
-        return self._begin([*waiting, self._stage(record, Residency.LOADING, Source.KEPT, into)])
+        """Begin to read the shard from the drives to host memory."""
+        return self._begin([self._stage(record, Residency.LOADING, Source.KEPT, into)], after)
 
     def upload(self, record: ShardRecord, *, into: Lease | None = None, source: Source = Source.RELEASED) -> Transfer:
         """Begin to copy the shard from host to device."""
@@ -74,25 +75,23 @@ class Mover:
         """Begin to write the shard to the drives, over its older version there where it has one."""
         return self._begin([self._stage(record, Residency.STORING, source)])
 
-    def move(self, record: ShardRecord, to: Tier, *, source: Source = Source.RELEASED) -> Transfer:
+    def move(
+        self, record: ShardRecord, to: Tier, *, source: Source = Source.RELEASED, after: Sequence[Transfer] = ()
+    ) -> Transfer:
         """Begin to bring the shard to `to`, hop by hop.
 
         Raises:
             IllegalTransition: it is on its way somewhere.
         """
-        home = TIER_OF.get(record.residency)
-        if home is None:
-            allowed = (f"waiting for the end of {record.residency.name}",)
-            raise IllegalTransition(shard=record.name, source=record.residency.name, target=to.name, allowed=allowed)
-        here, there = _UPWARDS.index(home), _UPWARDS.index(to)
+        here, there = _UPWARDS.index(record.home()), _UPWARDS.index(to)
         if there < here and record.is_current(to):
             record.advance(HOME_OF[to])
             for tier in _UPWARDS[there + 1 :] if source is Source.RELEASED else ():
                 self.release(record, tier)
-            return self._begin([])
+            return self._begin([], after)
         way = _UPWARDS[here : there + 1] if here <= there else _UPWARDS[there : here + 1][::-1]
         hops = pairwise(way)
-        return self._begin([self._stage(record, _BY_TIERS[hop], source) for hop in hops])
+        return self._begin([self._stage(record, _BY_TIERS[hop], source) for hop in hops], after)
 
     def release(self, record: ShardRecord, tier: Tier) -> None:
         """Give back the memory or place that the shard has in `tier`; nothing where it has none.
@@ -118,18 +117,16 @@ class Mover:
 
     def poll(self) -> None:
         """Start the hops that have become possible."""
-        self._transfers = [transfer for transfer in self._transfers if not transfer.poll()]
+        for transfer in self._transfers:
+            transfer.poll()
+        self._let_go()
 
     def drain(self) -> list[BaseException]:
-        """Wait until every move has ended; return what stopped those that failed."""
-        errors = []
-        while self._transfers:
-            transfer = self._transfers[0]
+        """Wait until every move has ended; return what stopped those whose `result` has not raised it."""
+        for transfer in self._transfers:
             transfer.wait()
-            self._transfers.remove(transfer)
-            if transfer.error is not None:
-                errors.append(transfer.error)
-        return errors
+        ended, self._transfers = self._transfers, []
+        return [transfer.untold for transfer in ended if transfer.untold is not None]
 
     def __enter__(self) -> Mover:
         """Return itself."""
@@ -138,32 +135,49 @@ class Mover:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait until every move has ended."""
-        self.drain()
+        """Wait until every move has ended; raise the first error that nobody was told, unless the body raised one."""
+        errors = self.drain()
+        if errors and error is None:
+            raise errors[0]
 
-    def _begin(self, stages: list[Stage]) -> Transfer:
-        transfer = Transfer(stages)
-        self._transfers = [under_way for under_way in (*self._transfers, transfer) if not under_way.done()]
+    def _begin(self, stages: list[Stage], after: Sequence[Transfer] = ()) -> Transfer:
+        waiting = [Stage(partial(_Moves, after), _nothing, _nothing)] if after else []
+        transfer = Transfer([*waiting, *stages])
+        self._transfers.append(transfer)
+        self._let_go()
         return transfer
+
+    def _let_go(self) -> None:
+        """Forget the moves that have ended, but for those whose error nobody was told."""
+        self._transfers = [each for each in self._transfers if not each.done() or each.untold is not None]
 
     # --- one hop --------------------------------------------------------------------------------------------------
 
     def _stage(self, record: ShardRecord, moving: Residency, source: Source, into: Lease | None = None) -> Stage:
         leaves, goes_to = MOVES[moving]
-        new: list[Lease | Place] = []  # what was taken for it and is not the record's yet
+        if into is not None:
+            self._check_target(record, moving, into)
+        new: list[Lease | Place] = [] if into is None else [into]  # what is for it and is not the record's yet
+        begun = False
 
         def start() -> Hop | None:
+            nonlocal begun
             record.check(moving)
-            hop = None
-            if not record.is_current(goes_to) and not self._is_one_memory(moving):
+            if into is not None:
+                self._check_target(record, moving, into)  # others may have moved it since the call
+            begun = True
+            hop: Hop | None = None
+            target: Lease | Place | None = None
+            if self._is_one_memory(moving):
+                self.release(record, goes_to)  # a lease that was kept there makes way for the one that comes
+            elif not record.is_current(goes_to):
                 target = record.where(goes_to)
                 if target is None:
-                    target = into or self._take(goes_to, record)
-                    new.append(target)
-                else:
-                    record.undefine(goes_to)
+                    if not new:
+                        new.append(self._take(goes_to, record))
+                    target = new[0]
                 hop = self._hop(record, moving, target)
-            record.advance(moving)
+            record.advance(moving, into=target)
             return hop
 
         def finish() -> None:
@@ -177,12 +191,25 @@ class Mover:
                     self.release(record, leaves)
 
         def undo() -> None:
-            if record.residency is moving:
+            if begun and record.residency is moving:
                 record.advance(HOME_OF[leaves])
             for target in new:
                 self._give_back(target)
 
         return Stage(start, finish, undo)
+
+    def _check_target(self, record: ShardRecord, moving: Residency, into: Lease) -> None:
+        """Raise ConfigError unless the shard can move there."""
+        tier = MOVES[moving][1]
+        if self._is_one_memory(moving):
+            expected = "nothing, as DEVICE and HOST are one memory: no bytes are copied"
+        elif record.where(tier) is not None:
+            expected = f"nothing, as {record.name} has memory in {tier.name} already"
+        elif into.closed or (into.tier, into.nbytes) != (tier, record.nbytes):
+            expected = f"an open lease of {record.nbytes} B of {tier.name}"
+        else:
+            return
+        raise ConfigError(field=f"into, where {record.name} is to move", value=into, expected=expected)
 
     def _hop(self, record: ShardRecord, moving: Residency, target: Lease | Place) -> Hop | None:
         """Put the bytes on their way, from where they are to `target`."""

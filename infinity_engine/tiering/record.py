@@ -17,9 +17,6 @@ from infinity_engine.tiering.residency import HOME_OF, MOVES, TIER_OF, TRANSITIO
 __all__ = ["ShardRecord"]
 
 
-_UNDEFINED = -1
-
-
 @dataclass(frozen=True, slots=True)
 class _Copy:
     where: Lease | Place
@@ -29,7 +26,7 @@ class _Copy:
 class ShardRecord:
     """One shard of `nbytes`, whose only copy lies in `where` when the record is made."""
 
-    __slots__ = ("_copies", "_residency", "_version", "name", "nbytes")
+    __slots__ = ("_arriving", "_copies", "_residency", "_version", "name", "nbytes")
 
     def __init__(self, name: str, where: Lease | Place) -> None:
         self.name = name
@@ -38,6 +35,7 @@ class ShardRecord:
         self._residency = HOME_OF[tier]
         self._version = 0
         self._copies = {tier: _Copy(where, 0)}
+        self._arriving: Lease | Place | None = None
 
     @property
     def residency(self) -> Residency:
@@ -65,6 +63,14 @@ class ShardRecord:
         return self._lease(Tier.DEVICE)
 
     @property
+    def arriving(self) -> Lease | None:
+        """The memory that a move under way writes to.
+
+        While it uploads, streams that wait for the transfer's `event` may use it. From its end on it is `device`.
+        """
+        return self._arriving if isinstance(self._arriving, Lease) else None
+
+    @property
     def place(self) -> Place | None:
         """Its place on the drives, whether its bytes there are current or not."""
         where = self.where(Tier.NVME)
@@ -79,6 +85,20 @@ class ShardRecord:
         """Tell whether the copy in `tier` is there and of the current version."""
         copy = self._copies.get(tier)
         return copy is not None and copy.version == self._version
+
+    def home(self) -> Tier:
+        """Return the tier in which it resides.
+
+        Raises:
+            IllegalTransition: it is on its way to one.
+        """
+        tier = TIER_OF.get(self._residency)
+        if tier is None:
+            allowed = (f"waiting for the end of {self._residency.name}",)
+            raise IllegalTransition(
+                shard=self.name, source=self._residency.name, target="another move", allowed=allowed
+            )
+        return tier
 
     def check(self, to: Residency) -> None:
         """Raise IllegalTransition unless `advance` would go over to `to`."""
@@ -95,14 +115,15 @@ class ShardRecord:
                 allowed=tuple(target.name for target in allowed),
             )
 
-    def advance(self, to: Residency) -> None:
-        """Go over to another residency.
+    def advance(self, to: Residency, *, into: Lease | Place | None = None) -> None:
+        """Go over to another residency; where that is a move, it writes to `into`.
 
         Raises:
             IllegalTransition: none leads there from here, or the tier has no current copy to be at home in.
         """
         self.check(to)
         self._residency = to
+        self._arriving = into
 
     def arrived(self, tier: Tier, where: Lease | Place) -> None:
         """Note that `where` now holds the current version in `tier`."""
@@ -110,11 +131,6 @@ class ShardRecord:
             expected = f"the {self.nbytes} B of the shard"
             raise ConfigError(field=f"bytes of {self.name} in {tier.name}", value=where.nbytes, expected=expected)
         self._copies[tier] = _Copy(where, self._version)
-
-    def undefine(self, tier: Tier) -> None:
-        """Note that the bytes in `tier`, which are not the only current ones, are about to be overwritten."""
-        self._check_dispensable(tier)
-        self._copies[tier] = _Copy(self._copies[tier].where, _UNDEFINED)
 
     def changed(self) -> None:
         """Note that its bytes were changed where it resides: copies elsewhere are of an older version now.

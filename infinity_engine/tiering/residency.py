@@ -22,7 +22,7 @@ class Residency(Enum):
     NVME = "nvme"  # in the swap file
     LOADING = "loading"  # being read from there
     HOST = "host"  # in a lease of host memory
-    UPLOADING = "uploading"  # being copied to the device: valid there for streams that wait for the copy's event
+    UPLOADING = "uploading"  # being copied to the record's `arriving`, for streams that wait for the copy's event
     DEVICE = "device"  # in a lease of device memory
     DOWNLOADING = "downloading"  # being copied to the host
     STORING = "storing"  # being written to the swap file

@@ -4,23 +4,49 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from deepnvme import FaultPlan, IOQueue
+from deepnvme.faults import Requests
 from infinity_engine.accel import Accelerator, Buffer, CpuAccelerator, Emulation, StreamKind, emulated_accelerator
+from infinity_engine.errors import TransferError
 from infinity_engine.memory import DeviceMemory, Freed, Lease, Ledger, PinnedPool
 from infinity_engine.plan import Rates, ResolvedBudget, Tier
-from infinity_engine.storage import SwapFile
+from infinity_engine.storage import Hop, IOHop, Place, SwapFile
 from infinity_engine.tiering import Mover, ShardRecord
 
 KiB = 1024
 QUEUE = 1024 * KiB  # what the queue may take for itself
 RATES = Rates(h2d_bytes_per_s=1e9, d2h_bytes_per_s=5e8, device_update_params_per_s=1e9)
 Fault = Callable[[StreamKind], Exception | None]
+
+
+class Gate:
+    """What I/O has to pass before a poll sees its end; whoever waits for it opens it."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+
+class _Gated:
+    """An I/O behind a gate."""
+
+    def __init__(self, hop: Hop, gate: Gate) -> None:
+        self._hop, self._gate = hop, gate
+
+    def done(self) -> bool:
+        if self._gate.is_open:
+            with suppress(TransferError):  # `wait` tells it
+                self._hop.wait()  # so that one poll is enough: a test is not to depend on a drive's speed
+        return self._gate.is_open
+
+    def wait(self) -> int:
+        self._gate.is_open = True
+        return self._hop.wait()
 
 
 @dataclass
@@ -42,6 +68,14 @@ class Tiers:
         record = ShardRecord(name, lease)
         self.mover.move(record, tier).result()
         return record
+
+    def hold_back(self, requests: Requests) -> Gate:
+        """Return a gate that the swap file's reads, or its writes, end behind from now on."""
+        gate = Gate()
+        name = "read" if requests is Requests.READS else "write"
+        begin: Callable[[Place, memoryview], IOHop] = getattr(self.swap, name)
+        setattr(self.swap, name, lambda place, memory: _Gated(begin(place, memory), gate))
+        return gate
 
     def content(self, record: ShardRecord) -> bytes:
         """Return the shard's bytes, from wherever they are; brings it to the host."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -13,8 +17,9 @@ from hypothesis import strategies as st
 
 from deepnvme import FaultPlan
 from deepnvme.faults import Requests
-from infinity_engine.errors import CapacityError, ConfigError, TransferError
+from infinity_engine.errors import CapacityError, ConfigError, IllegalTransition, TransferError
 from infinity_engine.plan import Tier
+from infinity_engine.storage import Transfer
 from infinity_engine.tiering import HostCache, Residency, ShardRecord, choose_evictions
 from support.tiers import KiB, Tiers, some_bytes, tiers
 
@@ -38,44 +43,44 @@ def use(cache: HostCache, record: ShardRecord, *, content: bytes | None = None) 
 
 
 def test_what_is_used_last_goes_first() -> None:
-    assert choose_evictions({"a": 10, "b": 10, "c": 10}, {"a": 5, "b": 9, "c": 1}, 10) == ["b"]
-
-
-def test_what_is_never_used_again_goes_before_all_others() -> None:
-    assert choose_evictions({"a": 10, "b": 10}, {"a": 100}, 10) == ["b"]
+    assert choose_evictions([("b", 10), ("a", 10), ("c", 10)], 10) == ["b"]
 
 
 def test_what_the_rest_is_enough_without_is_spared() -> None:
-    assert choose_evictions({"far": 1, "near": 10}, {"far": 9, "near": 1}, 10) == ["near"]
+    assert choose_evictions([("far", 1), ("near", 10)], 10) == ["near"]
 
 
 def test_nothing_goes_where_nothing_is_needed() -> None:
-    assert choose_evictions({"a": 10}, {"a": 1}, 0) == []
+    assert choose_evictions([("a", 10)], 0) == []
 
 
 def test_more_than_all_cannot_become_free() -> None:
     with pytest.raises(ValueError, match="all that can go has 10 B"):
-        choose_evictions({"a": 10}, {"a": 1}, 11)
+        choose_evictions([("a", 10)], 11)
 
 
-@given(
-    st.dictionaries(st.text(max_size=3), st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=12),
-    st.integers(0, 200),
-)
-def test_evictions_make_enough_room_and_none_of_them_could_stay(cached: dict[str, tuple[int, int]], room: int) -> None:
-    sizes = {name: nbytes for name, (nbytes, _) in cached.items()}
-    next_use = {name: distance for name, (_, distance) in cached.items()}
-    if sum(sizes.values()) < room:
+def test_no_more_is_looked_at_than_is_needed() -> None:
+    looked_at = iter([("a", 10), ("b", 10), ("c", 10)])
+
+    choose_evictions(looked_at, 20)
+
+    assert list(looked_at) == [("c", 10)]
+
+
+@given(st.lists(st.integers(1, 50), max_size=12), st.integers(0, 200))
+def test_evictions_make_enough_room_and_none_of_them_could_stay(sizes: list[int], room: int) -> None:
+    farthest_first = [(f"s{index}", nbytes) for index, nbytes in enumerate(sizes)]
+    if sum(sizes) < room:
         with pytest.raises(ValueError, match="cannot become free"):
-            choose_evictions(sizes, next_use, room)
+            choose_evictions(farthest_first, room)
         return
 
-    chosen = choose_evictions(sizes, next_use, room)
+    chosen = choose_evictions(farthest_first, room)
 
-    found = sum(sizes[name] for name in chosen)
+    size_of = dict(farthest_first)
+    found = sum(size_of[name] for name in chosen)
     assert found >= room
-    assert all(found - sizes[name] < room for name in chosen)
-    assert chosen == choose_evictions(dict(reversed(sizes.items())), next_use, room)
+    assert all(found - size_of[name] < room for name in chosen)
 
 
 @pytest.mark.parametrize("room", range(1, 6))
@@ -155,19 +160,99 @@ def test_flush_writes_what_was_changed_and_keeps_the_copies(tmp_path: Path) -> N
             made.mover.forget(record)
 
 
-def test_a_fetch_waits_for_the_write_that_makes_its_room(tmp_path: Path) -> None:
-    with tiers(tmp_path, io_faults=FaultPlan().delay(delay_us=3000, every=1, requests=Requests.WRITES)) as made:
+def test_what_is_in_use_can_be_changed_after_a_flush(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        (record,) = shards(made, 1)
+        cache = HostCache(made.mover, SIZE, ["s0"])
+        cache.fetch(record).result()
+        record.changed()
+
+        cache.flush()
+
+        record.changed()
+        assert (record.residency, cache.held_bytes) == (Residency.HOST, SIZE)
+        made.mover.forget(record)
+
+
+def test_flush_says_that_there_was_no_room_to_write_to(tmp_path: Path) -> None:
+    with tiers(tmp_path, nvme=3 * 4 * KiB) as made:
+        record = made.shard("s0", some_bytes(SIZE, seed=0))
+        cache = HostCache(made.mover, SIZE, ["s0"])
+        use(cache, record)
+
+        with pytest.raises(CapacityError, match=r"NVME \(.*\) cannot hold 16384 B"):
+            cache.flush()
+
+        assert record.residency is Residency.HOST
+        assert made.mover.drain() == []  # flush has told it
+        made.mover.forget(record)
+
+
+def test_flush_writes_the_others_when_one_write_fails(tmp_path: Path) -> None:
+    # Three shards are written when they are made.
+    with tiers(tmp_path, io_faults=FaultPlan().fail(nth=4, requests=Requests.WRITES)) as made:
+        records = shards(made, 3)
+        cache = HostCache(made.mover, 3 * SIZE, ["s0", "s1", "s2"])
+        for index, record in enumerate(records):
+            use(cache, record, content=some_bytes(SIZE, seed=50 + index))
+
+        with pytest.raises(TransferError):
+            cache.flush()
+        assert [record.is_current(Tier.NVME) for record in records] == [False, True, True]
+
+        cache.flush()
+        assert all(record.is_current(Tier.NVME) for record in records)
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_flush_waits_for_what_is_on_its_way_in_and_out(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
         records = shards(made, 2)
         cache = HostCache(made.mover, SIZE, ["s0", "s1"])
         use(cache, records[0], content=some_bytes(SIZE, seed=9))
+        made.hold_back(Requests.WRITES)
+        cache.fetch(records[1])
+
+        cache.flush()
+
+        assert (records[0].residency, records[1].residency) == (Residency.NVME, Residency.HOST)
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_a_fetch_waits_for_the_write_that_makes_its_room(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        records = shards(made, 2)
+        cache = HostCache(made.mover, SIZE, ["s0", "s1"])
+        use(cache, records[0], content=some_bytes(SIZE, seed=9))
+        made.hold_back(Requests.WRITES)
 
         transfer = cache.fetch(records[1])
-        assert not transfer.done()
+        made.mover.poll()
+        assert (records[0].residency, records[1].residency) == (Residency.STORING, Residency.NVME)
         assert transfer.result() == SIZE
 
         assert records[0].residency is Residency.NVME
         cache.done(records[1])
         assert use(cache, records[0]) == some_bytes(SIZE, seed=9)
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_what_is_being_written_back_is_held_until_it_has_gone(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        records = shards(made, 3)
+        cache = HostCache(made.mover, 2 * SIZE, ["s0", "s1", "s2"])
+        for record in records[:2]:
+            use(cache, record, content=some_bytes(SIZE, seed=9))
+        made.hold_back(Requests.WRITES)
+
+        transfer = cache.fetch(records[2])
+
+        assert cache.held_bytes == made.host.stats().held_pages_bytes == 2 * SIZE
+        transfer.result()
+        assert cache.held_bytes == made.host.stats().held_pages_bytes == 2 * SIZE
         for record in records:
             made.mover.forget(record)
 
@@ -184,6 +269,7 @@ def test_a_write_that_fails_fails_the_fetch_and_loses_nothing(tmp_path: Path) ->
             cache.fetch(records[1]).result()
         cache.done(records[1])
         assert records[0].residency is Residency.HOST
+        assert cache.held_bytes == made.host.stats().held_pages_bytes == SIZE
 
         assert use(cache, records[1]) == some_bytes(SIZE, seed=1)
         made.mover.drain()
@@ -193,18 +279,277 @@ def test_a_write_that_fails_fails_the_fetch_and_loses_nothing(tmp_path: Path) ->
 
 
 def test_a_fetch_of_what_is_being_written_back_finds_the_new_bytes(tmp_path: Path) -> None:
-    with tiers(tmp_path, io_faults=FaultPlan().delay(delay_us=3000, every=1, requests=Requests.WRITES)) as made:
+    with tiers(tmp_path) as made:
         records = shards(made, 3)
         cache = HostCache(made.mover, 2 * SIZE, ["s0", "s1", "s2"])
-        use(cache, records[0], content=some_bytes(SIZE, seed=9))
-        use(cache, records[2])
-        cache.fetch(records[1])  # s0 comes before s2: it is s2 that goes, then s0 for it again
-        cache.done(records[1])
+        use(cache, records[0])
+        use(cache, records[1], content=some_bytes(SIZE, seed=9))
+        made.hold_back(Requests.WRITES)
+        cache.fetch(records[2])
+        assert records[1].residency is Residency.STORING
 
-        assert use(cache, records[0]) == some_bytes(SIZE, seed=9)
-        made.mover.drain()
+        assert use(cache, records[1]) == some_bytes(SIZE, seed=9)
+
+        assert made.mover.drain() == []
+        assert made.host.stats().held_pages_bytes == cache.held_bytes <= 2 * SIZE
         for record in records:
             made.mover.forget(record)
+
+
+def test_a_fetch_of_what_could_not_be_written_back_fails_and_the_next_has_the_new_bytes(tmp_path: Path) -> None:
+    # Three shards are written when they are made; the fourth write is the one that makes room.
+    with tiers(tmp_path, io_faults=FaultPlan().fail(nth=4, requests=Requests.WRITES)) as made:
+        records = shards(made, 3)
+        cache = HostCache(made.mover, 2 * SIZE, ["s1", "s0", "s2"])
+        use(cache, records[1])
+        use(cache, records[0], content=some_bytes(SIZE, seed=9))
+        made.hold_back(Requests.WRITES)
+        cache.fetch(records[2])
+        assert records[0].residency is Residency.STORING
+
+        with pytest.raises(TransferError):
+            cache.fetch(records[0]).result()
+        cache.done(records[0])
+        cache.done(records[2])
+
+        assert use(cache, records[0]) == some_bytes(SIZE, seed=9)
+        assert cache.held_bytes == made.host.stats().held_pages_bytes == SIZE
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_a_fetch_of_what_somebody_else_moves_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        records = shards(made, 2)
+        cache = HostCache(made.mover, SIZE, ["s0", "s1"])
+        use(cache, records[0])
+        made.hold_back(Requests.READS)
+        elsewhere = made.mover.load(records[1])
+        before = cache.stats, cache.held_bytes
+
+        with pytest.raises(IllegalTransition, match="waiting for the end of LOADING"):
+            cache.fetch(records[1])
+
+        assert (cache.stats, cache.held_bytes) == before
+        assert records[0].is_current(Tier.HOST)
+        with pytest.raises(ConfigError, match="shard in use"):
+            cache.done(records[1])
+        elsewhere.result()
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_what_somebody_else_moves_is_not_evicted(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        records = shards(made, 2)
+        cache = HostCache(made.mover, SIZE, ["s0", "s1"])
+        use(cache, records[0])
+        made.mover.upload(records[0])
+
+        with pytest.raises(CapacityError, match="s0 holds"):
+            cache.fetch(records[1])
+
+        assert made.mover.drain() == []
+        assert made.content(records[0]) == some_bytes(SIZE, seed=0)
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_a_shard_that_was_done_with_before_it_came_is_held_when_it_comes(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        records = shards(made, 2)
+        cache = HostCache(made.mover, SIZE, ["s0", "s1"])
+        gate = made.hold_back(Requests.READS)
+        cache.fetch(records[0])
+
+        cache.done(records[0])
+        assert cache.held_bytes == SIZE
+        with pytest.raises(CapacityError, match="s0 holds"):
+            cache.fetch(records[1])
+        gate.is_open = True
+
+        assert use(cache, records[1]) == some_bytes(SIZE, seed=1)
+        assert made.host.stats().held_pages_bytes == cache.held_bytes == SIZE
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_a_shard_that_was_done_with_before_its_load_began_is_not_evicted(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        records = shards(made, 3)
+        cache = HostCache(made.mover, SIZE, ["s0", "s1", "s2"])
+        use(cache, records[0], content=some_bytes(SIZE, seed=9))
+        gate = made.hold_back(Requests.WRITES)
+        cache.fetch(records[1])  # waits for the write of s0
+
+        cache.done(records[1])
+        with pytest.raises(CapacityError, match="s1 holds"):
+            cache.fetch(records[2])
+
+        gate.is_open = True
+        made.mover.drain()
+        assert use(cache, records[2]) == some_bytes(SIZE, seed=2)
+        assert made.host.stats().held_pages_bytes == cache.held_bytes == SIZE
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_a_load_that_fails_after_its_use_has_ended_is_forgotten(tmp_path: Path) -> None:
+    with tiers(tmp_path, io_faults=FaultPlan().fail(nth=1, requests=Requests.READS)) as made:
+        records = shards(made, 2)
+        cache = HostCache(made.mover, SIZE, ["s0", "s1"])
+        made.hold_back(Requests.READS)
+        transfer = cache.fetch(records[0])
+        cache.done(records[0])
+
+        transfer.wait()
+
+        assert use(cache, records[1]) == some_bytes(SIZE, seed=1)
+        assert (cache.held_bytes, cache.stats.dropped) == (SIZE, 0)
+        assert made.mover.drain() == [transfer.error]
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_a_load_that_failed_takes_no_room_while_it_is_not_done_with(tmp_path: Path) -> None:
+    with tiers(tmp_path, io_faults=FaultPlan().fail(nth=1, requests=Requests.READS)) as made:
+        records = shards(made, 2)
+        cache = HostCache(made.mover, SIZE, ["s0", "s1"])
+        with pytest.raises(TransferError):
+            cache.fetch(records[0]).result()
+
+        assert use(cache, records[1]) == some_bytes(SIZE, seed=1)
+
+        assert cache.fetch(records[0]).result() == SIZE  # and it is tried again
+        cache.done(records[0])
+        cache.done(records[0])
+        assert cache.held_bytes == made.host.stats().held_pages_bytes == SIZE
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_a_shard_comes_from_the_device_too(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        record = made.shard("s0", some_bytes(SIZE, seed=0), Tier.DEVICE)
+        cache = HostCache(made.mover, SIZE, ["s0"])
+
+        assert use(cache, record) == some_bytes(SIZE, seed=0)
+
+        assert (cache.stats.hits, cache.stats.misses) == (1, 0)  # nothing was read from the drives
+        made.mover.forget(record)
+
+
+def test_a_shard_that_two_fetched_stays_until_both_are_done(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        records = shards(made, 2)
+        cache = HostCache(made.mover, SIZE, ["s0", "s1"])
+        for _ in range(2):
+            cache.fetch(records[0]).result()
+
+        cache.done(records[0])
+        with pytest.raises(CapacityError):
+            cache.fetch(records[1])
+        cache.done(records[0])
+
+        assert use(cache, records[1]) == some_bytes(SIZE, seed=1)
+        assert (cache.stats.hits, cache.stats.misses) == (0, 2)
+        with pytest.raises(ConfigError, match="shard in use"):
+            cache.done(records[0])
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_a_fetch_of_what_was_fetched_ahead_is_the_same_use(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        records = shards(made, 4)
+        cache = HostCache(made.mover, 2 * SIZE, ["s0", "s1", "s2", "s3"])
+        for ahead in (0, 1, 0):
+            cache.fetch(records[ahead]).result()
+        for used in (0, 0, 1):
+            cache.done(records[used])
+
+        use(cache, records[2])
+
+        assert records[0].is_current(Tier.HOST)  # it is used before s1 is again
+        assert not records[1].is_current(Tier.HOST)
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_a_use_that_was_left_out_counts_as_passed(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        records = shards(made, 4)
+        cache = HostCache(made.mover, 3 * SIZE, ["s0", "s2", "s1", "s1", "s0", "s3"])
+        for index in (0, 2, 1, 0):  # s1 only once
+            use(cache, records[index])
+
+        use(cache, records[3])
+
+        assert [record.is_current(Tier.HOST) for record in records] == [True, False, True, True]
+        for record in records:
+            made.mover.forget(record)
+
+
+def test_what_is_on_the_host_already_takes_room_like_all_others(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        (record,) = shards(made, 1)
+        there = made.shard("there", some_bytes(SIZE, seed=7))
+        cache = HostCache(made.mover, SIZE, ["s0", "there"])
+        use(cache, record, content=some_bytes(SIZE, seed=9))
+        made.hold_back(Requests.WRITES)
+
+        transfer = cache.fetch(there)
+        made.mover.poll()
+        assert not transfer.done()  # both have memory still
+        transfer.result()
+
+        assert (cache.held_bytes, record.residency) == (SIZE, Residency.NVME)
+        assert made.host.stats().held_pages_bytes == SIZE
+        for each in (record, there):
+            made.mover.forget(each)
+
+
+def test_what_is_on_the_host_already_is_refused_where_it_has_no_room(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        (record,) = shards(made, 1)
+        there = made.shard("there", some_bytes(SIZE, seed=7))
+        cache = HostCache(made.mover, SIZE, ["s0", "there"])
+        cache.fetch(record).result()
+
+        with pytest.raises(CapacityError):
+            cache.fetch(there)
+
+        for each in (record, there):
+            made.mover.forget(each)
+
+
+def test_what_a_fetch_costs_does_not_grow_with_what_is_held(tmp_path: Path) -> None:
+    def calls(count: int, directory: Path) -> int:
+        """Return how many functions are called by a fetch into a full cache, its load's end not waited for."""
+        directory.mkdir()
+        with tiers(directory, host=4 * KiB * count) as made:
+            records = shards(made, count, nbytes=64)
+            cache = HostCache(made.mover, 4 * KiB * (count - 1), [record.name for record in records])
+            for record in records[:-1]:
+                use(cache, record)
+            made.hold_back(Requests.READS)
+            seen = 0
+
+            def count_call(frame: object, event: str, argument: object) -> None:
+                nonlocal seen
+                seen += event in ("call", "c_call")
+
+            sys.setprofile(count_call)
+            try:
+                cache.fetch(records[-1])
+            finally:
+                sys.setprofile(None)
+            made.mover.drain()
+            for record in records:
+                made.mover.forget(record)
+            return seen
+
+    assert calls(200, tmp_path / "many") < calls(10, tmp_path / "few") + 100
 
 
 def test_what_is_in_use_stays_and_too_much_of_it_is_told(tmp_path: Path) -> None:
@@ -226,8 +571,9 @@ def test_what_is_in_use_stays_and_too_much_of_it_is_told(tmp_path: Path) -> None
 
 
 def test_a_second_fetch_before_the_first_has_ended_is_the_same_move(tmp_path: Path) -> None:
-    with tiers(tmp_path, io_faults=FaultPlan().delay(delay_us=3000, every=1, requests=Requests.READS)) as made:
+    with tiers(tmp_path) as made:
         (record,) = shards(made, 1)
+        made.hold_back(Requests.READS)
         cache = HostCache(made.mover, SIZE, ["s0"])
 
         assert cache.fetch(record) is cache.fetch(record)
@@ -280,3 +626,61 @@ def test_contents_survive_any_room_and_any_changes(
         assert {record.name: made.content(record) for record in records} == content
         for record in records:
             made.mover.forget(record)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 20 * KiB), min_size=2, max_size=6),
+    room=st.integers(20, 60),
+    actions=st.lists(
+        st.tuples(st.sampled_from(["fetch", "fetch", "done", "change", "poll", "flush"]), st.integers(0, 5)),
+        max_size=60,
+    ),
+    faulty=st.booleans(),
+)
+def test_no_order_of_calls_loses_bytes_or_passes_the_limit(
+    sizes: list[int], room: int, actions: list[tuple[str, int]], faulty: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    plan = FaultPlan().fail(every=11) if faulty else None
+    with tiers(tmp_path_factory.mktemp("tiers"), io_faults=plan) as made:
+        limit = room * KiB
+        content = [some_bytes(nbytes, seed=index) for index, nbytes in enumerate(sizes)]
+        records = [made.shard(f"s{index}", each) for index, each in enumerate(content)]
+        for record in records:
+            tried_again(partial(made.mover.move, record, Tier.NVME))
+        cache = HostCache(made.mover, limit, [record.name for record in records])
+        users = [0] * len(records)
+        for step, (action, number) in enumerate(actions):
+            index = number % len(records)
+            record = records[index]
+            if action == "fetch":
+                with suppress(CapacityError):
+                    cache.fetch(record)
+                    users[index] += 1
+            elif action == "done" and users[index]:
+                cache.done(record)
+                users[index] -= 1
+            elif action == "change" and users[index] and record.residency is Residency.HOST:
+                assert record.host is not None
+                content[index] = some_bytes(sizes[index], seed=1000 + step)
+                record.host.memory()[:] = content[index]
+                record.changed()
+            elif action == "poll":
+                made.mover.poll()
+            elif action == "flush":
+                with suppress(TransferError):
+                    cache.flush()
+            assert made.host.stats().held_pages_bytes <= cache.held_bytes <= limit
+        made.mover.drain()
+        for record, expected in zip(records, content, strict=True):
+            tried_again(partial(made.mover.move, record, Tier.HOST))
+            assert made.content(record) == expected
+            made.mover.forget(record)
+
+
+def tried_again(move: Callable[[], Transfer]) -> None:
+    """Carry out a move whose I/O may fail, but not twice in a row."""
+    with suppress(TransferError):
+        move().result()
+        return
+    move().result()

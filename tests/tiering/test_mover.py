@@ -7,11 +7,10 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-import torch
 
 from deepnvme import FaultPlan
 from deepnvme.faults import Requests
-from infinity_engine.accel import StreamKind, VirtualAccelerator
+from infinity_engine.accel import StreamKind, TimeCost, VirtualAccelerator
 from infinity_engine.errors import CapacityError, ConfigError, IllegalTransition, TransferError
 from infinity_engine.plan import Tier
 from infinity_engine.tiering import Mover, Residency, Source
@@ -127,19 +126,63 @@ def test_a_chain_goes_on_by_polling(tmp_path: Path) -> None:
     with tiers(tmp_path) as made:
         assert isinstance(made.accelerator, VirtualAccelerator)
         record = made.shard("w", some_bytes(9000, seed=3), Tier.NVME)
+        gate = made.hold_back(Requests.READS)
 
         transfer = made.mover.move(record, Tier.DEVICE)
+        made.mover.poll()
         seen = [record.residency]
-        while not transfer.done():
-            made.mover.poll()
-            if record.residency is not seen[-1]:
-                seen.append(record.residency)
-            if record.residency is Residency.UPLOADING:
-                made.accelerator.host_work(1_000_000)
+        gate.is_open = True
+        made.mover.poll()
+        seen.append(record.residency)
+        made.accelerator.host_work(1_000_000)
+        made.mover.poll()
+        seen.append(record.residency)
 
         assert seen == [Residency.LOADING, Residency.UPLOADING, Residency.DEVICE]
-        assert (record.residency, made.mover.under_way) == (Residency.DEVICE, 0)
+        assert made.mover.under_way == 0
         assert transfer.result() == 18_000
+        made.mover.forget(record)
+
+
+def test_the_device_computes_with_what_arrives_without_the_host_waiting(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        record = made.shard("w", b"\x07" * 4096)
+        compute = made.accelerator.stream(StreamKind.COMPUTE)
+        sums = []
+
+        transfer = made.mover.upload(record)
+        lease, event = record.arriving, transfer.event
+        assert lease is not None
+        assert event is not None
+        arriving = lease.flat()
+        made.accelerator.wait_for(compute, event)
+        made.accelerator.run(lambda: sums.append(int(arriving.sum())), stream=compute, cost=TimeCost(ns=1)).wait()
+
+        assert sums == [7 * 4096]
+        assert not transfer.done()
+        transfer.result()
+        assert record.device is lease
+        made.mover.forget(record)
+
+
+def test_nothing_arrives_any_more_when_a_move_has_ended(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        record = made.shard("w", some_bytes(5000, seed=1))
+
+        transfer = made.mover.upload(record)
+        transfer.result()
+
+        assert (record.arriving, transfer.event) == (None, None)
+        made.mover.forget(record)
+
+
+def test_nothing_arrives_any_more_when_a_move_failed(tmp_path: Path) -> None:
+    with tiers(tmp_path, fault=lambda _: RuntimeError("the link is down")) as made:
+        record = made.shard("w", some_bytes(5000, seed=1))
+
+        made.mover.upload(record).wait()
+
+        assert record.arriving is None
         made.mover.forget(record)
 
 
@@ -212,7 +255,7 @@ def test_a_full_swap_file_says_what_to_change_and_leaves_the_shard(tmp_path: Pat
     with tiers(tmp_path, nvme=16 * KiB) as made:
         record = made.shard("w", some_bytes(64 * KiB, seed=7))
 
-        with pytest.raises(CapacityError, match="NVME cannot hold 65536 B"):
+        with pytest.raises(CapacityError, match=r"NVME \(.*\) cannot hold 65536 B"):
             made.mover.store(record).result()
 
         assert record.residency is Residency.HOST
@@ -256,21 +299,229 @@ def test_where_device_and_host_are_one_memory_the_lease_changes_tiers(tmp_path: 
         made.mover.forget(record)
 
 
-def test_freeing_the_source_before_the_copys_event_is_seen(tmp_path: Path) -> None:
-    """A planted bug: the mover attaches the event to both leases; without that the bytes would be NaN."""
+def test_a_source_that_is_closed_once_its_copy_has_begun_is_copied_whole(tmp_path: Path) -> None:
+    content = some_bytes(4096, seed=2)
+    with tiers(tmp_path, host=4096) as made:
+        record = made.shard("w", content)
+        assert record.host is not None
+
+        transfer = made.mover.upload(record, source=Source.KEPT)
+        record.host.close()
+        next_one = made.host.lease(4096, holder="whoever comes next")  # has to wait for the copy's event
+        next_one.memory()[:] = b"\x00" * 4096
+        transfer.result()
+
+        assert record.device is not None
+        assert device_bytes(record.device) == content
+        next_one.close()
+        made.mover.forget(record)
+
+
+def test_a_target_that_is_closed_once_its_copy_has_begun_goes_back_when_that_has_ended(tmp_path: Path) -> None:
+    with tiers(tmp_path, device=4096) as made:
+        record = made.shard("w", some_bytes(4096, seed=2))
+
+        transfer = made.mover.upload(record)
+        assert record.arriving is not None
+        record.arriving.close()
+        held = made.device.reservation.held
+        transfer.result()
+        made.device.settle()
+
+        assert (held, made.device.reservation.held) == (4096, 0)
+        made.mover.forget(record)
+
+
+# --- into -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_move_into_a_lease_ends_with_the_shard_in_it(tmp_path: Path) -> None:
     with tiers(tmp_path) as made:
-        assert isinstance(made.accelerator, VirtualAccelerator)
-        source = made.host.lease(4096, holder="source")
-        source.memory()[:] = b"\x01" * 4096
-        target = made.device.lease(4096, holder="target")
-        stream = made.accelerator.stream(StreamKind.H2D)
-        event = made.accelerator.copy(target.flat(), source.flat(), stream=stream)
+        record = made.shard("w", some_bytes(5000, seed=1), Tier.NVME)
+        lease = made.host.lease(5000, holder="planned")
 
-        source.close()  # without source.until(event)
-        event.wait()
+        made.mover.load(record, into=lease).result()
 
-        assert target.tensor(torch.float32).isnan().all()
-        target.close()
+        assert record.host is lease
+        assert made.content(record) == some_bytes(5000, seed=1)
+        made.mover.forget(record)
+        assert lease.closed
+
+
+@pytest.mark.parametrize(
+    ("tier", "nbytes", "told"),
+    [
+        (Tier.DEVICE, 5000, "an open lease of 5000 B of HOST"),
+        (Tier.HOST, 4999, "an open lease of 5000 B of HOST"),
+    ],
+)
+def test_a_lease_that_does_not_fit_is_refused_at_once_and_stays_the_callers(
+    tier: Tier, nbytes: int, told: str, tmp_path: Path
+) -> None:
+    with tiers(tmp_path) as made:
+        record = made.shard("layers.1.w", some_bytes(5000, seed=1), Tier.NVME)
+        pool = made.host if tier is Tier.HOST else made.device
+        with pool.lease(nbytes, holder="planned") as lease:
+            with pytest.raises(ConfigError, match=rf"layers\.1\.w.*{told}"):
+                made.mover.load(record, into=lease)
+
+            assert not lease.closed
+        assert record.residency is Residency.NVME
+        made.mover.forget(record)
+
+
+def test_a_closed_lease_is_refused(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        record = made.shard("w", some_bytes(5000, seed=1), Tier.NVME)
+        lease = made.host.lease(5000, holder="planned")
+        lease.close()
+
+        with pytest.raises(ConfigError, match="an open lease"):
+            made.mover.load(record, into=lease)
+
+        made.mover.forget(record)
+
+
+def test_a_lease_for_a_shard_that_has_memory_there_is_refused(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        record = made.shard("w", some_bytes(5000, seed=1))
+        made.mover.upload(record, source=Source.KEPT).result()
+        with made.host.lease(5000, holder="planned") as lease:
+            with pytest.raises(ConfigError, match="nothing, as w has memory in HOST already"):
+                made.mover.download(record, into=lease)
+
+            assert not lease.closed
+        made.mover.forget(record)
+
+
+def test_where_device_and_host_are_one_memory_a_lease_to_copy_into_is_refused(tmp_path: Path) -> None:
+    with tiers(tmp_path, unified=True) as made:
+        record = made.shard("w", some_bytes(5000, seed=1))
+        with (
+            made.device.lease(5000, holder="planned") as lease,
+            pytest.raises(ConfigError, match="nothing, as DEVICE and HOST are one memory"),
+        ):
+            made.mover.upload(record, into=lease)
+
+        made.mover.forget(record)
+
+
+def test_the_lease_of_a_move_that_failed_is_closed(tmp_path: Path) -> None:
+    with tiers(tmp_path, io_faults=FaultPlan().fail(nth=1, requests=Requests.READS)) as made:
+        record = made.shard("w", some_bytes(5000, seed=1), Tier.NVME)
+        lease = made.host.lease(5000, holder="planned")
+
+        made.mover.load(record, into=lease).wait()
+
+        assert lease.closed
+        made.mover.forget(record)
+
+
+def test_the_lease_of_a_move_that_never_began_is_closed(tmp_path: Path) -> None:
+    with tiers(tmp_path, fault=lambda _: RuntimeError("the link is down")) as made:
+        before = made.shard("before", some_bytes(5000, seed=1))
+        record = made.shard("w", some_bytes(5000, seed=1), Tier.NVME)
+        lease = made.host.lease(5000, holder="planned")
+
+        transfer = made.mover.load(record, into=lease, after=[made.mover.upload(before)])
+        with pytest.raises(TransferError, match="before"):
+            transfer.result()
+
+        assert lease.closed
+        assert record.residency is Residency.NVME
+        for each in (before, record):
+            made.mover.forget(each)
+
+
+def test_a_lease_for_a_shard_that_got_memory_meanwhile_is_closed(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        before = made.shard("before", some_bytes(5000, seed=1))
+        record = made.shard("w", some_bytes(5000, seed=2), Tier.NVME)
+        lease = made.host.lease(5000, holder="planned")
+        made.hold_back(Requests.WRITES)
+        transfer = made.mover.load(record, into=lease, after=[made.mover.store(before)])
+        made.mover.load(record).result()
+        made.mover.move(record, Tier.NVME, source=Source.KEPT).result()
+
+        with pytest.raises(ConfigError, match="w has memory in HOST already"):
+            transfer.result()
+
+        assert lease.closed
+        assert made.content(record) == some_bytes(5000, seed=2)
+        for each in (before, record):
+            made.mover.forget(each)
+
+
+# --- what went wrong ------------------------------------------------------------------------------------------------
+
+
+def test_a_move_that_is_refused_leaves_the_one_under_way_alone(tmp_path: Path) -> None:
+    with tiers(tmp_path) as made:
+        record = made.shard("w", some_bytes(5000, seed=1), Tier.NVME)
+        made.hold_back(Requests.READS)
+        first = made.mover.load(record)
+
+        with pytest.raises(IllegalTransition):
+            made.mover.load(record).result()
+
+        assert record.residency is Residency.LOADING
+        assert first.result() == 5000
+        assert made.content(record) == some_bytes(5000, seed=1)
+        made.mover.forget(record)
+
+
+def test_an_error_that_nobody_asked_for_is_told_by_drain(tmp_path: Path) -> None:
+    with tiers(tmp_path, nvme=8 * KiB, io_faults=FaultPlan().fail(nth=1, requests=Requests.WRITES)) as made:
+        small, large = made.shard("small", some_bytes(4000, seed=1)), made.shard("large", some_bytes(64 * KiB, seed=2))
+        gate = made.hold_back(Requests.WRITES)
+
+        made.mover.store(small)
+        made.mover.store(large)  # fails at once
+        gate.is_open = True
+        made.mover.poll()
+        made.mover.poll()
+
+        errors = made.mover.drain()
+        assert sorted(type(error).__name__ for error in errors) == ["CapacityError", "TransferError"]
+        assert made.mover.drain() == []
+        for record in (small, large):
+            made.mover.forget(record)
+
+
+def test_an_error_that_was_raised_is_not_told_again(tmp_path: Path) -> None:
+    with tiers(tmp_path, nvme=8 * KiB) as made:
+        record = made.shard("w", some_bytes(64 * KiB, seed=2))
+
+        with pytest.raises(CapacityError):
+            made.mover.store(record).result()
+
+        assert made.mover.drain() == []
+        made.mover.forget(record)
+
+
+def test_a_mover_that_is_left_raises_what_nobody_was_told(tmp_path: Path) -> None:
+    with tiers(tmp_path, nvme=8 * KiB) as made:
+        record = made.shard("w", some_bytes(64 * KiB, seed=2))
+
+        with pytest.raises(CapacityError), made.mover:
+            made.mover.store(record)
+
+        made.mover.forget(record)
+
+
+def test_where_there_is_one_memory_a_copy_that_was_kept_there_goes_back(tmp_path: Path) -> None:
+    with tiers(tmp_path, unified=True) as made:
+        record = made.shard("w", some_bytes(5000, seed=1), Tier.NVME)
+        made.mover.move(record, Tier.DEVICE).result()
+        made.mover.move(record, Tier.NVME, source=Source.KEPT).result()
+        kept = record.device
+        assert kept is not None
+
+        made.mover.move(record, Tier.DEVICE).result()
+
+        assert kept.closed
+        assert made.content(record) == some_bytes(5000, seed=1)
+        made.mover.forget(record)
 
 
 def written_bytes(made: Tiers) -> int:

@@ -109,6 +109,37 @@ def test_a_move_cannot_end_before_its_bytes_have_arrived(host: Lease) -> None:
         record.advance(Residency.DEVICE)
 
 
+def test_a_move_names_the_memory_that_it_writes_to_until_it_ends(host: Lease, lease: Held) -> None:
+    record = ShardRecord("w", host)
+    target = lease(Tier.DEVICE)
+
+    record.advance(Residency.UPLOADING, into=target)
+    assert record.arriving is target
+    record.advance(Residency.HOST)
+
+    assert record.arriving is None
+
+
+def test_a_place_that_is_written_to_is_no_memory_to_use(host: Lease) -> None:
+    record = ShardRecord("w", host)
+
+    record.advance(Residency.STORING, into=PLACE)
+
+    assert record.arriving is None
+
+
+@pytest.mark.parametrize("moving", list(MOVES))
+def test_a_shard_on_its_way_is_at_home_nowhere(moving: Residency, lease: Held) -> None:
+    leaves, _ = MOVES[moving]
+    record = ShardRecord("w", PLACE if leaves is Tier.NVME else lease(leaves))
+    assert record.home() is leaves
+
+    record.advance(moving)
+
+    with pytest.raises(IllegalTransition, match=f"waiting for the end of {moving.name}"):
+        record.home()
+
+
 def test_the_table_names_every_residency_and_only_leads_to_them() -> None:
     assert set(TRANSITIONS) == set(Residency)
     assert all(
@@ -171,7 +202,6 @@ def test_neither_end_of_a_move_can_be_dropped(tier: Tier, host: Lease, lease: He
     record = ShardRecord("w", host)
     record.arrived(Tier.NVME, PLACE)
     record.arrived(Tier.DEVICE, lease(Tier.DEVICE))
-    record.undefine(Tier.NVME)
     record.advance(Residency.STORING)
 
     with pytest.raises(IllegalTransition):

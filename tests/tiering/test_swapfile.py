@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from deepnvme import IOQueue
+from deepnvme.member import MemberFile
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget, Tier
@@ -137,6 +140,62 @@ def test_a_full_swap_file_says_how_much_is_free(tmp_path: Path) -> None:
             swap.allocate(PAGE + 1, holder="b")
 
         assert (refused.value.tier, refused.value.free, refused.value.limit) == ("NVME", PAGE, 9 * PAGE)
+        assert refused.value.directory == str(tmp_path)
+
+
+def test_a_full_swap_file_says_who_has_it(tmp_path: Path) -> None:
+    with SwapFile({str(tmp_path): 10 * PAGE}, ledger(tmp_path)) as swap:
+        swap.allocate(0, holder="empty")
+        swap.allocate(5 * PAGE, holder="a")
+        gone = swap.allocate(2 * PAGE, holder="gone")
+        swap.allocate(PAGE, holder="b")
+        swap.allocate(PAGE - 1, holder="b")
+        swap.release(gone)
+
+        with pytest.raises(CapacityError) as refused:
+            swap.allocate(3 * PAGE, holder="c")
+
+        assert refused.value.holders == (("a", 5 * PAGE), ("b", 2 * PAGE - 1))
+
+
+def test_rates_without_one_of_the_directories_are_refused(tmp_path: Path) -> None:
+    books = ledger(tmp_path)
+
+    with pytest.raises(ConfigError, match="a rate for each of"):
+        SwapFile({str(tmp_path): 1 << 20}, books, rates={"/elsewhere": 1.0})
+
+    assert books.free(Tier.HOST) == 64 << 20
+
+
+def test_a_close_that_was_interrupted_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    books = ledger(tmp_path)
+    swap = SwapFile({str(tmp_path): 1 << 20}, books)
+
+    def interrupted(_: MemberFile) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemberFile, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            swap.close()
+    left = len(list(tmp_path.iterdir()))
+    promised = books.free(Tier.NVME, directory=str(tmp_path))
+    swap.close()
+
+    assert (left, promised) == (1, 0)  # what is there still counts
+    assert list(tmp_path.iterdir()) == []
+    assert books.free(Tier.NVME, directory=str(tmp_path)) == 1 << 20
+
+
+def test_a_swap_files_own_queue_is_closed_with_it_and_a_given_one_is_not(tmp_path: Path) -> None:
+    own = SwapFile({str(tmp_path): 1 << 20}, ledger(tmp_path))
+    with IOQueue() as queue:
+        other = SwapFile({str(tmp_path): 1 << 20}, ledger(tmp_path), queue=queue)
+
+        own.close()
+        other.close()
+
+        assert (own.queue.closed, queue.closed) == (True, False)
 
 
 def test_closing_removes_the_files_and_closing_again_does_nothing(tmp_path: Path) -> None:
@@ -208,7 +267,8 @@ class Places(RuleBasedStateMachine):
         try:
             place = self.swap.allocate(nbytes, holder="w")
         except CapacityError as full:
-            assert full.free == self.swap.free_bytes < nbytes + PAGE
+            if not full.free == self.swap.free_bytes < nbytes + PAGE:
+                raise AssertionError(f"{self.swap.free_bytes} B are free: {full}") from full
             return None
         assert place.nbytes == nbytes
         self.content[place] = bytes([fill]) * nbytes
@@ -231,7 +291,7 @@ class Places(RuleBasedStateMachine):
     @invariant()
     def no_two_places_overlap_and_none_is_lost(self) -> None:
         taken = sorted((e.member, e.offset, e.end) for place in self.content for e in place.extents)
-        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(taken, taken[1:], strict=False))
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(taken))
         assert self.swap.free_bytes == self.swap.capacity - sum(end - start for _, start, end in taken)
 
     def teardown(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
+from infinity_engine.accel import CpuAccelerator
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import DeviceMemory, Freed, Lease, Ledger, PinnedPool, Reservation
 from infinity_engine.plan import ResolvedBudget, Tier
@@ -18,6 +21,11 @@ PAGE = 4096
 def reservation(nbytes: int, tier: Tier = Tier.HOST) -> Reservation:
     budget = ResolvedBudget(device=nbytes, host=nbytes)
     return Ledger(budget).reserve(tier, nbytes, holder="the pool")
+
+
+def reservation_where_device_is_host(nbytes: int) -> Reservation:
+    budget = ResolvedBudget(device=nbytes, host=nbytes)
+    return Ledger(budget, device_is=Tier.HOST).reserve(Tier.DEVICE, nbytes, holder="the pool")
 
 
 def pool(pages: int = 4, *, freed: Freed = Freed.KEPT) -> PinnedPool:
@@ -43,6 +51,40 @@ class ManualEvent:
 
 
 @dataclass
+class InterruptedEvent(ManualEvent):
+    """The first to wait for it is interrupted by Ctrl-C."""
+
+    def wait(self) -> None:
+        if not self.waits:
+            self.waits += 1
+            raise KeyboardInterrupt
+        super().wait()
+
+
+@dataclass
+class StuckEvent(ManualEvent):
+    """When it is `stuck`, whoever asks whether it has passed waits, with the pool's lock, until it `answers`."""
+
+    stuck: bool = False
+    asked: threading.Event = field(default_factory=threading.Event)
+    answers: threading.Event = field(default_factory=threading.Event)
+
+    def done(self) -> bool:
+        if self.stuck:
+            self.asked.set()
+            self.answers.wait(60)
+        return super().done()
+
+
+def ends(work: Callable[[], object]) -> bool:
+    """Do `work` in a thread; tell whether it came to its end."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    return not thread.is_alive()
+
+
+@dataclass
 class CountingDevice:
     """Device memory that remembers what was given back."""
 
@@ -60,6 +102,25 @@ class CountingDevice:
 
     def free(self, buffer: CountingDevice.Bytes) -> None:
         self.freed.append(buffer.nbytes)
+
+
+class FragmentedDevice(CountingDevice):
+    """Device memory that is refused with `failure`, so many times."""
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__()
+        self.failure = failure
+        self.refusals = 1
+
+    def allocate(self, nbytes: int) -> CountingDevice.Bytes:
+        if self.refusals:
+            self.refusals -= 1
+            raise self.failure
+        return super().allocate(nbytes)
+
+
+def in_pieces() -> CapacityError:
+    return CapacityError(tier="DEVICE", asked=60, free=90, limit=100, change="the device is in pieces")
 
 
 def test_a_lease_has_exactly_the_bytes_asked_for() -> None:
@@ -80,6 +141,22 @@ def test_views_share_the_leases_bytes() -> None:
 def test_a_view_that_does_not_fit_is_refused() -> None:
     with pool().lease(64, holder="w") as lease, pytest.raises(ValueError, match="68 B at offset 0"):
         lease.tensor(torch.float32, (17,))
+
+
+@pytest.mark.parametrize("shape", [(-1,), (2, -3), (-2, -3)])
+def test_a_view_of_a_negative_length_is_refused(shape: tuple[int, ...]) -> None:
+    with pool().lease(64, holder="w") as lease, pytest.raises(ValueError, match="the lease of w has 64 B"):
+        lease.tensor(torch.float32, shape)
+
+
+def test_a_view_that_begins_behind_the_end_is_refused() -> None:
+    with pool().lease(64, holder="w") as lease, pytest.raises(ValueError, match="at offset 68 is not in it"):
+        lease.tensor(torch.float32, offset=68)
+
+
+def test_a_view_at_an_offset_within_an_element_is_refused() -> None:
+    with pool().lease(64, holder="w") as lease, pytest.raises(ValueError, match=r"multiple of 4 B .* got 6"):
+        lease.tensor(torch.float32, (2,), offset=6)
 
 
 def test_a_lease_of_no_bytes_is_a_lease() -> None:
@@ -136,6 +213,77 @@ def test_a_lease_returns_to_the_pool_only_after_its_event() -> None:
     memory.settle()
 
     assert (memory.stats().held, memory.stats().closing_leases) == (0, 0)
+
+
+def test_a_lease_goes_back_only_after_all_of_its_events() -> None:
+    memory = pool(pages=1)
+    events = [ManualEvent(passed=True), ManualEvent()]
+    with memory.lease(100, holder="w") as lease:
+        for event in events:
+            lease.until(event)
+
+    memory.settle()
+
+    assert (memory.stats().held, memory.stats().closing_leases) == (100, 1)
+
+
+def test_settling_gives_back_what_has_passed_also_behind_what_has_not() -> None:
+    memory = pool(pages=3)
+    events = [ManualEvent() for _ in range(3)]
+    for event in events:
+        with memory.lease(PAGE, holder="w") as lease:
+            lease.until(event)
+    events[1].passed = events[2].passed = True
+
+    memory.settle()
+
+    assert (memory.stats().held, memory.stats().closing_leases) == (PAGE, 1)
+
+
+def test_who_needs_memory_takes_what_has_passed_before_waiting_for_the_oldest() -> None:
+    memory = pool(pages=2)
+    events = [ManualEvent(), ManualEvent()]
+    for event in events:
+        with memory.lease(PAGE, holder="w") as lease:
+            lease.until(event)
+    events[1].passed = True
+
+    memory.lease(PAGE, holder="next").close()
+
+    assert (events[0].waits, memory.stats().waits) == (0, 0)
+
+
+def test_a_lease_asks_one_event_only_while_there_is_room() -> None:
+    asked = []
+
+    class AskedEvent(ManualEvent):
+        def done(self) -> bool:
+            asked.append(self)
+            return super().done()
+
+    memory = pool(pages=100)
+    for _ in range(90):
+        with memory.lease(1, holder="w") as lease:
+            lease.until(AskedEvent())
+    asked.clear()
+
+    memory.lease(1, holder="next").close()
+
+    assert len(asked) == 1
+
+
+def test_ctrl_c_while_waiting_for_memory_loses_nothing_and_frees_nothing_early() -> None:
+    memory = pool(pages=1)
+    event = InterruptedEvent()
+    with memory.lease(PAGE, holder="w") as lease:
+        lease.until(event)
+
+    with pytest.raises(KeyboardInterrupt):
+        memory.lease(PAGE, holder="next")
+
+    assert (memory.stats().held, memory.stats().closing_leases) == (PAGE, 1)
+    memory.lease(PAGE, holder="next").close()
+    assert (event.waits, memory.stats().held) == (2, 0)
 
 
 def test_who_needs_memory_waits_for_the_oldest_event_rather_than_fail() -> None:
@@ -235,6 +383,88 @@ def test_closing_a_pool_waits_for_events_and_gives_the_reservation_back() -> Non
         memory.lease(1, holder="late")
 
 
+def test_a_close_that_was_interrupted_goes_on_when_called_again() -> None:
+    promised = reservation(PAGE)
+    memory = PinnedPool(promised)
+    event = InterruptedEvent()
+    with memory.lease(100, holder="w") as lease:
+        lease.until(event)
+
+    with pytest.raises(KeyboardInterrupt):
+        memory.close()
+    assert promised.held == PAGE
+    with pytest.raises(RuntimeError, match="is closed"):
+        memory.lease(1, holder="late")
+    memory.close()
+
+    assert (event.waits, promised.held) == (2, 0)
+
+
+def test_closing_a_pool_keeps_nobody_from_closing_the_leases_that_its_events_wait_for() -> None:
+    memory = pool(pages=2)
+    other = memory.lease(PAGE, holder="other")
+    closed = []
+
+    class Dependent(ManualEvent):
+        def wait(self) -> None:
+            closed.append(ends(other.close))
+            super().wait()
+
+    with memory.lease(100, holder="w") as lease:
+        lease.until(Dependent())
+
+    memory.close()
+
+    assert closed == [True]
+
+
+@pytest.mark.filterwarnings("ignore:the lease of:ResourceWarning")
+def test_a_collection_in_the_middle_of_the_ledgers_work_may_find_leases_that_nobody_closed() -> None:
+    ledger = Ledger(ResolvedBudget(device=100, host=100))
+    memory = DeviceMemory(CountingDevice(), ledger.reserve(Tier.DEVICE, 100, holder="the pool"))
+
+    class Collecting(int):
+        """Bytes that are added with a garbage collection."""
+
+        def __radd__(self, other: int) -> int:
+            gc.collect()
+            return other + int(self)
+
+    cycle: list[object] = [memory.lease(60, holder="w")]
+    cycle.append(cycle)
+    del cycle
+
+    assert ends(lambda: ledger.reserve(Tier.HOST, Collecting(10), holder="other"))
+    memory.lease(100, holder="next").close()
+    assert memory.reservation.held == 0
+
+
+@pytest.mark.filterwarnings("ignore:the lease of:ResourceWarning")
+@pytest.mark.parametrize("kind", ["lease", "view"])
+def test_neither_a_dropped_lease_nor_a_last_view_waits_for_the_pools_lock(kind: str) -> None:
+    memory = pool(pages=3)
+    event = StuckEvent()
+    with memory.lease(100, holder="stuck") as stuck:
+        stuck.until(event)
+    lease = memory.lease(100, holder="w")
+    dropped: list[object] = [lease if kind == "lease" else lease.flat()]
+    if kind == "view":
+        lease.close()
+    del lease, stuck
+    event.stuck = True
+    settling = threading.Thread(target=memory.settle, daemon=True)
+    settling.start()
+    event.asked.wait(60)
+
+    ended = ends(dropped.clear)
+
+    event.stuck = False
+    event.answers.set()
+    settling.join()
+    assert ended
+    assert (memory.stats().held, memory.stats().open_leases) == (100, 0)
+
+
 def test_a_pool_takes_its_whole_reservation_when_it_is_made() -> None:
     promised = reservation(10 * PAGE + 100)
     memory = PinnedPool(promised)
@@ -306,3 +536,89 @@ def test_io_on_device_memory_is_refused() -> None:
 
     with memory.lease(60, holder="a") as lease, pytest.raises(TypeError, match="of DEVICE memory"):
         lease.memory()
+
+
+def test_closing_device_memory_waits_for_events_and_gives_its_buffers_back() -> None:
+    device = CountingDevice()
+    memory = DeviceMemory(device, reservation(100, Tier.DEVICE))
+    event = ManualEvent()
+    with memory.lease(60, holder="a") as lease:
+        lease.until(event)
+
+    memory.close()
+
+    assert (event.waits, device.freed, memory.reservation.held) == (1, [60], 0)
+
+
+def test_device_memory_that_cannot_be_had_gives_its_bytes_of_the_reservation_back() -> None:
+    memory = DeviceMemory(FragmentedDevice(RuntimeError("the device is lost")), reservation(100, Tier.DEVICE))
+
+    with pytest.raises(RuntimeError, match="is lost"):
+        memory.lease(60, holder="a")
+
+    assert memory.reservation.held == 0
+
+
+def test_device_memory_in_pieces_is_waited_for_as_where_there_is_none() -> None:
+    device = FragmentedDevice(in_pieces())
+    memory = DeviceMemory(device, reservation(100, Tier.DEVICE))
+    device.refusals = 0
+    event = ManualEvent()
+    with memory.lease(10, holder="a") as lease:
+        lease.until(event)
+    device.refusals = 1
+
+    with memory.lease(60, holder="b"):
+        assert (event.waits, memory.reservation.held, device.freed) == (1, 60, [10])
+
+
+def test_device_memory_in_pieces_is_refused_by_the_device_where_nothing_is_closing() -> None:
+    memory = DeviceMemory(FragmentedDevice(in_pieces()), reservation(100, Tier.DEVICE))
+
+    with pytest.raises(CapacityError, match="the device is in pieces"):
+        memory.lease(60, holder="b")
+
+    assert memory.reservation.held == 0
+
+
+def test_device_memory_counts_as_held_until_the_last_view_of_it_is_gone() -> None:
+    memory = DeviceMemory(CpuAccelerator(), reservation_where_device_is_host(100))
+    with memory.lease(60, holder="layers.3.w1") as lease:
+        views = [lease.tensor(torch.float32, (3, 5)), lease.flat().numpy()[7:9]]
+
+    assert memory.reservation.held == 60
+    with pytest.raises(CapacityError, match=r"a view of layers\.3\.w1 holds 60 B"):
+        memory.lease(60, holder="next")
+    views.pop()
+    assert memory.reservation.held == 60
+    views.pop()
+
+    assert memory.reservation.held == 0
+    memory.lease(100, holder="next").close()
+
+
+def test_closing_device_memory_names_the_views_that_are_left() -> None:
+    memory = DeviceMemory(CpuAccelerator(), reservation_where_device_is_host(100))
+    with memory.lease(60, holder="layers.3.w1") as lease:
+        view = lease.flat()
+
+    with pytest.raises(RuntimeError, match=r"closed leases of which views are left: layers\.3\.w1 \(60 B\)"):
+        memory.close()
+
+    held = memory.reservation.held
+    del view
+    assert (held, memory.reservation.held) == (60, 0)
+
+
+def test_a_closed_lease_keeps_no_memory_alive_through_its_events() -> None:
+    memory = DeviceMemory(CpuAccelerator(), reservation_where_device_is_host(100))
+    lease = memory.lease(60, holder="w")
+
+    @dataclass
+    class Copying(ManualEvent):
+        of: torch.Tensor | None = None
+
+    lease.until(Copying(passed=True, of=lease.flat()))
+    lease.close()
+
+    assert memory.reservation.held == 0

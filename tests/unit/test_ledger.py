@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.memory import Ledger
+from infinity_engine.memory import Ledger, Reservation
 from infinity_engine.plan import ResolvedBudget, Tier
 
 
@@ -136,6 +137,48 @@ def test_giving_back_more_than_is_held_is_refused() -> None:
         reservation.release(3)
 
 
+@pytest.mark.parametrize("count", [Reservation.hold, Reservation.release])
+def test_negative_bytes_are_refused(count: Callable[[Reservation, int], None]) -> None:
+    reservation = ledger().reserve(Tier.HOST, 10, holder="pool")
+    reservation.hold(6)
+
+    with pytest.raises(ConfigError, match="by pool: expected 0 or more bytes, got -5"):
+        count(reservation, -5)
+
+    assert reservation.held == 6
+
+
+def test_what_is_released_soon_is_gone_when_somebody_looks() -> None:
+    books = ledger()
+    reservation = books.reserve(Tier.HOST, 10, holder="pool")
+    reservation.hold(10)
+
+    reservation.release_soon(4)
+
+    assert reservation.held == 6
+    reservation.release_soon(6)
+    assert next(usage for usage in books.usage() if usage.tier is Tier.HOST).held == 0
+    reservation.close()
+
+
+def test_bytes_can_be_released_soon_by_what_runs_in_the_middle_of_the_ledgers_work() -> None:
+    books = ledger()
+    reservation = books.reserve(Tier.HOST, 10, holder="pool")
+    reservation.hold(10)
+
+    class Interrupting(int):
+        """Bytes that, as a garbage collection may, do something else while they are added."""
+
+        def __radd__(self, other: int) -> int:
+            reservation.release_soon(1)
+            return other + int(self)
+
+    books.reserve(Tier.HOST, Interrupting(1), holder="other")
+
+    assert reservation.held < 10
+    assert next(usage for usage in books.usage() if usage.tier is Tier.HOST).held == reservation.held
+
+
 def test_peaks_are_those_of_each_tier_and_of_each_holder() -> None:
     books = ledger()
     first = books.reserve(Tier.HOST, 60, holder="first")
@@ -185,3 +228,30 @@ def test_threads_that_reserve_at_once_do_not_pass_the_limit() -> None:
         thread.join()
 
     assert len(taken) == 1000 // 7
+
+
+def test_nobody_reserves_between_another_ones_look_at_the_limit_and_its_promise() -> None:
+    books = ledger()
+    refused = []
+
+    def take() -> None:
+        try:
+            books.reserve(Tier.HOST, 150, holder="second")
+        except CapacityError:
+            refused.append("second")
+
+    class Slow(int):
+        """Bytes that take their time to be added: long enough for somebody else, where nothing keeps that one out."""
+
+        def __radd__(self, other: int) -> int:
+            if not thread.ident:
+                thread.start()
+                thread.join(0.2)
+            return other + int(self)
+
+    thread = threading.Thread(target=take)
+    books.reserve(Tier.HOST, Slow(150), holder="first")
+    thread.join()
+
+    assert refused == ["second"]
+    assert books.free(Tier.HOST) == 50

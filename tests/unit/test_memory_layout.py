@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +28,10 @@ from support.model_traces import (
     planned_step,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+layout_module: Any = sys.modules["infinity_engine.memory.layout"]  # the name is the function's in the package
 PATIENT = settings(deadline=None, max_examples=200)
 STEPS = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
 BUFFERS = st.lists(st.tuples(st.one_of(st.just(0), st.integers(1, 100_000)), STEPS), max_size=40)
@@ -162,6 +169,25 @@ def test_a_buffer_that_sticks_out_is_placed_earlier_the_next_time() -> None:
     step = planned_step(llama_3_8b(), gradients=Gradients.STREAMED, ahead=27)
 
     assert layout(step).overhead == 1.0
+
+
+def test_the_search_for_thousands_of_buffers_that_have_little_to_do_with_one_another_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chance = random.Random(0)
+    lives = [sorted((chance.randrange(1000), chance.randrange(1000))) for _ in range(5000)]
+    requests = [Request(f"b{n}", chance.randrange(1, 10**7), *steps) for n, steps in enumerate(lives)]
+    placed = []
+    place: Callable[..., int] = layout_module._place
+
+    def counted(offsets: NDArray[np.int64], tops: NDArray[np.int64], size: int, fit: object) -> int:
+        placed.append(size)
+        return place(offsets, tops, size, fit)
+
+    monkeypatch.setattr(layout_module, "_place", counted)
+
+    assert layout(requests).overhead <= 1.02
+    assert len(placed) <= 4 * len(requests)
 
 
 # --- on the shapes of real models ---

@@ -89,14 +89,14 @@ void Mapping::pin_with(std::shared_ptr<CudaHost> cuda) {
 
 Arena::Arena(std::shared_ptr<Mapping> mapping, std::size_t offset, std::size_t nbytes)
     : mapping_(std::move(mapping)), data_(mapping_->data() + offset), size_(nbytes) {
-    if (nbytes == 0 || nbytes > max_bytes || offset > mapping_->size() || nbytes > mapping_->size() - offset) {
+    if (nbytes == 0 || nbytes > max_bytes || offset > mapping_->size() ||
+        nbytes > mapping_->size() - offset) {
         throw std::invalid_argument("an arena holds 1 to " + std::to_string(max_bytes) +
                                     " bytes of its mapping, asked: " + std::to_string(nbytes) + " at " +
                                     std::to_string(offset));
     }
 }
 
-Arena::Arena(std::size_t nbytes)
-    : Arena(std::make_shared<Mapping>(nbytes), 0, round_up(nbytes, page)) {}
+Arena::Arena(std::size_t nbytes) : Arena(std::make_shared<Mapping>(nbytes), 0, round_up(nbytes, page)) {}
 
 }  // namespace deepnvme

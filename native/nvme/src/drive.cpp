@@ -334,7 +334,8 @@ bool Drive::needs_bounce(const Chunk& chunk) const {
     if (reinterpret_cast<std::uintptr_t>(memory) % chunk.active->operation.file->memory_alignment() != 0)
         return true;
     if (options_.user_memory == UserMemory::zero_copy) return false;
-    // Its first byte and its last: a chunk may lie across two arenas of one pool, and then is the pool's as well.
+    // Its first byte and its last: a chunk may lie across two arenas of one pool, and then is the pool's as
+    // well.
     const auto is_pooled = [&](const std::byte* byte) {
         return std::any_of(arenas_.begin(), arenas_.end(),
                            [&](const auto& arena) { return arena->holds(byte, 1); });

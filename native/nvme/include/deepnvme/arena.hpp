@@ -1,5 +1,6 @@
 // Memory for I/O: 2 MiB-aligned, advised to be huge pages, kept out of forked children, touched once.
-// The only place in the project that maps such memory; Pool cuts it up, Drives register its arenas with their rings.
+// The only place in the project that maps such memory; Pool cuts it up, Drives register its arenas with their
+// rings.
 #pragma once
 
 #include <sys/types.h>
@@ -15,8 +16,8 @@ namespace deepnvme {
 // One run of addresses, mapped and touched as a whole.
 class Mapping {
   public:
-    // Throws std::bad_alloc where the kernel gives no memory, std::invalid_argument for 0 bytes or a NUMA node
-    // that there is not.
+    // Throws std::bad_alloc where the kernel gives no memory, std::invalid_argument for 0 bytes or a NUMA
+    // node that there is not.
     explicit Mapping(std::size_t nbytes, std::optional<unsigned> numa_node = std::nullopt);
     ~Mapping();
     Mapping(const Mapping&) = delete;

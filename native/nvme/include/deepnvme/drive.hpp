@@ -103,8 +103,8 @@ struct DriveStats {
     std::uint64_t peak_inflight_bytes = 0;
     std::uint64_t registered_bytes = 0;
     std::uint64_t own_bytes = 0;  // memory that the drive took to copy through
-    int registration_error = 0;  // errno of the last registration; ENOMEM: the memlock limit
-    double p50_us = 0.0;         // from submission to end of an operation
+    int registration_error = 0;   // errno of the last registration; ENOMEM: the memlock limit
+    double p50_us = 0.0;          // from submission to end of an operation
     double p99_us = 0.0;
 };
 

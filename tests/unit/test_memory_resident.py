@@ -1,0 +1,60 @@
+"""What a process really has in RAM, in processes of their own: no more than their baseline and the host's limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.nvme_programs import output_of, run_program
+
+MiB = 1 << 20
+
+# HOST's limit is that of DEVICE as well. An eighth of it is for what Python and torch take for themselves meanwhile.
+PROGRAM = """
+import torch
+
+from infinity_engine.accel import CpuAccelerator
+from infinity_engine.errors import CapacityError
+from infinity_engine.memory import DeviceMemory, Ledger, PinnedPool, ResidentMemory
+from infinity_engine.plan import ResolvedBudget, Tier
+
+MiB = 1 << 20
+torch.ones(1000).sum()
+ledger = Ledger(ResolvedBudget(device=256 * MiB, host=256 * MiB), device_is=Tier.HOST)
+resident = ResidentMemory()
+seen = []
+pool = PinnedPool(ledger.reserve(Tier.HOST, 96 * MiB, holder="pinned pool"))
+device = DeviceMemory(CpuAccelerator(), ledger.reserve(Tier.DEVICE, 128 * MiB, holder="device memory"))
+seen.append(resident.above_baseline())
+kept = []
+
+
+def use(lessor, mib, count):
+    for number in range(count):
+        try:
+            lease = lessor.lease(mib * MiB, holder="w")
+        except CapacityError:
+            kept.clear()
+            lease = lessor.lease(mib * MiB, holder="w")
+        with lease:
+            kept.append(lease.flat().fill_(number))
+        seen.append(resident.above_baseline())
+"""
+
+
+def seen_by(use: str, folder: Path) -> list[int]:
+    """Return the MiB above the baseline, seen after every lease."""
+    return [int(nbytes) // MiB for nbytes in output_of(run_program(PROGRAM + use, folder=folder)).split()]
+
+
+def test_the_process_stays_under_its_baseline_and_the_hosts_limit_whoever_keeps_views(tmp_path: Path) -> None:
+    seen = seen_by("use(pool, 20, 20)\nuse(device, 30, 20)\nprint(*seen)", tmp_path)
+
+    assert len(seen) == 41
+    assert 96 <= seen[0] < 128  # the pool, touched as it is made
+    assert 96 + 110 < max(seen) <= 256
+
+
+def test_what_is_closed_is_no_longer_resident(tmp_path: Path) -> None:
+    use = "use(device, 30, 3)\nkept.clear()\npool.close()\ndevice.close()\nprint(resident.above_baseline())"
+
+    assert seen_by(use, tmp_path)[0] < 64
