@@ -285,8 +285,12 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
-        self.close()
+        """Close; where the body raised, its error is the one to see."""
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
 
     def __deepcopy__(self, _memo: object) -> Engine:
         """Refuse: states, hooks and memory are not to be had twice."""

@@ -249,6 +249,16 @@ def test_a_closed_engine_says_so_and_leaves_the_model_as_plain_pytorch() -> None
     assert all(parameter.grad is not None for parameter in net.parameters())
 
 
+def fail_with_a_view(made: Engine) -> None:
+    view = made._parts.states._held[0].lease.flat()  # kept by the frames of the error
+    view.fill_(view.numel() // 0)
+
+
+def test_the_bodys_own_error_is_the_one_to_see() -> None:
+    with pytest.raises(ZeroDivisionError), engine(precision="bf16") as made:
+        fail_with_a_view(made)
+
+
 def test_closing_gives_all_memory_back() -> None:
     rates = RATES
     with emulated_accelerator(Emulation(rates=rates, capacity_bytes=16 << 20)) as device:
