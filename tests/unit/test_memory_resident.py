@@ -8,7 +8,8 @@ from support.nvme_programs import output_of, run_program
 
 MiB = 1 << 20
 
-# HOST's limit is that of DEVICE as well. An eighth of it is for what Python and torch take for themselves meanwhile.
+# HOST's limit is that of DEVICE as well. The rest of it is for what Python and torch take for themselves.
+# Leases on the device are larger than 32 MiB: malloc keeps smaller pieces for later, and no account can know that.
 PROGRAM = """
 import torch
 
@@ -18,12 +19,12 @@ from infinity_engine.memory import DeviceMemory, Ledger, PinnedPool, ResidentMem
 from infinity_engine.plan import ResolvedBudget, Tier
 
 MiB = 1 << 20
-torch.ones(1000).sum()
+torch.ones(40 << 20, dtype=torch.uint8).fill_(1)
 ledger = Ledger(ResolvedBudget(device=256 * MiB, host=256 * MiB), device_is=Tier.HOST)
 resident = ResidentMemory()
 seen = []
 pool = PinnedPool(ledger.reserve(Tier.HOST, 96 * MiB, holder="pinned pool"))
-device = DeviceMemory(CpuAccelerator(), ledger.reserve(Tier.DEVICE, 128 * MiB, holder="device memory"))
+device = DeviceMemory(CpuAccelerator(), ledger.reserve(Tier.DEVICE, 96 * MiB, holder="device memory"))
 seen.append(resident.above_baseline())
 kept = []
 
@@ -47,14 +48,14 @@ def seen_by(use: str, folder: Path) -> list[int]:
 
 
 def test_the_process_stays_under_its_baseline_and_the_hosts_limit_whoever_keeps_views(tmp_path: Path) -> None:
-    seen = seen_by("use(pool, 20, 20)\nuse(device, 30, 20)\nprint(*seen)", tmp_path)
+    seen = seen_by("use(pool, 20, 20)\nuse(device, 40, 20)\nprint(*seen)", tmp_path)
 
     assert len(seen) == 41
     assert 96 <= seen[0] < 128  # the pool, touched as it is made
-    assert 96 + 110 < max(seen) <= 256
+    assert 96 + 80 < max(seen) <= 256
 
 
 def test_what_is_closed_is_no_longer_resident(tmp_path: Path) -> None:
-    use = "use(device, 30, 3)\nkept.clear()\npool.close()\ndevice.close()\nprint(resident.above_baseline())"
+    use = "use(device, 40, 2)\nkept.clear()\npool.close()\ndevice.close()\nprint(resident.above_baseline())"
 
     assert seen_by(use, tmp_path)[0] < 64
