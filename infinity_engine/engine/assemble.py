@@ -114,7 +114,7 @@ def _parts(
         host=host,
         device=on_device,
     )
-    originals = {each.number: each.parameter.detach().float().clone() for each in trained}
+    originals = {each.number: each.parameter.detach() for each in trained}  # as they are before they are moved
     with _values_moved(model, trained, layout, lanes, resources):
         states = StateKeeper(
             plan, layout.subgroups, trained, formats=layout.formats, state_names=layout.state_names, lanes=lanes

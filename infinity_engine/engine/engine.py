@@ -65,6 +65,7 @@ class Engine:
         self._steps = 0
         self._clip_to = parts.max_grad_norm
         self._stepping = False
+        self._scaling = False
         self._recording = False
         self._closed = False
         for each in parts.trained:
@@ -76,12 +77,14 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
+        self._check_whole()
         self._begin()
         with self._parts.telemetry.span("forward"):
             return self.model(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute the gradients of `loss`, which with fp16 is scaled first."""
+        self._check_whole()
         self._begin()
         if loss.numel() != 1:
             expected = "a tensor of one element, as Tensor.backward() needs"
@@ -93,8 +96,12 @@ class Engine:
                 stacklevel=2,
             )
         scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
-        with self._parts.telemetry.span("backward"):
-            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
+        self._scaling = True
+        try:
+            with self._parts.telemetry.span("backward"):
+                scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
+        finally:
+            self._scaling = False
 
     def step(self) -> StepResult:
         """Update every parameter that has a gradient, and use the gradients up.
@@ -102,10 +109,12 @@ class Engine:
         With `accumulation_steps=k`, all calls but each k-th do nothing.
 
         Raises:
-            RuntimeError: no gradient has come since the last step, or a parameter was changed by somebody else.
+            RuntimeError: no gradient has come since the last step, a parameter was changed by somebody else, or an op
+                failed: call it again, and it goes on where it stopped.
         """
         self._begin()
         parts = self._parts
+        self._check_optimizer()
         if not parts.gradients.any:
             raise RuntimeError(
                 "there is nothing to step with: no gradient has come since the last step. Call backward() first; if "
@@ -134,9 +143,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the gradients that have come, as if there had been no backward."""
-        self._check_open()
-        if self._parts.states.begun:
-            raise RuntimeError("a step was interrupted: call step() again, which does what it left")
+        self._check_whole()
         self._parts.gradients.clear()
         self._micro_batches = 0
 
@@ -145,7 +152,7 @@ class Engine:
 
         What torch.nn.utils.clip_grad_norm_ is for: that one sees no gradients here.
         """
-        self._check_open()
+        self._check_whole()
         norm = self._norm().norm(self._unscale())
         self._clip_to = float(max_norm)
         return norm
@@ -188,6 +195,11 @@ class Engine:
                 value=str(gradient.layout),
                 expected="a dense gradient: use sparse=False",
             )
+        if self._parts.scale.value != 1.0 and not self._scaling:
+            raise RuntimeError(
+                "with fp16 the loss has to be scaled before its gradients are computed: call engine.backward(loss), "
+                "not loss.backward()"
+            )
         self._parts.gradients.take(number, gradient)
 
     def _tell_optimizer(self) -> None:
@@ -211,7 +223,7 @@ class Engine:
         self, parameters: torch.nn.Parameter | Iterable[torch.nn.Parameter], *, modify: bool = False
     ) -> Iterator[None]:
         """Have whole parameters within the body; what it changes of them, with `modify`, is kept."""
-        self._check_open()
+        self._check_whole()
         wanted = [parameters] if isinstance(parameters, torch.nn.Parameter) else list(parameters)
         known = [self._parts.trained[self._numbers[id(each)]] for each in wanted if id(each) in self._numbers]
         for each in known:
@@ -231,7 +243,7 @@ class Engine:
         Raises:
             ConfigError: the engine does not train it.
         """
-        self._check_open()
+        self._check_whole()
         number = self._numbers.get(id(parameter))
         if number is None:
             expected = "a parameter that the optimizer was made of and that requires a gradient"
@@ -306,6 +318,23 @@ class Engine:
         if not self._recording:
             self._parts.telemetry.begin_step(self._steps)
             self._recording = True
+
+    def _check_optimizer(self) -> None:
+        """Refuse gradients that the engine did not take: the optimizer's own step would use them."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(parameter.shape)} has a gradient that the engine did not take: "
+                        "it was frozen when the engine was initialized, or its gradient was set by hand. Close the "
+                        "engine and initialize another one after parameters are unfrozen"
+                    )
+
+    def _check_whole(self) -> None:
+        """Refuse to go on from half a step."""
+        self._check_open()
+        if self._parts.states.begun:
+            raise RuntimeError("a step was interrupted: call step() again, which does what it left")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -196,8 +196,8 @@ class StateKeeper:
     # --- ops ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Take what the updates of a step need; those that an interrupted one has done are not done again."""
-        self._inputs = inputs
+        """Take what the updates of a step need. One that was interrupted goes on with what it began with."""
+        self._inputs = self._inputs or inputs
 
     def note_arrivals(self) -> None:
         """Count what visited the device and is home again as updated; what failed on the way is as it was."""
@@ -214,8 +214,8 @@ class StateKeeper:
 
     @property
     def begun(self) -> bool:
-        """Whether some, and not all, subgroups have been updated."""
-        return bool(self._done)
+        """Whether a step was begun and not ended: some of what modules compute with may be new, and the rest old."""
+        return self._inputs is not None
 
     def carry_out(self, op: Op, after: Sequence[Event]) -> Event | None:
         """Submit an op; updates on the host are done on return."""

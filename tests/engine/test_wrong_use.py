@@ -208,11 +208,58 @@ def test_a_step_that_failed_on_a_link_is_finished_by_the_next_call(failing: Stre
             broken[0] = True
             with pytest.raises(RuntimeError, match=r"op \d+ of the plan, (Upload|Download)\w+ of subgroup"):
                 made.step()
-            with pytest.raises(RuntimeError, match=r"interrupted: call step\(\) again"):
-                made.zero_grad()
+            for refused in (made.zero_grad, lambda: made(torch.randn(4, 20)), lambda: made.clip_grad_norm_(1.0)):
+                with pytest.raises(RuntimeError, match=r"interrupted: call step\(\) again"):
+                    refused()
+            made.optimizer.param_groups[0]["lr"] = 99.0  # too late for the step that has begun
 
             made.step()
             train(untroubled, seed=2)
+
+            assert torch.equal(weights(made), weights(untroubled))
+
+
+def test_a_plain_backward_is_refused_where_the_loss_has_to_be_scaled() -> None:
+    with engine(precision="fp16") as made:
+        loss = made(torch.randn(4, 20, dtype=torch.float16)).float().pow(2).mean()
+
+        with pytest.raises(RuntimeError, match=r"call engine\.backward\(loss\)"):
+            loss.backward()
+
+
+def test_a_parameter_that_is_unfrozen_later_is_told() -> None:
+    net = model()
+    net[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with infinity_engine.initialize(net, optimizer, accelerator="cpu", budget=BUDGET) as made:
+        train(made)
+        net[0].weight.requires_grad_(True)
+        made.backward(made(torch.randn(4, 20)).sum())
+
+        with pytest.raises(RuntimeError, match="frozen when the engine was initialized"):
+            made.step()
+
+
+def test_a_refused_step_that_ended_nowhere_leaves_nothing_mixed() -> None:
+    broken = [True]
+
+    def fault(kind: StreamKind) -> Exception | None:
+        failing = broken[0] and kind is StreamKind.D2H
+        return RuntimeError("the link is down") if failing else None
+
+    with emulated_accelerator(Emulation(rates=RATES, capacity_bytes=16 << 20, fault=fault)) as device:
+        settings: dict[str, object] = {"strategy": {"name": "interleaved", "share": 1.0}, "rates": RATES}
+        budget = {"host": "64MiB", "device": "8MiB"}
+        with engine(device=device, budget=budget, **settings) as made, engine(**settings) as untroubled:
+            made.backward(made(torch.randn(4, 20, generator=torch.Generator().manual_seed(0))).pow(2).mean())
+            with pytest.raises(RuntimeError, match="Download"):
+                made.step()
+            with pytest.raises(RuntimeError, match="interrupted"):  # modules have new values, the states are old
+                made.zero_grad()
+            broken[0] = False
+
+            made.step()
+            train(untroubled)
 
             assert torch.equal(weights(made), weights(untroubled))
 
