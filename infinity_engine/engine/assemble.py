@@ -21,7 +21,7 @@ from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.parameters import TrainedParameter, collect_parameters
 from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.states import StateKeeper
-from infinity_engine.errors import CapacityError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool
 from infinity_engine.optim import (
@@ -99,6 +99,12 @@ def _parts(
     accelerator = device
     if accelerator is None:
         accelerator = resources.enter_context(open_accelerator(config.accelerator.value))
+    if accelerator.name == "cuda":
+        raise ConfigError(
+            field="accelerator",
+            value=config.accelerator.value,
+            expected="cpu: this version does not update on a GPU yet (CHANGELOG.md, Known gaps)",
+        )
     layout = _layout(trained, rules, config)
     budget = _budget(config, accelerator)
     ledger = Ledger(budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)

@@ -85,11 +85,13 @@ def _check(name: str, parameter: torch.nn.Parameter) -> None:
     problem = None
     if parameter.is_meta:
         problem = "is on the meta device, without values"
+    elif parameter.device.type != "cpu":
+        problem = f"is on {parameter.device}, and this version updates in host memory only"
     elif not parameter.is_floating_point():
         problem = f"is {parameter.dtype}"
     elif parameter.layout != torch.strided:
         problem = f"has the layout {parameter.layout}"
     if problem is not None:
         raise ConfigError(
-            field=f"parameter {name}", value=problem, expected="a dense floating-point tensor with values"
+            field=f"parameter {name}", value=problem, expected="a dense floating-point tensor with values, on the CPU"
         )
