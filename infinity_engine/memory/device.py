@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
-from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.errors import CapacityError
 from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Tier
@@ -42,8 +42,6 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         Raises:
             CapacityError: the reservation has not so much left, and no closed lease will give it back.
         """
-        if nbytes < 0:
-            raise ConfigError(field=f"bytes leased for {holder}", value=nbytes, expected="0 or more bytes")
         return self._lease(
             nbytes,
             holder,

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from infinity_engine.errors import CapacityError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Tier
 
@@ -221,6 +221,8 @@ class Lessor(ABC):
 
         Then waits for the oldest of those closed leases that are `in_the_way`; raises `refusal` where there is none.
         """
+        if nbytes < 0:
+            raise ConfigError(field=f"bytes leased for {holder}", value=nbytes, expected="0 or more bytes")
         while True:
             with self._lock:
                 if self._ending:

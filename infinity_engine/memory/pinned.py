@@ -123,8 +123,6 @@ class PinnedPool(Lessor):
         Raises:
             CapacityError: there is no such piece, and none will become free.
         """
-        if nbytes < 0:
-            raise ConfigError(field=f"bytes leased for {holder}", value=nbytes, expected="0 or more bytes")
         return self._lease(
             nbytes,
             holder,

@@ -7,6 +7,7 @@ Every constant is computed here, once per step, in double precision by formulas 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import ClassVar
@@ -68,7 +69,7 @@ def power(base: float, exponent: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class Rule(ABC):
     """An optimizer with its options; one for each parameter group. `lr` may be anything that float() reads."""
 
     state_names: ClassVar[tuple[str, ...]] = ()
@@ -101,8 +102,9 @@ class Rule:
             raise ConfigError(field="step", value=step, expected="1 for the first step, or more")
         return self._constants(step, -gradient_factor if self.maximize else gradient_factor)
 
+    @abstractmethod
     def _constants(self, step: int, factor: float) -> Constants:
-        raise NotImplementedError
+        """Return them; the factor is negative to maximise."""
 
     def _coupled(self) -> RuleFlag:
         return RuleFlag.COUPLED_DECAY if self.weight_decay != 0 else RuleFlag(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,16 +14,16 @@ from torch.nn import functional
 __all__ = ["MODELS", "Task"]
 
 
-class Task(nn.Module):
+class Task(nn.Module, ABC):
     """A model that returns its loss for a batch that it draws from a seed."""
 
+    @abstractmethod
     def batch(self, seed: int) -> torch.Tensor:
         """Return the input of one micro-batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         """Return the loss."""
-        raise NotImplementedError
 
 
 def tokens(seed: int, shape: tuple[int, ...], vocabulary: int = 32) -> torch.Tensor:
