@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from infinity_engine.accel import Accelerator
     from infinity_engine.engine.engine import Engine
+    from infinity_engine.optim.policy import OffloadPolicy
 
 __all__ = ["initialize"]
 
@@ -24,23 +25,26 @@ def initialize(
     config: EngineConfig | Mapping[str, object] | None = None,
     *,
     device: Accelerator | None = None,
+    policy: OffloadPolicy | str | None = None,
     **settings: object,
 ) -> Engine:
     """Wrap `model` and `optimizer` so that their states live where the budget allows; return the engine to train with.
 
     Settings come as `config`, as keywords, or both; keywords go first. `device` is an accelerator that is open already,
-    such as an emulated one; it stays open, and the setting `accelerator` is not used.
+    such as an emulated one; it stays open, and the setting `accelerator` is not used. `policy` takes the place of the
+    setting `strategy`: a policy of your own, or the name of a built-in one, such as "eq1". It is asked once, with the
+    subgroups, the `rates` and what the budget leaves of the device; its plan is that of every update.
 
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.
-        ConfigError: a setting, an optimizer or a parameter that cannot be; the model is as it was.
+        ConfigError: a setting, an optimizer, a parameter or a plan that cannot be; the model is as it was.
         CapacityError: a tier cannot hold what it would have to; the model is as it was.
     """
     require_torch("infinity_engine.initialize")
     chosen = _settings(config, settings)
     from infinity_engine.engine.assemble import assemble
 
-    return assemble(model, optimizer, chosen, device)
+    return assemble(model, optimizer, chosen, device, _policy(policy, chosen))
 
 
 def _settings(config: EngineConfig | Mapping[str, object] | None, keywords: Mapping[str, object]) -> EngineConfig:
@@ -51,3 +55,21 @@ def _settings(config: EngineConfig | Mapping[str, object] | None, keywords: Mapp
     else:
         raise ConfigError(field="config", value=config, expected="an EngineConfig, a mapping of settings, or None")
     return EngineConfig.from_mapping({**given, **keywords})
+
+
+def _policy(given: object, config: EngineConfig) -> OffloadPolicy | None:
+    """Return the policy that is meant, None where it is the strategy's."""
+    if given is None:
+        return None
+    from infinity_engine.optim.policies import BUILT_IN
+    from infinity_engine.optim.policy import OffloadPolicy
+
+    policy = BUILT_IN[given] if isinstance(given, str) else given
+    if not isinstance(policy, OffloadPolicy):
+        expected = "an OffloadPolicy, which @offload_policy(name) makes of a function, or the name of a built-in one"
+        raise ConfigError(field="policy", value=given, expected=expected)
+    if config.strategy != EngineConfig().strategy:
+        strategy = config.strategy.to_plain()
+        expected = f"none beside strategy={strategy!r}: both say where updates run, so give one of the two"
+        raise ConfigError(field="policy", value=policy.name, expected=expected)
+    return policy
