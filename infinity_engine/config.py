@@ -22,6 +22,7 @@ __all__ = [
     "Backend",
     "Checksum",
     "EngineConfig",
+    "ParametersAt",
     "Precision",
     "Recording",
     "Setting",
@@ -37,6 +38,14 @@ class Precision(Enum):
     FP32 = "fp32"  # Exact and largest.
     BF16 = "bf16"  # Half the bytes, the range of fp32, fewer digits.
     FP16 = "fp16"  # Half the bytes, more digits than bf16, a small range: needs loss scaling.
+
+
+class ParametersAt(Enum):
+    """Where parameters stay between their uses."""
+
+    AUTO = "auto"  # On the device where they fit there, otherwise on the host.
+    DEVICE = "device"  # Where modules compute.
+    HOST = "host"  # Fetched to the device around the modules that need them.
 
 
 class Accelerator(Enum):
@@ -258,6 +267,13 @@ class EngineConfig(_Settings):
     accelerator: Accelerator = field(
         default=Accelerator.AUTO,
         metadata=_about(_member(Accelerator), "what DEVICE is"),
+    )
+    parameters: ParametersAt = field(
+        default=ParametersAt.AUTO,
+        metadata=_about(
+            _member(ParametersAt),
+            "where parameters stay; host: fetched around the modules that need them; auto: device where they fit there",
+        ),
     )
     accumulation_steps: int = field(
         default=1,

@@ -99,6 +99,18 @@ class Buffer:
             raise ValueError(f"expected an offset that is a multiple of {dtype.itemsize} B for {dtype}, got {offset}")
         return self._held()[offset : offset + nbytes].view(dtype).view(sizes)
 
+    def shared(self) -> tuple[torch.Tensor, object]:
+        """Return all bytes as a tensor with a storage of its own, and what lives until the last view of that is gone.
+
+        The buffer keeps neither.
+        """
+        memory = self._held()
+        if memory.device.type == "cpu":
+            array = memory.numpy()
+            return torch.from_numpy(array), array
+        owner = _DeviceArray(memory)
+        return torch.as_tensor(owner, device=memory.device), owner
+
     def release(self) -> torch.Tensor:
         """Give the memory up: the buffer has none from here on. Called by the accelerator that made it."""
         memory = self._held()
@@ -112,6 +124,18 @@ class Buffer:
         if self._memory is None:
             raise ValueError(f"this buffer of {self.nbytes} B was freed: expected it to be used before free()")
         return self._memory
+
+
+class _DeviceArray:
+    """Bytes of a GPU as other libraries take them over; who does, keeps this. Has not run on a GPU yet."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (memory.numel(),),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
 
 
 @dataclass(frozen=True, slots=True)

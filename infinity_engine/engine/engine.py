@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
+from infinity_engine.engine.fetching import FetchingStats, ParameterFetcher
 from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.hooks import Hooks
+from infinity_engine.engine.modules import ModuleParameters
 from infinity_engine.engine.outcome import Outcome, StepResult
-from infinity_engine.engine.parameters import TrainedParameter
+from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.states import StateKeeper, StepInputs
 from infinity_engine.errors import ConfigError
@@ -40,9 +42,12 @@ class EngineParts:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     trained: Sequence[TrainedParameter]
+    frozen: Sequence[ModelParameter]
     plan: StepPlan
     gradients: GradientKeeper
     states: StateKeeper
+    fetcher: ParameterFetcher | None  # both None where parameters stay on the device
+    modules: ModuleParameters | None
     scale: LossScale
     accumulation_steps: int
     max_grad_norm: float | None
@@ -60,16 +65,20 @@ class Engine:
         self.optimizer = parts.optimizer
         self._parts = parts
         self._executor = Executor(parts.states)
-        self._numbers = {id(each.parameter): each.number for each in parts.trained}
+        self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
         self._micro_batches = 0
         self._steps = 0
         self._clip_to = parts.max_grad_norm
         self._stepping = False
         self._scaling = False
         self._recording = False
+        self._listing = False
         self._closed = False
-        for each in parts.trained:
+        for each in self._known.values():
             each.note_values()
+        if parts.fetcher is not None:
+            parts.hooks.on_state_dict(parts.model, self._refuse_state_dict)
+        for each in parts.trained:
             parts.hooks.on_gradient(each.parameter, partial(self._take, each.number))
         parts.hooks.on_optimizer_step(parts.optimizer, self._check_stepping)
 
@@ -79,8 +88,12 @@ class Engine:
         """Run the model."""
         self._check_whole()
         self._begin()
+        modules = self._parts.modules
         with self._parts.telemetry.span("forward"):
-            return self.model(*args, **kwargs)
+            if modules is None:
+                return self.model(*args, **kwargs)
+            with modules.saving():
+                return self.model(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute the gradients of `loss`, which with fp16 is scaled first."""
@@ -134,6 +147,8 @@ class Engine:
                 each.note_values()
         parts.gradients.clear()
         self._micro_batches = 0
+        if parts.fetcher is not None:
+            parts.fetcher.end_step()
         parts.telemetry.end_step()
         self._recording = False
         if result.outcome is Outcome.UPDATED:
@@ -146,6 +161,8 @@ class Engine:
         self._check_whole()
         self._parts.gradients.clear()
         self._micro_batches = 0
+        if self._parts.modules is not None:
+            self._parts.modules.let_go()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Let the next step clip the gradients to `max_norm`; return their norm as it is now.
@@ -172,12 +189,17 @@ class Engine:
             factor = gradient_factor(total, unscale=unscale, max_norm=self._clip_to)
         else:
             factor = unscale
+        if parts.modules is not None and parts.fetcher is not None:
+            parts.modules.let_go()
+            parts.fetcher.give_up()
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
         try:
             self._executor.run(parts.plan)
         finally:
             parts.states.note_arrivals()
         parts.states.end_step()
+        if parts.fetcher is not None:
+            parts.fetcher.changed(each.number for each in parts.trained)
         parts.scale.step_made()
         self._clip_to = parts.max_grad_norm
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
@@ -225,17 +247,39 @@ class Engine:
         """Have whole parameters within the body; what it changes of them, with `modify`, is kept."""
         self._check_whole()
         wanted = [parameters] if isinstance(parameters, torch.nn.Parameter) else list(parameters)
-        known = [self._parts.trained[self._numbers[id(each)]] for each in wanted if id(each) in self._numbers]
+        known = [self._known[id(each)] for each in wanted if id(each) in self._known]
         for each in known:
             each.check_untouched()
-        yield
-        if not modify:
+        fetcher = self._parts.fetcher
+        with nullcontext() if fetcher is None else fetcher.gathered([each.number for each in known]):
+            yield
+            if not modify:
+                for each in known:
+                    each.check_untouched()
+                return
             for each in known:
-                each.check_untouched()
-            return
-        for each in known:
-            self._parts.states.set_master(each.number, each.values.float().cpu())
-            each.note_values()
+                if fetcher is not None:
+                    fetcher.write_home(each.number)
+                if isinstance(each, TrainedParameter):
+                    self._parts.states.set_master(each.number, each.values.float().cpu())
+                each.note_values()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model's state dict as copies on the host, wherever its parameters are."""
+        self._check_whole()
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        self._listing = True
+        try:
+            listed = self.model.state_dict(keep_vars=True)
+        finally:
+            self._listing = False
+
+        def whole(name: str, value: Any) -> Any:
+            known = self._known.get(id(names.get(name)))
+            tensor = value if known is None else known.values.view(known.parameter.shape)
+            return tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
+
+        return {name: whole(name, value) for name, value in listed.items()}
 
     def state_of(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor | int]:
         """Return copies of a parameter's fp32 master and moments, in its shape, and how many updates it has had.
@@ -244,10 +288,11 @@ class Engine:
             ConfigError: the engine does not train it.
         """
         self._check_whole()
-        number = self._numbers.get(id(parameter))
-        if number is None:
+        known = self._known.get(id(parameter))
+        if not isinstance(known, TrainedParameter):
             expected = "a parameter that the optimizer was made of and that requires a gradient"
             raise ConfigError(field="parameter", value=f"one of shape {tuple(parameter.shape)}", expected=expected)
+        number = known.number
         flat = self._parts.states.state_of(number)
         shaped: dict[str, torch.Tensor | int] = {name: values.view(parameter.shape) for name, values in flat.items()}
         return {**shaped, "step": self._parts.states.steps_of(number)}
@@ -265,6 +310,11 @@ class Engine:
     def usage(self) -> tuple[Usage, ...]:
         """Return what each tier holds and held, against its budget."""
         return self._parts.ledger.usage()
+
+    def fetching(self) -> FetchingStats:
+        """Return what parameters were fetched around modules: nothing where they stay on the device."""
+        fetcher = self._parts.fetcher
+        return FetchingStats(fetched=0, fetched_bytes=0, in_time=0, late=0) if fetcher is None else fetcher.stats
 
     def timeline(self) -> Timeline:
         """Return what was recorded of the newest steps."""
@@ -318,6 +368,13 @@ class Engine:
         if not self._recording:
             self._parts.telemetry.begin_step(self._steps)
             self._recording = True
+
+    def _refuse_state_dict(self) -> None:
+        if not self._listing:
+            raise RuntimeError(
+                "the values of this model's parameters are on the host, where the engine fetches them from: call "
+                "engine.state_dict(), which has them"
+            )
 
     def _check_optimizer(self) -> None:
         """Refuse gradients that the engine did not take: the optimizer's own step would use them."""

@@ -6,7 +6,8 @@ Hooks call what they are given and decide nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,6 +19,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._watched: list[tuple[torch.nn.Module, dict[str, torch.nn.Parameter | None]]] = []
 
     def on_gradient(self, parameter: torch.nn.Parameter, take: Callable[[torch.Tensor], None]) -> None:
         """Call `take` with each gradient of a parameter, which then has none."""
@@ -38,7 +40,79 @@ class Hooks:
 
         self._handles.append(optimizer.register_step_pre_hook(hook))
 
+    def on_call(
+        self,
+        module: torch.nn.Module,
+        before: Callable[[torch.nn.Module], None],
+        after: Callable[[torch.nn.Module, object], None],
+    ) -> None:
+        """Call `before` when a module is about to run, and `after`, with what it returns, also where it raises."""
+
+        def pre_hook(owner: torch.nn.Module, _args: Any) -> None:
+            before(owner)
+
+        def hook(owner: torch.nn.Module, _args: Any, output: Any) -> None:
+            after(owner, output)
+
+        self._handles.append(module.register_forward_pre_hook(pre_hook))
+        self._handles.append(module.register_forward_hook(hook, always_call=True))
+
+    def on_read(self, module: torch.nn.Module, read: Callable[[object], None]) -> None:
+        """Call `read` with a parameter of the module's own before anybody gets it as an attribute."""
+        parameters = module._parameters
+        self._watched.append((module, parameters))
+        module.__dict__["_parameters"] = _WatchedParameters(parameters, read)
+
+    def on_state_dict(self, module: torch.nn.Module, check: Callable[[], None]) -> None:
+        """Call `check` before a state dict of the module is made."""
+
+        def hook(*_: Any) -> None:
+            check()
+
+        self._handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]  # torch is
+
+    def saving(
+        self, pack: Callable[[torch.Tensor], object], unpack: Callable[[Any], torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Return what lets autograd save what `pack` returns, in this thread and within its body."""
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def nobody_saves(self) -> bool:
+        """Tell whether no such hooks are set: those of checkpointing see what is saved, and ours would hide it."""
+        try:
+            with torch.autograd.graph.disable_saved_tensors_hooks("asked whether there are any"):
+                return True
+        except RuntimeError:
+            return False
+
     def remove(self) -> None:
         """Take all hooks off."""
         while self._handles:
             self._handles.pop().remove()
+        while self._watched:
+            module, before = self._watched.pop()
+            before.clear()
+            before.update(module._parameters)  # what was added or taken away meanwhile
+            module.__dict__["_parameters"] = before
+
+
+class _WatchedParameters(dict[str, "torch.nn.Parameter | None"]):
+    """The parameters of a module by name; tells when one is read. All of them at once may be listed untold."""
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter | None], read: Callable[[object], None]) -> None:
+        super().__init__(parameters)
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        self._read(parameter)
+        return parameter
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise TypeError(
+            "a model whose parameters an engine fetches cannot be copied or pickled, as its values are not there: take "
+            "engine.state_dict(), or close the engine first"
+        )
+
+    def __deepcopy__(self, _memo: object) -> NoReturn:
+        self.__reduce_ex__(None)

@@ -1,28 +1,29 @@
-"""The parameters that the engine trains: which they are, and the tensors that modules compute with.
+"""The parameters of a model: those that the engine trains and those that are frozen, and what modules compute with.
 
-Owns those tensors and sees when somebody else changed one. Takes no gradients and updates nothing.
+Sees when somebody else changed one. Takes no gradients, moves and updates nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
 
 from infinity_engine.errors import ConfigError
 
-__all__ = ["TrainedParameter", "collect_parameters"]
+__all__ = ["ModelParameter", "TrainedParameter", "collect_frozen", "collect_parameters"]
 
 
 @dataclass(eq=False)
-class TrainedParameter:
-    """One parameter of the optimizer: `number` is its place there, `group` that of its parameter group."""
+class ModelParameter:
+    """One parameter of the model; `number` is its place among those that the engine knows."""
 
     number: int
     name: str
     parameter: torch.nn.Parameter
-    group: int
-    _seen: tuple[int, int] = field(default=(0, 0), repr=False)
+    _seen: tuple[int, int] = field(default=(0, 0), repr=False, kw_only=True)
+    _at_home: torch.Tensor | None = field(default=None, repr=False, kw_only=True)
 
     @property
     def numel(self) -> int:
@@ -31,8 +32,17 @@ class TrainedParameter:
 
     @property
     def values(self) -> torch.Tensor:
-        """The elements that modules compute with, flat."""
-        return self.parameter.detach().view(-1)
+        """The elements that modules compute with, flat, where updates leave them."""
+        return self.parameter.detach().view(-1) if self._at_home is None else self._at_home
+
+    def live_at(self, home: torch.Tensor | None) -> None:
+        """Let its values be in this flat tensor, of which modules see copies; None: they are the parameter's own."""
+        self._at_home = home
+
+    def show(self, values: torch.Tensor) -> None:
+        """Let modules see these values. A change by somebody else, before, is still seen as one afterwards."""
+        self.parameter.data = values
+        self._seen = (values.data_ptr(), self._seen[1])
 
     def note_values(self) -> None:
         """Remember the values as they are now as the engine's own."""
@@ -53,6 +63,13 @@ class TrainedParameter:
     def _state(self) -> tuple[int, int]:
         # The kernels write without telling torch, so what moves the version is somebody else.
         return self.parameter.data_ptr(), self.parameter._version
+
+
+@dataclass(eq=False)
+class TrainedParameter(ModelParameter):
+    """One parameter of the optimizer: `number` is its place there, `group` that of its parameter group."""
+
+    group: int
 
 
 def collect_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TrainedParameter, ...]:
@@ -79,6 +96,24 @@ def collect_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
     if not found:
         raise ConfigError(field="optimizer", value="no parameter that requires a gradient", expected="at least one")
     return tuple(found)
+
+
+def collect_frozen(model: torch.nn.Module, trained: Collection[TrainedParameter]) -> tuple[ModelParameter, ...]:
+    """Return the model's other parameters, with the numbers that follow.
+
+    Raises:
+        ConfigError: one is of a kind that cannot be used here.
+    """
+    ours = {id(each.parameter) for each in trained}
+    others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in ours]
+    for name, parameter in others:
+        if parameter.is_meta or parameter.layout != torch.strided:
+            expected = "a dense tensor with values, on the CPU"
+            found = "on the meta device" if parameter.is_meta else str(parameter.layout)
+            raise ConfigError(field=f"parameter {name}", value=found, expected=expected)
+    return tuple(
+        ModelParameter(len(trained) + place, name, parameter) for place, (name, parameter) in enumerate(others)
+    )
 
 
 def _check(name: str, parameter: torch.nn.Parameter) -> None:

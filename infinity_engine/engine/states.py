@@ -5,19 +5,28 @@ Owns the leases of the states and of the staging sets. Knows no order: the plan 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from infinity_engine.accel import Event
+from infinity_engine.accel import Event, Stream
 from infinity_engine.engine.gradients import GradientKeeper, Lanes
 from infinity_engine.engine.parameters import TrainedParameter
 from infinity_engine.memory import Lease
 from infinity_engine.optim import FloatFormat, Formats, Rule, Segment, Subgroup, SubgroupState, update_records
 from infinity_engine.optim import Stream as Values
-from infinity_engine.plan.ops import DownloadStates, Op, UpdateOnDevice, UpdateOnHost, UploadParameters, UploadStates
+from infinity_engine.plan import Tier
+from infinity_engine.plan.ops import (
+    DownloadParameters,
+    DownloadStates,
+    Op,
+    UpdateOnDevice,
+    UpdateOnHost,
+    UploadParameters,
+    UploadStates,
+)
 from infinity_engine.plan.step import Home, StepPlan
 
 __all__ = ["StateKeeper", "StepInputs"]
@@ -41,13 +50,14 @@ class _Held:
     lease: Lease
     state: SubgroupState
     pieces: tuple[int, ...]  # which piece of its parameter each segment is
-    copies: Lease | None = None  # what the host's update writes for the device, where that is another memory
+    copies: Lease | None = None  # what its update writes for modules, where they have it in the other memory
 
 
 class StateKeeper:
     """All states of one engine, and the Carrier of its plans.
 
-    A master lies in place, as the fp32 parameter itself, where that is in the memory in which it is updated.
+    A master lies in place, as the fp32 parameter itself, where that is in the memory in which it is updated. Staging
+    sets are there from the beginning of a step to its end.
     """
 
     def __init__(
@@ -75,8 +85,7 @@ class StateKeeper:
             subgroup.index: self._hold(subgroup, homes[subgroup.index], piece_numbers[subgroup.index])
             for subgroup in subgroups
         }
-        sets = () if self._unified else plan.staging_bytes
-        self._staging = [lanes.device.lease(nbytes, holder="staging sets") for nbytes in sets]
+        self._staging: list[Lease] = []
 
     # --- where things lie -----------------------------------------------------------------------------------------
 
@@ -85,10 +94,9 @@ class StateKeeper:
         streams = len(self._state_names) + (0 if self._in_place(home) else 1)
         lease = pool.lease(4 * subgroup.numel * streams, holder="optimizer states")
         copies = None
-        if home is Home.HOST and not self._unified and self._formats.parameter is not None:
-            copies = self._lanes.host.lease(
-                self._formats.parameter.nbytes * subgroup.numel, holder="updated parameters"
-            )
+        elsewhere = Home.RESIDENT if self._at_home else Home.HOST
+        if home is elsewhere and not self._unified and self._formats.parameter is not None:
+            copies = pool.lease(self._formats.parameter.nbytes * subgroup.numel, holder="updated parameters")
         state = self._state_in(lease, subgroup, home)
         return _Held(subgroup, home, lease, state, pieces, copies)
 
@@ -108,7 +116,13 @@ class StateKeeper:
         )
 
     def _in_place(self, home: Home) -> bool:
-        return self._formats.parameter is None and (self._unified or home is Home.RESIDENT)
+        here = Home.HOST if self._at_home else Home.RESIDENT
+        return self._formats.parameter is None and (self._unified or home is here)
+
+    @property
+    def _at_home(self) -> bool:
+        """Whether updates leave what modules compute with on the host, from where it is fetched."""
+        return self._plan.parameters is Tier.HOST
 
     @property
     def _unified(self) -> bool:
@@ -188,16 +202,21 @@ class StateKeeper:
             held.lease.close()
             if held.copies is not None:
                 held.copies.close()
-        for lease in self._staging:
-            lease.close()
         self._held.clear()
-        self._staging.clear()
+        self._close_staging()
+
+    def _close_staging(self) -> None:
+        while self._staging:
+            self._staging.pop().close()
 
     # --- ops ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, inputs: StepInputs) -> None:
         """Take what the updates of a step need. One that was interrupted goes on with what it began with."""
         self._inputs = self._inputs or inputs
+        sets = () if self._unified else self._plan.staging_bytes
+        for nbytes in sets[len(self._staging) :]:
+            self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
 
     def note_arrivals(self) -> None:
         """Count what visited the device and is home again as updated; what failed on the way is as it was."""
@@ -211,6 +230,7 @@ class StateKeeper:
         """Note that every subgroup was updated."""
         self._inputs = None
         self._done.clear()
+        self._close_staging()
 
     @property
     def begun(self) -> bool:
@@ -227,6 +247,9 @@ class StateKeeper:
             return self._update_on_device(op, held, after)
         if self._unified:
             return None
+        return self._move(op, held, after)
+
+    def _move(self, op: Op, held: _Held, after: Sequence[Event]) -> Event:
         if isinstance(op, UploadStates):
             return self._copy(self._staged(op.staging, held), held.lease, up=True, after=after)
         if isinstance(op, DownloadStates):
@@ -235,6 +258,8 @@ class StateKeeper:
             return event
         if isinstance(op, UploadParameters):
             return self._upload_parameters(held, after)
+        if isinstance(op, DownloadParameters):
+            return self._download_parameters(op, held, after)
         raise TypeError(f"there is no way to carry out {op.name}")
 
     def _update_on_device(self, op: UpdateOnDevice, held: _Held, after: Sequence[Event]) -> Event:
@@ -245,9 +270,11 @@ class StateKeeper:
         if state is not held.state:
             self._visits[op.subgroup] = state.steps
 
+        targets = self._targets_on_device(op.staging, held)
+
         def work() -> None:
-            self._update(held, state, tuple(self._computed_with(segment) for segment in held.subgroup.segments))
-            if self._formats.parameter is None and not self._in_place(held.home):
+            self._update(held, state, targets)
+            if self._formats.parameter is None and not self._at_home and not self._in_place(held.home):
                 self._copy_masters(held.subgroup, state)
 
         return self._lanes.on_device(work, op.params, after)
@@ -281,10 +308,28 @@ class StateKeeper:
         """Return where the host's update writes what modules compute with."""
         if held.copies is None:
             return tuple(self._computed_with(segment) for segment in held.subgroup.segments)
+        return self._parts_of(held.copies.flat(), held)
+
+    def _targets_on_device(self, staging: int | None, held: _Held) -> tuple[Values | None, ...]:
+        """Return where the device's update writes it."""
+        if self._unified or not self._at_home or self._formats.parameter is None:
+            given = self._unified or not self._at_home
+            return tuple(self._computed_with(segment) if given else None for segment in held.subgroup.segments)
+        return self._parts_of(self._updated_on_device(staging, held), held)
+
+    def _parts_of(self, flat: torch.Tensor, held: _Held) -> tuple[Values, ...]:
         assert self._formats.parameter is not None, "copies are of 16-bit parameters"
-        flat = held.copies.flat()
-        whole = Values(flat.data_ptr(), held.subgroup.numel, self._formats.parameter, held.copies)
+        whole = Values(flat.data_ptr(), held.subgroup.numel, self._formats.parameter, flat)
         return tuple(whole.part(segment.offset, segment.numel) for segment in held.subgroup.segments)
+
+    def _updated_on_device(self, staging: int | None, held: _Held) -> torch.Tensor:
+        """Return the bytes of what modules compute with as the device's update leaves them: 16 bits, or the masters."""
+        states = held.lease if staging is None else self._staging[staging]
+        if self._formats.parameter is None:
+            return states.flat()[: 4 * held.subgroup.numel]
+        if held.copies is not None:
+            return held.copies.flat()
+        return states.flat()[held.lease.nbytes :][: self._formats.parameter.nbytes * held.subgroup.numel]
 
     def _computed_with(self, segment: Segment) -> Values | None:
         return None if self._formats.parameter is None else self._values_of(segment)
@@ -315,16 +360,37 @@ class StateKeeper:
                 each.until(event)
         return event
 
-    def _upload_parameters(self, held: _Held, after: Sequence[Event]) -> Event | None:
+    def _upload_parameters(self, held: _Held, after: Sequence[Event]) -> Event:
         """Take what the host updated to where modules compute with it."""
         source = held.copies.flat() if held.copies is not None else held.lease.flat()
+        for values, piece in self._copied(held.subgroup, source):
+            self._copy(values, piece, up=True, after=after)
+        return self._behind(self._lanes.upload, after)
+
+    def _download_parameters(self, op: DownloadParameters, held: _Held, after: Sequence[Event]) -> Event:
+        """Take what the device updated to where modules fetch it from."""
+        for values, piece in self._copied(held.subgroup, self._updated_on_device(op.staging, held)):
+            self._copy(values, piece, up=False, after=after)
+        return self._behind(self._lanes.download, after)
+
+    def _behind(self, stream: Stream | None, after: Sequence[Event]) -> Event:
+        """Return the end of what `stream` was given, and of `after`: there may have been nothing to copy."""
+        assert stream is not None, "copies are between two memories"
+        for event in after:
+            self._lanes.accelerator.wait_for(stream, event)
+        return self._lanes.accelerator.record(stream)
+
+    def _copied(self, subgroup: Subgroup, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the bytes of each segment that was updated: as modules have them, and in `source`, which has all."""
+        inputs = self._inputs
+        assert inputs is not None, "a step has begun"
         nbytes = (self._formats.parameter or FloatFormat.FP32).nbytes
-        event = None
-        for segment in held.subgroup.segments:
+        for segment in subgroup.segments:
+            if not inputs.gradients.has(segment.parameter):
+                continue
             values = self._trained[segment.parameter].values.view(torch.uint8)
             first, start, length = (nbytes * each for each in (segment.first_element, segment.offset, segment.numel))
-            event = self._copy(values[first : first + length], source[start : start + length], up=True, after=after)
-        return event
+            yield values[first : first + length], source[start : start + length]
 
 
 def _piece_numbers(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:

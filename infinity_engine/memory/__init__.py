@@ -1,6 +1,6 @@
 """Who holds which bytes of DEVICE and HOST: limits, promises, buffers. Moves nothing and decides nothing."""
 
-from infinity_engine.memory.device import DeviceMemory
+from infinity_engine.memory.device import DeviceMemory, Views
 from infinity_engine.memory.layout import Layout, Request, layout
 from infinity_engine.memory.lease import Event, Lease
 from infinity_engine.memory.ledger import Ledger, Reservation, Usage
@@ -20,5 +20,6 @@ __all__ = [
     "Reservation",
     "ResidentMemory",
     "Usage",
+    "Views",
     "layout",
 ]

@@ -1,7 +1,7 @@
 """What decides where each subgroup is updated: policies, what they are given, and what helps them to make a plan.
 
 A policy is a pure function of subgroups, rates and limits. Starts nothing and holds no state; the built-in ones are in
-policies/. Called by the planner and the engine, which hold the registry.
+policies/. Called by the planner and the engine; `initialize(..., policy=)` takes one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.plan.ops import DownloadStates, Op, UpdateOnDevice, UpdateOnHost, UploadParameters, UploadStates
+from infinity_engine.plan.ops import (
+    CopyOp,
+    DownloadParameters,
+    DownloadStates,
+    Op,
+    UpdateOnDevice,
+    UpdateOnHost,
+    UploadParameters,
+    UploadStates,
+)
 from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter, Home, StepPlan, SubgroupSpec
+from infinity_engine.plan.tier import Tier
 
 __all__ = ["Decide", "Limits", "OffloadPolicy", "PlanDraft", "PolicyRegistry", "offload_policy", "split_residents"]
 
@@ -23,31 +33,47 @@ class Limits:
     """What a plan may take of the device, and what its transfers weigh.
 
     `resident_bytes` are for states that stay on the device through the whole step, `staging_bytes` for those that visit
-    it during the update, when activations and most gradients are gone.
+    it during the update, when activations and most gradients are gone. `parameters` is the tier where an update leaves
+    what modules compute with, `update_bytes` what its update on the device takes for a parameter beside its states.
     """
 
     resident_bytes: int
     staging_bytes: int
     staging_sets: int = 3  # At most: one is filled, one updated, one emptied.
     per_parameter: BytesPerParameter = ADAM_BYTES
+    parameters: Tier = Tier.DEVICE
+    update_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("resident_bytes", "staging_bytes", "staging_sets"):
+        for name in ("resident_bytes", "staging_bytes", "staging_sets", "update_bytes"):
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(field=f"Limits.{name}", value=value, expected="0 or more")
 
+    def device_bytes(self, numel: int) -> int:
+        """Return what so many parameters take of the device when it updates them."""
+        return numel * (self.per_parameter.states + self.update_bytes)
+
     def sets_for(self, numel: int) -> int:
         """Return how many staging sets for subgroups of up to `numel` parameters there may be."""
-        return min(self.staging_sets, self.staging_bytes // (numel * self.per_parameter.states))
+        return min(self.staging_sets, self.staging_bytes // self.device_bytes(numel))
 
     def can_stage(self, subgroups: Sequence[SubgroupSpec]) -> bool:
         """Tell whether there may be a staging set for the largest of the subgroups."""
         return self.sets_for(max((subgroup.numel for subgroup in subgroups), default=1)) > 0
 
     def check(self, plan: StepPlan) -> None:
-        """Raise CapacityError or ConfigError where the plan takes more of the device than there is."""
-        resident = plan.params_at(Home.RESIDENT) * self.per_parameter.states
+        """Refuse a plan that is not within the limits.
+
+        Raises:
+            CapacityError: it takes more of the device than there is.
+            ConfigError: it uses too many staging sets, or an op copies more or less than its subgroup weighs.
+        """
+        if plan.parameters is not self.parameters:
+            expected = f"{self.parameters.name}, as the limits say"
+            raise ConfigError(field="StepPlan.parameters", value=plan.parameters.name, expected=expected)
+        self._check_weights(plan)
+        resident = self.device_bytes(plan.params_at(Home.RESIDENT))
         change = "keep fewer subgroups resident, or give the device a larger budget"
         _check_fits(resident, self.resident_bytes, holder="resident states", change=change)
         change = "use fewer staging sets or smaller subgroups, or give the device a larger budget"
@@ -56,6 +82,17 @@ class Limits:
             expected = f"{len(plan.staging_bytes)} or more: the plan uses so many"
             raise ConfigError(field="Limits.staging_sets", value=self.staging_sets, expected=expected)
 
+    def _check_weights(self, plan: StepPlan) -> None:
+        numel = {subgroup.index: subgroup.numel for subgroup in plan.subgroups}
+        for number, op in enumerate(plan.ops):
+            if isinstance(op, CopyOp):
+                weights = self.per_parameter
+                parameter = isinstance(op, UploadParameters | DownloadParameters)
+                weight = weights.parameter if parameter else weights.states
+                if op.nbytes != numel[op.subgroup] * weight:
+                    expected = f"{numel[op.subgroup] * weight} bytes: {weight} for each of the subgroup's parameters"
+                    raise ConfigError(field=f"StepPlan.ops[{number}]", value=op, expected=expected)
+
 
 Decide = Callable[[Sequence[SubgroupSpec], Rates, Limits], StepPlan]
 """What a policy does: from the subgroups, those that the next forward needs first coming first, to a plan."""
@@ -63,7 +100,7 @@ Decide = Callable[[Sequence[SubgroupSpec], Rates, Limits], StepPlan]
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """A function that makes plans, with the name that users know it by."""
+    """A function that makes plans, with the name that users know it by. An engine trains with what it makes."""
 
     name: str
     decide: Decide
@@ -146,7 +183,7 @@ class PlanDraft:
         self._ops: list[Op] = []
         self._updated: dict[int, int] = {}  # For each subgroup updated on the host, the number of that op.
         largest = max((subgroup.numel for subgroup in subgroups), default=1)
-        self._set_bytes = largest * limits.per_parameter.states
+        self._set_bytes = limits.device_bytes(largest)
         self._left: list[int | None] = [None] * limits.sets_for(largest)  # For each set, the newest download out of it.
         self._visits = 0
 
@@ -161,20 +198,22 @@ class PlanDraft:
         return self._left[self._visits % len(self._left)] if self._left else None
 
     def update_on_host(self, subgroup: SubgroupSpec) -> Op:
-        """Let the CPU update a subgroup; `upload_parameters` is to follow."""
+        """Let the CPU update a subgroup; `upload_parameters` is to follow, at any later time."""
         self._updated[subgroup.index] = len(self._ops)
         return self._add(UpdateOnHost(subgroup=subgroup.index, params=subgroup.numel))
 
-    def upload_parameters(self, subgroup: SubgroupSpec) -> Op:
-        """Let the parameters of a subgroup that the CPU updated go to the device."""
+    def upload_parameters(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+        """Let the parameters of a subgroup that the CPU updated go to the device, unless they stay on the host."""
+        if self._limits.parameters is Tier.HOST:
+            return ()
         updated = self._updated.get(subgroup.index)
         after = () if updated is None else (updated,)
         nbytes = subgroup.numel * self._limits.per_parameter.parameter
-        return self._add(UploadParameters(subgroup=subgroup.index, nbytes=nbytes, after=after))
+        return (self._add(UploadParameters(subgroup=subgroup.index, nbytes=nbytes, after=after)),)
 
     def host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Let the CPU update a subgroup and its parameters go up next."""
-        return self.update_on_host(subgroup), self.upload_parameters(subgroup)
+        return self.update_on_host(subgroup), *self.upload_parameters(subgroup)
 
     def visit(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Let a subgroup visit the device for its update, in the staging set whose turn it is.
@@ -190,21 +229,28 @@ class PlanDraft:
         before = self._left[staging]
         nbytes = subgroup.numel * self._limits.per_parameter.states
         emptied = () if before is None else (before,)
-        uploaded = len(self._ops)
-        ops = (
-            self._add(UploadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=emptied)),
-            self._add(
-                UpdateOnDevice(subgroup=subgroup.index, staging=staging, params=subgroup.numel, after=(uploaded,))
-            ),
-            self._add(DownloadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=(uploaded + 1,))),
-        )
-        self._left[staging] = uploaded + 2
+        uploaded = self._add(UploadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=emptied))
+        updates = self._update_on_device(subgroup, staging)
+        newest = (len(self._ops) - 1,)
+        left = self._add(DownloadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=newest))
+        self._left[staging] = len(self._ops) - 1
         self._visits += 1
-        return ops
+        return uploaded, *updates, left
 
-    def resident(self, subgroup: SubgroupSpec) -> Op:
+    def resident(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Let the device update a subgroup whose states stay there."""
-        return self._add(UpdateOnDevice(subgroup=subgroup.index, params=subgroup.numel))
+        return self._update_on_device(subgroup, None)
+
+    def _update_on_device(self, subgroup: SubgroupSpec, staging: int | None) -> tuple[Op, ...]:
+        """Let the device update a subgroup, and take its parameters to the host where they stay there."""
+        index, params = subgroup.index, subgroup.numel
+        after = () if staging is None else (len(self._ops) - 1,)
+        update = self._add(UpdateOnDevice(subgroup=index, staging=staging, params=params, after=after))
+        if self._limits.parameters is Tier.DEVICE:
+            return (update,)
+        nbytes = params * self._limits.per_parameter.parameter
+        updated = (len(self._ops) - 1,)
+        return update, self._add(DownloadParameters(subgroup=index, staging=staging, nbytes=nbytes, after=updated))
 
     def plan(self) -> StepPlan:
         """Return the plan.
@@ -213,7 +259,12 @@ class PlanDraft:
             ConfigError: a subgroup was given no op, or two.
         """
         used = min(self._visits, len(self._left))
-        return StepPlan(subgroups=self._subgroups, ops=tuple(self._ops), staging_bytes=(self._set_bytes,) * used)
+        return StepPlan(
+            subgroups=self._subgroups,
+            ops=tuple(self._ops),
+            staging_bytes=(self._set_bytes,) * used,
+            parameters=self._limits.parameters,
+        )
 
     def _add(self, op: Op) -> Op:
         self._ops.append(op)

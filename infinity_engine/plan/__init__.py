@@ -7,6 +7,7 @@ from infinity_engine.plan.budget import Budget, Capacity, Percent, ResolvedBudge
 from infinity_engine.plan.extent import Extent
 from infinity_engine.plan.ops import (
     CopyOp,
+    DownloadParameters,
     DownloadStates,
     Lane,
     Op,
@@ -40,6 +41,7 @@ __all__ = [
     "Capacity",
     "CopyOp",
     "DeviceOnly",
+    "DownloadParameters",
     "DownloadStates",
     "DriveRates",
     "Extent",

@@ -15,6 +15,7 @@ from infinity_engine.errors import ConfigError
 
 __all__ = [
     "CopyOp",
+    "DownloadParameters",
     "DownloadStates",
     "Lane",
     "Op",
@@ -94,12 +95,23 @@ class UploadStates(CopyOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateOnDevice(UpdateOp):
-    """The device updates a subgroup, and writes the parameters that modules compute with.
+    """The device updates a subgroup, and writes what modules compute with or what DownloadParameters will take home.
 
     `staging` is the set that a visiting subgroup is in, None for one whose states stay on the device.
     """
 
     lane: ClassVar[Lane] = Lane.DEVICE
+    staging: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DownloadParameters(CopyOp):
+    """The parameters that the device updated go home to the host, where modules fetch them from.
+
+    `staging` is the set that a visiting subgroup is in, None for one whose states stay on the device.
+    """
+
+    lane: ClassVar[Lane] = Lane.D2H
     staging: int | None = None
 
 
@@ -113,7 +125,7 @@ class DownloadStates(CopyOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateOnHost(UpdateOp):
-    """The CPU updates a subgroup, and writes what UploadParameters will take to the device."""
+    """The CPU updates a subgroup, and writes what UploadParameters will take to the device or modules fetch."""
 
     lane: ClassVar[Lane] = Lane.HOST
 

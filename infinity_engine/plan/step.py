@@ -14,6 +14,7 @@ from types import MappingProxyType
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan.ops import (
     CopyOp,
+    DownloadParameters,
     DownloadStates,
     Lane,
     Op,
@@ -22,6 +23,7 @@ from infinity_engine.plan.ops import (
     UploadParameters,
     UploadStates,
 )
+from infinity_engine.plan.tier import Tier
 from infinity_engine.plan.timing import OpTime
 
 __all__ = ["ADAM_BYTES", "BytesPerParameter", "Home", "StepPlan", "SubgroupSpec"]
@@ -31,11 +33,14 @@ _INPUT: Mapping[type[Op], type[Op] | None] = MappingProxyType(
     {
         UploadStates: None,
         UpdateOnDevice: UploadStates,
+        DownloadParameters: UpdateOnDevice,
         DownloadStates: UpdateOnDevice,
         UpdateOnHost: None,
         UploadParameters: UpdateOnHost,
     }
 )
+# The same, where updates leave parameters on the host.
+_INPUT_AT_HOME = MappingProxyType({**_INPUT, DownloadStates: DownloadParameters})
 
 
 class Home(Enum):
@@ -51,7 +56,7 @@ class BytesPerParameter:
     """What one parameter weighs on the links during its update."""
 
     states: int  # Each way, where the device updates it: master, momentum and variance.
-    parameter: int  # Up, where the host updates it: what modules compute with.
+    parameter: int  # What modules compute with, where it is not updated in the memory in which it stays.
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -84,7 +89,8 @@ class SubgroupSpec:
 class StepPlan:
     """The ops of one update phase; an op's number is its place among them.
 
-    `staging_bytes` has the size of each staging set on the device, in the order of their numbers.
+    `staging_bytes` has the size of each staging set on the device, in the order of their numbers. `parameters` is the
+    tier where the update leaves what modules compute with: DEVICE, or HOST where they are fetched from there.
 
     Raises:
         ConfigError: the ops do not make a sound plan; names the first op that is wrong.
@@ -93,6 +99,7 @@ class StepPlan:
     subgroups: tuple[SubgroupSpec, ...]
     ops: tuple[Op, ...]
     staging_bytes: tuple[int, ...] = ()
+    parameters: Tier = Tier.DEVICE
 
     def __post_init__(self) -> None:
         _Check(self).all()
@@ -149,6 +156,7 @@ class StepPlan:
             "subgroups": [_plain(subgroup) for subgroup in self.subgroups],
             "ops": [{"op": op.name, **_plain(op)} for op in self.ops],
             "staging_bytes": list(self.staging_bytes),
+            "parameters": self.parameters.name,
         }
 
 
@@ -157,11 +165,15 @@ class _Check:
 
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
+        self._at_home = plan.parameters is Tier.HOST
+        self._input = _INPUT_AT_HOME if self._at_home else _INPUT
         self._numel = {subgroup.index: subgroup.numel for subgroup in plan.subgroups}
         self._newest: dict[int, tuple[int, Op]] = {}  # The newest op of each subgroup.
         self._in_set: dict[int, tuple[int, UploadStates | DownloadStates]] = {}  # The newest copy of each staging set.
 
     def all(self) -> None:
+        if self._plan.parameters is Tier.NVME:
+            raise ConfigError(field="StepPlan.parameters", value="NVME", expected="DEVICE or HOST")
         if len(self._numel) != len(self._plan.subgroups):
             listed = [subgroup.index for subgroup in self._plan.subgroups]
             raise ConfigError(field="StepPlan.subgroups", value=listed, expected="each index once")
@@ -179,6 +191,10 @@ class _Check:
     def _order(self, number: int, op: Op) -> None:
         if type(op) not in _INPUT:
             raise _wrong(number, op, f"one of {', '.join(kind.__name__ for kind in _INPUT)}")
+        if isinstance(op, UploadParameters) and self._at_home:
+            raise _wrong(number, op, "none: the plan's parameters stay on the host")
+        if isinstance(op, DownloadParameters) and not self._at_home:
+            raise _wrong(number, op, "none: the plan's parameters stay on the device")
         if op.subgroup not in self._numel:
             raise _wrong(number, op, f"a subgroup of the plan, which has {_listing(self._numel)}")
         if not all(0 <= other < number for other in op.after) or len(set(op.after)) != len(op.after):
@@ -190,7 +206,7 @@ class _Check:
 
     def _inputs(self, number: int, op: Op) -> None:
         resident = isinstance(op, UpdateOnDevice) and op.staging is None
-        needed = None if resident else _INPUT[type(op)]
+        needed = None if resident else self._input[type(op)]
         before = self._newest.get(op.subgroup)
         if needed is None:
             if before is not None:
@@ -224,10 +240,21 @@ class _Check:
                 expected = f"an update of every subgroup; subgroup {index} has none"
                 raise ConfigError(field="StepPlan.ops", value=_listing(self._newest), expected=expected)
             number, op = newest
-            resident = isinstance(op, UpdateOnDevice) and op.staging is None
-            if not resident and not isinstance(op, DownloadStates | UploadParameters):
-                missing = UploadParameters if isinstance(op, UpdateOnHost) else DownloadStates
+            missing = self._missing(op)
+            if missing is not None:
                 raise _wrong(number, op, f"a {missing.__name__} of the subgroup to follow")
+
+    def _missing(self, op: Op) -> type[Op] | None:
+        """Return what has to follow a subgroup's newest op before its update is whole."""
+        if isinstance(op, UpdateOnHost):
+            return None if self._at_home else UploadParameters
+        if isinstance(op, UpdateOnDevice):
+            if self._at_home:
+                return DownloadParameters
+            return None if op.staging is None else DownloadStates
+        if isinstance(op, DownloadParameters):
+            return None if op.staging is None else DownloadStates
+        return UpdateOnDevice if isinstance(op, UploadStates) else None
 
 
 def _wrong(number: int, op: Op, expected: str) -> ConfigError:

@@ -1,5 +1,16 @@
-"""When things happen: walking plans, and, with parameters that are fetched around modules, following their order."""
+"""When things happen: walking plans, and following the order in which modules need parameters."""
 
 from infinity_engine.schedule.executor import Carrier, Executor
+from infinity_engine.schedule.prefetch import Fetches, choose_fetches, farthest_first
+from infinity_engine.schedule.trace import ModuleTrace, TraceFollower, Use
 
-__all__ = ["Carrier", "Executor"]
+__all__ = [
+    "Carrier",
+    "Executor",
+    "Fetches",
+    "ModuleTrace",
+    "TraceFollower",
+    "Use",
+    "choose_fetches",
+    "farthest_first",
+]

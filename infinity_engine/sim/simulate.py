@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from infinity_engine.plan.ops import Lane, UpdateOnDevice, UploadParameters
+from infinity_engine.plan.ops import DownloadParameters, Lane, UpdateOnDevice, UpdateOnHost, UploadParameters
 from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import StepPlan
+from infinity_engine.plan.tier import Tier
 from infinity_engine.plan.timing import LaneClocks, OpTime
 
 __all__ = ["Simulation", "simulate"]
@@ -43,11 +44,13 @@ class Simulation:
         return max(Lane, key=lambda lane: busy[lane])
 
     def ready_ns(self) -> dict[int, int]:
-        """Return, by the index of each subgroup, when the parameters that modules compute with are on the device."""
+        """Return, by the index of each subgroup, when its new parameters are where the plan leaves them."""
+        at_home = self.plan.parameters is Tier.HOST
+        arrivals = (UpdateOnHost, DownloadParameters) if at_home else (UpdateOnDevice, UploadParameters)
         return {
             op.subgroup: time.end_ns
             for op, time in zip(self.plan.ops, self.times, strict=True)
-            if isinstance(op, UpdateOnDevice | UploadParameters)
+            if isinstance(op, arrivals)
         }
 
     def step_ns(self, forward_ns: int) -> int:

@@ -50,6 +50,7 @@ ONLY = (
 # What code that may hold a parameter can set: its own objects' attributes, and of a tensor what torch means to be set.
 OWN = {"self", "cls"}
 SET_ON_TENSORS = {"data", "grad", "requires_grad"}
+WATCHES_READS = "infinity_engine/engine/hooks.py"  # puts a watched mapping in place of a module's own, decision 0009
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "vars"}
 
 PURE = {"isinstance", "issubclass", "len", "all", "any", "type", "getattr", "hasattr", "callable", "id", "set"}
@@ -224,7 +225,8 @@ def nothing_is_pasted_onto_parameters(root: Path) -> Iterator[str]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute):
                 stores = not isinstance(node.ctx, ast.Load) and node.attr not in SET_ON_TENSORS
-                owners = [node.value] if stores or node.attr == "__dict__" else []
+                watches = node.attr == "__dict__" and module.file == WATCHES_READS
+                owners = [node.value] if stores or (node.attr == "__dict__" and not watches) else []
             elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:
                 owners = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
             else:

@@ -164,7 +164,8 @@ def test_a_policy_is_asked_once_with_the_rates_and_with_what_the_budget_leaves_o
     [(subgroups, rates, limits)] = asked
     assert sum(subgroup.numel for subgroup in subgroups) == numel
     assert rates == RATES
-    assert limits.resident_bytes == limits.staging_bytes == CAPACITY - 2 * numel
+    gradients = 2 * 2 * max(subgroup.numel for subgroup in subgroups)  # two of them on their way to the host
+    assert limits.resident_bytes == limits.staging_bytes == CAPACITY - 2 * numel - gradients
     assert (limits.per_parameter.states, limits.per_parameter.parameter) == (12, 2)
 
 
@@ -281,9 +282,11 @@ def test_a_policy_that_takes_a_byte_more_of_the_device_than_is_free_is_refused_a
 ) -> None:
     with engine(name, precision="bf16") as made:
         states = 12 * made.plan.params_at(Home.RESIDENT) + sum(made.plan.staging_bytes)
+        largest = max(subgroup.numel for subgroup in made.plan.subgroups)
     with refused(CapacityError, f"DEVICE cannot hold .*{said}") as (task, device):
-        taken = 2 * sum(parameter.numel() for parameter in task.parameters())
-        initialized(task, device, name, precision="bf16", budget={"host": "64MiB", "device": taken + states - 1})
+        taken = 2 * sum(parameter.numel() for parameter in task.parameters()) + 2 * 2 * largest
+        budget = {"host": "64MiB", "device": taken + states - 1}
+        initialized(task, device, name, precision="bf16", budget=budget, parameters="device")
 
 
 def test_a_policy_that_lacks_a_rate_is_refused_and_the_model_is_as_it_was() -> None:

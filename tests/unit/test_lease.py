@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from infinity_engine.accel import CpuAccelerator
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.memory import DeviceMemory, Freed, Lease, Ledger, PinnedPool, Reservation
+from infinity_engine.memory import DeviceMemory, Freed, Lease, Ledger, PinnedPool, Reservation, Views
 from infinity_engine.plan import ResolvedBudget, Tier
 
 PAGE = 4096
@@ -96,6 +97,10 @@ class CountingDevice:
 
         def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype)
+
+        def shared(self) -> tuple[torch.Tensor, object]:
+            array = torch.empty(self.nbytes, dtype=torch.uint8).numpy()
+            return torch.from_numpy(array), array
 
     def allocate(self, nbytes: int) -> CountingDevice.Bytes:
         return self.Bytes(nbytes)
@@ -622,3 +627,54 @@ def test_a_closed_lease_keeps_no_memory_alive_through_its_events() -> None:
     lease.close()
 
     assert memory.reservation.held == 0
+
+
+# --- device memory that its views keep ---------------------------------------------------------------------------
+
+
+@contextmanager
+def keeping(nbytes: int) -> Iterator[tuple[DeviceMemory[CountingDevice.Bytes], CountingDevice]]:
+    device = CountingDevice()
+    ledger = Ledger(ResolvedBudget(device=nbytes, host=0))
+    with ledger.reserve(Tier.DEVICE, nbytes, holder="device memory") as reservation:
+        memory = DeviceMemory(device, reservation)
+        yield memory, device
+        memory.close()
+
+
+def test_device_memory_that_views_keep_goes_back_with_the_last_of_them() -> None:
+    with keeping(100) as (memory, device):
+        lease = memory.lease(100, holder="a parameter", views=Views.KEEP)
+        view = lease.tensor(torch.float32)[3:].view(2, 11)
+        lease.close()
+        assert memory.reservation.held == 100
+        with pytest.raises(CapacityError, match="a view of a parameter"):
+            memory.lease(100, holder="another")
+        assert device.freed == []
+
+        del view
+
+        assert memory.reservation.held == 0
+        memory.lease(100, holder="another").close()
+        assert device.freed == [100, 100]
+
+
+def test_device_memory_that_views_could_keep_goes_back_at_once_where_there_are_none() -> None:
+    with keeping(100) as (memory, device):
+        for _ in range(3):
+            memory.lease(100, holder="a parameter", views=Views.KEEP).close()
+        memory.settle()
+
+    assert device.freed == [100, 100, 100]
+
+
+def test_a_detached_alias_keeps_the_memory_as_any_view_does() -> None:
+    with keeping(100) as (memory, _):
+        lease = memory.lease(100, holder="a parameter", views=Views.KEEP)
+        alias = torch.nn.Parameter(lease.tensor(torch.float32)).detach()
+        lease.close()
+        assert memory.reservation.held == 100
+
+        del alias
+
+        assert memory.reservation.held == 0

@@ -96,6 +96,7 @@ def test_a_plan_is_written_as_json() -> None:
             {"op": "UploadParameters", "subgroup": 0, "after": [0], "nbytes": 20},
         ],
         "staging_bytes": [],
+        "parameters": "DEVICE",
     }
 
 
@@ -161,7 +162,7 @@ AFTER_LEAVING = (replace(shifted(OTHER_VISIT, 3)[0], after=(2,)), *shifted(OTHER
         ((*VISIT_OPS, *shifted(VISIT_OPS, 3)), 3, "one update of each subgroup"),
         (HOST_OPS[:1], 0, "a UploadParameters of the subgroup to follow"),
         (VISIT_OPS[:2], 1, "a DownloadStates of the subgroup to follow"),
-        (VISIT_OPS[:1], 0, "a DownloadStates of the subgroup to follow"),
+        (VISIT_OPS[:1], 0, "a UpdateOnDevice of the subgroup to follow"),
         ((HOST_OPS[0], replace(HOST_OPS[1], after=())), 1, "to come `after` the subgroup's UpdateOnHost"),
         ((VISIT_OPS[0], replace(VISIT_OPS[1], after=())), 1, "to come `after` the subgroup's UploadStates"),
         ((*VISIT_OPS[:2], replace(VISIT_OPS[2], after=(0,))), 2, "to come `after` the subgroup's UpdateOnDevice"),

@@ -112,10 +112,12 @@ class Layout:
 
     def _upload_parameters(self) -> None:
         subgroup, _ = self._updated.popleft()
-        self._clocks.run(self._draft.upload_parameters(subgroup))
+        for op in self._draft.upload_parameters(subgroup):
+            self._clocks.run(op)
 
     def _update_resident(self) -> None:
-        self._clocks.run(self._draft.resident(self._residents.popleft()))
+        for op in self._draft.resident(self._residents.popleft()):
+            self._clocks.run(op)
 
 
 def interleaved(share: Fraction | None = None, *, resident: float = 0.0, name: str = "interleaved") -> OffloadPolicy:

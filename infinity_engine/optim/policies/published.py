@@ -12,9 +12,18 @@ from fractions import Fraction
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.policies.interleaved import interleaved
 from infinity_engine.optim.policy import Limits, OffloadPolicy, split_residents
-from infinity_engine.plan.ops import DownloadStates, Op, UpdateOnDevice, UpdateOnHost, UploadParameters, UploadStates
+from infinity_engine.plan.ops import (
+    DownloadParameters,
+    DownloadStates,
+    Op,
+    UpdateOnDevice,
+    UpdateOnHost,
+    UploadParameters,
+    UploadStates,
+)
 from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import StepPlan, SubgroupSpec
+from infinity_engine.plan.tier import Tier
 
 __all__ = ["ALGORITHM1", "EQ1", "algorithm1", "eq1", "eq1_ratio"]
 
@@ -84,6 +93,7 @@ class _Listing:
     ) -> None:
         self._subgroups = (*others, *residents)
         self._visitors = others[stride - 1 :: stride]
+        self._limits = limits
         self._per_parameter = limits.per_parameter
         self._ops: list[Op] = []
         self._cpu_at: tuple[int, ...] = ()  # The CPU's newest update: it launches what follows when that has ended.
@@ -106,14 +116,23 @@ class _Listing:
 
     def plan(self) -> StepPlan:
         largest = max((subgroup.numel for subgroup in self._visitors), default=0)
-        sets = (largest * self._per_parameter.states,) if largest else ()
-        return StepPlan(subgroups=self._subgroups, ops=tuple(self._ops), staging_bytes=sets)
+        return StepPlan(
+            subgroups=self._subgroups,
+            ops=tuple(self._ops),
+            staging_bytes=(self._limits.device_bytes(largest),) if largest else (),
+            parameters=self._limits.parameters,
+        )
 
     def _update_on_device(self, subgroup: SubgroupSpec, *, staging: int | None, after: tuple[int, ...]) -> None:
         launched = self._launched(after)
         added = self._add(
             UpdateOnDevice(subgroup=subgroup.index, staging=staging, params=subgroup.numel, after=launched)
         )
+        if self._at_home:
+            nbytes = subgroup.numel * self._per_parameter.parameter
+            added = self._add(
+                DownloadParameters(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=self._launched(added))
+            )
         if staging is not None:
             self._set_at = added
         self._upload_parameters()
@@ -137,10 +156,14 @@ class _Listing:
             self._staged = subgroup
 
     def _upload_parameters(self) -> None:
-        for subgroup, updated in self._downscaled:
+        for subgroup, updated in () if self._at_home else self._downscaled:
             nbytes = subgroup.numel * self._per_parameter.parameter
             self._add(UploadParameters(subgroup=subgroup.index, nbytes=nbytes, after=updated))
         self._downscaled.clear()
+
+    @property
+    def _at_home(self) -> bool:
+        return self._limits.parameters is Tier.HOST
 
     def _launched(self, after: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(dict.fromkeys((*after, *self._cpu_at)))
