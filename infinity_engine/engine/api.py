@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from infinity_engine.accel import Accelerator
     from infinity_engine.engine.engine import Engine
+    from infinity_engine.optim import Rule
     from infinity_engine.optim.policy import OffloadPolicy
 
 __all__ = ["initialize"]
@@ -21,7 +22,7 @@ __all__ = ["initialize"]
 
 def initialize(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Rule | Mapping[str, object] | str,
     config: EngineConfig | Mapping[str, object] | None = None,
     *,
     device: Accelerator | None = None,
@@ -30,6 +31,8 @@ def initialize(
 ) -> Engine:
     """Wrap `model` and `optimizer` so that their states live where the budget allows; return the engine to train with.
 
+    `optimizer` is torch's Adam, AdamW, Adagrad or SGD over parameters of the model; or asks for one over all of them: a
+    rule such as `infinity_engine.optim.Lion(lr=1e-4)`, its name, or {"name": "lion", "lr": 1e-4}.
     Settings come as `config`, as keywords, or both; keywords go first. `device` is an accelerator that is open already,
     such as an emulated one; it stays open, and the setting `accelerator` is not used. `policy` takes the place of the
     setting `strategy`: a policy of your own, or the name of a built-in one, such as "eq1". It is asked once, with the
@@ -43,8 +46,9 @@ def initialize(
     require_torch("infinity_engine.initialize")
     chosen = _settings(config, settings)
     from infinity_engine.engine.assemble import assemble
+    from infinity_engine.engine.optimizers import optimizer_of
 
-    return assemble(model, optimizer, chosen, device, _policy(policy, chosen))
+    return assemble(model, optimizer_of(model, optimizer), chosen, device, _policy(policy, chosen))
 
 
 def _settings(config: EngineConfig | Mapping[str, object] | None, keywords: Mapping[str, object]) -> EngineConfig:

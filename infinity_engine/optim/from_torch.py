@@ -19,7 +19,7 @@ _OPTIONS = (
     (AdamW, ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")),
     (Adagrad, ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize")),
     (SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")),
-    (Lion, ("lr", "betas", "weight_decay")),
+    (Lion, ("lr", "betas", "weight_decay", "maximize")),
 )
 
 
@@ -41,7 +41,7 @@ def _rule(rule: type[Rule], options: tuple[str, ...], group: Mapping[str, Any]) 
         raise ConfigError(field="differentiable", value=True, expected="False: updates are no part of a graph here")
     if rule is Adam and group.get("decoupled_weight_decay"):
         rule = AdamW
-    return rule(**{name: _plain(group[name]) for name in options})
+    return rule(**{name: _plain(group[name]) for name in options if name in group})
 
 
 def _plain(value: Any) -> Any:
