@@ -28,6 +28,7 @@ from infinity_engine.plan import (
     Auto,
     BytesPerParameter,
     DeviceOnly,
+    DownloadParameters,
     DownloadStates,
     Home,
     HostOnly,
@@ -38,6 +39,7 @@ from infinity_engine.plan import (
     StepPlan,
     Strategy,
     SubgroupSpec,
+    Tier,
     UpdateOnDevice,
     UpdateOnHost,
     UploadParameters,
@@ -74,6 +76,8 @@ LIMITS = st.builds(
     staging_bytes=st.integers(0, 10**11),
     staging_sets=st.integers(0, 5),
     per_parameter=st.builds(BytesPerParameter, states=st.integers(1, 20), parameter=st.integers(1, 4)),
+    parameters=st.sampled_from([Tier.DEVICE, Tier.HOST]),
+    update_bytes=st.integers(0, 4),
 )
 PART = st.floats(0, 1)
 SHARE = st.fractions(0, 1, max_denominator=50)
@@ -127,11 +131,15 @@ def test_every_policy_updates_each_subgroup_once_and_after_its_inputs(
         for first, then in (
             (UpdateOnHost, UploadParameters),
             (UploadStates, UpdateOnDevice),
+            (UpdateOnDevice, DownloadParameters),
             (UpdateOnDevice, DownloadStates),
+            (DownloadParameters, DownloadStates),  # which says that the set is empty
         ):
             if (first, at) in number and (then, at) in number:
                 assert times[number[first, at]].end_ns <= times[number[then, at]].start_ns
-        assert ((UpdateOnHost, at) in number) == ((UploadParameters, at) in number)
+        at_home = limits.parameters is Tier.HOST
+        assert ((UploadParameters, at) in number) == ((UpdateOnHost, at) in number and not at_home)
+        assert ((DownloadParameters, at) in number) == ((UpdateOnDevice, at) in number and at_home)
         assert ((UploadStates, at) in number) == ((DownloadStates, at) in number)
 
 
@@ -146,7 +154,8 @@ def test_every_policy_keeps_its_limits_at_every_point_of_the_plan(
     assert plan is not None
 
     states = limits.per_parameter.states
-    resident = sum(subgroups[index].numel * states for index in where(plan, Home.RESIDENT))
+    on_device = states + limits.update_bytes
+    resident = sum(subgroups[index].numel * on_device for index in where(plan, Home.RESIDENT))
     assert resident <= limits.resident_bytes
     assert sum(plan.staging_bytes) <= limits.staging_bytes
     assert len(plan.staging_bytes) <= limits.staging_sets
@@ -155,7 +164,8 @@ def test_every_policy_keeps_its_limits_at_every_point_of_the_plan(
     stays: dict[int, list[list[int]]] = {}
     for op, time in zip(plan.ops, times, strict=True):
         if isinstance(op, UploadStates):
-            assert op.nbytes == subgroups[op.subgroup].numel * states <= plan.staging_bytes[op.staging]
+            assert op.nbytes == subgroups[op.subgroup].numel * states
+            assert subgroups[op.subgroup].numel * on_device <= plan.staging_bytes[op.staging]
             stays.setdefault(op.staging, []).append([time.start_ns, -1])
         elif isinstance(op, DownloadStates):
             stays[op.staging][-1][1] = time.end_ns

@@ -12,6 +12,7 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.plan import (
     ADAM_BYTES,
     BytesPerParameter,
+    DownloadParameters,
     DownloadStates,
     Home,
     Lane,
@@ -20,6 +21,7 @@ from infinity_engine.plan import (
     Rates,
     StepPlan,
     SubgroupSpec,
+    Tier,
     UpdateOnDevice,
     UpdateOnHost,
     UploadParameters,
@@ -39,11 +41,11 @@ def shifted(ops: Sequence[Op], by: int) -> tuple[Op, ...]:
     return tuple(replace(op, after=tuple(number + by for number in op.after)) for op in ops)
 
 
-def plan_of(*ops: Op, staging_bytes: tuple[int, ...] = (480,)) -> StepPlan:
+def plan_of(*ops: Op, staging_bytes: tuple[int, ...] = (480,), parameters: Tier = Tier.DEVICE) -> StepPlan:
     """Return the plan of these ops, for the subgroups that they are about."""
     indices = {op.subgroup for op in ops}
     subgroups = tuple(subgroup for subgroup in SUBGROUPS if subgroup.index in indices)
-    return StepPlan(subgroups=subgroups, ops=ops, staging_bytes=staging_bytes)
+    return StepPlan(subgroups=subgroups, ops=ops, staging_bytes=staging_bytes, parameters=parameters)
 
 
 def mixed() -> StepPlan:
@@ -224,3 +226,50 @@ def test_an_op_of_a_kind_that_plans_do_not_know_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="one of UploadStates"):
         plan_of(Pause(subgroup=0, params=10))
+
+
+# --- parameters that stay on the host ----------------------------------------------------------------------------
+
+HOME_VISIT = (
+    *VISIT_OPS[:2],
+    DownloadParameters(subgroup=1, staging=0, nbytes=40, after=(1,)),
+    replace(VISIT_OPS[2], after=(2,)),
+)
+HOME_RESIDENT = (
+    UpdateOnDevice(subgroup=0, params=10),
+    DownloadParameters(subgroup=0, nbytes=20, after=(0,)),
+)
+
+
+@pytest.mark.parametrize("ops", [HOME_VISIT, HOME_RESIDENT, HOST_OPS[:1]])
+def test_where_parameters_stay_on_the_host_what_the_device_updated_goes_home(ops: tuple[Op, ...]) -> None:
+    assert plan_of(*ops, parameters=Tier.HOST).parameters is Tier.HOST
+
+
+@pytest.mark.parametrize(
+    ("ops", "number", "said"),
+    [
+        (HOST_OPS, 1, "none: the plan's parameters stay on the host"),
+        (HOME_RESIDENT[:1], 0, "a DownloadParameters of the subgroup to follow"),
+        (HOME_VISIT[:3], 2, "a DownloadStates of the subgroup to follow"),
+        (VISIT_OPS, 2, "to come `after` the subgroup's DownloadParameters"),
+        ((*HOME_VISIT[:2], replace(HOME_VISIT[2], staging=None)), 2, "the staging set of op 1"),
+        ((*HOME_VISIT[:2], replace(HOME_VISIT[2], after=(0,))), 2, "to come `after` the subgroup's UpdateOnDevice"),
+    ],
+)
+def test_a_plan_that_does_not_take_them_home_is_refused(ops: tuple[Op, ...], number: int, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan_of(*ops, parameters=Tier.HOST)
+
+    assert refused.value.field == f"StepPlan.ops[{number}]"
+    assert said in str(refused.value)
+
+
+def test_where_parameters_stay_on_the_device_nothing_takes_them_home() -> None:
+    with pytest.raises(ConfigError, match="none: the plan's parameters stay on the device"):
+        plan_of(*HOME_RESIDENT)
+
+
+def test_no_plan_leaves_parameters_on_drives() -> None:
+    with pytest.raises(ConfigError, match=r"StepPlan\.parameters: expected DEVICE or HOST"):
+        plan_of(*HOST_OPS, parameters=Tier.NVME)
