@@ -38,6 +38,8 @@ class Precision(Enum):
     FP32 = "fp32"  # Exact and largest.
     BF16 = "bf16"  # Half the bytes, the range of fp32, fewer digits.
     FP16 = "fp16"  # Half the bytes, more digits than bf16, a small range: needs loss scaling.
+    BF16_AUTOCAST = "bf16_autocast"  # Parameters in bf16; torch.autocast chooses for each operation.
+    FP16_AUTOCAST = "fp16_autocast"  # Parameters in fp16, likewise, with loss scaling.
 
 
 class ParametersAt(Enum):

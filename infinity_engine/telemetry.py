@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import TracebackType
 
 __all__ = [
     "Counter",
@@ -51,7 +52,7 @@ class SpanRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One step: the spans that began in it, as they became known; each counter's growth and each gauge's peak.
+    """One step: the spans that began in it, as they became known; each counter's growth, each gauge's peak, its notes.
 
     `end_ns` is None while the step runs.
     """
@@ -62,6 +63,7 @@ class StepRecord:
     spans: tuple[SpanRecord, ...]
     counters: Mapping[str, int]
     peaks: Mapping[str, int]
+    notes: Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +152,7 @@ class _Step:
     end_ns: int | None = None
     growth: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, object] = field(default_factory=dict)
 
     def covers(self, moment_ns: int) -> bool:
         return self.start_ns <= moment_ns and (self.end_ns is None or moment_ns < self.end_ns)
@@ -182,7 +185,14 @@ class Telemetry:
 
         `track` is the line of the timeline that it is drawn on, by default the thread's; `fields` are kept with it.
         """
-        return self._span(name, track, fields)
+        return _Span(self, name, track, fields)
+
+    def timed(self, name: str, /, *, track: str | None = None, **fields: object) -> AbstractContextManager[None]:
+        """Return a span whose nanoseconds also go to the counter `<name> ns`, which loses none where spans are dropped.
+
+        What lies within another of that name is counted twice.
+        """
+        return _Span(self, name, track, fields, self.counter(f"{name} ns"))
 
     def now_ns(self) -> int:
         """Return the time on its clock, to which times from elsewhere can be related."""
@@ -212,11 +222,17 @@ class Telemetry:
 
     def counter(self, name: str) -> Counter:
         """Return the counter `name`, the same one at every call."""
+        known = self._counters.get(name)
+        if known is not None:
+            return known
         with self._lock:
             return self._counters.setdefault(name, Counter())
 
     def gauge(self, name: str) -> Gauge:
         """Return the gauge `name`, the same one at every call."""
+        known = self._gauges.get(name)
+        if known is not None:
+            return known
         with self._lock:
             return self._gauges.setdefault(name, Gauge())
 
@@ -229,6 +245,11 @@ class Telemetry:
         """Return the highest that every gauge ever stood at."""
         with self._lock:
             return {name: gauge.peak for name, gauge in self._gauges.items()}
+
+    def note(self, **values: object) -> None:
+        """Keep values that the step which is running has once, such as its outcome. What is noted again is replaced."""
+        with self._lock:
+            self._running("noted").notes.update(values)
 
     def begin_step(self, index: int) -> None:
         """Begin step `index`: until end_step, new spans, counters' growth and gauges' peaks belong to it."""
@@ -251,11 +272,10 @@ class Telemetry:
     def end_step(self) -> None:
         """End the step that begin_step began."""
         with self._lock:
-            if self._open is None:
-                raise RuntimeError("no step can end: none has begun; call begin_step first")
-            self._open.end_ns = self._clock_ns()
-            self._open.growth = self._growth(self._open)
-            self._open.peaks = self._step_peaks()
+            step = self._running("ended")
+            step.end_ns = self._clock_ns()
+            step.growth = self._growth(step)
+            step.peaks = self._step_peaks()
             self._open = None
 
     @contextlib.contextmanager
@@ -277,31 +297,10 @@ class Telemetry:
                 dropped_spans=self._dropped_spans,
             )
 
-    @contextlib.contextmanager
-    def _span(self, name: str, track: str | None, fields: dict[str, object]) -> Iterator[None]:
-        step = self._open
-        spans = self._between_steps if step is None else step.spans
-        error = None
-        start_ns = self._clock_ns()
-        try:
-            yield
-        except BaseException as raised:
-            error = type(raised).__name__
-            raise
-        finally:
-            end_ns = self._clock_ns()
-            thread = threading.current_thread()
-            record = SpanRecord(
-                name=name,
-                track=thread.name if track is None else track,
-                thread=thread.ident if track is None else None,
-                start_ns=start_ns,
-                end_ns=end_ns,
-                error=error,
-                fields=fields,
-            )
-            with self._lock:
-                self._keep(record, spans)
+    def _running(self, what: str) -> _Step:
+        if self._open is None:
+            raise RuntimeError(f"no step can be {what}: none has begun; call begin_step first")
+        return self._open
 
     def _keep(self, span: SpanRecord, spans: deque[SpanRecord]) -> None:
         if len(spans) == spans.maxlen:
@@ -325,7 +324,50 @@ class Telemetry:
             spans=tuple(step.spans),
             counters=dict(step.growth) if step is not self._open else self._growth(step),
             peaks=dict(step.peaks) if step is not self._open else self._step_peaks(),
+            notes=dict(step.notes),
         )
+
+
+class _Span:
+    """A span that is to be recorded when its body has ended."""
+
+    __slots__ = ("_counter", "_fields", "_name", "_spans", "_start_ns", "_telemetry", "_track")
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        name: str,
+        track: str | None,
+        fields: dict[str, object],
+        counter: Counter | None = None,
+    ) -> None:
+        self._telemetry = telemetry
+        self._name = name
+        self._track = track
+        self._fields = fields
+        self._counter = counter
+
+    def __enter__(self) -> None:
+        step = self._telemetry._open
+        self._spans = self._telemetry._between_steps if step is None else step.spans
+        self._start_ns = self._telemetry._clock_ns()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        end_ns = self._telemetry._clock_ns()
+        thread = threading.current_thread()
+        record = SpanRecord(
+            name=self._name,
+            track=thread.name if self._track is None else self._track,
+            thread=thread.ident if self._track is None else None,
+            start_ns=self._start_ns,
+            end_ns=end_ns,
+            error=None if kind is None else kind.__name__,
+            fields=self._fields,
+        )
+        with self._telemetry._lock:
+            self._telemetry._keep(record, self._spans)
+        if self._counter is not None:
+            self._counter.add(end_ns - self._start_ns)
 
 
 class NullTelemetry(Telemetry):
@@ -341,6 +383,10 @@ class NullTelemetry(Telemetry):
         """Return a context manager that does nothing."""
         return self._nothing
 
+    def timed(self, name: str, /, *, track: str | None = None, **fields: object) -> AbstractContextManager[None]:
+        """Return a context manager that does nothing."""
+        return self._nothing
+
     def counter(self, name: str) -> Counter:
         """Return a counter that stays at zero."""
         return self._unread
@@ -351,6 +397,9 @@ class NullTelemetry(Telemetry):
     def gauge(self, name: str) -> Gauge:
         """Return a gauge that stays at zero."""
         return self._unread_gauge
+
+    def note(self, **values: object) -> None:
+        """Do nothing."""
 
     def begin_step(self, index: int) -> None:
         """Do nothing."""
@@ -379,16 +428,18 @@ class _UnreadGauge(Gauge):
 def trace_events(timeline: Timeline) -> dict[str, object]:
     """Return `timeline` in the trace event format that Perfetto and chrome://tracing open, ready for json.dump.
 
-    Each track has its line and the steps one of their own; a counter shows its growth in each step, a gauge its peak.
-    Where spans of one track overlap and neither lies within the other, as those of concurrent requests do, the track
-    has as many lines as that takes: viewers draw only spans that nest on one.
+    Each track has its line, and the steps one of their own, with their notes; a counter shows its growth in each step,
+    a gauge its peak. Where spans of a track overlap and neither lies within the other, as those of concurrent requests
+    do, it has as many lines as that takes: viewers draw only spans that nest on one.
     """
     lines = _Lines()
     events: list[dict[str, object]] = []
     for step in timeline.steps:
         if step.end_ns is not None:
             tid = lines.place(("steps",), step.start_ns, step.end_ns)
-            events.append(_complete(f"step {step.index}", tid, step.start_ns, step.end_ns, {"index": step.index}))
+            events.append(
+                _complete(f"step {step.index}", tid, step.start_ns, step.end_ns, {"index": step.index, **step.notes})
+            )
         events += [_value(name, step.start_ns, "in step", growth) for name, growth in step.counters.items()]
         events += [_value(name, step.start_ns, "peak in step", peak) for name, peak in step.peaks.items()]
     spans = [*timeline.between_steps, *(span for step in timeline.steps for span in step.spans)]

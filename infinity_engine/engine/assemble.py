@@ -16,8 +16,10 @@ from infinity_engine.accel import Accelerator, StreamKind, open_accelerator
 from infinity_engine.config import EngineConfig, Precision, Recording
 from infinity_engine.engine.engine import Engine, EngineParts
 from infinity_engine.engine.fetching import ParameterFetcher
-from infinity_engine.engine.gradients import GradientKeeper, Lanes, Piece
+from infinity_engine.engine.gradients import GradientKeeper, Piece
 from infinity_engine.engine.hooks import Hooks
+from infinity_engine.engine.lanes import Lanes
+from infinity_engine.engine.meter import Meter, clock_of
 from infinity_engine.engine.modules import ModuleParameters, check_modules
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
 from infinity_engine.engine.scaling import LossScale
@@ -81,6 +83,7 @@ def _parts(
     ledger = Ledger(budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)
     host, on_device = _pools(demand, ledger, accelerator, resources)
     threads = UpdateThreads.anywhere(config.update_threads or len(os.sched_getaffinity(0)))
+    telemetry = _telemetry(config, accelerator)
     lanes = Lanes(
         accelerator=accelerator,
         compute=accelerator.stream(StreamKind.COMPUTE),
@@ -89,7 +92,9 @@ def _parts(
         kernels=HostKernels(threads),
         host=host,
         device=on_device,
+        meter=Meter(telemetry, accelerator, ledger),
     )
+    autocast = config.precision in {Precision.BF16_AUTOCAST, Precision.FP16_AUTOCAST}
     hooks = Hooks()
     resources.callback(hooks.remove)
     originals = {each.number: each.parameter.detach() for each in trained}  # as they are before they are moved
@@ -111,6 +116,7 @@ def _parts(
     return EngineParts(
         model=model,
         optimizer=optimizer,
+        device_type=accelerator.torch_device.type,
         trained=trained,
         frozen=frozen,
         plan=plan,
@@ -118,10 +124,12 @@ def _parts(
         states=states,
         fetcher=fetcher,
         modules=modules,
-        scale=LossScale(dynamic=config.precision is Precision.FP16),
+        scale=LossScale(dynamic=sizing.formats.parameter is FloatFormat.FP16),
+        autocast=_dtype(sizing) if autocast else None,
         accumulation_steps=config.accumulation_steps,
         max_grad_norm=config.max_grad_norm,
-        telemetry=_telemetry(config),
+        telemetry=telemetry,
+        meter=lanes.meter,
         ledger=ledger,
         hooks=hooks,
         resources=ExitStack(),
@@ -185,7 +193,7 @@ def _go_to_device(
     """Give modules the tensors that they compute with from here on, on the device."""
     for each in parameters:
         values = _as_computed(each, sizing)
-        if not lanes.accelerator.unified and each.numel:
+        if each.numel and not (lanes.accelerator.unified and sizing.formats.parameter is None):
             lease = lanes.device.lease(values.numel() * values.element_size(), holder="parameters")
             resources.callback(_leave, each.parameter, lease)
             values = lease.tensor(values.dtype, values.shape).copy_(values)
@@ -214,7 +222,7 @@ def _as_computed(each: ModelParameter, sizing: Sizing) -> torch.Tensor:
 
 
 def _cast_buffers(model: torch.nn.Module, sizing: Sizing) -> None:
-    """Cast buffers as `model.to(dtype)` does."""
+    """Cast buffers as `model.to(dtype)` does: batch norm, for one, wants them in its parameters' dtype."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(_dtype(sizing))
@@ -231,7 +239,8 @@ def _leave(parameter: torch.nn.Parameter, lease: Lease) -> None:
     lease.close()
 
 
-def _telemetry(config: EngineConfig) -> Telemetry:
+def _telemetry(config: EngineConfig, accelerator: Accelerator) -> Telemetry:
     if config.telemetry.recording is Recording.OFF:
         return NullTelemetry()
-    return Telemetry(keep_steps=config.telemetry.keep_steps, keep_spans=config.telemetry.keep_spans)
+    keep_steps, keep_spans = config.telemetry.keep_steps, config.telemetry.keep_spans
+    return Telemetry(keep_steps=keep_steps, keep_spans=keep_spans, clock_ns=clock_of(accelerator))

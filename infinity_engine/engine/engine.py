@@ -20,9 +20,11 @@ import torch
 from infinity_engine.engine.fetching import FetchingStats, ParameterFetcher
 from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.hooks import Hooks
+from infinity_engine.engine.meter import Meter
 from infinity_engine.engine.modules import ModuleParameters
 from infinity_engine.engine.outcome import Outcome, StepResult
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
+from infinity_engine.engine.report import StepReport, report_of
 from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.states import StateKeeper, StepInputs
 from infinity_engine.errors import ConfigError
@@ -41,6 +43,7 @@ class EngineParts:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    device_type: str  # as torch calls it
     trained: Sequence[TrainedParameter]
     frozen: Sequence[ModelParameter]
     plan: StepPlan
@@ -49,9 +52,11 @@ class EngineParts:
     fetcher: ParameterFetcher | None  # both None where parameters stay on the device
     modules: ModuleParameters | None
     scale: LossScale
+    autocast: torch.dtype | None  # what torch.autocast is to choose beside fp32; None: it is not used
     accumulation_steps: int
     max_grad_norm: float | None
     telemetry: Telemetry
+    meter: Meter
     ledger: Ledger
     hooks: Hooks
     resources: ExitStack
@@ -64,7 +69,7 @@ class Engine:
         self.model = parts.model
         self.optimizer = parts.optimizer
         self._parts = parts
-        self._executor = Executor(parts.states)
+        self._executor = Executor(parts.states, parts.telemetry)
         self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
         self._micro_batches = 0
         self._steps = 0
@@ -88,12 +93,16 @@ class Engine:
         """Run the model."""
         self._check_whole()
         self._begin()
-        modules = self._parts.modules
-        with self._parts.telemetry.span("forward"):
-            if modules is None:
-                return self.model(*args, **kwargs)
-            with modules.saving():
-                return self.model(*args, **kwargs)
+        parts = self._parts
+        with ExitStack() as around:
+            around.enter_context(parts.telemetry.timed("forward"))
+            if parts.modules is not None:
+                around.enter_context(parts.modules.saving())
+            if parts.autocast is not None:
+                # Without its cache: the casts that it keeps would stay saved, and parameters need none.
+                kind = parts.device_type
+                around.enter_context(torch.autocast(kind, dtype=parts.autocast, cache_enabled=False))
+            return self.model(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute the gradients of `loss`, which with fp16 is scaled first."""
@@ -111,7 +120,7 @@ class Engine:
         scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
         self._scaling = True
         try:
-            with self._parts.telemetry.span("backward"):
+            with self._parts.telemetry.timed("backward"):
                 scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
         finally:
             self._scaling = False
@@ -135,12 +144,13 @@ class Engine:
             )
         if not parts.states.begun:
             self._micro_batches += 1
+            parts.meter.micro_batch()
             if self._micro_batches < parts.accumulation_steps:
                 return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
         for each in parts.trained:
             each.check_untouched()
         try:
-            with parts.telemetry.span("update"):
+            with parts.telemetry.timed("update"):
                 result = self._update()
         finally:
             for each in parts.trained:
@@ -149,7 +159,8 @@ class Engine:
         self._micro_batches = 0
         if parts.fetcher is not None:
             parts.fetcher.end_step()
-        parts.telemetry.end_step()
+        fetching = self.fetching()
+        parts.meter.end_step(result, in_time=fetching.in_time, late=fetching.late)
         self._recording = False
         if result.outcome is Outcome.UPDATED:
             self._steps += 1
@@ -319,6 +330,20 @@ class Engine:
     def timeline(self) -> Timeline:
         """Return what was recorded of the newest steps."""
         return self._parts.telemetry.timeline()
+
+    def report(self) -> StepReport:
+        """Return the figures of the newest step that has ended; printed, they are a small table.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        ended = [step for step in self.timeline().steps if step.end_ns is not None]
+        if not ended:
+            raise RuntimeError(
+                "there is no step to report on: expected one that step() has ended, and the setting "
+                "telemetry.recording to be on while it ran"
+            )
+        return report_of(ended[-1], self.usage())
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity_engine.engine.gradients import Lanes
+from infinity_engine.engine.lanes import Lanes
+from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import ModelParameter
 from infinity_engine.errors import CapacityError, TraceMismatch
 from infinity_engine.memory import Lease, Views
 from infinity_engine.plan import Tier
+from infinity_engine.plan.ops import Lane
 from infinity_engine.schedule import TraceFollower, Use, choose_fetches, farthest_first
 from infinity_engine.storage import Transfer
 from infinity_engine.tiering import Mover, ShardRecord, Source
@@ -148,7 +150,9 @@ class ParameterFetcher:
         record, here = self._records[number], self._here[number]
         here.transfer.result()
         record.changed()
-        self._mover.download(record, source=Source.KEPT).result()
+        transfer = self._mover.download(record, source=Source.KEPT)
+        self._count(Lane.D2H, number, transfer)
+        transfer.result()
         self._parameters[number].note_values()
 
     def end_step(self) -> TraceMismatch | None:
@@ -211,16 +215,22 @@ class ParameterFetcher:
         lease = self._lease(number)
         # The mover closes the lease where the copy cannot begin or fails.
         transfer = self._mover.upload(self._records[number], into=lease, source=Source.KEPT)
+        self._count(Lane.H2D, number, transfer)
         self._here[number] = _Here(lease, transfer)
         self._taken += self._nbytes[number]
         self._fetched += 1
         self._fetched_bytes += self._nbytes[number]
 
+    def _count(self, lane: Lane, number: int, transfer: Transfer) -> None:
+        nbytes, name = self._nbytes[number], self._parameters[number].name
+        self._lanes.meter.copies(lane, Cargo.PARAMETERS, nbytes, transfer.event, name="parameter", parameter=name)
+
     def _lease(self, number: int) -> Lease:
         while True:
             try:
                 holder = f"parameter {self._parameters[number].name}"
-                return self._lanes.device.lease(self._nbytes[number], holder=holder, views=Views.KEEP)
+                with self._lanes.meter.waits(Wait.PARAMETERS):  # until what was released has gone
+                    return self._lanes.device.lease(self._nbytes[number], holder=holder, views=Views.KEEP)
             except CapacityError:
                 # Views of what was released keep its memory; others may have none.
                 idle = farthest_first(self._idle(), self._trace.next_use)
@@ -245,7 +255,8 @@ class ParameterFetcher:
     def _arrived(self, number: int, here: _Here) -> None:
         """Wait until a parameter is here; one that could not come is as if it had not been asked for."""
         try:
-            here.transfer.result()
+            with self._lanes.meter.waits(Wait.PARAMETERS):
+                here.transfer.result()
         except BaseException:
             if here.transfer.done():
                 del self._here[number]
@@ -260,7 +271,9 @@ class ParameterFetcher:
                 each.check_untouched()
             each.show(self._absent[number])
             del self._by_address[self._shown.pop(number)]
-        here.transfer.wait()
+        if not here.transfer.done():
+            with self._lanes.meter.waits(Wait.PARAMETERS):
+                here.transfer.wait()
         del self._here[number]
         self._taken -= self._nbytes[number]
         if here.transfer.error is None:

@@ -10,20 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity_engine.accel import Accelerator, Event, Stream, UpdateCost
-from infinity_engine.memory import DeviceMemory, Lease, PinnedPool
-from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostKernels
+from infinity_engine.accel import Event
+from infinity_engine.engine.lanes import Lanes
+from infinity_engine.engine.meter import Cargo, Wait
+from infinity_engine.memory import Lease
+from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums
 from infinity_engine.optim import Stream as Values
+from infinity_engine.plan.ops import Lane
 
-__all__ = ["GradientKeeper", "Lanes", "Piece"]
+__all__ = ["GradientKeeper", "Piece"]
 
 _Sums = npt.NDArray[np.float64]
+_ADDING = "addition of gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +36,6 @@ class Piece:
     first_element: int
     numel: int
     on_host: bool
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """What gradients and states move and are worked on with."""
-
-    accelerator: Accelerator
-    compute: Stream
-    upload: Stream | None  # None where DEVICE and HOST are one memory
-    download: Stream | None
-    kernels: HostKernels
-    host: PinnedPool
-    device: DeviceMemory[Any]
-
-    def on_device(self, work: Callable[[], object], params: int, after: Sequence[Event] = ()) -> Event:
-        """Let the device do work on so many parameters, after all that it was given before."""
-        return self.accelerator.run(work, stream=self.compute, cost=UpdateCost(params), after=after)
 
 
 class GradientKeeper:
@@ -87,8 +73,10 @@ class GradientKeeper:
         """Return the norm of all that came, as it lies in memory."""
         sums = GradientSums(self._numels)
         events = [event for number, slots in enumerate(self._slots) for event in slots.put_sums(number, sums)]
-        for event in events:
-            event.wait()
+        if events:
+            with self._lanes.meter.waits(Wait.GRADIENTS):
+                for event in events:
+                    event.wait()
         return sums.total()
 
     def clear(self) -> None:
@@ -164,9 +152,10 @@ class _DeviceSlot:
         if not self._is_sum:
             first, self._tensor = self._tensor, torch.empty(self._numel, device=gradient.device)
             begin = partial(_add, kernels.begin_sum, first, self._tensor)
-            self._lanes.on_device(begin, self._numel)
+            self._lanes.on_device(begin, self._numel, name=_ADDING)
             self._is_sum = True
-        self._lanes.on_device(partial(_add, kernels.add_to_sum, gradient, self._tensor), self._numel)
+        add = partial(_add, kernels.add_to_sum, gradient, self._tensor)
+        self._lanes.on_device(add, self._numel, name=_ADDING)
 
     def values(self) -> Values:
         assert self._tensor is not None, "a gradient has come"
@@ -175,7 +164,7 @@ class _DeviceSlot:
     def put_sums(self, piece: Piece, put: Callable[[_Sums], None]) -> Event:
         values = self.values().part(piece.first_element, piece.numel)
         kernels = self._lanes.kernels
-        return self._lanes.on_device(lambda: put(kernels.block_sums(values)), piece.numel)
+        return self._lanes.on_device(lambda: put(kernels.block_sums(values)), piece.numel, name="norm of gradients")
 
     def clear(self) -> None:
         self._tensor = None
@@ -197,28 +186,26 @@ class _HostSlot:
             self._fold()
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
         lease = self._lanes.host.lease(piece.numel(), holder="gradients")
-        event = self._download(piece, lease)
-        lease.until(event)
-        self._newest = (lease, event, Values.of(gradient).format)
+        self._newest = (lease, self._download(piece, lease), Values.of(gradient).format)
 
     def _download(self, piece: torch.Tensor, lease: Lease) -> Event:
         lanes = self._lanes
-        assert lanes.download is not None, "gradients go down where there are two memories"
+        copy = partial(lanes.copy, Lane.D2H, Cargo.GRADIENTS, lease, name="gradient")
         made = lanes.accelerator.record(lanes.compute)
         if lanes.accelerator.torch_device.type != "cpu":
-            return lanes.accelerator.copy(lease.flat(), piece, stream=lanes.download, after=[made])
+            return copy(piece, after=[made])
         # Emulated: what autograd made is in no device memory yet.
-        with lanes.device.lease(piece.numel(), holder="gradients on their way") as source:
+        with lanes.meter.waits(Wait.GRADIENTS):  # until there is room
+            source = lanes.device.lease(piece.numel(), holder="gradients on their way")
+        with source:
             source.flat().copy_(piece)
-            event = lanes.accelerator.copy(lease.flat(), source.flat(), stream=lanes.download, after=[made])
-            source.until(event)
-            return event
+            return copy(source, after=[made])
 
     def _fold(self) -> None:
         """Add the newest gradient to the sum, which begins with the first."""
         assert self._newest is not None, "there is one"
-        lease, event, _ = self._newest
-        event.wait()
+        lease = self._newest[0]
+        self._wait()
         newest = self._newest_values()
         if self._sum is None:
             self._sum = self._lanes.host.lease(4 * self._piece.numel, holder="sums of gradients")
@@ -232,7 +219,7 @@ class _HostSlot:
         if self._newest is not None and self._sum is not None:
             self._fold()
         elif self._newest is not None:
-            self._newest[1].wait()
+            self._wait()
 
     def values(self) -> Values:
         self.settle()
@@ -249,6 +236,11 @@ class _HostSlot:
             if lease is not None:
                 lease.close()
         self._newest = self._sum = self._block_sums = None
+
+    def _wait(self) -> None:
+        assert self._newest is not None, "there is one"
+        with self._lanes.meter.waits(Wait.GRADIENTS):
+            self._newest[1].wait()
 
     def _newest_values(self) -> Values:
         assert self._newest is not None, "there is one"

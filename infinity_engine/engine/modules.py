@@ -28,11 +28,12 @@ def check_modules(model: torch.nn.Module) -> None:
         ConfigError: one does not run in Python.
     """
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+        compiled = "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+        if compiled or isinstance(module, torch.jit.ScriptModule):
             expected = (
-                "a module that runs in Python, as parameters are fetched around modules: what is compiled reads them "
-                'where no hook can fetch them. Give the device a larger budget, or parameters="device", or leave it as '
-                "it was"
+                "a module that is not compiled, as parameters are fetched around modules: what is compiled reads them "
+                'where no hook can fetch them. Give the device a larger budget and parameters="device", or do not '
+                "compile it"
             )
             raise ConfigError(field=f"module {name or 'model'}", value=type(module).__name__, expected=expected)
 

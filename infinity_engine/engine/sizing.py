@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -20,6 +21,15 @@ from infinity_engine.units import align_up
 __all__ = ["Demand", "Sizing"]
 
 _PAGE = 4096
+_PARAMETER = MappingProxyType(
+    {
+        Precision.FP32: None,
+        Precision.BF16: FloatFormat.BF16,
+        Precision.BF16_AUTOCAST: FloatFormat.BF16,
+        Precision.FP16: FloatFormat.FP16,
+        Precision.FP16_AUTOCAST: FloatFormat.FP16,
+    }
+)
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
@@ -57,8 +67,7 @@ class Sizing:
         unified: bool,
     ) -> Sizing:
         """Return it for a model whose parameters these are."""
-        sixteen = {Precision.FP32: None, Precision.BF16: FloatFormat.BF16, Precision.FP16: FloatFormat.FP16}
-        formats = Formats(parameter=sixteen[config.precision])
+        formats = Formats(parameter=_PARAMETER[config.precision])
         width = (formats.parameter or FloatFormat.FP32).nbytes
         nbytes = {
             id(each.parameter): each.numel
@@ -165,7 +174,9 @@ class Sizing:
         if at_home:
             host += sum(align_up(nbytes, _PAGE) for nbytes in self.parameters)
         fetched = 0
-        if not self.unified:
+        if self.unified:
+            device = 0 if self.formats.parameter is None else sum(self.parameters)  # beside the masters
+        else:
             device += self._on_their_way
             fetched = max(min(budget.device - device, sum(self.parameters)), self.deepest) if at_home else 0
             staged = sum(plan.staging_bytes)

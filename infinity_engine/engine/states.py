@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from infinity_engine.accel import Event, Stream
-from infinity_engine.engine.gradients import GradientKeeper, Lanes
+from infinity_engine.engine.gradients import GradientKeeper
+from infinity_engine.engine.lanes import Lanes
+from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import TrainedParameter
 from infinity_engine.memory import Lease
 from infinity_engine.optim import FloatFormat, Formats, Rule, Segment, Subgroup, SubgroupState, update_records
@@ -24,6 +27,7 @@ from infinity_engine.plan.ops import (
     Op,
     UpdateOnDevice,
     UpdateOnHost,
+    UpdateOp,
     UploadParameters,
     UploadStates,
 )
@@ -214,9 +218,10 @@ class StateKeeper:
     def begin_step(self, inputs: StepInputs) -> None:
         """Take what the updates of a step need. One that was interrupted goes on with what it began with."""
         self._inputs = self._inputs or inputs
-        sets = () if self._unified else self._plan.staging_bytes
-        for nbytes in sets[len(self._staging) :]:
-            self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
+        if not self._unified:
+            with self._lanes.meter.waits(Wait.OPS):  # until what has made way for them is gone
+                for nbytes in self._plan.staging_bytes[len(self._staging) :]:
+                    self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
 
     def note_arrivals(self) -> None:
         """Count what visited the device and is home again as updated; what failed on the way is as it was."""
@@ -241,7 +246,7 @@ class StateKeeper:
         """Submit an op; updates on the host are done on return."""
         held = self._held[op.subgroup]
         if isinstance(op, UpdateOnHost):
-            self._update(held, held.state, self._targets(held))
+            self._update(op, held, held.state, self._targets(held))
             return None
         if isinstance(op, UpdateOnDevice):
             return self._update_on_device(op, held, after)
@@ -251,13 +256,13 @@ class StateKeeper:
 
     def _move(self, op: Op, held: _Held, after: Sequence[Event]) -> Event:
         if isinstance(op, UploadStates):
-            return self._copy(self._staged(op.staging, held), held.lease, up=True, after=after)
+            return self._copy(op, Cargo.STATES, self._staged(op.staging, held), held.lease, after)
         if isinstance(op, DownloadStates):
-            event = self._copy(held.lease, self._staged(op.staging, held), up=False, after=after)
+            event = self._copy(op, Cargo.STATES, held.lease, self._staged(op.staging, held), after)
             self._on_the_way.append((held, self._visits.pop(op.subgroup), event))
             return event
         if isinstance(op, UploadParameters):
-            return self._upload_parameters(held, after)
+            return self._upload_parameters(op, held, after)
         if isinstance(op, DownloadParameters):
             return self._download_parameters(op, held, after)
         raise TypeError(f"there is no way to carry out {op.name}")
@@ -273,13 +278,13 @@ class StateKeeper:
         targets = self._targets_on_device(op.staging, held)
 
         def work() -> None:
-            self._update(held, state, targets)
+            self._update(op, held, state, targets)
             if self._formats.parameter is None and not self._at_home and not self._in_place(held.home):
                 self._copy_masters(held.subgroup, state)
 
-        return self._lanes.on_device(work, op.params, after)
+        return self._lanes.on_device(work, op.params, after=after, name=op.name, subgroup=op.subgroup)
 
-    def _update(self, held: _Held, state: SubgroupState, targets: Sequence[Values | None]) -> None:
+    def _update(self, op: UpdateOp, held: _Held, state: SubgroupState, targets: Sequence[Values | None]) -> None:
         inputs = self._inputs
         assert inputs is not None, "a step has begun"
         if held.subgroup.index in self._done:
@@ -295,7 +300,7 @@ class StateKeeper:
             parameters=targets,
             gradient_factor=inputs.gradient_factor,
         )
-        self._lanes.kernels.update(update)
+        self._lanes.meter.updates(op, partial(self._lanes.kernels.update, update))
         state.steps[:] = update.steps
         if state is held.state:
             self._note_update(held, state.steps)
@@ -348,29 +353,26 @@ class StateKeeper:
         return self._staging[staging].flat()[: held.lease.nbytes]
 
     def _copy(
-        self, target: torch.Tensor | Lease, source: torch.Tensor | Lease, *, up: bool, after: Sequence[Event]
+        self,
+        op: Op,
+        cargo: Cargo,
+        target: torch.Tensor | Lease,
+        source: torch.Tensor | Lease,
+        after: Sequence[Event],
     ) -> Event:
-        lanes = self._lanes
-        stream = lanes.upload if up else lanes.download
-        assert stream is not None, "copies are between two memories"
-        flat = [each.flat() if isinstance(each, Lease) else each for each in (target, source)]
-        event = lanes.accelerator.copy(flat[0], flat[1], stream=stream, after=after)
-        for each in (target, source):
-            if isinstance(each, Lease):
-                each.until(event)
-        return event
+        return self._lanes.copy(op.lane, cargo, target, source, after=after, name=op.name, subgroup=op.subgroup)
 
-    def _upload_parameters(self, held: _Held, after: Sequence[Event]) -> Event:
+    def _upload_parameters(self, op: UploadParameters, held: _Held, after: Sequence[Event]) -> Event:
         """Take what the host updated to where modules compute with it."""
         source = held.copies.flat() if held.copies is not None else held.lease.flat()
         for values, piece in self._copied(held.subgroup, source):
-            self._copy(values, piece, up=True, after=after)
+            self._copy(op, Cargo.PARAMETERS, values, piece, after)
         return self._behind(self._lanes.upload, after)
 
     def _download_parameters(self, op: DownloadParameters, held: _Held, after: Sequence[Event]) -> Event:
         """Take what the device updated to where modules fetch it from."""
         for values, piece in self._copied(held.subgroup, self._updated_on_device(op.staging, held)):
-            self._copy(values, piece, up=False, after=after)
+            self._copy(op, Cargo.PARAMETERS, values, piece, after)
         return self._behind(self._lanes.download, after)
 
     def _behind(self, stream: Stream | None, after: Sequence[Event]) -> Event:

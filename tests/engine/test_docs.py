@@ -25,7 +25,7 @@ def test_the_program_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp
     page = (ROOT / f"docs/{name}.md").read_text()
     blocks = re.findall(r"^```(python|text)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     program = "\n".join(text for language, text in blocks if language == "python")
-    said = [text.strip() for language, text in blocks if language == "text"]
+    said = [line for language, text in blocks if language == "text" for line in text.splitlines()]
     said += [
         comment.split(": ")[0].strip() for comment in re.findall(r"^\s*print\(.*\)  # (.*)$", program, re.MULTILINE)
     ]

@@ -103,7 +103,7 @@ def trained(
             if result.outcome is infinity_engine.Outcome.UPDATED:
                 scheduler.step()
         assert engine.steps == steps - skipped
-        assert skipped <= (8 if precision == "fp16" else 0)  # until the loss scale fits
+        assert skipped <= (8 if precision.startswith("fp16") else 0)  # until the loss scale fits
         bits = engine.state_dict()
         for name, parameter in task.named_parameters():
             if parameter.requires_grad:
@@ -195,7 +195,8 @@ def test_parameters_that_are_fetched_around_modules_have_the_same_bits(
         model, "adamw", HostOnly(), None, precision=precision, accumulation=accumulation, clip=clip, steps=6
     )
     least = LEAST[model.partition(",")[0]] // (2 if precision == "bf16" else 1)
-    room: dict[Strategy, int | str] = {HostOnly(): least, Interleaved(share=0.5, resident=0.3): "1MiB", DeviceOnly(): "1MiB"}
+    room: dict[Strategy, int | str] = {HostOnly(): least, DeviceOnly(): "1MiB"}
+    room[Interleaved(share=0.5, resident=0.3)] = "1MiB"
 
     for strategy, device_bytes in room.items():
         bits, same = trained(
@@ -227,6 +228,43 @@ def test_fp32_training_is_that_of_plain_pytorch(model: str, optimizer: str) -> N
         assert losses == plain_losses
     for name, tensor in expected.items():
         assert torch.allclose(ours[name], tensor, rtol=2e-4, atol=2e-5), name
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", ["bf16_autocast", "fp16_autocast"])
+def test_under_autocast_every_strategy_gives_the_same_bits(model: str, precision: str) -> None:
+    expected, losses = trained(model, "adamw", HostOnly(), None, precision=precision, steps=6)
+
+    bits, same = trained(
+        model,
+        "adamw",
+        Interleaved(share=0.5),
+        device(1),
+        precision=precision,
+        steps=6,
+        parameters="host",
+        device_bytes="1MiB",
+    )
+
+    assert differing(expected, bits) == []
+    assert same == losses
+
+
+def test_autocast_is_that_of_torch_where_parameters_are_operands_of_matrix_products() -> None:
+    task, optimizer = made("mixture of experts", "sgd")
+    plain_losses = []
+    for seed in range(6):
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            loss = task(task.batch(seed))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain_losses.append(loss.item())
+
+    _, losses = trained("mixture of experts", "sgd", HostOnly(), None, precision="bf16_autocast", steps=6)
+
+    assert losses[0] == plain_losses[0]
+    assert losses == pytest.approx(plain_losses, rel=0.05)  # gradients are in bf16 here, as parameters are
 
 
 def test_a_parameter_without_a_gradient_is_untouched_in_that_step() -> None:

@@ -300,10 +300,10 @@ def test_a_wrong_strategy_is_refused_by_its_dotted_path(value: object, message: 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("precision", "bf61", r"one of fp32, bf16, fp16 \(nearest: bf16\), got 'bf61'"),
-        ("precision", "BF16", r"one of fp32, bf16, fp16"),
-        ("precision", None, r"one of fp32, bf16, fp16"),
-        ("precision", Accelerator.CPU, r"one of fp32, bf16, fp16"),
+        ("precision", "bf61", r"one of fp32, bf16, fp16, bf16_autocast, fp16_autocast \(nearest: bf16\), got 'bf61'"),
+        ("precision", "BF16", r"one of fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
+        ("precision", None, r"one of fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
+        ("precision", Accelerator.CPU, r"one of fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
         ("accelerator", "cud", r"one of auto, cuda, cpu, emulated \(nearest: cuda\)"),
         ("storage.backend", "io_uring", r"one of auto, liburing, uring, aio, threads \(nearest: uring\)"),
         ("storage.backend", "memory", r"one of auto, liburing, uring, aio, threads"),
@@ -372,6 +372,6 @@ def test_the_table_shows_the_defaults_as_they_are_written() -> None:
 def test_the_table_says_kinds_in_the_words_of_the_errors() -> None:
     kinds = {row.name: row.kind for row in settings_table()}
 
-    assert kinds["precision"] == "one of fp32, bf16, fp16"
+    assert kinds["precision"] == "one of fp32, bf16, fp16, bf16_autocast, fp16_autocast"
     assert kinds["subgroup_numel"] == "a whole number, 1 or more"
     assert kinds["max_grad_norm"] == "a positive number, or None"

@@ -552,6 +552,74 @@ def test_a_span_may_end_after_its_step_was_dropped() -> None:
     assert [names(step.spans) for step in telemetry.timeline().steps] == [[]]
 
 
+# --- timed spans ---
+
+
+def test_a_timed_span_is_a_span_and_counts_its_nanoseconds() -> None:
+    clock = Clock()
+    telemetry = recorder(clock)
+
+    with telemetry.step(0):
+        for _ in range(2):
+            with telemetry.timed("update", track="host", subgroup=3):
+                clock.now_ns += 40
+
+    (step,) = telemetry.timeline().steps
+    assert [(span.name, span.track, span.fields) for span in step.spans] == [("update", "host", {"subgroup": 3})] * 2
+    assert step.counters == {"update ns": 80}
+
+
+def test_the_nanoseconds_of_timed_spans_are_whole_where_spans_are_dropped() -> None:
+    telemetry = recorder(keep_spans=1)
+
+    for _ in range(5):
+        with telemetry.timed("update"):
+            pass
+
+    assert len(telemetry.timeline().between_steps) == 1
+    assert telemetry.counters() == {"update ns": 50}
+
+
+def test_a_timed_span_that_failed_is_counted() -> None:
+    telemetry = recorder()
+
+    with pytest.raises(KeyError), telemetry.timed("update"):
+        raise KeyError
+
+    assert only_span(telemetry).error == "KeyError"
+    assert telemetry.counters() == {"update ns": 10}
+
+
+# --- notes ---
+
+
+def test_a_step_keeps_what_was_noted_last() -> None:
+    telemetry = recorder()
+
+    with telemetry.step(0):
+        telemetry.note(outcome="skipped", loss_scale=2.0)
+        telemetry.note(outcome="updated")
+    with telemetry.step(1):
+        pass
+
+    assert [step.notes for step in telemetry.timeline().steps] == [{"outcome": "updated", "loss_scale": 2.0}, {}]
+
+
+def test_notes_of_a_step_that_is_running_are_there() -> None:
+    telemetry = recorder()
+    telemetry.begin_step(0)
+    telemetry.note(outcome="updated")
+    before = telemetry.timeline().steps[0]
+    telemetry.note(outcome="skipped")
+
+    assert before.notes == {"outcome": "updated"}
+
+
+def test_nothing_can_be_noted_between_steps() -> None:
+    with pytest.raises(RuntimeError, match="no step can be noted"):
+        recorder().note(outcome="updated")
+
+
 # --- threads ---
 
 
@@ -633,11 +701,12 @@ def test_a_null_telemetry_takes_all_calls_and_keeps_nothing() -> None:
     telemetry: Telemetry = NullTelemetry()
 
     telemetry.begin_step(0)
-    with telemetry.span("load", track="t", nbytes=1), telemetry.span("inner"):
+    with telemetry.span("load", track="t", nbytes=1), telemetry.timed("inner"):
         telemetry.counter("bytes").add(5)
         telemetry.gauge("held").add(5)
         telemetry.gauge("rss").set(5)
     telemetry.record("copy", track="t", start_ns=0, end_ns=1)
+    telemetry.note(outcome="updated")
     telemetry.end_step()
     with telemetry.step(1):
         pass
@@ -658,6 +727,7 @@ def test_a_null_telemetry_makes_nothing_new_for_a_span() -> None:
     telemetry = NullTelemetry()
 
     assert telemetry.span("a") is telemetry.span("b", nbytes=1)
+    assert telemetry.span("a") is telemetry.timed("b", nbytes=1)
     assert telemetry.counter("a") is telemetry.counter("b")
     assert telemetry.gauge("a") is telemetry.gauge("b")
 
@@ -741,14 +811,15 @@ def test_the_process_is_named_and_nothing_uses_the_ids_of_the_idle_task() -> Non
     assert all(event["tid"] > 0 for event in events(telemetry, "X"))
 
 
-def test_a_step_becomes_an_event_around_its_spans() -> None:
+def test_a_step_becomes_an_event_around_its_spans_with_its_notes() -> None:
     telemetry = recorder(TickingClock())
     with telemetry.step(5), telemetry.span("load"):
-        pass
+        telemetry.note(outcome="updated", gradient_norm=math.inf)
 
     (step,) = (event for event in events(telemetry, "X") if event["name"] == "step 5")
     (span,) = (event for event in events(telemetry, "X") if event["name"] == "load")
     assert step["ts"] < span["ts"] < span["ts"] + span["dur"] < step["ts"] + step["dur"]
+    assert step["args"] == {"index": 5, "outcome": "updated", "gradient_norm": "inf"}
 
 
 def test_a_step_that_is_running_shows_its_spans_only() -> None:
