@@ -47,6 +47,8 @@ class Emulation:
     seed: int = 0  # Draws one of the legal orders, where the clock is virtual.
     fault: Callable[[StreamKind], Exception | None] | None = None
     """Asked, with the stream's kind, before each copy and work; the error that it returns is how that ends."""
+    delay_ns: Callable[[StreamKind], int] | None = None
+    """Asked likewise; each copy and work takes so much longer than at its rate."""
     timeline_kept: int = 10_000  # The newest operations that timeline() tells of.
 
 
@@ -136,6 +138,7 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         }
         self._update_ratio = _ratio(rates.device_update_params_per_s, name="device_update_params_per_s")
         self._fault = emulation.fault
+        self._delay_ns = emulation.delay_ns
         self._memory = EmulatedMemory(emulation.capacity_bytes)
         self._timeline: deque[OperationRecord] = deque(maxlen=emulation.timeline_kept)
 
@@ -156,11 +159,12 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         return tuple(self._timeline)
 
     def _duration_ns(self, stream: Stream, action: Action) -> int:
+        delay_ns = 0 if self._delay_ns is None else self._delay_ns(stream.kind)
         if isinstance(action, Copy):
-            return _ceil_ns(action.nbytes, self._ratios[stream.kind])
+            return delay_ns + _ceil_ns(action.nbytes, self._ratios[stream.kind])
         if isinstance(action, Work):
             cost = action.cost
-            return cost.ns if isinstance(cost, TimeCost) else _ceil_ns(cost.params, self._update_ratio)
+            return delay_ns + (cost.ns if isinstance(cost, TimeCost) else _ceil_ns(cost.params, self._update_ratio))
         return 0
 
     def _note(self, operation: _Op, start_ns: int, end_ns: int) -> None:

@@ -6,6 +6,7 @@ docs/optimizers.md; SGD is bit-identical.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -58,7 +59,10 @@ def made(model: str, optimizer: str) -> tuple[Task, torch.optim.Optimizer]:
 
 
 def device(seed: int = 0) -> Accelerator:
-    return emulated_accelerator(Emulation(rates=RATES, capacity_bytes=64 << 20, seed=seed))
+    """Return an emulated device whose copies and works are late by chance: by nothing, some or a thousand times."""
+    chance = random.Random(seed)
+    late = lambda _: int(10 ** chance.uniform(0, 7)) if chance.random() < 0.3 else 0  # noqa: E731
+    return emulated_accelerator(Emulation(rates=RATES, capacity_bytes=64 << 20, seed=seed, delay_ns=late))
 
 
 def trained(
