@@ -354,11 +354,14 @@ class _Span:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         end_ns = self._telemetry._clock_ns()
-        thread = threading.current_thread()
+        track, thread = self._track, None
+        if track is None:
+            current = threading.current_thread()
+            track, thread = current.name, current.ident
         record = SpanRecord(
             name=self._name,
-            track=thread.name if self._track is None else self._track,
-            thread=thread.ident if self._track is None else None,
+            track=track,
+            thread=thread,
             start_ns=self._start_ns,
             end_ns=end_ns,
             error=None if kind is None else kind.__name__,
