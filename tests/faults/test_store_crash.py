@@ -71,7 +71,7 @@ def judge(places: Sequence[Path], queue: IOQueue, done: int, begun: int) -> int:
 # --- SIGKILL -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", long_run(50, 200))
+@pytest.mark.parametrize("kills", long_run(30, 200))
 def test_a_store_whose_writer_is_killed_is_at_its_last_commit_or_the_one_under_way(
     tmp_path: Path, queue: IOQueue, kills: int
 ) -> None:
@@ -92,7 +92,7 @@ def test_a_store_whose_writer_is_killed_is_at_its_last_commit_or_the_one_under_w
     assert within > 0
 
 
-@pytest.mark.parametrize("points", long_run(60, 100_000))
+@pytest.mark.parametrize("points", long_run(40, 100_000))
 def test_a_writer_that_dies_before_any_call_of_a_commit_leaves_one_of_the_two(
     tmp_path: Path, queue: IOQueue, points: int
 ) -> None:

@@ -10,6 +10,7 @@ import gc
 import inspect
 import os
 import re
+import resource
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from deepnvme import BatchError, ClosedError, FaultPlan, IOQueue, NVMeError, Req
 from deepnvme.backends import BACKEND_VARIABLE
 from deepnvme.compat import AsyncIOBuilder, PinMemoryBuilder, aio_handle
 from support.nvme_disks import DiskUnavailableError, tmpfs
-from support.nvme_io import assert_same, pattern
+from support.nvme_io import assert_same, backend_or_skip, pattern
 from support.nvme_programs import output_of, run_program
 
 MIB = 1 << 20
@@ -40,9 +41,17 @@ def torch() -> Any:
     return pytest.importorskip("torch")
 
 
+# Handles know queues only, of which test_conformance shows that all backends do the same.
+@pytest.fixture(
+    params=["uring", "threads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("liburing", "aio"))]
+)
+def disk_backend(request: pytest.FixtureRequest) -> str:
+    return backend_or_skip(request.param)
+
+
 @pytest.fixture
 def handle(disk_backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[aio_handle]:
-    """Yield a handle made as the documentation makes it, on each backend."""
+    """Yield a handle made as the documentation makes it."""
     monkeypatch.setenv(BACKEND_VARIABLE, disk_backend)
     with closing(AsyncIOBuilder().load().aio_handle()) as handle:
         yield handle
@@ -347,7 +356,7 @@ def test_threads_share_a_handle(tmp_path: Path, handle: aio_handle) -> None:
 
 def test_many_handles_work_at_once(tmp_path: Path) -> None:
     """There: with fs.aio-max-nr used up, a handle is made all the same and its first operation aborts."""
-    handles = [aio_handle(queue_depth=1000) for _ in range(24)]
+    handles = [aio_handle(block_size=64 << 10, queue_depth=100) for _ in range(24)]
     for number, handle in enumerate(handles):
         handle.async_pwrite(array(50_000, number), str(tmp_path / f"{number}"))
 
@@ -834,24 +843,23 @@ def test_locked_tensors_of_impossible_sizes_are_refused(handle: aio_handle, torc
         untyped.new_cpu_locked_tensor(10, np.empty(0))
 
 
-OVER_MEMLOCK = """
-import resource, sys
-import torch
-from deepnvme.compat import aio_handle
-
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-handle = aio_handle()
-tensor = handle.new_cpu_locked_tensor(8 << 20, torch.empty(0))
-tensor.fill_(1)
-print(handle.sync_pwrite(tensor, sys.argv[1]))
-"""
+@pytest.fixture
+def little_may_be_locked() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536 if hard == resource.RLIM_INFINITY else min(65536, hard), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
 
 
+@pytest.mark.usefixtures("little_may_be_locked")
+@pytest.mark.filterwarnings("ignore")
 def test_a_limit_on_locked_memory_is_no_error(tmp_path: Path, torch: Any) -> None:
     """There: the program aborts. The limit does not hold for root, for whom this shows nothing."""
-    done = run_program(OVER_MEMLOCK, tmp_path / "file", folder=tmp_path, python=["-W", "ignore"])
+    with closing(aio_handle()) as handle:
+        tensor = handle.new_cpu_locked_tensor(8 << 20, torch.empty(0))
+        tensor.fill_(1)
 
-    assert output_of(done) == "1\n"
+        assert handle.sync_pwrite(tensor, tmp_path / "file") == 1
 
 
 # --- settings become the queue's ---------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from support.nvme_io import (
 )
 
 MIB = 1 << 20
-SIZES = (0, 1, 511, 512, 4095, 4096, 4097, MIB - 1, MIB, MIB + 1, 5 * MIB + 3)
+SIZES = (0, 1, 511, 512, 4095, 4096, 4097, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 3)
 OFFSETS = (0, 1, 511, 4096, 12345)
 
 
@@ -56,9 +56,25 @@ OFFSETS = (0, 1, 511, 4096, 12345)
 def test_what_was_written_is_read_back_at_any_size_offset_and_alignment(
     tmp_path: Path, backend: str, pool: Pool, home: Home, nbytes: int
 ) -> None:
-    path = tmp_path / "file"
+    with IOQueue(backend, chunk_bytes=CHUNK, pool=pool) as queue:
+        assert_round_trip(queue, tmp_path / "file", pool, home, nbytes)
+
+
+@pytest.mark.parametrize("home", Home, ids=lambda home: home.name.lower())
+@pytest.mark.parametrize(
+    "nbytes", [5 * MIB + 3, *(pytest.param(MIB + over, marks=pytest.mark.slow) for over in (-1, 0, 1))]
+)
+def test_what_was_written_in_chunks_of_the_usual_size_is_read_back(
+    tmp_path: Path, backend: str, pool: Pool, home: Home, nbytes: int
+) -> None:
+    with IOQueue(backend, pool=pool) as queue:
+        assert_round_trip(queue, tmp_path / "file", pool, home, nbytes)
+
+
+def assert_round_trip(queue: IOQueue, path: Path, pool: Pool, home: Home, nbytes: int) -> None:
+    """Write and read so many bytes at each offset, among others which must stay."""
     background = pattern(nbytes + 20000, seed=1)
-    with IOQueue(backend, pool=pool) as queue, queue.open(path, "w") as file:
+    with queue.open(path, "w") as file:
         for number, offset in enumerate(OFFSETS):
             data = pattern(nbytes, seed=2 + number)
             file.pwrite(background).result(TIMEOUT_S)

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,22 +70,26 @@ def imports_torch(program: str) -> bool:
     return re.search(r"^import torch$", program, flags=re.MULTILINE) is not None
 
 
-def run(program: str, folder: Path) -> str:
-    """Run it with warnings as errors, as a reader would who copies it into a file."""
-    prelude = "" if imports_torch(program) else WITHOUT_TORCH
-    script = folder / "example.py"
-    script.write_text(program)
-    start = f"{prelude}\nimport runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')\n"
+def run(programs: Iterable[str], folder: Path, *, prelude: str = "") -> None:
+    """Run them one after the other with warnings as errors, as a reader would who copies them into files."""
+    start = [prelude, "import os, runpy"]
+    for number, program in enumerate(programs):
+        place = folder / str(number)
+        place.mkdir()
+        (place / "example.py").write_text(program)
+        start += [f"os.chdir({str(place)!r})", "runpy.run_path('example.py', run_name='__main__')"]
     fallbacks = ["-W", "error", "-W", "default::deepnvme.BackendFallbackWarning"]
-    return output_of(run_program(start, folder=folder, python=fallbacks, environment={PROFILE_VARIABLE: ""}))
+    output_of(run_program("\n".join(start), folder=folder, python=fallbacks, environment={PROFILE_VARIABLE: ""}))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if not imports_torch(program)])
 def test_a_program_of_the_docs_runs_without_torch(name: str, tmp_path: Path) -> None:
-    if imports_torch(PROGRAMS[name]) and find_spec("torch") is None:
-        pytest.skip("torch is not installed")
+    run([PROGRAMS[name]], tmp_path, prelude=WITHOUT_TORCH)
 
-    run(PROGRAMS[name], tmp_path)
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_the_programs_of_the_docs_that_are_for_torch_run(tmp_path: Path) -> None:
+    run(filter(imports_torch, PROGRAMS.values()), tmp_path)  # in one process, as importing torch takes seconds
 
 
 def test_only_the_sections_for_torch_import_it() -> None:
@@ -110,7 +115,7 @@ def test_the_refusal_of_torch_works(tmp_path: Path) -> None:
 
 def test_a_program_that_fails_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exit status 1"):
-        run("assert 1 == 2", tmp_path)
+        run(["assert 1 == 1", "assert 1 == 2"], tmp_path)
 
 
 # --- the command line --------------------------------------------------------------------------------------------

@@ -24,18 +24,10 @@ PINS = ROOT / "scripts" / "requirements.txt"
 WHEELHOUSES = ROOT / "build" / "wheelhouse"
 
 
-def pip(*arguments: str | Path, python: Path | str = sys.executable) -> None:
-    line = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *map(str, arguments)]
+def pip(*arguments: str | Path) -> None:
+    line = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *map(str, arguments)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
-    (built,) = folder.iterdir()
-    return built
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +47,12 @@ def wheelhouse(pyproject: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def fresh_python(wheel: Path, wheelhouse: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the Python of an environment that holds the wheel and what it requires, nothing else."""
+    """Return the Python of an environment that holds the wheel and what it requires, nothing else, not even pip."""
     folder = tmp_path_factory.mktemp("fresh")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
-    pip("--isolated", "install", "--no-index", "--find-links", wheelhouse, wheel, python=python)
+    install = ("--isolated", "--python", python, "install", "--no-compile")  # what is imported is compiled then
+    pip(*install, "--no-index", "--find-links", wheelhouse, wheel)
     return python
 
 

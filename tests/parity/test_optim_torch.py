@@ -11,12 +11,13 @@ for each optimizer and option:
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-from infinity_engine.optim import AdamW, FloatFormat, Formats, HostKernels, Lion, Moments, rules_of
+from infinity_engine.optim import AdamW, FloatFormat, Formats, HostKernels, Lion, Moments, Rule, rules_of
 from support.optim import Model, bits_of, threads
 
 torch = pytest.importorskip("torch")
@@ -51,26 +52,38 @@ def torchs_bits_are_ours() -> bool:
     return bool(torch.__version__.startswith("2.13.") and capability == "AVX2")
 
 
-def gradients(seed: int = 0) -> Any:
-    """Yield STEPS gradients whose sizes span six orders of magnitude."""
-    random = torch.Generator().manual_seed(seed)
-    for _ in range(STEPS):
-        yield torch.randn(NUMEL, generator=random) * 10.0 ** torch.linspace(-4, 2, NUMEL)
+@cache
+def gradients() -> Any:
+    """Return STEPS gradients whose sizes span six orders of magnitude."""
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(STEPS, NUMEL, generator=random) * 10.0 ** torch.linspace(-4, 2, NUMEL)
+
+
+def start() -> Any:
+    """Return the values of the parameter before the first step."""
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(7))
+
+
+@cache
+def trained(rule: Rule) -> Model:
+    """Return what our rule made of the parameter, which is the same whichever torch it is compared with."""
+    ours = Model(rule, start().numpy())
+    kernels = HostKernels(threads(1))
+    for gradient in gradients().numpy():
+        ours.step(kernels, gradient, FloatFormat.FP32)
+    return ours
 
 
 def train(name: str, options: dict[str, Any], foreach: bool) -> list[tuple[Any, Any]]:
     """Return what torch and our rule made of the same parameter: pairs of theirs and ours, states first."""
-    start = torch.randn(NUMEL, generator=torch.Generator().manual_seed(7))
-    parameter = torch.nn.Parameter(start.clone())
+    parameter = torch.nn.Parameter(start())
     optimizer = getattr(torch.optim, name)([parameter], foreach=foreach, **options)
     [rule] = rules_of(optimizer)
-    ours = Model(rule, start.numpy().copy())
-    kernels = HostKernels(threads(1))
     for gradient in gradients():
-        parameter.grad = gradient
+        parameter.grad = gradient.clone()
         optimizer.step()
-        ours.step(kernels, gradient.numpy(), FloatFormat.FP32)
     theirs = [optimizer.state[parameter][state].numpy() for state in rule.states] + [parameter.detach().numpy()]
+    ours = trained(rule)
     return list(zip(theirs, [*ours.states, ours.master], strict=True))
 
 

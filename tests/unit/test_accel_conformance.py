@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+
+pytest.importorskip("torch", reason="accelerators move tensors of torch")
+
 import torch
 
 from infinity_engine.accel import (

@@ -9,6 +9,9 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
+
+pytest.importorskip("torch", reason="accelerators move tensors of torch")
+
 import torch
 
 from infinity_engine.accel import StreamKind, TimeCost

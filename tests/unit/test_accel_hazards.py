@@ -8,9 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="accelerators move tensors of torch")
+
+import torch
 
 from infinity_engine.accel import Buffer, Emulation, Event, StreamKind, UpdateCost, VirtualAccelerator
 from infinity_engine.plan import Rates

@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
+pytest.importorskip("torch", reason="accelerators move tensors of torch")
+
 import torch
 
 from infinity_engine.accel import Clock, Emulation, Event, PacedAccelerator, StreamKind, TimeCost, UpdateCost

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="accelerators move tensors of torch")
+
+import torch
 
 from infinity_engine.accel import Emulation, Event, StreamKind, TimeCost, UpdateCost, VirtualAccelerator
 from infinity_engine.errors import CapacityError, ConfigError
@@ -45,6 +48,14 @@ def test_a_copy_takes_its_bytes_over_the_rate_rounded_up() -> None:
     device.copy(on_device(device, 100), on_host(100), stream=device.stream(StreamKind.H2D))
     device.copy(on_host(100), on_device(device, 100), stream=device.stream(StreamKind.D2H))
     assert times(device) == [("h2d 0", 0, 100), ("d2h 0", 0, 334)]
+
+
+def test_a_copy_that_is_delayed_takes_so_much_longer() -> None:
+    emulation = Emulation(rates=RATES, capacity_bytes=1 << 16, delay_ns=lambda kind: 7 if kind is StreamKind.H2D else 0)
+    device = VirtualAccelerator(emulation)
+    device.copy(on_device(device, 100), on_host(100), stream=device.stream(StreamKind.H2D))
+    device.copy(on_host(100), on_device(device, 100), stream=device.stream(StreamKind.D2H))
+    assert times(device) == [("h2d 0", 0, 107), ("d2h 0", 0, 334)]
 
 
 def test_durations_are_exact_where_floats_are_not() -> None:

@@ -25,7 +25,7 @@ from deepnvme import UserMemory
 from deepnvme.cli import bench, doctor, fio, scratch, tune
 from deepnvme.cli.main import main
 from deepnvme.cli.tune import Rates, choose_memory, choose_sizes
-from deepnvme.measure import MIB, Load, Measured, Workload, cut, in_turn, keep_pending, pending_for, transfers
+from deepnvme.measure import MIB, Load, Measured, Workload, cut, in_turn, keep_pending, measure, pending_for, transfers
 from deepnvme.probing import DirectoryProbe, Memlock, SystemProbe
 from deepnvme.profile import Settings, drive_key, read_profile, write_profile
 from deepnvme.sizes import format_bytes, parse_size
@@ -451,6 +451,11 @@ def test_a_report_that_repeats_a_name_which_is_no_text_is_read(tmp_path: Path, m
 
 def run_bench(drive: Path, monkeypatch: pytest.MonkeyPatch, path: str, *arguments: str) -> int:
     """Measure as little as possible, with only what is in `path` to be found."""
+
+    def measure_briefly(load: Load, *others: Any, **named: Any) -> Measured:
+        return measure(replace(load, seconds=0.001), *others, **named)
+
+    monkeypatch.setattr(bench, "measure", measure_briefly)
     monkeypatch.setenv("PATH", path)
     return main(["bench", str(drive), "--size", format_bytes(PIECE), "--seconds", "0.1", *arguments])
 
@@ -679,12 +684,12 @@ def test_tune_keeps_what_it_chose_where_queues_find_it(
 def test_tune_measures_what_it_says_it_measures(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[Settings, Workload, bool]] = []
 
-    def measure(load: Load, buffers: list[memoryview], settings: Settings, *, backend: str, pool: Any) -> Measured:
+    def pretend(load: Load, buffers: list[memoryview], settings: Settings, *, backend: str, pool: Any) -> Measured:
         measured.append((settings, load.workload, pool is not None))
         fast = settings == Settings(2 * MIB, 8 * MIB) or settings.user_memory is UserMemory.BOUNCE
         return Measured(nbytes=10**9 * (2 if fast else 1), seconds=1.0, cpu_s=0.1, p50_us=1.0, p99_us=1.0)
 
-    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(tune, "measure", pretend)
 
     main(["tune", str(drive), "--seconds", "100"])
 

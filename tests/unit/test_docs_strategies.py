@@ -40,6 +40,7 @@ def rows(section: str, *, cells: int) -> list[list[str]]:
 
 
 def test_the_programs_print_what_the_page_shows(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the page shows the engine, which trains with torch")
     program = "\n".join(blocks("python"))
 
     printed = output_of(run_program(program, folder=tmp_path, python=["-W", "error"]))

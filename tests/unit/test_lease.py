@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
+
+pytest.importorskip("torch", reason="leases give tensors of torch")
+
 import torch
 
 from infinity_engine.accel import CpuAccelerator

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity_engine.errors import ConfigError
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 layout_module: Any = sys.modules["infinity_engine.memory.layout"]  # the name is the function's in the package
-PATIENT = settings(deadline=None, max_examples=200)
 STEPS = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
 BUFFERS = st.lists(st.tuples(st.one_of(st.just(0), st.integers(1, 100_000)), STEPS), max_size=40)
 SETS = BUFFERS.map(lambda given: [Request(f"b{n}", size, *steps) for n, (size, steps) in enumerate(given)])
@@ -69,13 +68,11 @@ def peak(requests: list[Request]) -> int:
 # --- what holds for all layouts ---
 
 
-@PATIENT
 @given(SETS, ALIGNMENTS)
 def test_buffers_that_are_live_in_the_same_step_share_no_byte(requests: list[Request], alignment: int) -> None:
     assert meeting(requests, layout(requests, alignment=alignment)) == []
 
 
-@PATIENT
 @given(SETS, ALIGNMENTS)
 def test_every_place_has_its_requests_bytes_aligned_and_inside(requests: list[Request], alignment: int) -> None:
     placed = layout(requests, alignment=alignment)
@@ -85,7 +82,6 @@ def test_every_place_has_its_requests_bytes_aligned_and_inside(requests: list[Re
     assert placed.nbytes % alignment == 0
 
 
-@PATIENT
 @given(SETS, ALIGNMENTS)
 def test_a_layout_takes_at_least_the_peak_and_no_more_than_everything_side_by_side(
     requests: list[Request], alignment: int
@@ -96,7 +92,6 @@ def test_a_layout_takes_at_least_the_peak_and_no_more_than_everything_side_by_si
     assert placed.peak_bytes <= placed.nbytes <= sum(align_up(request.nbytes, alignment) for request in requests)
 
 
-@PATIENT
 @given(SETS, st.randoms(use_true_random=False))
 def test_the_order_of_the_requests_does_not_matter(requests: list[Request], shuffling: random.Random) -> None:
     shuffled = list(requests)
@@ -108,7 +103,6 @@ def test_the_order_of_the_requests_does_not_matter(requests: list[Request], shuf
     assert list(one.places) == list(other.places)
 
 
-@PATIENT
 @given(SETS, st.integers(1, 10**9))
 def test_only_the_order_of_the_steps_matters_and_not_their_numbers(requests: list[Request], scale: int) -> None:
     stretched = [Request(r.name, r.nbytes, r.first * scale, r.last * scale + scale - 1) for r in requests]

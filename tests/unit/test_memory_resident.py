@@ -1,8 +1,8 @@
-"""What a process really has in RAM, in processes of their own: no more than their baseline and the host's limit."""
+"""What a process really has in RAM, in a process of its own: no more than its baseline and the host's limit."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import pytest
 
 from support.nvme_programs import output_of, run_program
 
@@ -39,23 +39,35 @@ def use(lessor, mib, count):
         with lease:
             kept.append(lease.flat().fill_(number))
         seen.append(resident.above_baseline())
+
+
+use(pool, 20, 20)
+use(device, 40, 20)
+print(*seen)
+kept.clear()
+pool.close()
+device.close()
+print(resident.above_baseline())
 """
 
 
-def seen_by(use: str, folder: Path) -> list[int]:
-    """Return the MiB above the baseline, seen after every lease."""
-    return [int(nbytes) // MiB for nbytes in output_of(run_program(PROGRAM + use, folder=folder)).split()]
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """Return the MiB above the baseline: those seen after every lease, and what is left when all is closed."""
+    pytest.importorskip("torch", reason="leases give tensors of torch")
+    lines = output_of(run_program(PROGRAM, folder=tmp_path_factory.mktemp("resident"))).splitlines()
+    return [[int(nbytes) // MiB for nbytes in line.split()] for line in lines]
 
 
-def test_the_process_stays_under_its_baseline_and_the_hosts_limit_whoever_keeps_views(tmp_path: Path) -> None:
-    seen = seen_by("use(pool, 20, 20)\nuse(device, 40, 20)\nprint(*seen)", tmp_path)
+def test_the_process_stays_under_its_baseline_and_the_hosts_limit_whoever_keeps_views(printed: list[list[int]]) -> None:
+    seen, _ = printed
 
     assert len(seen) == 41
     assert 96 <= seen[0] < 128  # the pool, touched as it is made
     assert 96 + 80 < max(seen) <= 256
 
 
-def test_what_is_closed_is_no_longer_resident(tmp_path: Path) -> None:
-    use = "use(device, 40, 2)\nkept.clear()\npool.close()\ndevice.close()\nprint(resident.above_baseline())"
+def test_what_is_closed_is_no_longer_resident(printed: list[list[int]]) -> None:
+    _, [left] = printed
 
-    assert seen_by(use, tmp_path)[0] < 64
+    assert left < 64

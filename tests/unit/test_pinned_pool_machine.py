@@ -6,7 +6,7 @@ import ctypes
 import warnings
 from dataclasses import dataclass, field
 
-import torch
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,6 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory import Lease, Ledger, PinnedPool, Request, layout
 from infinity_engine.plan import Extent, ResolvedBudget, Tier
+
+pytest.importorskip("torch", reason="leases give tensors of torch")
+
+import torch
 
 PAGE = 4096
 UNPLANNED_PAGES = 6

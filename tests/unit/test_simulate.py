@@ -6,18 +6,20 @@ import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity_engine.accel import Emulation, VirtualAccelerator
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.policies import BUILT_IN, algorithm1, interleaved, static_split, two_ended
 from infinity_engine.optim.policy import Limits, OffloadPolicy, PlanDraft
 from infinity_engine.plan import Lane, Rates, StepPlan, SubgroupSpec
 from infinity_engine.sim import simulate
+
+if TYPE_CHECKING:
+    from infinity_engine.accel import VirtualAccelerator
 
 ROOT = Path(__file__).resolve().parents[2]
 PLENTY = Limits(resident_bytes=1 << 40, staging_bytes=1 << 40)
@@ -139,9 +141,16 @@ POLICIES = st.one_of(
 )
 
 
+def emulated_device(rates: Rates, *, seed: int = 0) -> VirtualAccelerator:
+    pytest.importorskip("torch", reason="the emulated device moves tensors of torch")
+    from infinity_engine.accel import Emulation, VirtualAccelerator
+
+    return VirtualAccelerator(Emulation(rates=rates, capacity_bytes=1 << 20, seed=seed))
+
+
 def run_on_the_emulated_device(plan: StepPlan, rates: Rates, *, seed: int = 0) -> int:
     """Return when it has ended, once every subgroup was seen to be updated once and its parameters to have arrived."""
-    device = VirtualAccelerator(Emulation(rates=rates, capacity_bytes=1 << 20, seed=seed))
+    device = emulated_device(rates, seed=seed)
     with BENCH.Walk(plan, device, rates) as walk:
         walk.run(device.host_work)
     return device.now_ns
@@ -163,7 +172,7 @@ def test_a_plan_with_one_of_each_ends_on_the_emulated_device_when_the_simulator_
 
 
 def test_the_walk_notices_a_subgroup_that_was_not_updated() -> None:
-    device = VirtualAccelerator(Emulation(rates=RATES, capacity_bytes=1 << 20))
+    device = emulated_device(RATES)
     with BENCH.Walk(one_of_each(), device, RATES) as walk:
         walk.run(device.host_work)
         with pytest.raises(RuntimeError, match="was not updated once"):
