@@ -82,7 +82,8 @@ class Engine:
         for each in self._known.values():
             each.note_values()
         if parts.fetcher is not None:
-            parts.hooks.on_state_dict(parts.model, self._refuse_state_dict)
+            for module in parts.model.modules():
+                parts.hooks.on_state_dict(module, self._refuse_state_dict)
         for each in parts.trained:
             parts.hooks.on_gradient(each.parameter, partial(self._take, each.number))
         parts.hooks.on_optimizer_step(parts.optimizer, self._check_stepping)
@@ -172,8 +173,6 @@ class Engine:
         self._check_whole()
         self._parts.gradients.clear()
         self._micro_batches = 0
-        if self._parts.modules is not None:
-            self._parts.modules.let_go()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Let the next step clip the gradients to `max_norm`; return their norm as it is now.
@@ -361,6 +360,8 @@ class Engine:
         """Take the hooks off and give all memory back but the parameters', which stay as they are. Again: nothing."""
         if not self._closed:
             self._closed = True
+            if self._parts.modules is not None:
+                self._parts.modules.let_go()
             self._parts.hooks.remove()
             self._parts.gradients.clear()
             self._parts.resources.close()

@@ -6,19 +6,19 @@ to modules as the parameter's own data; else they see NaN. Decides nothing about
 
 from __future__ import annotations
 
+import gc
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
-from infinity_engine.engine.parameters import ModelParameter
+from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.errors import CapacityError, TraceMismatch
-from infinity_engine.memory import Lease, Views
+from infinity_engine.memory import Event, Lease, Views
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
 from infinity_engine.schedule import TraceFollower, Use, choose_fetches, farthest_first
@@ -49,7 +49,11 @@ class _Here:
 
 
 class ParameterFetcher:
-    """Keeps at most `limit` bytes of the device for `parameters`, which `records` has by their numbers."""
+    """Fetches `parameters`, whose homes `records` has by their numbers, to the device.
+
+    Keeps `limit` bytes there, of what is here and of what views have left of what was; more only as long as more is in
+    use, and the device has it. Whoever else needs the device's memory gets what is not in use.
+    """
 
     def __init__(
         self, parameters: Sequence[ModelParameter], records: Mapping[int, ShardRecord], lanes: Lanes, limit: int
@@ -64,15 +68,16 @@ class ParameterFetcher:
         self._here: dict[int, _Here] = {}
         self._shown: dict[int, int] = {}  # addresses, by parameter
         self._by_address: dict[int, int] = {}
-        self._holders: Counter[int] = Counter()
+        self._holders: dict[int, int] = {}  # how many there are of each
         self._taken = 0
+        self._ahead = 0  # all that is needed before this position of the trace is here, or on its way
         self._fetched = self._fetched_bytes = self._in_time = self._late = 0
-        self.version = 0
-        """How often all values were given up, as updates do: what was saved before is of another version."""
-        self._absent = {number: _absent(each) for number, each in self._parameters.items()}
-        for number, each in self._parameters.items():
-            each.show(self._absent[number])
-            each.note_values()
+        where = lanes.accelerator.torch_device
+        self._absent = {number: _absent(self._parameters[number], where) for number in records}
+        for number, absent in self._absent.items():
+            self._parameters[number].show(absent)
+            self._parameters[number].note_values()
+        lanes.device.attach(self)
 
     # --- what modules need ----------------------------------------------------------------------------------------
 
@@ -84,13 +89,19 @@ class ParameterFetcher:
             RuntimeError: a parameter that has to make room was changed by somebody else.
             TransferError: one could not be fetched; it can be asked for again.
         """
-        self._trace.saw(use)
-        with self.gathered(use.parameters):
+        if not self._trace.saw(use):
+            self._ahead = self._trace.at
+        self.hold(use.parameters)
+        try:
+            self._provide(use.parameters)
             self._fetch_ahead()
+        finally:
+            self.let_go(use.parameters)
 
     def hold(self, numbers: Iterable[int]) -> None:
         """Keep parameters on the device, once they are there, until they are let go as often."""
-        self._holders.update(numbers)
+        for number in numbers:
+            self._holders[number] = self._holders.get(number, 0) + 1
 
     def let_go(self, numbers: Iterable[int]) -> None:
         """Let go of parameters that were held."""
@@ -105,10 +116,7 @@ class ParameterFetcher:
         numbers = [number for number in numbers if number in self._records]  # not those without elements
         self.hold(numbers)
         try:
-            for number in numbers:
-                self._bring(number)
-            for number in numbers:
-                self._show(number)
+            self._provide(numbers)
             yield
         finally:
             self.let_go(numbers)
@@ -122,20 +130,48 @@ class ParameterFetcher:
         return self._by_address.get(address)
 
     def fetched(self, number: int) -> torch.Tensor:
-        """Return the flat bytes of a parameter that is shown."""
-        return self._here[number].lease.flat()
+        """Return the values of a parameter that is shown. Whoever has views of them keeps their memory."""
+        return self._parameters[number].parameter.data
+
+    def version_of(self, number: int) -> int:
+        """Return how often the values of a parameter were changed: what was saved before is of another version."""
+        return self._records[number].version
+
+    # --- what the device's memory asks --------------------------------------------------------------------------------
+
+    def give(self) -> bool:
+        """Give up what is needed last, for somebody who has no room; tell whether there was something to give."""
+        idle = farthest_first(self._idle(), self._trace.next_use)
+        if idle:
+            self._release(idle[0])
+            return True
+        kept = self._lanes.device.kept_bytes
+        gc.collect()  # the frames of an error that was handled often have views, in a cycle
+        return self._lanes.device.kept_bytes < kept
+
+    def used(self) -> Event:
+        """Return the end of all that was submitted so far and may use views of parameters."""
+        return self._lanes.accelerator.record(self._lanes.compute)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Release everything: the values at home are about to change, and the device's memory is wanted.
+        """Release everything: an update is about to change the values at home, and wants the device's memory.
 
         Raises:
             RuntimeError: a parameter was changed by somebody else, or is held.
         """
+        if self._holders:
+            names = ", ".join(self._parameters[number].name for number in self._holders)
+            raise RuntimeError(
+                f"engine.step() updates {names}, which somebody still uses: call it outside of "
+                "`with engine.gathered(...)`"
+            )
         for number in list(self._here):
             self._release(number)
-        self.version += 1
+        for number, record in self._records.items():
+            if isinstance(self._parameters[number], TrainedParameter):
+                record.changed()
 
     def changed(self, numbers: Iterable[int]) -> None:
         """Note that the values of these are others now, at home."""
@@ -145,7 +181,7 @@ class ParameterFetcher:
 
     def write_home(self, number: int) -> None:
         """Take what somebody wrote into a parameter that is shown home, as its values."""
-        if number not in self._here:  # it has no elements
+        if number not in self._records:  # it has no elements
             return
         record, here = self._records[number], self._here[number]
         here.transfer.result()
@@ -153,11 +189,13 @@ class ParameterFetcher:
         transfer = self._mover.download(record, source=Source.KEPT)
         self._count(Lane.D2H, number, transfer)
         transfer.result()
+        self._mover.upload(record, source=Source.KEPT).result()  # no bytes move: it is there
         self._parameters[number].note_values()
 
     def end_step(self) -> TraceMismatch | None:
         """Begin to fetch what the next step needs first; return where this one went another way than the one before."""
         mismatch = self._trace.end_step()
+        self._ahead = 0
         self._fetch_ahead()
         return mismatch
 
@@ -169,50 +207,96 @@ class ParameterFetcher:
         )
 
     def close(self) -> None:
-        """Give all values their own ordinary memory, and all leases back."""
-        for number in list(self._here):
-            self._release(number, checked=False)
-        for number, record in self._records.items():
+        """Give all values their own ordinary memory, and all leases back. What somebody has changed, unasked, stays."""
+        for number in self._records:
             each = self._parameters[number]
+            if self._shown.pop(number, None) == each.parameter.data_ptr():
+                each.values.copy_(each.parameter.detach().view(-1))
             each.show(each.values.clone().view(each.parameter.shape))
             each.live_at(None)
+        self._by_address.clear()
+        for number in list(self._here):
+            self._release(number)
+        for record in self._records.values():
             self._mover.forget(record)
         self._mover.drain()
 
+    # --- several parameters ---------------------------------------------------------------------------------------
+
+    def _provide(self, numbers: Iterable[int]) -> None:
+        """Let parameters that are held be here and shown."""
+        missing = dict.fromkeys(number for number in numbers if number not in self._shown)
+        for number in missing:
+            if number in self._here:
+                self._in_time += 1
+            else:
+                self._late += 1
+                self._make_room(number)
+                self._fetch(number, self._lease(number))
+        for number in missing:
+            self._show(number)
+
+    def _fetch_ahead(self) -> None:
+        at = self._trace.at
+        start = max(self._ahead, at)
+        upcoming = self._trace.upcoming(start, at + _LOOK_AHEAD)
+        if not upcoming:
+            return
+        chosen = choose_fetches(
+            upcoming,
+            nbytes=self._nbytes,
+            cached=self._here,
+            held=self._holders,
+            free=self._free,
+            next_use=self._trace.next_use,
+        )
+        for number in chosen.evicted:
+            self._release(number)
+        self._ahead = start + chosen.provided
+        for number in chosen.fetched:
+            lease = self._lanes.device.spare(self._nbytes[number], holder=self._holder(number), views=Views.KEEP)
+            if lease is None:  # others have taken it, and nothing has to be ahead
+                self._ahead = min(self._ahead, self._trace.next_use(number))
+                return
+            self._fetch(number, lease)
+
     # --- one parameter --------------------------------------------------------------------------------------------
 
-    def _bring(self, number: int) -> None:
-        """Begin to fetch a parameter that is not here."""
-        if number in self._here:
-            self._in_time += number not in self._shown
-            return
-        self._late += 1
-        self._make_room(self._nbytes[number] - (self.limit - self._taken), number)
-        self._fetch(number)
+    @property
+    def _free(self) -> int:
+        return self.limit - self._taken - self._lanes.device.kept_bytes
 
-    def _make_room(self, short: int, number: int) -> None:
-        for idle in farthest_first(self._idle(), self._trace.next_use):
-            if short <= 0:
-                return
-            short -= self._nbytes[idle]
-            self._release(idle)
-        if short > 0:
-            raise CapacityError(
-                tier=Tier.DEVICE.name,
-                asked=self._nbytes[number],
-                free=self._nbytes[number] - short,
-                limit=self.limit,
-                holders=tuple(
-                    (self._parameters[each].name, self._nbytes[each]) for each in self._holders if each in self._here
-                ),
-                change=f"raise the budget's device: {self._parameters[number].name} is needed while these are",
-            )
+    def _make_room(self, number: int) -> None:
+        """Let the limit have room for a parameter that is needed now, as far as there is something to give up."""
+        nbytes = self._nbytes[number]
+        if nbytes > self._free:
+            for idle in farthest_first(self._idle(), self._trace.next_use):
+                self._release(idle)
+                if nbytes <= self._free:
+                    return
 
     def _idle(self) -> list[int]:
         return [number for number in self._here if number not in self._holders]
 
-    def _fetch(self, number: int) -> None:
-        lease = self._lease(number)
+    def _lease(self, number: int) -> Lease:
+        """Return memory for a parameter that is needed now."""
+        try:
+            return self._lanes.device.lease(self._nbytes[number], holder=self._holder(number), views=Views.KEEP)
+        except CapacityError as error:
+            raise CapacityError(
+                tier=error.tier,
+                asked=error.asked,
+                free=error.free,
+                limit=error.limit,
+                holders=error.holders,
+                change=f"raise the budget's device: {self._parameters[number].name} is needed while these are. What a "
+                "module uses stays until it returns, and what is read outside of modules until engine.step()",
+            ) from None
+
+    def _holder(self, number: int) -> str:
+        return f"parameter {self._parameters[number].name}"
+
+    def _fetch(self, number: int, lease: Lease) -> None:
         # The mover closes the lease where the copy cannot begin or fails.
         transfer = self._mover.upload(self._records[number], into=lease, source=Source.KEPT)
         self._count(Lane.H2D, number, transfer)
@@ -225,81 +309,61 @@ class ParameterFetcher:
         nbytes, name = self._nbytes[number], self._parameters[number].name
         self._lanes.meter.copies(lane, Cargo.PARAMETERS, nbytes, transfer.event, name="parameter", parameter=name)
 
-    def _lease(self, number: int) -> Lease:
-        while True:
-            try:
-                holder = f"parameter {self._parameters[number].name}"
-                with self._lanes.meter.waits(Wait.PARAMETERS):  # until what was released has gone
-                    return self._lanes.device.lease(self._nbytes[number], holder=holder, views=Views.KEEP)
-            except CapacityError:
-                # Views of what was released keep its memory; others may have none.
-                idle = farthest_first(self._idle(), self._trace.next_use)
-                if not idle:
-                    raise
-                self._release(idle[0])
-
     def _show(self, number: int) -> None:
-        here = self._here.get(number)
-        if here is None or number in self._shown:
-            return
+        here = self._here[number]
         event = here.transfer.event
         if event is not None and self._lanes.accelerator.torch_device.type != "cpu":
             self._lanes.accelerator.wait_for(self._lanes.compute, event)
         else:
-            self._arrived(number, here)
+            self._arrived(here)
         each = self._parameters[number]
         each.show(here.lease.tensor(each.values.dtype, each.parameter.shape))
         self._shown[number] = address = each.parameter.data_ptr()
         self._by_address[address] = number
 
-    def _arrived(self, number: int, here: _Here) -> None:
+    def _arrived(self, here: _Here) -> None:
         """Wait until a parameter is here; one that could not come is as if it had not been asked for."""
+        self._wait(here)
         try:
-            with self._lanes.meter.waits(Wait.PARAMETERS):
-                here.transfer.result()
-        except BaseException:
-            if here.transfer.done():
-                del self._here[number]
-                self._taken -= self._nbytes[number]
+            here.transfer.result()
+        except Exception:
+            # What was behind it on the link failed with it.
+            for number in [number for number in self._here if number not in self._shown]:
+                self._wait(self._here[number])
+                if self._here[number].transfer.error is not None:
+                    self._forget(number)
             raise
 
-    def _release(self, number: int, *, checked: bool = True) -> None:
-        here = self._here[number]
-        each, record = self._parameters[number], self._records[number]
-        if number in self._shown:
-            if checked:
-                each.check_untouched()
-            each.show(self._absent[number])
-            del self._by_address[self._shown.pop(number)]
-        if not here.transfer.done():
+    def _wait(self, here: _Here) -> None:
+        if not here.transfer.poll():
             with self._lanes.meter.waits(Wait.PARAMETERS):
                 here.transfer.wait()
-        del self._here[number]
-        self._taken -= self._nbytes[number]
+
+    def _release(self, number: int) -> None:
+        here = self._here[number]
+        if number in self._shown:
+            each = self._parameters[number]
+            each.check_untouched()
+            each.show(self._absent[number])
+            del self._by_address[self._shown.pop(number)]
+        self._wait(here)
+        self._forget(number)
         if here.transfer.error is None:
-            here.lease.until(self._lanes.accelerator.record(self._lanes.compute))
-            self._mover.move(record, Tier.HOST).result()
+            here.lease.until(self.used())
+            self._mover.move(self._records[number], Tier.HOST).result()
 
-    def _fetch_ahead(self) -> None:
-        chosen = choose_fetches(
-            self._trace.upcoming(_LOOK_AHEAD),
-            nbytes=self._nbytes,
-            cached=self._here,
-            held=self._holders,
-            free=self.limit - self._taken,
-            next_use=self._trace.next_use,
-        )
-        for number in chosen.evicted:
-            self._release(number)
-        for number in chosen.fetched:
-            try:
-                self._fetch(number)
-            except CapacityError:  # what was released is kept by views: nothing has to be ahead
-                return
+    def _forget(self, number: int) -> None:
+        """Note that a parameter, whose transfer has ended, is not here any more."""
+        here = self._here.pop(number)
+        self._taken -= self._nbytes[number]
+        self._ahead = min(self._ahead, self._trace.next_use(number))
+        with suppress(Exception):
+            here.transfer.result()  # else the mover keeps what nobody was told
 
 
-def _absent(each: ModelParameter) -> torch.Tensor:
+def _absent(each: ModelParameter, where: torch.device) -> torch.Tensor:
     """Return what modules see of a parameter that is not here: who reads it gets NaN, who writes to it an error."""
     dtype = each.values.dtype
-    one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype)
+    nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    one = torch.full((), nothing, dtype=dtype, device=where)
     return one.expand(each.parameter.shape)

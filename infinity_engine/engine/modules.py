@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -58,8 +59,7 @@ class _Frame:
         return saving, held
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedParameter:
+class _SavedParameter(NamedTuple):
     """What is saved for the backward in place of a view of a parameter."""
 
     number: int
@@ -70,9 +70,8 @@ class _SavedParameter:
     offset: int  # in elements of dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedTensor:
-    """Anything else that is saved, and the version that it had."""
+class _SavedTensor(NamedTuple):
+    """Anything else that is saved, and the version that it had. Not the very tensor: its graph would hold itself."""
 
     tensor: torch.Tensor
     version: int
@@ -96,20 +95,22 @@ class ModuleParameters:
             own = tuple(
                 self._numbers[id(each)] for each in module.parameters(recurse=False) if id(each) in self._numbers
             )
-            if own:
-                hooks.on_read(module, self._read)
             if own or any(id(each) in self._numbers for each in module.parameters()):
+                hooks.on_read(module, self._read)
                 hooks.on_call(module, self._before(Use(name or "the model", own)), self._after)
 
     def saving(self) -> AbstractContextManager[None]:
-        """Let nothing in the body save parameters for the backward, which fetches them again instead."""
+        """Let nothing in the body save parameters for the backward, which fetches them again instead.
+
+        The body calls the model: what an interrupted call has left behind ends here.
+        """
+        self._end_frames(1)
         return self._hooks.saving(self._pack, self._unpack)
 
     def let_go(self) -> None:
         """Let go of all that is held: no module is running, and nobody needs what was read outside of one any more."""
-        frames, self._frames = self._frames, [self._outside]
-        for frame in reversed(frames):
-            self._end(frame)
+        self._end_frames(1)
+        self._end(self._outside)
 
     # --- modules --------------------------------------------------------------------------------------------------
 
@@ -118,7 +119,7 @@ class ModuleParameters:
             frame = _Frame(module)
             if len(self._frames) == 1 and self._hooks.nobody_saves():
                 # A parameter that autograd saves as it is, it reads as modules see it by then.
-                frame.save_with(self.saving())
+                frame.save_with(self._hooks.saving(self._pack, self._unpack))
             self._frames.append(frame)
             if use.parameters:
                 self._ask(use, frame)
@@ -127,14 +128,19 @@ class ModuleParameters:
 
     def _after(self, module: torch.nn.Module, output: object) -> None:
         """End the module's frame, and those within that an exception left behind."""
-        at = next((at for at in reversed(range(len(self._frames))) if self._frames[at].module is module), None)
-        if at is None:
-            return
-        ended, self._frames = self._frames[at:], self._frames[:at]
-        for number in self._returned(output):
-            self._hold(number, self._frames[-1])
-        for frame in reversed(ended):
-            self._end(frame)
+        frames = self._frames
+        at = len(frames) - 1
+        while at and frames[at].module is not module:
+            at -= 1
+        if at:
+            for number in self._returned(output):
+                self._hold(number, frames[at - 1])
+            self._end_frames(at)
+
+    def _end_frames(self, at: int) -> None:
+        """End the frames from there on, the innermost first."""
+        while len(self._frames) > at:
+            self._end(self._frames.pop())
 
     def _end(self, frame: _Frame) -> None:
         saving, held = frame.take()
@@ -174,13 +180,13 @@ class ModuleParameters:
 
     def _pack(self, tensor: torch.Tensor) -> object:
         number = None
-        if tensor.layout == torch.strided and tensor.numel():
+        if tensor.layout == torch.strided and tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
             number = self._fetcher.number_at(tensor.untyped_storage().data_ptr())
         if number is None:
-            return _SavedTensor(tensor, tensor._version)
+            return _SavedTensor(tensor.detach(), tensor._version)
         return _SavedParameter(
             number=number,
-            version=self._fetcher.version,
+            version=self._fetcher.version_of(number),
             dtype=tensor.dtype,
             size=tuple(tensor.shape),
             stride=tensor.stride(),
@@ -197,11 +203,15 @@ class ModuleParameters:
                 )
             return saved.tensor
         assert isinstance(saved, _SavedParameter), "what is saved is one of the two"
-        if saved.version != self._fetcher.version:
+        number = saved.number
+        if saved.version != self._fetcher.version_of(number):
             raise RuntimeError(
-                f"the backward needs {self._names[saved.number]} as it was before engine.step(), which has updated it: "
-                "call backward before step, and forward again for another backward"
+                f"the backward needs {self._names[number]} as it was in the forward, and engine.step(), or somebody "
+                "under engine.gathered(), has changed it since: call backward before that, and forward again for "
+                "another one"
             )
-        self._fetcher.need(self._saved_uses[saved.number])
-        flat = self._fetcher.fetched(saved.number).view(saved.dtype)
-        return flat.as_strided(saved.size, saved.stride, saved.offset)
+        self._fetcher.need(self._saved_uses[number])
+        values = self._fetcher.fetched(number)
+        if values.dtype is not saved.dtype:
+            values = values.view(-1).view(saved.dtype)
+        return values.as_strided(saved.size, saved.stride, saved.offset)

@@ -3,6 +3,9 @@
 Counts and keeps the limit; how the device hands out memory is the accelerator's business. What it was given back is the
 device's again, and views of it are dead, unless the lease was asked for with views that keep it. Where DEVICE is the
 host's own memory, all views keep it. What is kept counts as held for as long as there is a view.
+
+[Note: when kept memory is free] The last view goes when the host drops it, and by then the device may not have begun
+with what it was used for. So the memory of views that outlived their lease waits for an event of the time after that.
 """
 
 from __future__ import annotations
@@ -15,21 +18,23 @@ from enum import Enum
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from infinity_engine.errors import CapacityError
-from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes
+from infinity_engine.memory.lease import Backing, Event, Lease, Lessor, NoBytes
 from infinity_engine.memory.ledger import Reservation
 from infinity_engine.plan import Tier
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Allocator", "DeviceMemory", "SharedBacking", "Views"]
+    from infinity_engine.memory.lease import _Given
+
+__all__ = ["Allocator", "Cache", "DeviceMemory", "SharedBacking", "Views"]
 
 
 class Views(Enum):
     """What views of a lease are worth once it is closed and its events have passed."""
 
     DIE = "die"  # Nothing: the device has the memory again.
-    KEEP = "keep"  # They keep the memory, which goes back with the last of them.
+    KEEP = "keep"  # They keep the memory, which goes back after the last of them.
 
 
 class SharedBacking(Backing, Protocol):
@@ -52,20 +57,51 @@ class Allocator(Protocol[_Buffer]):
         """Take it back."""
 
 
+class Cache(Protocol):
+    """Whoever has leases whose views keep them, of what can be given up where others need the memory."""
+
+    def give(self) -> bool:
+        """Close a lease that nobody uses; tell whether there was one."""
+
+    def used(self) -> Event:
+        """Return the end of all that the device was given so far that may use views of its leases."""
+
+
 class DeviceMemory(Lessor, Generic[_Buffer]):
     """Device memory of `accelerator`, at most what `reservation` promises at any time."""
 
     def __init__(self, accelerator: Allocator[_Buffer], reservation: Reservation) -> None:
         super().__init__(Tier.DEVICE, reservation)
         self._accelerator = accelerator
-        self._gone: deque[_Buffer] = deque()  # the last view is gone, and the accelerator does not know yet
+        self._cache: Cache | None = None
+        self._gone: deque[_Given] = deque()  # the last view is gone: [Note: when kept memory is free]
+
+    def attach(self, cache: Cache) -> None:
+        """Ask `cache` to give where there is no room, and when views were used, from here on."""
+        self._cache = cache
 
     def lease(self, nbytes: int, *, holder: str, views: Views = Views.DIE) -> Lease:
         """Return a buffer of `nbytes` on the device.
 
         Raises:
-            CapacityError: the reservation has not so much left, and no closed lease will give it back.
+            CapacityError: the reservation has not so much left, no closed lease will give it back, and who can be
+                asked has nothing to give.
         """
+        while True:
+            try:
+                return self._take_lease(nbytes, holder, views)
+            except CapacityError:
+                if self._cache is None or not self._cache.give():
+                    raise
+
+    def spare(self, nbytes: int, *, holder: str, views: Views = Views.DIE) -> Lease | None:
+        """Return a buffer as `lease` does, but None where somebody would have to give something back."""
+        try:
+            return self._take_lease(nbytes, holder, views)
+        except CapacityError:
+            return None
+
+    def _take_lease(self, nbytes: int, holder: str, views: Views) -> Lease:
         return self._lease(
             nbytes,
             holder,
@@ -74,12 +110,27 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             refusal=lambda: self._refusal(nbytes, holder),
         )
 
+    def close(self) -> None:
+        """Wait for the events of closed leases and give all memory back. See `Lessor.close`."""
+        try:
+            super().close()
+        finally:
+            with self._lock:
+                self._catch_up()  # views that went with what the collector found
+                while self._closing:
+                    self._closing[0].wait()
+                    self._let_go(self._closing.popleft())
+
+    @property
+    def kept_bytes(self) -> int:
+        """What views keep of leases that are closed, and whose events have passed."""
+        return sum(given.nbytes for given in self._views.copy()) if self._views else 0
+
     def _take(self, nbytes: int, views: Views) -> Backing | None:
         if not nbytes:
             return NoBytes()
         if nbytes > self._free_bytes():
             return None
-        self._free_gone()
         self.reservation.hold(nbytes)
         try:
             buffer = self._accelerator.allocate(nbytes)
@@ -91,9 +142,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             raise
         if views is Views.DIE or self.reservation.tier is not Tier.DEVICE:
             return buffer
-        tensor, owner = buffer.shared()
-        weakref.finalize(owner, self._gone.append, buffer)
-        return _Kept(tensor, owner)
+        return _Kept(buffer)
 
     def _memory(self, backing: Backing) -> object | None:
         if isinstance(backing, _Kept):
@@ -106,13 +155,32 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
 
     def _free(self, backing: Backing) -> None:
         if isinstance(backing, _Kept):
-            backing.release()
-        elif not isinstance(backing, NoBytes):
+            if backing.owner() is not None:
+                backing.release()
+                return
+            backing = backing.buffer
+        if not isinstance(backing, NoBytes):
             self._accelerator.free(backing)  # type: ignore[arg-type]  # only `_take` makes backings of this pool
 
-    def _free_gone(self) -> None:
+    def _let_go(self, given: _Given) -> None:
+        super()._let_go(given)
+        if self._gone and self._gone[-1] is given:  # it had no views
+            super()._let_go(self._gone.pop())
+
+    def _view_gone(self, given: _Given) -> None:
+        # [Note: what the collector may do]
+        if isinstance(given.backing, _Kept):
+            self._views.discard(given)
+            self._gone.append(given)
+        else:
+            super()._view_gone(given)
+
+    def _catch_up(self) -> None:
+        super()._catch_up()
         while self._gone:
-            self._accelerator.free(self._gone.popleft())
+            given = self._gone.popleft()
+            given.wait_for(() if self._cache is None else (self._cache.used(),))
+            self._closing.append(given)
 
     def _uncount(self, nbytes: int) -> None:
         self.reservation.release_soon(nbytes)
@@ -121,14 +189,16 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         return self.reservation.nbytes - self.reservation.held
 
     def _shut_down(self) -> None:
-        self._free_gone()
+        """Nothing is left to let go of."""
 
 
 class _Kept:
     """A buffer that its views keep: the tensor that they are views of."""
 
-    def __init__(self, tensor: torch.Tensor, owner: object) -> None:
-        self.nbytes = tensor.numel()
+    def __init__(self, buffer: SharedBacking) -> None:
+        self.buffer = buffer
+        self.nbytes = buffer.nbytes
+        tensor, owner = buffer.shared()
         self._tensor: torch.Tensor | None = tensor
         self._owner = weakref.ref(owner)
 
@@ -137,8 +207,8 @@ class _Kept:
         assert self._tensor is not None, "a lease that is closed has no backing"
         return self._tensor[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
-    def owner(self) -> object:
-        """Return what lives until the last view is gone."""
+    def owner(self) -> object | None:
+        """Return what lives until the last view is gone; None after that."""
         return self._owner()
 
     def release(self) -> None:

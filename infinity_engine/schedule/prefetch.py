@@ -12,20 +12,22 @@ from infinity_engine.schedule.trace import Use
 
 __all__ = ["Fetches", "choose_fetches", "farthest_first"]
 
-_NEVER = 1 << 62
-
 
 @dataclass(frozen=True, slots=True)
 class Fetches:
-    """Parameters by number: those that make room, and those that come, each in the order in which to do it."""
+    """Parameters by number: those that make room, and those that come, each in the order in which to do it.
+
+    `provided` is how many of the uses have all that they need then.
+    """
 
     evicted: tuple[int, ...]
     fetched: tuple[int, ...]
+    provided: int
 
 
-def farthest_first(numbers: Iterable[int], next_use: Callable[[int], int | None]) -> list[int]:
+def farthest_first(numbers: Iterable[int], next_use: Callable[[int], int]) -> list[int]:
     """Return the parameters with those first that are not needed any more, then what is needed last."""
-    return sorted(numbers, key=lambda number: -_position(number, next_use))
+    return sorted(numbers, key=next_use, reverse=True)
 
 
 def choose_fetches(
@@ -35,63 +37,64 @@ def choose_fetches(
     cached: Collection[int],
     held: Collection[int],
     free: int,
-    next_use: Callable[[int], int | None],
+    next_use: Callable[[int], int],
 ) -> Fetches:
     """Return what to fetch of what is coming, as far as `free` bytes and what is needed later have room for it.
 
-    `cached` are on the device, and those of them that are `held` stay there.
+    `cached` are on the device, and those of them that are `held` stay there. Ends at the first that there is no room
+    for, as what is needed after it would take the room that it gets next.
     """
-    room = _Room(cached, nbytes, free, next_use)
+    room = _Room(cached, nbytes, held, free, next_use)
     fetched: dict[int, None] = {}
-    wanted = set(held)
+    provided = 0
     for position, use in upcoming:
-        wanted.update(use.parameters)
         for number in use.parameters:
-            if number in cached or number in fetched:
+            if number in fetched or (number in cached and number not in room.evicted):
                 continue
-            if not room.make(nbytes[number], wanted, position):
-                return Fetches(tuple(room.evicted), tuple(fetched))
+            if not room.make(nbytes[number], position):
+                return Fetches(tuple(room.evicted), tuple(fetched), provided)
             fetched[number] = None
-    return Fetches(tuple(room.evicted), tuple(fetched))
+        provided += 1
+    return Fetches(tuple(room.evicted), tuple(fetched), provided)
 
 
 class _Room:
     """The free bytes, and what can be given up for more of them."""
 
     def __init__(
-        self, cached: Collection[int], nbytes: Mapping[int, int], free: int, next_use: Callable[[int], int | None]
+        self,
+        cached: Collection[int],
+        nbytes: Mapping[int, int],
+        held: Collection[int],
+        free: int,
+        next_use: Callable[[int], int],
     ) -> None:
-        self.evicted: list[int] = []
+        self.evicted: dict[int, None] = {}
         self._cached = cached
         self._nbytes = nbytes
+        self._held = held
         self._free = free
         self._next_use = next_use
         self._left: list[int] | None = None  # what is needed last is at the end
 
-    def make(self, nbytes: int, wanted: Collection[int], position: int) -> bool:
+    def make(self, nbytes: int, position: int) -> bool:
         """Take so many bytes for what is needed at `position`; False where only earlier needs could give them up."""
         leaving: list[int] = []
         free = self._free
         while free < nbytes:
-            number = self._farthest(wanted, position)
+            number = self._farthest(position)
             if number is None:
                 return False
             leaving.append(number)
             free += self._nbytes[number]
-        self.evicted += leaving
+        self.evicted.update(dict.fromkeys(leaving))
         self._free = free - nbytes
         return True
 
-    def _farthest(self, wanted: Collection[int], position: int) -> int | None:
+    def _farthest(self, position: int) -> int | None:
         if self._left is None:
-            self._left = farthest_first(self._cached, self._next_use)[::-1]
-        while self._left and self._left[-1] in wanted:
-            self._left.pop()
-        if not self._left or _position(self._left[-1], self._next_use) <= position:
+            idle = (number for number in self._cached if number not in self._held)
+            self._left = farthest_first(idle, self._next_use)[::-1]
+        if not self._left or self._next_use(self._left[-1]) <= position:
             return None
         return self._left.pop()
-
-
-def _position(number: int, next_use: Callable[[int], int | None]) -> int:
-    found = next_use(number)
-    return _NEVER if found is None else found

@@ -6,15 +6,20 @@ next gets that all the same, and only what is fetched ahead is less good until t
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TypeVar
 
 from infinity_engine.errors import TraceMismatch
 
-__all__ = ["ModuleTrace", "TraceFollower", "Use"]
+__all__ = ["NEVER", "ModuleTrace", "TraceFollower", "Use"]
+
+NEVER = sys.maxsize
+"""The position of what does not come any more."""
+
+_MOST_USES = 1 << 20  # of a step; whoever never ends one runs the model for something else
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -43,11 +48,11 @@ class ModuleTrace:
         later = bisect_left(positions, start)
         return positions[later] if later < len(positions) else positions[0]
 
-    def next_use(self, parameter: int, start: int) -> int | None:
-        """Return the first position from `start` on where a parameter is needed; None where there is none."""
+    def next_use(self, parameter: int, start: int) -> int:
+        """Return the first position from `start` on where a parameter is needed; NEVER where there is none."""
         positions = self._of_parameter.get(parameter, ())
         later = bisect_left(positions, start)
-        return positions[later] if later < len(positions) else None
+        return positions[later] if later < len(positions) else NEVER
 
 
 class TraceFollower:
@@ -59,33 +64,45 @@ class TraceFollower:
         """The first use of this step that the trace did not have next; None as long as it does, and while it is new."""
         self._at = 0
         self._seen: list[Use] = []
+        self._next: dict[int, int] = {}  # what next_use has found, as long as it is so
 
     @property
     def at(self) -> int:
         """The position that comes next."""
         return self._at
 
-    def saw(self, use: Use) -> None:
-        """Note a use, and go on behind its place in the trace; where it has none, stay."""
-        self._seen.append(use)
+    def saw(self, use: Use) -> bool:
+        """Note a use, and go on behind its place in the trace; where it has none, stay. Tell whether it was the next.
+
+        A step of so many uses that it cannot be one is not recorded to its end, and gives no trace.
+        """
+        if len(self._seen) <= _MOST_USES:
+            self._seen.append(use)
         uses = self.trace.uses
-        if self._at < len(uses) and uses[self._at] == use:
+        expected = uses[self._at] if self._at < len(uses) else None
+        if use is expected or use == expected:
             self._at += 1
-            return
+            for number in use.parameters:
+                self._next.pop(number, None)
+            return True
         if uses and self.mismatch is None:
-            expected = uses[self._at].name if self._at < len(uses) else "the end of the step"
-            self.mismatch = TraceMismatch(expected=expected, seen=use.name)
+            name = "the end of the step" if expected is None else expected.name
+            self.mismatch = TraceMismatch(expected=name, seen=use.name)
         found = self.trace.find(use, self._at)
         if found is not None:
-            self._at = found + 1
+            self._go_to(found + 1)
+        return False
 
-    def upcoming(self, count: int) -> Iterator[tuple[int, Use]]:
-        """Yield the next uses with their positions, `count` at most."""
-        return islice(enumerate(islice(self.trace.uses, self._at, None), self._at), count)
+    def upcoming(self, start: int, stop: int) -> Iterable[tuple[int, Use]]:
+        """Return the uses from one position on until another one, with their positions."""
+        return list(enumerate(self.trace.uses[start:stop], start))
 
-    def next_use(self, parameter: int) -> int | None:
-        """Return where a parameter is needed next, as far as the trace goes."""
-        return self.trace.next_use(parameter, self._at)
+    def next_use(self, parameter: int) -> int:
+        """Return where a parameter is needed next, as far as the trace goes; NEVER where it is not."""
+        found = self._next.get(parameter)
+        if found is None:
+            found = self._next[parameter] = self.trace.next_use(parameter, self._at)
+        return found
 
     def end_step(self) -> TraceMismatch | None:
         """Begin with the next step; what was seen is the trace from now on where it was another order.
@@ -93,11 +110,15 @@ class TraceFollower:
         Returns the first mismatch of the step that has ended.
         """
         mismatch, self.mismatch = self.mismatch, None
-        if tuple(self._seen) != self.trace.uses:
+        if len(self._seen) <= _MOST_USES and tuple(self._seen) != self.trace.uses:
             self.trace = ModuleTrace(self._seen)
         self._seen = []
-        self._at = 0
+        self._go_to(0)
         return mismatch
+
+    def _go_to(self, position: int) -> None:
+        self._at = position
+        self._next.clear()
 
 
 def _positions(found: Iterable[tuple[_Key, int]]) -> Mapping[_Key, list[int]]:

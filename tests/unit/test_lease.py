@@ -656,6 +656,7 @@ def test_device_memory_that_views_keep_goes_back_with_the_last_of_them() -> None
         assert device.freed == []
 
         del view
+        memory.settle()
 
         assert memory.reservation.held == 0
         memory.lease(100, holder="another").close()
@@ -679,5 +680,6 @@ def test_a_detached_alias_keeps_the_memory_as_any_view_does() -> None:
         assert memory.reservation.held == 100
 
         del alias
+        memory.settle()
 
         assert memory.reservation.held == 0
