@@ -108,8 +108,7 @@ class SubgroupState:
         if isinstance(self.master, Stream):
             self._check("master", self.master, self.subgroup.numel, wanted)
         else:
-            for segment, stream in zip(self.subgroup.segments, self.master, strict=True):
-                self._check("master", stream, segment.numel, wanted)
+            self._check_apart(self.master, wanted)
         for number, stream in enumerate(self.states):
             self._check(f"states[{number}]", stream, self.subgroup.numel, self.formats.state_format)
 
@@ -119,6 +118,17 @@ class SubgroupState:
             return self.master[number]
         segment = self.subgroup.segments[number]
         return self.master.part(segment.offset, segment.numel)
+
+    def _check_apart(self, masters: tuple[Stream, ...], wanted: FloatFormat) -> None:
+        segments = self.subgroup.segments
+        if len(masters) != len(segments):
+            raise ConfigError(
+                field="SubgroupState.master",
+                value=f"{len(masters)} streams",
+                expected=f"one stream for the subgroup, or {len(segments)}: one for each of its segments",
+            )
+        for number, (segment, stream) in enumerate(zip(segments, masters, strict=True)):
+            self._check(f"master[{number}]", stream, segment.numel, wanted)
 
     def _check(self, name: str, stream: Stream, numel: int, wanted: FloatFormat) -> None:
         if stream.numel != numel or stream.format.nbytes != wanted.nbytes:

@@ -149,6 +149,17 @@ TEST(a_segment_cut_in_two_gives_what_the_whole_gives) {
     }
 }
 
+TEST(chunks_of_any_size_give_the_same_bits) {
+    const Memory before = filled(300'001, 9);  // enough for the largest chunks with one thread
+    const Form form{format_bf16, format_bf16, format_fp32, 0};
+    ThreadPool alone = threads(1);
+    const Memory expected = updated(before, form, rule_adam, flag_decoupled_decay, "scalar", alone);
+    for (const std::size_t count : {1, 2, 8}) {
+        ThreadPool pool = threads(count);
+        CHECK(updated(before, form, rule_adam, flag_decoupled_decay, homes().back(), pool) == expected);
+    }
+}
+
 TEST(an_update_writes_nothing_beside_its_elements) {
     ThreadPool pool = threads(1);
     for (const std::string_view home : homes()) {

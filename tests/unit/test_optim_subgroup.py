@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,6 +132,96 @@ def test_records_point_at_the_segments_places_in_the_subgroup() -> None:
     assert records["states"][0, :2].tolist() == [stream.address + 5 * 4 for stream in state.states]
     assert records.tobytes() != b""
     assert records.itemsize == _native.SEGMENT_NBYTES
+
+
+FORMATS_OF_MASTERS = (Formats(), Formats(master=Master.SPLIT, parameter=FloatFormat.BF16))
+
+
+def masters_of(formats: Formats, *numels: int) -> list[npt.NDArray[Any]]:
+    """Return arrays for masters, of ones, or for what a split one leaves of it, of zeros."""
+    if formats.master is Master.SPLIT:
+        return [np.zeros(numel, np.uint16) for numel in numels]
+    return [np.ones(numel, np.float32) for numel in numels]
+
+
+def stream_of(values: npt.NDArray[Any]) -> Stream:
+    return Stream.of(values, format=FloatFormat.BF16 if values.itemsize == 2 else None)
+
+
+def apart(masters: Sequence[npt.NDArray[Any]], formats: Formats | None = None) -> SubgroupState:
+    """Return the subgroup of two parameters with masters that lie apart."""
+    return SubgroupState(
+        subgroup=two_segments().subgroup,
+        formats=formats or Formats(),
+        master=tuple(stream_of(each) for each in masters),
+        states=tuple(Stream.of(np.zeros(8, np.float32)) for _ in range(2)),
+    )
+
+
+@pytest.mark.parametrize("formats", FORMATS_OF_MASTERS, ids=["whole", "split"])
+def test_masters_that_lie_apart_get_the_bits_of_masters_in_one_piece(formats: Formats) -> None:
+    def updated(state: SubgroupState) -> bytes:
+        parameters = [np.full(numel, 0x3F80, np.uint16) for numel in (5, 3)]
+        for step in range(3):
+            update = update_records(
+                state,
+                rules=[AdamW(lr=0.1), SGD(lr=0.3)],
+                gradients=[Stream.of(np.full(numel, 1.7 + step, np.float32)) for numel in (5, 3)],
+                parameters=[None if formats.parameter is None else stream_of(each) for each in parameters],
+            )
+            HostKernels(threads(1)).update(update)
+            state.steps = update.steps
+        return b"".join(each.tobytes() for each in parameters)
+
+    first, second = masters_of(formats, 5, 3)
+    (one,) = masters_of(formats, 8)
+    together = replace(apart([first, second], formats), master=stream_of(one))
+
+    assert updated(apart([first, second], formats)) == updated(together)
+    assert first.tobytes() + second.tobytes() == one.tobytes()
+    assert one.tobytes() != masters_of(formats, 8)[0].tobytes()
+
+
+def test_a_segment_without_a_gradient_leaves_its_master_that_lies_apart() -> None:
+    first, second = masters_of(Formats(), 5, 3)
+
+    update = update_records(
+        apart([first, second]), rules=[SGD(lr=1.0)] * 2, gradients=[None, ones(3)], parameters=[None] * 2
+    )
+    HostKernels(threads(1)).update(update)
+
+    assert update.records["master"].tolist() == [second.ctypes.data]
+    assert (first.tolist(), second.tolist()) == ([1.0] * 5, [0.0] * 3)
+
+
+def test_an_update_keeps_masters_that_lie_apart_alive() -> None:
+    masters = masters_of(Formats(), 5, 3)
+
+    update = update_records(apart(masters), rules=[Adam()] * 2, gradients=[ones(5), None], parameters=[None] * 2)
+
+    kept = [id(stream.owner) for stream in update.keeps]
+    assert all(id(master) in kept for master in masters)
+
+
+def test_the_master_of_a_segment_is_its_own_stream_or_its_part_of_the_one() -> None:
+    state, (first, second) = two_segments(), masters_of(Formats(), 5, 3)
+
+    assert isinstance(state.master, Stream)
+    assert state.master_of(1) == state.master.part(5, 3)
+    assert apart([first, second]).master_of(1) == Stream.of(second)
+
+
+@pytest.mark.parametrize("numels", [(), (5,), (5, 3, 1)])
+def test_another_number_of_masters_than_segments_is_refused(numels: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"master: .*one for each of its segments, got '{len(numels)} streams'"):
+        apart(masters_of(Formats(), *numels))
+
+
+def test_a_master_of_another_size_or_format_than_its_segment_is_refused_and_named() -> None:
+    with pytest.raises(ConfigError, match=r"master\[1\]: expected 3 values of 4 bytes.*got '4 values of 4 bytes'"):
+        apart(masters_of(Formats(), 5, 4))
+    with pytest.raises(ConfigError, match=r"master\[0\]: expected 5 values of 4 bytes.*got '5 values of 2 bytes'"):
+        apart([np.zeros(5, np.float16), np.zeros(3, np.float32)])
 
 
 def test_an_update_without_any_gradient_does_nothing() -> None:

@@ -10,7 +10,7 @@ __device__ void update_segment(const Segment& segment) {
     const Segment s = segment;
     const u64 stride = u64(gridDim.x) * blockDim.x;
     for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < s.numel; i += stride)
-        cuda::update_at_<R, float>(s, i);
+        cuda::update_at_<R, float, 1>(s, i);
 }
 
 // One warp adds the squares of one block: lane j those of elements j, j + 32, ...; then the tree of the norm.

@@ -10,7 +10,9 @@
 namespace infinity_optim {
 namespace {
 
-constexpr u64 chunk = 16384;  // elements that a thread takes at once
+// Elements that a thread takes at once. In the middle of a chunk the memory's prefetchers know what comes
+// next, at its beginning they do not; of few elements each thread shall still get several chunks.
+constexpr u64 smallest_chunk = 16384, largest_chunk = 65536, chunks_per_thread = 4;
 constexpr u64 block = norm_block;
 constexpr u64 blocks_at_once = 4;
 
@@ -79,7 +81,11 @@ struct Chunk {
     u64 end;
 };
 
-[[nodiscard]] std::vector<Chunk> cut(std::span<const Segment> segments) {
+[[nodiscard]] std::vector<Chunk> cut(std::span<const Segment> segments, std::size_t threads) {
+    u64 numel = 0;
+    for (const Segment& segment : segments) numel += segment.numel;
+    const u64 share = numel / (threads * chunks_per_thread) / block * block;
+    const u64 chunk = std::clamp(share, smallest_chunk, largest_chunk);
     std::vector<Chunk> chunks;
     for (const Segment& segment : segments) {
         for (u64 begin = 0; begin < segment.numel; begin += chunk)
@@ -131,7 +137,7 @@ u64 block_count(u64 numel) {
 
 void update(std::span<const Segment> segments, ThreadPool& pool, const Kernels& kernels) {
     for (std::size_t i = 0; i < segments.size(); ++i) check(segments[i], i);
-    const std::vector<Chunk> chunks = cut(segments);
+    const std::vector<Chunk> chunks = cut(segments, pool.size());
     pool.run(chunks.size(), [&](u64 number) {
         const Chunk& one = chunks[number];
         kernels.update[one.segment->rule](*one.segment, one.begin, one.end);
@@ -172,7 +178,7 @@ void sweep(std::span<const Segment> segments, ThreadPool& pool, const Kernels& k
             refuse(i,
                    "a sweep is over Adam's streams: fp32 states, an fp32 or bf16 gradient, a whole master");
     }
-    const std::vector<Chunk> chunks = cut(segments);
+    const std::vector<Chunk> chunks = cut(segments, pool.size());
     pool.run(chunks.size(), [&](u64 number) {
         kernels.sweep(*chunks[number].segment, chunks[number].begin, chunks[number].end);
     });

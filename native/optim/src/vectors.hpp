@@ -72,8 +72,11 @@ INFINITY_FN Floats fma_(Floats a, Floats b, Floats c) {
 INFINITY_FN Floats sqrt_(Floats a) {
     return _mm512_sqrt_ps(a);
 }
-INFINITY_FN bool any_nan_(Floats a, Floats b) {
-    return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) != 0;
+INFINITY_FN __mmask16 unordered_(Floats a, Floats b) {
+    return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
+}
+INFINITY_FN bool any_(__mmask16 lanes) {
+    return lanes != 0;
 }
 INFINITY_FN Halves narrow_(Words x) {
     return __builtin_bit_cast(Halves, _mm512_cvtepi32_epi16((__m512i)x));
@@ -100,8 +103,11 @@ INFINITY_FN Floats fma_(Floats a, Floats b, Floats c) {
 INFINITY_FN Floats sqrt_(Floats a) {
     return _mm256_sqrt_ps(a);
 }
-INFINITY_FN bool any_nan_(Floats a, Floats b) {
-    return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q)) != 0;
+INFINITY_FN Mask unordered_(Floats a, Floats b) {
+    return (Mask)_mm256_cmp_ps(a, b, _CMP_UNORD_Q);
+}
+INFINITY_FN bool any_(Mask lanes) {
+    return _mm256_movemask_ps((__m256)lanes) != 0;
 }
 INFINITY_FN Words widen_(Halves x) {
     return (Words)_mm256_cvtepu16_epi32((__m128i)x);
@@ -135,10 +141,13 @@ INFINITY_FN Floats sqrt_(Floats a) {
     return result;
 }
 
-INFINITY_FN bool any_nan_(Floats a, Floats b) {
-    bool found = false;
-    for (u32 k = 0; k < INFINITY_LANES; ++k) found |= a[k] != a[k] || b[k] != b[k];
-    return found;
+INFINITY_FN Mask unordered_(Floats a, Floats b) {
+    return (a != a) | (b != b);
+}
+INFINITY_FN bool any_(Mask lanes) {
+    int found = 0;
+    for (u32 k = 0; k < INFINITY_LANES; ++k) found |= lanes[k];
+    return found != 0;
 }
 INFINITY_FN Halves narrow_(Words x) {
     return __builtin_convertvector(x, Halves);

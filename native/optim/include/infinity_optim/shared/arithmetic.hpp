@@ -117,9 +117,13 @@ INFINITY_FN float fma_(float a, float b, float c) {
 
 #endif
 
-// Whether any lane of either is NaN.
-INFINITY_FN bool any_nan_(float a, float b) {
+// Where either is NaN.
+INFINITY_FN bool unordered_(float a, float b) {
     return a != a || b != b;
+}
+
+INFINITY_FN bool any_(bool condition) {
+    return condition;
 }
 
 template <class T>

@@ -1,6 +1,6 @@
 // From 16 bits to fp32 and back, by integers: exact one way, to nearest even or by given random bits the
-// other way. A NaN that is stored is the canonical one. U is the type of a value's bits, u32 or a vector of
-// them.
+// other way. What is rounded holds no NaN but the canonical one, which becomes that of the 16 bits. U is the
+// type of a value's bits, u32 or a vector of them.
 #pragma once
 
 #include "infinity_optim/shared/arithmetic.hpp"
@@ -24,21 +24,15 @@ INFINITY_FN U from_bf16_(U x) {
     return x << 16;
 }
 
-// Of what is no NaN.
-template <class U>
-INFINITY_FN U number_to_bf16_(U x) {
-    return (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
-}
-
 template <class U>
 INFINITY_FN U to_bf16_(U x) {
-    return select_(is_nan_(x), splat_bits_<U>(bf16_nan), number_to_bf16_(x));
+    return (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
 }
 
 // Adds `random`, 16 bits, below the bits that stay: away from zero with the probability of what is cut off.
 template <class U>
 INFINITY_FN U to_bf16_stochastic_(U x, U random) {
-    return select_(is_nan_(x), splat_bits_<U>(bf16_nan), (x + random) >> 16);
+    return (x + random) >> 16;
 }
 
 template <class U>

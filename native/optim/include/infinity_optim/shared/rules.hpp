@@ -29,8 +29,10 @@ struct Adam {
         V& m = state[0];
         V& v = state[1];
         const V difference = sub_(g, m);
-        m = c.take1 < 0.5f ? fma_(splat_<V>(c.take1), difference, m)
-                           : fma_(splat_<V>(sub_(c.take1, 1.0f)), difference, g);
+        // No branch: the same for all elements, it would still cost every one of them.
+        const V take = splat_<V>(c.take1);
+        const auto is_small = take < splat_<V>(0.5f);
+        m = fma_(select_(is_small, take, sub_(take, splat_<V>(1.0f))), difference, select_(is_small, m, g));
         v = fma_(mul_(splat_<V>(c.take2), g), g, mul_(v, splat_<V>(c.keep2)));
         V largest = v;
         if constexpr (amsgrad) largest = state[2] = max_(state[2], v);

@@ -1,5 +1,5 @@
-// One visit to memory: everything that an update reads, computes and writes at element i and the V's lanes
-// after it. load_state and store_state alone know how a state is stored: where 8-bit moments will come in.
+// One visit to memory: everything that an update reads, computes and writes from element i on. load_state and
+// store_state alone know how a state is stored: where 8-bit moments will come in.
 #pragma once
 
 #include "infinity_optim/shared/rounding.hpp"
@@ -49,13 +49,9 @@ INFINITY_FN V load_master_(const Segment& s, u64 i) {
     return float_(split_join_(load16_<U>(s.parameter, i), load16_<U>(s.remainder, i)));
 }
 
-// Whether some of the values to be stored may be NaN. Where none is, nothing needs to be made canonical.
-enum class Nan { possible, none };
-
-template <Nan nan, class V>
+template <class V>
 INFINITY_FN void store_parameter_(const Segment& s, u64 i, V p) {
     using U = typename Lanes<V>::Bits;
-    if constexpr (nan == Nan::possible) p = canonical_(p);
     const U bits = bits_(p);
     if (s.flags & flag_split_master) {
         store16_<U>(s.parameter, i, split_high_(bits));
@@ -64,13 +60,7 @@ INFINITY_FN void store_parameter_(const Segment& s, u64 i, V p) {
     }
     store32_<V>(s.master, i, p);
     if (s.parameter_format == format_none) return;
-    if (s.parameter_format == format_fp16) {
-        store16_<U>(s.parameter, i, to_fp16_(bits));
-    } else if constexpr (nan == Nan::possible) {
-        store16_<U>(s.parameter, i, to_bf16_(bits));
-    } else {
-        store16_<U>(s.parameter, i, number_to_bf16_(bits));
-    }
+    store16_<U>(s.parameter, i, s.parameter_format == format_bf16 ? to_bf16_(bits) : to_fp16_(bits));
 }
 
 template <class V>
@@ -78,9 +68,8 @@ INFINITY_FN V load_state_(const Segment& s, u32 which, u64 i) {
     return load_float_<V>(s.states[which], s.state_format, i);
 }
 
-template <Nan nan, class V, class U>
+template <class V, class U>
 INFINITY_FN void store_state_(const Segment& s, u32 which, u64 i, V value, U random) {
-    if constexpr (nan == Nan::possible) value = canonical_(value);
     if (s.state_format == format_fp32) {
         store32_<V>(s.states[which], i, value);
     } else if (s.flags & flag_stochastic_moments) {
@@ -91,35 +80,61 @@ INFINITY_FN void store_state_(const Segment& s, u32 which, u64 i, V value, U ran
     }
 }
 
-template <class R, Nan nan, class V, u32 count>
-INFINITY_FN void store_all_(const Segment& s, u64 i, V p, const V (&state)[count]) {
-    using U = typename Lanes<V>::Bits;
-    U random = splat_bits_<U>(0);
-    if (s.flags & flag_stochastic_moments) random = random_<U>(s.key, s.first_element + i);
-    for (u32 k = 0; k < R::states; ++k) store_state_<nan, V, U>(s, k, i, state[k], random);
-    store_parameter_<nan, V>(s, i, p);
-}
+// What a rule has computed, before it is stored.
+template <class R, class V>
+struct Updated {
+    V p;
+    V state[R::states == 0 ? 1 : R::states];
+};
 
 template <class R, class V>
-INFINITY_FN void update_at_(const Segment& s, u64 i) {
+INFINITY_FN Updated<R, V> updated_(const Segment& s, u64 i) {
+    Updated<R, V> values;
     V p = load_master_<V>(s, i);
     V g = mul_(load_float_<V>(s.gradient, s.gradient_format, i), splat_<V>(s.gradient_factor));
     if (s.flags & flag_coupled_decay) g = fma_(p, splat_<V>(s.weight_decay), g);
     if (s.flags & flag_decoupled_decay) p = mul_(p, splat_<V>(s.decay));
-    V state[R::states == 0 ? 1 : R::states];
-    state[0] = p;
-    for (u32 k = 0; k < R::states; ++k) state[k] = load_state_<V>(s, k, i);
-    R::step(s, p, g, state);
-    // A rule's parameter and first state show every NaN: where another state holds one, the parameter became
-    // one.
-    if (!any_nan_(p, R::states == 0 ? p : state[0])) {
-        store_all_<R, Nan::none>(s, i, p, state);
-    } else if constexpr (Lanes<V>::count == 1) {
-        store_all_<R, Nan::possible>(s, i, p, state);
-    } else {
-        // Nothing has been stored yet: the lanes are done again, one by one.
-        for (u32 k = 0; k < Lanes<V>::count; ++k) update_at_<R, float>(s, i + k);
+    values.state[0] = p;
+    for (u32 k = 0; k < R::states; ++k) values.state[k] = load_state_<V>(s, k, i);
+    R::step(s, p, g, values.state);
+    values.p = p;
+    return values;
+}
+
+// Where a value is NaN. A rule's parameter and first state show it: where another state holds one, the
+// parameter became one.
+template <class R, class V>
+INFINITY_FN auto nan_in_(const Updated<R, V>& values) {
+    return unordered_(values.p, R::states == 0 ? values.p : values.state[0]);
+}
+
+template <class R, class V>
+INFINITY_FN void make_canonical_(Updated<R, V>& values) {
+    values.p = canonical_(values.p);
+    for (u32 k = 0; k < R::states; ++k) values.state[k] = canonical_(values.state[k]);
+}
+
+template <class R, class V>
+INFINITY_FN void store_updated_(const Segment& s, u64 i, const Updated<R, V>& values) {
+    using U = typename Lanes<V>::Bits;
+    U random = splat_bits_<U>(0);
+    if (s.flags & flag_stochastic_moments) random = random_<U>(s.key, s.first_element + i);
+    for (u32 k = 0; k < R::states; ++k) store_state_<V, U>(s, k, i, values.state[k], random);
+    store_parameter_<V>(s, i, values.p);
+}
+
+// Updates `count` Vs, one behind another: one question for NaN is enough for all of them.
+template <class R, class V, u32 count>
+INFINITY_FN void update_at_(const Segment& s, u64 i) {
+    constexpr u32 lanes = Lanes<V>::count;
+    Updated<R, V> values[count];
+    for (u32 k = 0; k < count; ++k) values[k] = updated_<R, V>(s, i + k * lanes);
+    auto nan = nan_in_(values[0]);
+    for (u32 k = 1; k < count; ++k) nan = nan | nan_in_(values[k]);
+    if (any_(nan)) {
+        for (u32 k = 0; k < count; ++k) make_canonical_(values[k]);
     }
+    for (u32 k = 0; k < count; ++k) store_updated_(s, i + k * lanes, values[k]);
 }
 
 }  // namespace infinity_optim::INFINITY_HOME
