@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ import numpy as np
 import pytest
 import torch
 
-from deepnvme import FaultPlan, IOQueue, NVMeError, Requests
+from deepnvme import FaultPlan, IOQueue, NVMeError, Requests, tensor_io
 from deepnvme.arrays import Returns
 from deepnvme.checksum import CHECKSUM_BYTES
 from deepnvme.errors import ChecksumError, PoisonedError, StoreError, VolumeError
 from deepnvme.extents import Extent
+from deepnvme.pipeline import Staged
 from deepnvme.store import Checksum, TensorStore, UncommittedWarning
 from deepnvme.volume import Member
 from support.nvme_disks import DiskUnavailableError, tmpfs
@@ -56,6 +58,12 @@ NEW = {
 def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no profile of this machine decide what is tested."""
     monkeypatch.setenv("DEEPNVME_PROFILE", "")
+
+
+@pytest.fixture(autouse=True)
+def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every store stage through 8 MiB, enough for these: making the usual 32 MiB took most of the time."""
+    monkeypatch.setattr(tensor_io, "Staged", partial(Staged, run_bytes=2 * MIB))
 
 
 @pytest.fixture

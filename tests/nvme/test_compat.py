@@ -735,7 +735,8 @@ def test_a_file_cut_behind_our_back_fails_validation(tmp_path: Path, handle: aio
     handle._pending[0].future.result()
     os.truncate(tmp_path / "file", 4000)
 
-    with pytest.raises(NVMeError, match="differs from the buffer 4000 B into it"):
+    # The second, if the write was over before its file was opened to be read: the queue knows its length then.
+    with pytest.raises(NVMeError, match=r"(differs from the buffer|found the end of the file after) 4000 B"):
         handle.wait()
 
 
