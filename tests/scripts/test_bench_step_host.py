@@ -101,17 +101,17 @@ def test_a_loss_that_is_not_a_number_fails() -> None:
 # --- one system --------------------------------------------------------------------------------------------------
 
 
-def test_a_system_is_warmed_up_by_more_steps_than_it_is_measured_by() -> None:
+def test_a_system_is_warmed_up_and_then_measured_by_its_last_step() -> None:
     asked: list[int] = []
 
     def train(steps: int) -> Answer:
         asked.append(steps)
-        return ANSWER
+        return Answer([dict.fromkeys(PHASES, 9.0), dict.fromkeys(PHASES, 0.5)], [2.0] * steps, {"peak": 16.0})
 
     compared = STEP_HOST.Compared("ours", train, STEP_HOST.Losses(1e-2))
 
     assert [compared.step()["step"] for _ in range(3)] == [1.5, 1.5, 1.5]
-    assert asked == [STEP_HOST.WARM_UP_STEPS, 1, 1]
+    assert asked == [STEP_HOST.WARM_UP_STEPS, STEP_HOST.STEPS, STEP_HOST.STEPS]
     assert compared.memory() == {"peak": 16.0}
 
 
