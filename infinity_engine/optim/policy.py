@@ -15,7 +15,9 @@ from infinity_engine.plan.ops import (
     CopyOp,
     DownloadParameters,
     DownloadStates,
+    LoadStates,
     Op,
+    StoreStates,
     UpdateOnDevice,
     UpdateOnHost,
     UploadParameters,
@@ -35,6 +37,7 @@ class Limits:
     `resident_bytes` are for states that stay on the device through the whole step, `staging_bytes` for those that visit
     it during the update, when activations and most gradients are gone. `parameters` is the tier where an update leaves
     what modules compute with, `update_bytes` what its update on the device takes for a parameter beside its states.
+    `host_buffers` is how many buffers there are for subgroups of which some rests on the drives.
     """
 
     resident_bytes: int
@@ -43,9 +46,10 @@ class Limits:
     per_parameter: BytesPerParameter = ADAM_BYTES
     parameters: Tier = Tier.DEVICE
     update_bytes: int = 0
+    host_buffers: int = 4  # Two filled ahead, one updated, one emptied.
 
     def __post_init__(self) -> None:
-        for name in ("resident_bytes", "staging_bytes", "staging_sets", "update_bytes"):
+        for name in ("resident_bytes", "staging_bytes", "staging_sets", "update_bytes", "host_buffers"):
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(field=f"Limits.{name}", value=value, expected="0 or more")
@@ -81,11 +85,14 @@ class Limits:
         if len(plan.staging_bytes) > self.staging_sets:
             expected = f"{len(plan.staging_bytes)} or more: the plan uses so many"
             raise ConfigError(field="Limits.staging_sets", value=self.staging_sets, expected=expected)
+        if len(plan.buffer_bytes) > self.host_buffers:
+            expected = f"{len(plan.buffer_bytes)} or more: the plan uses so many"
+            raise ConfigError(field="Limits.host_buffers", value=self.host_buffers, expected=expected)
 
     def _check_weights(self, plan: StepPlan) -> None:
         numel = {subgroup.index: subgroup.numel for subgroup in plan.subgroups}
         for number, op in enumerate(plan.ops):
-            if isinstance(op, CopyOp):
+            if isinstance(op, CopyOp) and not isinstance(op, LoadStates | StoreStates):
                 weights = self.per_parameter
                 parameter = isinstance(op, UploadParameters | DownloadParameters)
                 weight = weights.parameter if parameter else weights.states
@@ -186,6 +193,12 @@ class PlanDraft:
         self._set_bytes = limits.device_bytes(largest)
         self._left: list[int | None] = [None] * limits.sets_for(largest)  # For each set, the newest download out of it.
         self._visits = 0
+        on_drives = [subgroup for subgroup in subgroups if subgroup.on_drives]
+        self._buffer_bytes = max((subgroup.buffer_bytes for subgroup in on_drives), default=0)
+        # For each host buffer, the newest op that empties it.
+        self._stored: list[int | None] = [None] * min(limits.host_buffers, len(on_drives))
+        self._loads = 0
+        self._in_buffer: dict[int, tuple[int, int]] = {}  # The buffer of each subgroup, and its load's number.
 
     @property
     def staging_sets(self) -> int:
@@ -197,23 +210,29 @@ class PlanDraft:
         """The number of the op that empties the staging set of the next visit, None where it is empty."""
         return self._left[self._visits % len(self._left)] if self._left else None
 
-    def update_on_host(self, subgroup: SubgroupSpec) -> Op:
+    def update_on_host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Let the CPU update a subgroup; `upload_parameters` is to follow, at any later time."""
+        loaded = self._load(subgroup)
         self._updated[subgroup.index] = len(self._ops)
-        return self._add(UpdateOnHost(subgroup=subgroup.index, params=subgroup.numel))
+        updated = self._add(
+            UpdateOnHost(subgroup=subgroup.index, params=subgroup.numel, after=self._loaded_at(subgroup))
+        )
+        stored = () if self._limits.parameters is Tier.DEVICE else self._store(subgroup)
+        return *loaded, updated, *stored
 
     def upload_parameters(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Let the parameters of a subgroup that the CPU updated go to the device, unless they stay on the host."""
-        if self._limits.parameters is Tier.HOST:
+        """Let the parameters of a subgroup that the CPU updated go to the device, unless they are fetched there."""
+        if self._limits.parameters is not Tier.DEVICE:
             return ()
         updated = self._updated.get(subgroup.index)
         after = () if updated is None else (updated,)
         nbytes = subgroup.numel * self._limits.per_parameter.parameter
-        return (self._add(UploadParameters(subgroup=subgroup.index, nbytes=nbytes, after=after)),)
+        uploaded = self._add(UploadParameters(subgroup=subgroup.index, nbytes=nbytes, after=after))
+        return uploaded, *self._store(subgroup)
 
     def host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Let the CPU update a subgroup and its parameters go up next."""
-        return self.update_on_host(subgroup), *self.upload_parameters(subgroup)
+        return *self.update_on_host(subgroup), *self.upload_parameters(subgroup)
 
     def visit(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Let a subgroup visit the device for its update, in the staging set whose turn it is.
@@ -225,32 +244,62 @@ class PlanDraft:
             change = "keep more on the host, use smaller subgroups, or give the device a larger budget"
             _check_fits(self._set_bytes, self._limits.staging_bytes, holder="a staging set", change=change)
             raise ConfigError(field="Limits.staging_sets", value=0, expected="1 or more where subgroups visit")
+        loaded = self._load(subgroup)
         staging = self._visits % len(self._left)
         before = self._left[staging]
         nbytes = subgroup.numel * self._limits.per_parameter.states
-        emptied = () if before is None else (before,)
-        uploaded = self._add(UploadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=emptied))
+        after = (*(() if before is None else (before,)), *self._loaded_at(subgroup))
+        uploaded = self._add(UploadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=after))
         updates = self._update_on_device(subgroup, staging)
         newest = (len(self._ops) - 1,)
         left = self._add(DownloadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=newest))
         self._left[staging] = len(self._ops) - 1
         self._visits += 1
-        return uploaded, *updates, left
+        return *loaded, uploaded, *updates, left, *self._store(subgroup)
 
     def resident(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Let the device update a subgroup whose states stay there."""
-        return self._update_on_device(subgroup, None)
+        return *self._load(subgroup), *self._update_on_device(subgroup, None), *self._store(subgroup)
 
     def _update_on_device(self, subgroup: SubgroupSpec, staging: int | None) -> tuple[Op, ...]:
         """Let the device update a subgroup, and take its parameters to the host where they stay there."""
         index, params = subgroup.index, subgroup.numel
-        after = () if staging is None else (len(self._ops) - 1,)
+        after = self._loaded_at(subgroup) if staging is None else (len(self._ops) - 1,)
         update = self._add(UpdateOnDevice(subgroup=index, staging=staging, params=params, after=after))
         if self._limits.parameters is Tier.DEVICE:
             return (update,)
         nbytes = params * self._limits.per_parameter.parameter
         updated = (len(self._ops) - 1,)
         return update, self._add(DownloadParameters(subgroup=index, staging=staging, nbytes=nbytes, after=updated))
+
+    def _load(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+        """Let what of it rests on the drives come into the host buffer whose turn it is."""
+        if not subgroup.on_drives:
+            return ()
+        if not self._stored:
+            raise ConfigError(field="Limits.host_buffers", value=0, expected="1 or more where states rest on NVMe")
+        buffer = self._loads % len(self._stored)
+        before = self._stored[buffer]
+        self._loads += 1
+        self._in_buffer[subgroup.index] = buffer, len(self._ops)
+        after = () if before is None else (before,)
+        return (
+            self._add(LoadStates(subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.load_bytes, after=after)),
+        )
+
+    def _loaded_at(self, subgroup: SubgroupSpec) -> tuple[int, ...]:
+        return (self._in_buffer[subgroup.index][1],) if subgroup.on_drives else ()
+
+    def _store(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
+        """Let it go back to the drives after the last op, which is its own."""
+        if not subgroup.on_drives:
+            return ()
+        buffer, _ = self._in_buffer[subgroup.index]
+        after = (len(self._ops) - 1,)
+        self._stored[buffer] = len(self._ops)
+        return (
+            self._add(StoreStates(subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.store_bytes, after=after)),
+        )
 
     def plan(self) -> StepPlan:
         """Return the plan.
@@ -264,6 +313,7 @@ class PlanDraft:
             ops=tuple(self._ops),
             staging_bytes=(self._set_bytes,) * used,
             parameters=self._limits.parameters,
+            buffer_bytes=(self._buffer_bytes,) * len(self._stored),
         )
 
     def _add(self, op: Op) -> Op:

@@ -18,7 +18,9 @@ __all__ = [
     "DownloadParameters",
     "DownloadStates",
     "Lane",
+    "LoadStates",
     "Op",
+    "StoreStates",
     "UpdateOnDevice",
     "UpdateOnHost",
     "UpdateOp",
@@ -34,6 +36,8 @@ class Lane(Enum):
     DEVICE = "device"  # The device's updates.
     H2D = "h2d"  # The link from host to device.
     D2H = "d2h"  # The link from device to host.
+    NVME_READ = "nvme read"  # From the drives to the host.
+    NVME_WRITE = "nvme write"  # From the host to the drives.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +90,26 @@ class UpdateOp(Op):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoadStates(CopyOp):
+    """What of a subgroup rests on the drives comes into a host buffer: none of its bytes, where it only leaves some."""
+
+    lane: ClassVar[Lane] = Lane.NVME_READ
+    buffer: int
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0:
+            raise ConfigError(field=f"{self.name}.nbytes", value=self.nbytes, expected="0 or more bytes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreStates(CopyOp):
+    """What of a subgroup rests on the drives goes back there, updated; its host buffer is empty then."""
+
+    lane: ClassVar[Lane] = Lane.NVME_WRITE
+    buffer: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UploadStates(CopyOp):
     """The states of a subgroup that visits go into a staging set on the device."""
 
@@ -106,7 +130,7 @@ class UpdateOnDevice(UpdateOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DownloadParameters(CopyOp):
-    """The parameters that the device updated go home to the host, where modules fetch them from.
+    """The parameters that the device updated go to the host, where modules fetch them from or StoreStates takes them.
 
     `staging` is the set that a visiting subgroup is in, None for one whose states stay on the device.
     """
@@ -125,7 +149,7 @@ class DownloadStates(CopyOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateOnHost(UpdateOp):
-    """The CPU updates a subgroup, and writes what UploadParameters will take to the device or modules fetch."""
+    """The CPU updates a subgroup, and writes what modules fetch, or what UploadParameters or StoreStates will take."""
 
     lane: ClassVar[Lane] = Lane.HOST
 

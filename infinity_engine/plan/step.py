@@ -17,7 +17,9 @@ from infinity_engine.plan.ops import (
     DownloadParameters,
     DownloadStates,
     Lane,
+    LoadStates,
     Op,
+    StoreStates,
     UpdateOnDevice,
     UpdateOnHost,
     UploadParameters,
@@ -28,23 +30,26 @@ from infinity_engine.plan.timing import OpTime
 
 __all__ = ["ADAM_BYTES", "BytesPerParameter", "Home", "StepPlan", "SubgroupSpec"]
 
-# What each op needs its subgroup to have been through just before; None is nothing at all.
+# What each op needs its subgroup to have been through just before; None is nothing at all, or LoadStates where some of
+# the subgroup rests on the drives. StoreStates comes last.
 _INPUT: Mapping[type[Op], type[Op] | None] = MappingProxyType(
     {
+        LoadStates: None,
         UploadStates: None,
         UpdateOnDevice: UploadStates,
         DownloadParameters: UpdateOnDevice,
         DownloadStates: UpdateOnDevice,
         UpdateOnHost: None,
         UploadParameters: UpdateOnHost,
+        StoreStates: None,
     }
 )
-# The same, where updates leave parameters on the host.
+# The same, where updates leave parameters on the host or on the drives.
 _INPUT_AT_HOME = MappingProxyType({**_INPUT, DownloadStates: DownloadParameters})
 
 
 class Home(Enum):
-    """Where a subgroup is updated, and where its states stay between updates."""
+    """Where a subgroup is updated, and where its states stay between updates: the host's may rest on the drives."""
 
     HOST = "host"  # Updated by the CPU; states stay on the host.
     VISITING = "visiting"  # Updated by the device; states stay on the host.
@@ -73,24 +78,40 @@ ADAM_BYTES = BytesPerParameter(states=12, parameter=2)
 class SubgroupSpec:
     """A subgroup as plans see it: its number, how many parameters it has, and which place it has in the next forward.
 
-    The subgroup with the lowest `first_use` is needed first.
+    The subgroup with the lowest `first_use` is needed first. Where some of it rests on the drives, it passes through
+    host buffers of at least `buffer_bytes` for its update, which loads and stores so many bytes.
     """
 
     index: int
     numel: int
     first_use: int
+    buffer_bytes: int = 0
+    load_bytes: int = 0
+    store_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.numel < 1:
             raise ConfigError(field="SubgroupSpec.numel", value=self.numel, expected="1 or more parameters")
+        for name in ("buffer_bytes", "load_bytes", "store_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(field=f"SubgroupSpec.{name}", value=getattr(self, name), expected="0 or more bytes")
+        if (self.store_bytes > 0) != (self.buffer_bytes > 0):
+            expected = "more than 0 where `buffer_bytes` is, and only there: what is in a buffer is stored"
+            raise ConfigError(field="SubgroupSpec.store_bytes", value=self.store_bytes, expected=expected)
+
+    @property
+    def on_drives(self) -> bool:
+        """Whether some of it rests on the drives."""
+        return self.buffer_bytes > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """The ops of one update phase; an op's number is its place among them.
 
-    `staging_bytes` has the size of each staging set on the device, in the order of their numbers. `parameters` is the
-    tier where the update leaves what modules compute with: DEVICE, or HOST where they are fetched from there.
+    `staging_bytes` has the size of each staging set on the device, in the order of their numbers, `buffer_bytes` that
+    of each host buffer for what rests on the drives. `parameters` is the tier where the update leaves what modules
+    compute with: DEVICE, or the one from which they are fetched.
 
     Raises:
         ConfigError: the ops do not make a sound plan; names the first op that is wrong.
@@ -100,6 +121,7 @@ class StepPlan:
     ops: tuple[Op, ...]
     staging_bytes: tuple[int, ...] = ()
     parameters: Tier = Tier.DEVICE
+    buffer_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _Check(self).all()
@@ -156,6 +178,7 @@ class StepPlan:
             "subgroups": [_plain(subgroup) for subgroup in self.subgroups],
             "ops": [{"op": op.name, **_plain(op)} for op in self.ops],
             "staging_bytes": list(self.staging_bytes),
+            "buffer_bytes": list(self.buffer_bytes),
             "parameters": self.parameters.name,
         }
 
@@ -165,15 +188,15 @@ class _Check:
 
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
-        self._at_home = plan.parameters is Tier.HOST
+        self._at_home = plan.parameters is not Tier.DEVICE
         self._input = _INPUT_AT_HOME if self._at_home else _INPUT
         self._numel = {subgroup.index: subgroup.numel for subgroup in plan.subgroups}
+        self._specs = {subgroup.index: subgroup for subgroup in plan.subgroups}
         self._newest: dict[int, tuple[int, Op]] = {}  # The newest op of each subgroup.
         self._in_set: dict[int, tuple[int, UploadStates | DownloadStates]] = {}  # The newest copy of each staging set.
+        self._in_buffer: dict[int, tuple[int, LoadStates | StoreStates]] = {}  # The newest I/O of each host buffer.
 
     def all(self) -> None:
-        if self._plan.parameters is Tier.NVME:
-            raise ConfigError(field="StepPlan.parameters", value="NVME", expected="DEVICE or HOST")
         if len(self._numel) != len(self._plan.subgroups):
             listed = [subgroup.index for subgroup in self._plan.subgroups]
             raise ConfigError(field="StepPlan.subgroups", value=listed, expected="each index once")
@@ -185,6 +208,10 @@ class _Check:
                 self._upload(number, op)
             elif isinstance(op, DownloadStates):
                 self._download(number, op)
+            elif isinstance(op, LoadStates):
+                self._load(number, op)
+            elif isinstance(op, StoreStates):
+                self._store(number, op)
             self._newest[op.subgroup] = number, op
         self._completeness()
 
@@ -192,28 +219,41 @@ class _Check:
         if type(op) not in _INPUT:
             raise _wrong(number, op, f"one of {', '.join(kind.__name__ for kind in _INPUT)}")
         if isinstance(op, UploadParameters) and self._at_home:
-            raise _wrong(number, op, "none: the plan's parameters stay on the host")
+            raise _wrong(number, op, f"none: the plan's parameters stay {_PLACE[self._plan.parameters]}")
         if isinstance(op, DownloadParameters) and not self._at_home:
             raise _wrong(number, op, "none: the plan's parameters stay on the device")
         if op.subgroup not in self._numel:
             raise _wrong(number, op, f"a subgroup of the plan, which has {_listing(self._numel)}")
+        if isinstance(op, LoadStates | StoreStates) and not self._specs[op.subgroup].on_drives:
+            raise _wrong(number, op, "none: nothing of the subgroup rests on the drives")
         if not all(0 <= other < number for other in op.after) or len(set(op.after)) != len(op.after):
             raise _wrong(number, op, "each of `after` once, and all of them numbers of earlier ops")
 
     def _amount(self, number: int, op: Op) -> None:
         if isinstance(op, UpdateOnHost | UpdateOnDevice) and op.params != self._numel[op.subgroup]:
             raise _wrong(number, op, f"all of the subgroup's {self._numel[op.subgroup]} parameters")
+        spec = self._specs[op.subgroup]
+        for kind, nbytes in ((LoadStates, spec.load_bytes), (StoreStates, spec.store_bytes)):
+            if isinstance(op, kind) and op.nbytes != nbytes:
+                raise _wrong(number, op, f"the {nbytes} bytes that the subgroup says")
 
     def _inputs(self, number: int, op: Op) -> None:
+        before = self._newest.get(op.subgroup)
+        if isinstance(op, StoreStates):
+            missing = LoadStates if before is None else self._missing(before[1])
+            if before is None or missing is not StoreStates or before[0] not in op.after:
+                raise _wrong(number, op, "to come `after` the last of the subgroup's other ops")
+            return
         resident = isinstance(op, UpdateOnDevice) and op.staging is None
         needed = None if resident else self._input[type(op)]
-        before = self._newest.get(op.subgroup)
+        if needed is None and self._specs[op.subgroup].on_drives and not isinstance(op, LoadStates):
+            needed = LoadStates
         if needed is None:
             if before is not None:
                 raise _wrong(number, op, f"one update of each subgroup; op {before[0]} belongs to another of this one")
         elif before is None or type(before[1]) is not needed or before[0] not in op.after:
             raise _wrong(number, op, f"to come `after` the subgroup's {needed.__name__}")
-        elif getattr(op, "staging", None) != getattr(before[1], "staging", None):
+        elif needed is not LoadStates and getattr(op, "staging", None) != getattr(before[1], "staging", None):
             raise _wrong(number, op, f"the staging set of op {before[0]}, which is before it")
 
     def _upload(self, number: int, op: UploadStates) -> None:
@@ -233,6 +273,23 @@ class _Check:
             raise _wrong(number, op, f"as many bytes down as went up, {upload.nbytes}")
         self._in_set[op.staging] = number, op
 
+    def _load(self, number: int, op: LoadStates) -> None:
+        buffers, needed = self._plan.buffer_bytes, self._specs[op.subgroup].buffer_bytes
+        if not 0 <= op.buffer < len(buffers):
+            raise _wrong(number, op, f"one of the plan's {len(buffers)} host buffers, counted from 0")
+        if needed > buffers[op.buffer]:
+            raise _wrong(number, op, f"a host buffer of at least the {needed} bytes that the subgroup says")
+        before = self._in_buffer.get(op.buffer)
+        if before is not None and not (isinstance(before[1], StoreStates) and before[0] in op.after):
+            raise _wrong(number, op, f"an empty host buffer: to come `after` subgroup {before[1].subgroup} has left it")
+        self._in_buffer[op.buffer] = number, op
+
+    def _store(self, number: int, op: StoreStates) -> None:
+        before = self._in_buffer.get(op.buffer)
+        if before is None or before[1].subgroup != op.subgroup:
+            raise _wrong(number, op, "the host buffer that the subgroup was loaded into")
+        self._in_buffer[op.buffer] = number, op
+
     def _completeness(self) -> None:
         for index in self._numel:
             newest = self._newest.get(index)
@@ -246,6 +303,13 @@ class _Check:
 
     def _missing(self, op: Op) -> type[Op] | None:
         """Return what has to follow a subgroup's newest op before its update is whole."""
+        spec = self._specs[op.subgroup]
+        if isinstance(op, LoadStates):
+            return UpdateOnHost
+        missing = None if isinstance(op, StoreStates) else self._missing_of_update(op)
+        return StoreStates if missing is None and spec.on_drives and not isinstance(op, StoreStates) else missing
+
+    def _missing_of_update(self, op: Op) -> type[Op] | None:
         if isinstance(op, UpdateOnHost):
             return None if self._at_home else UploadParameters
         if isinstance(op, UpdateOnDevice):
@@ -257,6 +321,9 @@ class _Check:
         return UpdateOnDevice if isinstance(op, UploadStates) else None
 
 
+_PLACE = MappingProxyType({Tier.HOST: "on the host", Tier.NVME: "on the drives"})
+
+
 def _wrong(number: int, op: Op, expected: str) -> ConfigError:
     return ConfigError(field=f"StepPlan.ops[{number}]", value=op, expected=expected)
 
@@ -266,7 +333,7 @@ def _listing(indices: Iterable[int]) -> str:
 
 
 def _row(number: int, op: Op) -> list[str]:
-    staging = getattr(op, "staging", None)
+    staging = getattr(op, "staging", getattr(op, "buffer", None))
     amount = f"{op.amount} {'B' if isinstance(op, CopyOp) else 'params'}"
     after = " ".join(map(str, op.after))
     in_set = "" if staging is None else str(staging)

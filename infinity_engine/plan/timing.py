@@ -21,6 +21,7 @@ _RATE = (
     (Lane.H2D, "h2d_bytes_per_s"),
     (Lane.D2H, "d2h_bytes_per_s"),
 )
+_DRIVES = ((Lane.NVME_READ, "read_bytes_per_s"), (Lane.NVME_WRITE, "write_bytes_per_s"))
 
 
 class OpTime(NamedTuple):
@@ -63,10 +64,19 @@ class LaneClocks:
 
     def _ratio(self, lane: Lane) -> tuple[int, int]:
         if lane not in self._ratios:
-            name = dict(_RATE)[lane]
-            rate = getattr(self._rates, name)
+            name, rate = self._rate(lane)
             if rate is None:
                 expected = f"a rate, as the plan uses the lane {lane.name}: measure it, or set it by hand"
                 raise ConfigError(field=f"Rates.{name}", value=None, expected=expected)
             self._ratios[lane] = rate.as_integer_ratio()
         return self._ratios[lane]
+
+    def _rate(self, lane: Lane) -> tuple[str, float | None]:
+        """Return what a lane's rate is called, and the rate; drives work side by side."""
+        drives = dict(_DRIVES)
+        if lane not in drives:
+            name = dict(_RATE)[lane]
+            return name, getattr(self._rates, name)
+        name = drives[lane]
+        rates = [getattr(drive, name) for drive in self._rates.nvme.values()]
+        return f"nvme.{name}", sum(rates) if rates and None not in rates else None

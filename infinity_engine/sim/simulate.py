@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from infinity_engine.plan.ops import DownloadParameters, Lane, UpdateOnDevice, UpdateOnHost, UploadParameters
+from infinity_engine.plan.ops import (
+    DownloadParameters,
+    Lane,
+    Op,
+    StoreStates,
+    UpdateOnDevice,
+    UpdateOnHost,
+    UploadParameters,
+)
 from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.plan.tier import Tier
@@ -45,12 +53,15 @@ class Simulation:
 
     def ready_ns(self) -> dict[int, int]:
         """Return, by the index of each subgroup, when its new parameters are where the plan leaves them."""
-        at_home = self.plan.parameters is Tier.HOST
-        arrivals = (UpdateOnHost, DownloadParameters) if at_home else (UpdateOnDevice, UploadParameters)
+        arrivals: Mapping[Tier, tuple[type[Op], ...]] = {
+            Tier.DEVICE: (UpdateOnDevice, UploadParameters),
+            Tier.HOST: (UpdateOnHost, DownloadParameters),
+            Tier.NVME: (UpdateOnHost, DownloadParameters, StoreStates),
+        }
         return {
             op.subgroup: time.end_ns
             for op, time in zip(self.plan.ops, self.times, strict=True)
-            if isinstance(op, arrivals)
+            if isinstance(op, arrivals[self.plan.parameters])
         }
 
     def step_ns(self, forward_ns: int) -> int:
@@ -72,7 +83,9 @@ class Simulation:
         """Return the plan as a table with its times, and what each lane has to do."""
         end_ns = self.end_ns
         lanes = (
-            f"{lane.value} {ns / 1e6:.3f} ms ({ns / end_ns if end_ns else 0:.0%})" for lane, ns in self.busy_ns.items()
+            f"{lane.value} {ns / 1e6:.3f} ms ({ns / end_ns if end_ns else 0:.0%})"
+            for lane, ns in self.busy_ns.items()
+            if ns
         )
         return f"{self.plan.describe(self.times)}\n\nends at {end_ns / 1e6:.3f} ms; busy: {', '.join(lanes)}"
 

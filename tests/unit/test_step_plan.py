@@ -92,12 +92,15 @@ def test_a_plan_is_written_as_json() -> None:
     plain = json.loads(json.dumps(plan_of(*HOST_OPS, staging_bytes=()).to_mapping()))
 
     assert plain == {
-        "subgroups": [{"index": 0, "numel": 10, "first_use": 0}],
+        "subgroups": [
+            {"index": 0, "numel": 10, "first_use": 0, "buffer_bytes": 0, "load_bytes": 0, "store_bytes": 0}
+        ],
         "ops": [
             {"op": "UpdateOnHost", "subgroup": 0, "after": [], "params": 10},
             {"op": "UploadParameters", "subgroup": 0, "after": [0], "nbytes": 20},
         ],
         "staging_bytes": [],
+        "buffer_bytes": [],
         "parameters": "DEVICE",
     }
 
@@ -224,7 +227,7 @@ def test_an_op_of_a_kind_that_plans_do_not_know_is_refused() -> None:
     class Pause(UpdateOnHost):
         pass
 
-    with pytest.raises(ConfigError, match="one of UploadStates"):
+    with pytest.raises(ConfigError, match="one of LoadStates"):
         plan_of(Pause(subgroup=0, params=10))
 
 
@@ -270,6 +273,6 @@ def test_where_parameters_stay_on_the_device_nothing_takes_them_home() -> None:
         plan_of(*HOME_RESIDENT)
 
 
-def test_no_plan_leaves_parameters_on_drives() -> None:
-    with pytest.raises(ConfigError, match=r"StepPlan\.parameters: expected DEVICE or HOST"):
+def test_where_parameters_rest_on_drives_nothing_takes_them_up() -> None:
+    with pytest.raises(ConfigError, match="none: the plan's parameters stay on the drives"):
         plan_of(*HOST_OPS, parameters=Tier.NVME)

@@ -9,7 +9,7 @@ from infinity_engine.optim.policies.interleaved import INTERLEAVED, TWO_ENDED, i
 from infinity_engine.optim.policies.published import ALGORITHM1, EQ1
 from infinity_engine.optim.policies.static import DEVICE_ONLY, HOST_ONLY, static_split
 from infinity_engine.optim.policy import OffloadPolicy, PolicyRegistry
-from infinity_engine.plan.strategy import DeviceOnly, HostOnly, Interleaved, StaticSplit, Strategy
+from infinity_engine.plan.strategy import DeviceOnly, HostOnly, Interleaved, NvmeStreamed, StaticSplit, Strategy
 
 __all__ = ["BUILT_IN", "policy_for"]
 
@@ -20,7 +20,7 @@ def policy_for(strategy: Strategy) -> OffloadPolicy:
     """Return the policy that does what a strategy asks for.
 
     Raises:
-        ConfigError: the strategy leaves that to the planner, or keeps states where no policy reaches them yet.
+        ConfigError: the strategy leaves that to the planner.
     """
     if isinstance(strategy, DeviceOnly):
         return DEVICE_ONLY
@@ -30,7 +30,9 @@ def policy_for(strategy: Strategy) -> OffloadPolicy:
         return static_split(strategy.ratio)
     if isinstance(strategy, Interleaved):
         return interleaved(_share(strategy), resident=strategy.resident)
-    expected = "a strategy that says where updates run: device_only, host_only, static_split or interleaved"
+    if isinstance(strategy, NvmeStreamed):
+        return policy_for(strategy.update)
+    expected = "a strategy that says where updates run: any other"
     raise ConfigError(field="strategy", value=strategy.name, expected=expected)
 
 

@@ -107,8 +107,10 @@ class Layout:
 
     def _update_on_host(self) -> None:
         subgroup = self._host.popleft()
-        time = self._clocks.run(self._draft.update_on_host(subgroup))
-        self._updated.append((subgroup, time.end_ns))
+        for op in self._draft.update_on_host(subgroup):
+            time = self._clocks.run(op)
+            if op.lane is Lane.HOST:
+                self._updated.append((subgroup, time.end_ns))
 
     def _upload_parameters(self) -> None:
         subgroup, _ = self._updated.popleft()

@@ -163,7 +163,7 @@ class _Listing:
 
     @property
     def _at_home(self) -> bool:
-        return self._limits.parameters is Tier.HOST
+        return self._limits.parameters is not Tier.DEVICE
 
     def _launched(self, after: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(dict.fromkeys((*after, *self._cpu_at)))
