@@ -48,6 +48,7 @@ class ParametersAt(Enum):
     AUTO = "auto"  # On the device where they fit there, otherwise on the host.
     DEVICE = "device"  # Where modules compute.
     HOST = "host"  # Fetched to the device around the modules that need them.
+    NVME = "nvme"  # Likewise, but for small ones, from the drives of the budget.
 
 
 class Accelerator(Enum):
@@ -274,7 +275,8 @@ class EngineConfig(_Settings):
         default=ParametersAt.AUTO,
         metadata=_about(
             _member(ParametersAt),
-            "where parameters stay; host: fetched around the modules that need them; auto: device where they fit there",
+            "where parameters stay; host, nvme: fetched around the modules that need them; auto: device, else host, where "
+            "they fit there",
         ),
     )
     accumulation_steps: int = field(

@@ -174,7 +174,8 @@ class TraceMismatch(InfinityError):  # noqa: N818 - the name says it without 'Er
 class TransferError(InfinityError, OSError):
     """An I/O or a copy failed: `done` of the `asked` bytes at `offset` of `path` were moved.
 
-    An OSError: `errno`, `strerror` and `filename` are set as usual.
+    `what` says whose bytes they are, where that is known. An OSError: `errno`, `strerror` and `filename` are set as
+    usual.
     """
 
     errno: int
@@ -182,13 +183,15 @@ class TransferError(InfinityError, OSError):
     offset: int
     asked: int
     done: int
+    what: str = ""
 
     def __post_init__(self) -> None:
         OSError.__init__(self, self.errno, os.strerror(self.errno), self.path)
 
     def _message(self) -> str:
+        what = f"{self.what}: " if self.what else ""
         return (
-            f"{self.path}: {self.strerror} (errno {self.errno}) at offset {self.offset}: "
+            f"{what}{self.path}: {self.strerror} (errno {self.errno}) at offset {self.offset}: "
             f"asked for {_size(self.asked)}, {_size(self.done)} done"
         )
 

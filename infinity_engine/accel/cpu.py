@@ -6,6 +6,7 @@ business of whoever keeps the budgets.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,9 @@ from infinity_engine.errors import CapacityError
 from infinity_engine.machine.memory import probe_memory
 
 __all__ = ["CpuAccelerator"]
+
+
+_LARGE = 64 << 10  # from here on, memory begins on a page and goes back to the system at once
 
 
 class CpuAccelerator(OrderedAccelerator[Operation]):
@@ -41,8 +45,8 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
         if nbytes < 1:
             raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")
         try:
-            return Buffer(torch.empty(nbytes, dtype=torch.uint8))
-        except (RuntimeError, MemoryError) as error:  # torch has no class of its own for this
+            return Buffer(_pages(nbytes) if nbytes >= _LARGE else torch.empty(nbytes, dtype=torch.uint8))
+        except (RuntimeError, MemoryError, OSError) as error:  # torch has no class of its own for this
             free, total = self.memory()
             raise CapacityError(
                 tier="DEVICE", asked=nbytes, free=free, limit=total, change="let the host budget fit this machine"
@@ -81,3 +85,10 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
 
     def _in_device(self, tensor: torch.Tensor) -> bool:
         return True
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """Return memory that drives can read into without a copy."""
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -12,6 +12,7 @@ from infinity_engine.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from deepnvme import IOQueue
     from infinity_engine.accel import Accelerator
     from infinity_engine.engine.engine import Engine
     from infinity_engine.optim import Rule
@@ -27,6 +28,7 @@ def initialize(
     *,
     device: Accelerator | None = None,
     policy: OffloadPolicy | str | None = None,
+    queue: IOQueue | None = None,
     **settings: object,
 ) -> Engine:
     """Wrap `model` and `optimizer` so that their states live where the budget allows; return the engine to train with.
@@ -36,19 +38,21 @@ def initialize(
     Settings come as `config`, as keywords, or both; keywords go first. `device` is an accelerator that is open already,
     such as an emulated one; it stays open, and the setting `accelerator` is not used. `policy` takes the place of the
     setting `strategy`: a policy of your own, or the name of a built-in one, such as "eq1". It is asked once, with the
-    subgroups, the `rates` and what the budget leaves of the device; its plan is that of every update.
+    subgroups, the `rates` and what the budget leaves of the device; its plan is that of every update. `queue` is a
+    deepnvme.IOQueue to use for the budget's drives, which stays open; else the engine has one of its own.
 
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.
         ConfigError: a setting, an optimizer, a parameter or a plan that cannot be; the model is as it was.
         CapacityError: a tier cannot hold what it would have to; the model is as it was.
+        TransferError: what is to rest on drives could not be written there; the model is as it was.
     """
     require_torch("infinity_engine.initialize")
     chosen = _settings(config, settings)
     from infinity_engine.engine.assemble import assemble
     from infinity_engine.engine.optimizers import optimizer_of
 
-    return assemble(model, optimizer_of(model, optimizer), chosen, device, _policy(policy, chosen))
+    return assemble(model, optimizer_of(model, optimizer), chosen, device, _policy(policy, chosen), queue)
 
 
 def _settings(config: EngineConfig | Mapping[str, object] | None, keywords: Mapping[str, object]) -> EngineConfig:

@@ -6,34 +6,40 @@ Checks, then plans, then reserves, and touches the model last.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from deepnvme import IOQueue
+from deepnvme.extents import PAGE
 from infinity_engine.accel import Accelerator, StreamKind, open_accelerator
 from infinity_engine.config import EngineConfig, Precision, Recording
 from infinity_engine.engine.engine import Engine, EngineParts
 from infinity_engine.engine.fetching import ParameterFetcher
-from infinity_engine.engine.gradients import GradientKeeper, Piece
+from infinity_engine.engine.gradients import GradientKeeper, Kept, Piece
 from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Meter, clock_of
 from infinity_engine.engine.modules import ModuleParameters, check_modules
+from infinity_engine.engine.outgoing import Outgoing
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
 from infinity_engine.engine.scaling import LossScale
-from infinity_engine.engine.sizing import Demand, Sizing
-from infinity_engine.engine.states import StateKeeper
-from infinity_engine.errors import ConfigError
+from infinity_engine.engine.sizing import Demand, Plan, Sizing
+from infinity_engine.engine.states import StateKeeper, piece_numbers
+from infinity_engine.engine.swapping import SwappedStates
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool
-from infinity_engine.optim import FloatFormat, HostKernels, UpdateThreads, rules_of
+from infinity_engine.optim import NORM_BLOCK, FloatFormat, HostKernels, UpdateThreads, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Budget, Capacity, ResolvedBudget, Tier
-from infinity_engine.plan.step import Home, StepPlan
+from infinity_engine.plan.step import Home
+from infinity_engine.storage import SwapFile
 from infinity_engine.telemetry import NullTelemetry, Telemetry
 from infinity_engine.tiering import ShardRecord
+from infinity_engine.units import align_up
 
 __all__ = ["assemble"]
 
@@ -44,10 +50,11 @@ def assemble(
     config: EngineConfig,
     device: Accelerator | None,
     policy: OffloadPolicy | None,
+    queue: IOQueue | None,
 ) -> Engine:
-    """Return an engine; `device` is used where given, and stays open. See `initialize` for what is raised."""
+    """Return an engine; `device` and `queue` are used where given, and stay open. See `initialize` for what is raised."""
     with ExitStack() as resources:
-        parts = _parts(model, optimizer, config, device, resources, policy=policy)
+        parts = _parts(model, optimizer, config, device, resources, policy=policy, queue=queue)
         engine = Engine(parts)
         parts.resources.push(resources.pop_all())
     return engine
@@ -61,6 +68,7 @@ def _parts(
     resources: ExitStack,
     *,
     policy: OffloadPolicy | None,
+    queue: IOQueue | None,
 ) -> EngineParts:
     rules = rules_of(optimizer)
     trained = collect_parameters(model, optimizer)
@@ -76,12 +84,17 @@ def _parts(
     frozen = collect_frozen(model, trained)
     sizing = Sizing.of(model, trained, frozen, rules, config, unified=accelerator.unified)
     budget = _budget(config, accelerator)
-    plan, demand = sizing.plan(config, policy, budget)
-    at_home = plan.parameters is Tier.HOST
+    queue = _queue(config, budget, queue, resources)
+    io_bytes = SwapFile.host_bytes(budget.nvme, queue) if queue is not None else 0
+    plan = sizing.plan(config, policy, budget, io_bytes=io_bytes)
+    at_home = plan.steps.parameters is not Tier.DEVICE
     if at_home:
         check_modules(model)
     ledger = Ledger(budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)
-    host, on_device = _pools(demand, ledger, accelerator, resources)
+    swap = _swap(plan, ledger, budget, queue, resources)
+    host, on_device = _pools(plan.demand, ledger, accelerator, resources)
+    if queue is not None and swap is not None:
+        host.serve(queue)
     threads = UpdateThreads.anywhere(config.update_threads or len(os.sched_getaffinity(0)))
     telemetry = _telemetry(config, accelerator)
     lanes = Lanes(
@@ -97,30 +110,50 @@ def _parts(
     autocast = config.precision in {Precision.BF16_AUTOCAST, Precision.FP16_AUTOCAST}
     hooks = Hooks()
     resources.callback(hooks.remove)
-    originals = {each.number: each.parameter.detach() for each in trained}  # as they are before they are moved
-    with _model_kept(model, trained):
-        home = _go_home if at_home else _go_to_device
-        records = home((*trained, *frozen), sizing, lanes, resources)
+    everything = (*trained, *frozen)
+    originals = Originals(everything)  # as they are before they are moved
+    with _model_kept(model, everything):
+        records = _place(everything, sizing, plan, lanes, swap, originals, resources)
         _cast_buffers(model, sizing)
+        swapped = _swapped(plan, sizing, trained, records, lanes, swap)
         states = StateKeeper(
-            plan, sizing.subgroups, trained, formats=sizing.formats, state_names=sizing.state_names, lanes=lanes
+            plan.steps,
+            sizing.subgroups,
+            trained,
+            formats=sizing.formats,
+            state_names=sizing.state_names,
+            lanes=lanes,
+            swapped=swapped,
+            resting=plan.resting.states,
         )
         resources.callback(states.close)
-        states.begin(lambda each: originals[each.number], rules)
+        states.begin(originals.piece, rules)
+    outgoing = None
+    if plan.resting.gradients:
+        assert swap is not None, "gradients rest on drives that there are"
+        outgoing = Outgoing(swap, lanes, plan.resting.gradients)
     fetcher = modules = None
     if at_home:
-        everything = (*trained, *frozen)
-        fetcher = ParameterFetcher(everything, records, lanes, demand.fetched)
+        demand = plan.demand
+        fetcher = ParameterFetcher(everything, records, lanes, demand.fetched, swap=swap, window=demand.window)
         resources.callback(fetcher.close)
-        modules = ModuleParameters(model, everything, fetcher, hooks)
+        fetched = [each for each in everything if each.number in records]
+        modules = ModuleParameters(model, fetched, fetcher, hooks)
     return EngineParts(
         model=model,
         optimizer=optimizer,
         device_type=accelerator.torch_device.type,
         trained=trained,
         frozen=frozen,
-        plan=plan,
-        gradients=GradientKeeper([each.numel for each in trained], _pieces(sizing, plan, len(trained)), lanes),
+        plan=plan.steps,
+        gradients=GradientKeeper(
+            [each.name for each in trained],
+            [each.numel for each in trained],
+            _pieces(sizing, plan, len(trained)),
+            lanes,
+            outgoing,
+            sums_early=config.max_grad_norm is not None or sizing.formats.parameter is FloatFormat.FP16,
+        ),
         states=states,
         fetcher=fetcher,
         modules=modules,
@@ -133,6 +166,70 @@ def _parts(
         ledger=ledger,
         hooks=hooks,
         resources=ExitStack(),
+    )
+
+
+class Originals:
+    """The values that parameters have before the engine takes them, piece by piece."""
+
+    def __init__(self, parameters: Sequence[ModelParameter]) -> None:
+        self._values = {each.number: each.parameter.detach().reshape(-1) for each in parameters}
+
+    def piece(self, each: ModelParameter, first_element: int, numel: int) -> torch.Tensor:
+        """Return so many elements of one from one on."""
+        return self._values[each.number][first_element : first_element + numel]
+
+
+def _queue(config: EngineConfig, budget: ResolvedBudget, queue: IOQueue | None, resources: ExitStack) -> IOQueue | None:
+    """Return the queue for the budget's drives, None where it has none."""
+    if not budget.nvme:
+        return None
+    return queue or resources.enter_context(IOQueue(config.storage.backend.value))
+
+
+def _swap(
+    plan: Plan, ledger: Ledger, budget: ResolvedBudget, queue: IOQueue | None, resources: ExitStack
+) -> SwapFile | None:
+    """Take what the plan needs of each directory, as its budget is to all of them."""
+    needed = plan.demand.nvme
+    if not needed:
+        return None
+    every = sum(budget.nvme.values())
+    sizes = {directory: align_up(needed * limit // every, PAGE) + 2 * PAGE for directory, limit in budget.nvme.items()}
+    short = [directory for directory, nbytes in sizes.items() if nbytes > budget.nvme[directory]]
+    if short:
+        raise CapacityError(
+            tier=Tier.NVME.name,
+            directory=", ".join(budget.nvme),
+            asked=needed,
+            free=every,
+            limit=every,
+            change="raise the budget's nvme, name another directory there, or raise the budget's host",
+        )
+    return resources.enter_context(SwapFile(sizes, ledger, queue=queue))
+
+
+def _swapped(
+    plan: Plan,
+    sizing: Sizing,
+    trained: Sequence[TrainedParameter],
+    records: Mapping[int, ShardRecord],
+    lanes: Lanes,
+    swap: SwapFile | None,
+) -> SwappedStates | None:
+    if not plan.layouts:
+        return None
+    assert swap is not None, "what rests on drives has a place there"
+    return SwappedStates(
+        swap,
+        sizing.subgroups,
+        plan.layouts,
+        {number: record.place for number, record in records.items() if record.place is not None},
+        names=lambda number: trained[number].name,
+        width=sizing.width,
+        in_place=sizing.formats.parameter is None,
+        pieces=piece_numbers(sizing.subgroups),
+        lanes=lanes,
     )
 
 
@@ -161,20 +258,24 @@ def _pools(
     return pool, memory
 
 
-def _pieces(sizing: Sizing, plan: StepPlan, trained: int) -> list[list[Piece]]:
+def _pieces(sizing: Sizing, plan: Plan, trained: int) -> list[list[Piece]]:
     """Return the pieces that each trained parameter's gradient is needed in."""
-    homes = plan.homes()
+    homes = plan.steps.homes()
     pieces: dict[int, list[Piece]] = {}
     for subgroup in sizing.subgroups:
-        on_host = homes[subgroup.index] is Home.HOST and not sizing.unified
-        for segment in subgroup.segments:
-            piece = Piece(segment.first_element, segment.numel, on_host)
+        layout = plan.layouts.get(subgroup.index)
+        counted = plan.demand.nvme > 0 if sizing.unified else homes[subgroup.index] is Home.HOST
+        for number, segment in enumerate(subgroup.segments):
+            kept = Kept.HOST if counted else Kept.DEVICE
+            if layout is not None and number in layout.gradients:
+                kept = Kept.DRIVES
+            piece = Piece(segment.first_element, segment.numel, kept)
             pieces.setdefault(segment.parameter, []).append(piece)
     return [pieces.get(number, []) for number in range(trained)]
 
 
 @contextmanager
-def _model_kept(model: torch.nn.Module, trained: Sequence[TrainedParameter]) -> Iterator[None]:
+def _model_kept(model: torch.nn.Module, parameters: Sequence[ModelParameter]) -> Iterator[None]:
     """Take back what the body gave the model's parameters and buffers to compute with where it fails."""
     before = [(each, each.data) for each in (*model.parameters(), *model.buffers())]
     try:
@@ -182,38 +283,67 @@ def _model_kept(model: torch.nn.Module, trained: Sequence[TrainedParameter]) -> 
     except BaseException:
         for tensor, data in before:
             tensor.data = data
-        for each in trained:
+        for each in parameters:
             each.live_at(None)
         raise
 
 
-def _go_to_device(
-    parameters: Sequence[ModelParameter], sizing: Sizing, lanes: Lanes, resources: ExitStack
+def _place(
+    parameters: Sequence[ModelParameter],
+    sizing: Sizing,
+    plan: Plan,
+    lanes: Lanes,
+    swap: SwapFile | None,
+    originals: Originals,
+    resources: ExitStack,
 ) -> dict[int, ShardRecord]:
-    """Give modules the tensors that they compute with from here on, on the device."""
-    for each in parameters:
-        values = _as_computed(each, sizing)
-        if each.numel and not (lanes.accelerator.unified and sizing.formats.parameter is None):
-            lease = lanes.device.lease(values.numel() * values.element_size(), holder="parameters")
-            resources.callback(_leave, each.parameter, lease)
-            values = lease.tensor(values.dtype, values.shape).copy_(values)
-        each.parameter.data = values
-    return {}
-
-
-def _go_home(
-    parameters: Sequence[ModelParameter], sizing: Sizing, lanes: Lanes, resources: ExitStack
-) -> dict[int, ShardRecord]:
-    """Let values live on the host, each in a shard of its own."""
+    """Bring the values of parameters to where they stay; return the records of those that modules fetch."""
     records = {}
+    on_host = plan.steps.parameters is not Tier.DEVICE and not lanes.accelerator.unified
     for each in parameters:
-        if each.numel:
-            values = _as_computed(each, sizing)
-            lease = lanes.host.lease(values.numel() * values.element_size(), holder="parameters")
-            resources.callback(lease.close)
-            each.live_at(lease.tensor(values.dtype).copy_(values.view(-1)))
-            records[each.number] = ShardRecord(each.name, lease)
+        if each.number in plan.resting.values:
+            assert swap is not None, "what rests on drives has a place there"
+            records[each.number] = _go_to_drives(each, sizing, lanes, swap, originals)
+        elif on_host and each.numel:
+            records[each.number] = _go_home(each, sizing, lanes, resources)
+        elif not on_host:
+            _go_to_device(each, sizing, lanes, resources)
     return records
+
+
+def _go_to_device(each: ModelParameter, sizing: Sizing, lanes: Lanes, resources: ExitStack) -> None:
+    """Give modules the tensor that they compute with from here on, on the device."""
+    values = _as_computed(each, sizing)
+    if each.numel and not (lanes.accelerator.unified and sizing.formats.parameter is None):
+        lease = lanes.device.lease(values.numel() * values.element_size(), holder="parameters")
+        resources.callback(_leave, each.parameter, lease)
+        values = lease.tensor(values.dtype, values.shape).copy_(values)
+    each.parameter.data = values
+
+
+def _go_home(each: ModelParameter, sizing: Sizing, lanes: Lanes, resources: ExitStack) -> ShardRecord:
+    """Let values live on the host, in a shard of their own."""
+    values = _as_computed(each, sizing)
+    lease = lanes.host.lease(values.numel() * values.element_size(), holder="parameters")
+    resources.callback(lease.close)
+    each.live_at(lease.tensor(values.dtype).copy_(values.view(-1)))
+    return ShardRecord(each.name, lease)
+
+
+def _go_to_drives(
+    each: ModelParameter, sizing: Sizing, lanes: Lanes, swap: SwapFile, originals: Originals
+) -> ShardRecord:
+    """Let values rest on the drives, in a place of their own; they go there in pieces."""
+    dtype = _dtype(sizing) if each.parameter.is_floating_point() else each.parameter.dtype
+    place = swap.allocate(each.numel * dtype.itemsize, holder=each.name)
+    most = max(subgroup.numel for subgroup in sizing.subgroups) // NORM_BLOCK * NORM_BLOCK or NORM_BLOCK
+    for first in range(0, each.numel, most):
+        piece = originals.piece(each, first, min(most, each.numel - first))
+        with lanes.host.lease(piece.numel() * dtype.itemsize, holder="parameters on their way") as lease:
+            lease.tensor(dtype).copy_(piece)
+            swap.write(place.part(first * dtype.itemsize, lease.nbytes), lease.memory(), what=each.name).wait()
+    each.rest_on_drives(dtype)
+    return ShardRecord(each.name, place)
 
 
 def _as_computed(each: ModelParameter, sizing: Sizing) -> torch.Tensor:

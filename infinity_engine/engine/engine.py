@@ -271,7 +271,7 @@ class Engine:
                 if fetcher is not None:
                     fetcher.write_home(each.number)
                 if isinstance(each, TrainedParameter):
-                    self._parts.states.set_master(each.number, each.values.float().cpu())
+                    self._parts.states.set_master(each.number, each.parameter.detach().reshape(-1).float().cpu())
                 each.note_values()
 
     def state_dict(self) -> dict[str, Any]:
@@ -286,6 +286,8 @@ class Engine:
 
         def whole(name: str, value: Any) -> Any:
             known = self._known.get(id(names.get(name)))
+            if known is not None and known.on_drives and self._parts.fetcher is not None:
+                return self._parts.fetcher.copy_of(known.number).view(known.parameter.shape)
             tensor = value if known is None else known.values.view(known.parameter.shape)
             return tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
 

@@ -1,4 +1,4 @@
-"""`ParameterFetcher`: parameters that are at home on the host, and which of them are on the device.
+"""`ParameterFetcher`: parameters that are at home on the host or on drives, and which of them are on the device.
 
 Fetches what is asked for, ahead what the trace has next, and gives up what is needed last. What it has fetched it shows
 to modules as the parameter's own data; else they see NaN. Decides nothing about the order: trace and prefetch do.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.errors import CapacityError, TraceMismatch
+from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Event, Lease, Views
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
 from infinity_engine.schedule import TraceFollower, Use, choose_fetches, farthest_first
-from infinity_engine.storage import Transfer
+from infinity_engine.storage import SwapFile, Transfer
 from infinity_engine.tiering import Mover, ShardRecord, Source
 
 __all__ = ["FetchingStats", "ParameterFetcher"]
@@ -52,17 +54,28 @@ class ParameterFetcher:
     """Fetches `parameters`, whose homes `records` has by their numbers, to the device.
 
     Keeps `limit` bytes there, of what is here and of what views have left of what was; more only as long as more is in
-    use, and the device has it. Whoever else needs the device's memory gets what is not in use.
+    use, and the device has it. Whoever else needs the device's memory gets what is not in use. What comes from `swap`
+    to a device with memory of its own passes the host's, in at most `window` bytes at a time.
     """
 
     def __init__(
-        self, parameters: Sequence[ModelParameter], records: Mapping[int, ShardRecord], lanes: Lanes, limit: int
+        self,
+        parameters: Sequence[ModelParameter],
+        records: Mapping[int, ShardRecord],
+        lanes: Lanes,
+        limit: int,
+        *,
+        swap: SwapFile | None = None,
+        window: int = 0,
     ) -> None:
         self.limit = limit
+        self._window = window
         self._parameters = {each.number: each for each in parameters}
         self._records = records
         self._lanes = lanes
-        self._mover = Mover(lanes.accelerator, lanes.host, lanes.device)
+        self._mover = Mover(lanes.accelerator, lanes.host, lanes.device, swap)
+        self._homes = {number: record.home() for number, record in records.items()}
+        self._there = Tier.HOST if lanes.accelerator.unified else Tier.DEVICE  # what fetching brings them to
         self._nbytes = {number: record.nbytes for number, record in records.items()}
         self._trace = TraceFollower()
         self._here: dict[int, _Here] = {}
@@ -186,11 +199,26 @@ class ParameterFetcher:
         record, here = self._records[number], self._here[number]
         here.transfer.result()
         record.changed()
-        transfer = self._mover.download(record, source=Source.KEPT)
-        self._count(Lane.D2H, number, transfer)
+        transfer = self._mover.move(record, self._homes[number], source=Source.KEPT)
+        self._count(Lane.D2H if self._homes[number] is Tier.HOST else Lane.NVME_WRITE, number, transfer)
         transfer.result()
-        self._mover.upload(record, source=Source.KEPT).result()  # no bytes move: it is there
+        self._mover.move(record, self._there, source=Source.KEPT).result()  # no bytes move: it is there
+        if self._homes[number] is Tier.NVME and self._there is Tier.DEVICE:
+            self._mover.release(record, Tier.HOST)
         self._parameters[number].note_values()
+
+    def copy_of(self, number: int) -> torch.Tensor:
+        """Return a flat copy, on the host, of the values at home. They are not shown for that.
+
+        Raises:
+            TransferError: they could not be read.
+        """
+        each = self._parameters[number]
+        if not each.on_drives:
+            return each.values.detach().cpu().clone()
+        whole = torch.empty(each.numel, dtype=each.dtype)
+        self._mover.read_home(self._records[number], whole.view(torch.uint8).numpy().data)
+        return whole
 
     def end_step(self) -> TraceMismatch | None:
         """Begin to fetch what the next step needs first; return where this one went another way than the one before."""
@@ -207,12 +235,20 @@ class ParameterFetcher:
         )
 
     def close(self) -> None:
-        """Give all values their own ordinary memory, and all leases back. What somebody has changed, unasked, stays."""
+        """Give all values their own ordinary memory, and all leases back. What somebody has changed, unasked, stays.
+
+        Those on the drives get it only if there is memory for all of them: else a warning says that they are gone.
+        """
+        self._mover.poll()
+        there_is_room = self._there_is_room_for_all()
         for number in self._records:
             each = self._parameters[number]
             if self._shown.pop(number, None) == each.parameter.data_ptr():
-                each.values.copy_(each.parameter.detach().view(-1))
-            each.show(each.values.clone().view(each.parameter.shape))
+                each.show(each.parameter.detach().cpu().clone())
+            elif not each.on_drives:
+                each.show(each.values.clone().view(each.parameter.shape))
+            elif there_is_room:
+                each.show(self.copy_of(number).view(each.parameter.shape))
             each.live_at(None)
         self._by_address.clear()
         for number in list(self._here):
@@ -221,10 +257,25 @@ class ParameterFetcher:
             self._mover.forget(record)
         self._mover.drain()
 
+    def _there_is_room_for_all(self) -> bool:
+        """Tell whether the host has memory for what rests on the drives."""
+        nbytes = sum(self._nbytes[number] for number, home in self._homes.items() if home is Tier.NVME)
+        free = probe_memory().available_bytes
+        if nbytes <= free:
+            return True
+        warnings.warn(
+            f"the model's parameters of {nbytes} B on NVMe stay NaN after close(), as the host has {free} B for them: "
+            "save what is needed before it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+
     # --- several parameters ---------------------------------------------------------------------------------------
 
     def _provide(self, numbers: Iterable[int]) -> None:
         """Let parameters that are held be here and shown."""
+        self._mover.poll()
         missing = dict.fromkeys(number for number in numbers if number not in self._shown)
         for number in missing:
             if number in self._here:
@@ -254,6 +305,9 @@ class ParameterFetcher:
             self._release(number)
         self._ahead = start + chosen.provided
         for number in chosen.fetched:
+            if not self._passes(number):
+                self._ahead = min(self._ahead, self._trace.next_use(number))
+                return
             lease = self._lanes.device.spare(self._nbytes[number], holder=self._holder(number), views=Views.KEEP)
             if lease is None:  # others have taken it, and nothing has to be ahead
                 self._ahead = min(self._ahead, self._trace.next_use(number))
@@ -274,6 +328,24 @@ class ParameterFetcher:
                 self._release(idle)
                 if nbytes <= self._free:
                     return
+
+    def _passes(self, number: int) -> bool:
+        """Tell whether there is room on the way for a parameter that passes the host's memory."""
+        if self._homes[number] is not Tier.NVME or self._there is not Tier.DEVICE:
+            return True
+        passing = sum(
+            self._nbytes[each]
+            for each, here in self._here.items()
+            if self._homes[each] is Tier.NVME and not here.transfer.done()
+        )
+        return not passing or passing + self._nbytes[number] <= self._window
+
+    def _let_pass(self, number: int) -> None:
+        """Wait until there is."""
+        for here in list(self._here.values()):
+            if self._passes(number):
+                return
+            self._wait(here)
 
     def _idle(self) -> list[int]:
         return [number for number in self._here if number not in self._holders]
@@ -298,8 +370,14 @@ class ParameterFetcher:
 
     def _fetch(self, number: int, lease: Lease) -> None:
         # The mover closes the lease where the copy cannot begin or fails.
-        transfer = self._mover.upload(self._records[number], into=lease, source=Source.KEPT)
-        self._count(Lane.H2D, number, transfer)
+        record = self._records[number]
+        if self._homes[number] is Tier.HOST:
+            transfer = self._mover.upload(record, into=lease, source=Source.KEPT)
+            self._count(Lane.H2D, number, transfer)
+        else:
+            self._let_pass(number)
+            transfer = self._mover.move(record, self._there, into=lease)
+            self._count(Lane.NVME_READ, number, transfer)
         self._here[number] = _Here(lease, transfer)
         self._taken += self._nbytes[number]
         self._fetched += 1
@@ -311,13 +389,13 @@ class ParameterFetcher:
 
     def _show(self, number: int) -> None:
         here = self._here[number]
-        event = here.transfer.event
+        event = here.transfer.event if self._homes[number] is Tier.HOST else None
         if event is not None and self._lanes.accelerator.torch_device.type != "cpu":
             self._lanes.accelerator.wait_for(self._lanes.compute, event)
         else:
             self._arrived(here)
         each = self._parameters[number]
-        each.show(here.lease.tensor(each.values.dtype, each.parameter.shape))
+        each.show(here.lease.tensor(each.dtype, each.parameter.shape))
         self._shown[number] = address = each.parameter.data_ptr()
         self._by_address[address] = number
 
@@ -350,7 +428,7 @@ class ParameterFetcher:
         self._forget(number)
         if here.transfer.error is None:
             here.lease.until(self.used())
-            self._mover.move(self._records[number], Tier.HOST).result()
+            self._mover.move(self._records[number], self._homes[number]).result()
 
     def _forget(self, number: int) -> None:
         """Note that a parameter, whose transfer has ended, is not here any more."""
@@ -363,7 +441,7 @@ class ParameterFetcher:
 
 def _absent(each: ModelParameter, where: torch.device) -> torch.Tensor:
     """Return what modules see of a parameter that is not here: who reads it gets NaN, who writes to it an error."""
-    dtype = each.values.dtype
+    dtype = each.dtype
     nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     one = torch.full((), nothing, dtype=dtype, device=where)
     return one.expand(each.parameter.shape)

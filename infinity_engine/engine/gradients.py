@@ -2,13 +2,16 @@
 
 The first gradient of a window stays in the dtype it came in; from the second on they are added in fp32, in the order of
 their arrival. Where they lie follows from where their subgroups are updated: what the host updates of another memory
-starts its way down at once, the rest stays on the device. Updates nothing.
+starts its way down at once, what rests on the drives goes there, the rest stays on the device. On the drives there is
+one for each micro-batch, and whoever reads them adds them up in that order. Updates nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 import numpy as np
@@ -18,33 +21,60 @@ import torch
 from infinity_engine.accel import Event
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
+from infinity_engine.engine.outgoing import Outgoing
+from infinity_engine.errors import TransferError
 from infinity_engine.memory import Lease
-from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums
+from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostKernels
 from infinity_engine.optim import Stream as Values
 from infinity_engine.plan.ops import Lane
+from infinity_engine.storage import Hop, IOEvent, Place
 
-__all__ = ["GradientKeeper", "Piece"]
+__all__ = ["GradientKeeper", "Kept", "Piece", "added_up"]
 
 _Sums = npt.NDArray[np.float64]
 _ADDING = "addition of gradients"
 
 
+class Kept(Enum):
+    """Where a piece of a gradient is kept until it is used."""
+
+    DEVICE = "device"  # Where modules compute.
+    HOST = "host"  # In the host's own memory.
+    DRIVES = "drives"  # On NVMe.
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a parameter that one subgroup holds, and whether its gradient is needed in the host's own memory."""
+    """The part of a parameter that one subgroup holds, and where its gradient is kept."""
 
     first_element: int
     numel: int
-    on_host: bool
+    kept: Kept
 
 
 class GradientKeeper:
-    """The gradients of one engine; `pieces` has those of each parameter, in order."""
+    """The gradients of one engine; `pieces` has those of each parameter, in order, `names` what each is called.
 
-    def __init__(self, numels: Sequence[int], pieces: Sequence[Sequence[Piece]], lanes: Lanes) -> None:
+    `outgoing` is there where some go to the drives; `sums_early` says that the norm will be asked for.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        numels: Sequence[int],
+        pieces: Sequence[Sequence[Piece]],
+        lanes: Lanes,
+        outgoing: Outgoing | None = None,
+        *,
+        sums_early: bool = False,
+    ) -> None:
         self._numels = tuple(numels)
         self._lanes = lanes
-        self._slots = tuple(_Slots(numel, each, lanes) for numel, each in zip(numels, pieces, strict=True))
+        self._outgoing = outgoing
+        self._slots = tuple(
+            _Slots(name, numel, each, lanes, outgoing, sums_early=sums_early)
+            for name, numel, each in zip(names, numels, pieces, strict=True)
+        )
 
     @property
     def any(self) -> bool:
@@ -60,14 +90,28 @@ class GradientKeeper:
         self._slots[parameter].take(gradient.detach().contiguous().view(-1))
 
     def values(self, parameter: int, piece: int) -> Values | None:
-        """Return a piece of a gradient where its update runs, None where none has come."""
+        """Return a piece of a gradient where its update runs, None where none has come or it is `read`."""
         slots = self._slots[parameter]
         return slots.values(piece) if slots.count else None
 
+    def read(self, parameter: int, piece: int, into: Sequence[memoryview], *, start: int = 0) -> list[Hop]:
+        """Begin to read a piece that is kept on the drives: of each micro-batch from `start` on that has memory."""
+        return self._slots[parameter].read(piece, into, start)
+
+    def formats(self, parameter: int, piece: int) -> tuple[FloatFormat, ...]:
+        """Return the format of each that `read` reads."""
+        return self._slots[parameter].formats(piece)
+
     def settle(self) -> None:
-        """Finish what is under way: all that came is added up and where it is needed."""
+        """Finish what is under way: all that came is added up and where it is needed.
+
+        Raises:
+            TransferError: some could not be written to the drives, and is lost: the step cannot be made.
+        """
         for slots in self._slots:
             slots.settle()
+        if self._outgoing is not None:
+            self._outgoing.settle()
 
     def norm(self) -> GradientNorm:
         """Return the norm of all that came, as it lies in memory."""
@@ -81,19 +125,37 @@ class GradientKeeper:
 
     def clear(self) -> None:
         """Drop all gradients."""
+        if self._outgoing is not None:
+            with suppress(TransferError):  # of what is dropped
+                self._outgoing.settle()
         for slots in self._slots:
             slots.clear()
 
 
 class _Slots:
-    """Where the gradient of one parameter is: whole on the device, in pieces on the host, or some of both."""
+    """Where the gradient of one parameter is: whole on the device, in pieces on the host or the drives, or of each."""
 
-    def __init__(self, numel: int, pieces: Sequence[Piece], lanes: Lanes) -> None:
+    def __init__(
+        self,
+        name: str,
+        numel: int,
+        pieces: Sequence[Piece],
+        lanes: Lanes,
+        outgoing: Outgoing | None,
+        *,
+        sums_early: bool,
+    ) -> None:
         self.count = 0
         self._pieces = pieces
-        stays = any(not piece.on_host for piece in pieces)
+        stays = any(piece.kept is Kept.DEVICE for piece in pieces)
         self._on_device = _DeviceSlot(numel, lanes) if stays else None
-        self._on_host = {number: _HostSlot(piece, lanes) for number, piece in enumerate(pieces) if piece.on_host}
+        self._on_host: dict[int, _HostSlot | _DriveSlot] = {}
+        for number, piece in enumerate(pieces):
+            if piece.kept is Kept.HOST:
+                self._on_host[number] = _HostSlot(piece, lanes)
+            elif piece.kept is Kept.DRIVES:
+                assert outgoing is not None, "there is a way to the drives"
+                self._on_host[number] = _DriveSlot(name, piece, lanes, outgoing, sums_early=sums_early)
 
     def take(self, gradient: torch.Tensor) -> None:
         self.count += 1
@@ -102,12 +164,23 @@ class _Slots:
         if self._on_device is not None:
             self._on_device.take(gradient)
 
-    def values(self, number: int) -> Values:
+    def values(self, number: int) -> Values | None:
         piece = self._pieces[number]
         if number in self._on_host:
             return self._on_host[number].values()
         assert self._on_device is not None, "what is not on the host stays on the device"
         return self._on_device.values().part(piece.first_element, piece.numel)
+
+    def read(self, number: int, into: Sequence[memoryview], start: int) -> list[Hop]:
+        return self._drive_slot(number).read(into, start)
+
+    def formats(self, number: int) -> tuple[FloatFormat, ...]:
+        return self._drive_slot(number).formats
+
+    def _drive_slot(self, number: int) -> _DriveSlot:
+        slot = self._on_host[number]
+        assert isinstance(slot, _DriveSlot), "only what is on the drives is read"
+        return slot
 
     def settle(self) -> None:
         for slot in self._on_host.values():
@@ -177,7 +250,7 @@ class _HostSlot:
     def __init__(self, piece: Piece, lanes: Lanes) -> None:
         self._piece = piece
         self._lanes = lanes
-        self._newest: tuple[Lease, Event, FloatFormat] | None = None
+        self._newest: tuple[Lease, Event | None, FloatFormat] | None = None
         self._sum: Lease | None = None
         self._block_sums: _Sums | None = None
 
@@ -186,20 +259,7 @@ class _HostSlot:
             self._fold()
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
         lease = self._lanes.host.lease(piece.numel(), holder="gradients")
-        self._newest = (lease, self._download(piece, lease), Values.of(gradient).format)
-
-    def _download(self, piece: torch.Tensor, lease: Lease) -> Event:
-        lanes = self._lanes
-        copy = partial(lanes.copy, Lane.D2H, Cargo.GRADIENTS, lease, name="gradient")
-        made = lanes.accelerator.record(lanes.compute)
-        if lanes.accelerator.torch_device.type != "cpu":
-            return copy(piece, after=[made])
-        # Emulated: what autograd made is in no device memory yet.
-        with lanes.meter.waits(Wait.GRADIENTS):  # until there is room
-            source = lanes.device.lease(piece.numel(), holder="gradients on their way")
-        with source:
-            source.flat().copy_(piece)
-            return copy(source, after=[made])
+        self._newest = (lease, _download(self._lanes, piece, lease), Values.of(gradient).format)
 
     def _fold(self) -> None:
         """Add the newest gradient to the sum, which begins with the first."""
@@ -239,8 +299,9 @@ class _HostSlot:
 
     def _wait(self) -> None:
         assert self._newest is not None, "there is one"
-        with self._lanes.meter.waits(Wait.GRADIENTS):
-            self._newest[1].wait()
+        if self._newest[1] is not None:
+            with self._lanes.meter.waits(Wait.GRADIENTS):
+                self._newest[1].wait()
 
     def _newest_values(self) -> Values:
         assert self._newest is not None, "there is one"
@@ -249,6 +310,128 @@ class _HostSlot:
 
     def _sum_values(self, lease: Lease) -> Values:
         return Values(lease.flat().data_ptr(), self._piece.numel, FloatFormat.FP32, lease)
+
+
+class _DriveSlot:
+    """A piece of a gradient on the drives: one for each micro-batch, in order.
+
+    Where more come than have a place there, they are added up in host memory from then on, as far as there is some.
+    """
+
+    def __init__(self, name: str, piece: Piece, lanes: Lanes, outgoing: Outgoing, *, sums_early: bool) -> None:
+        self.formats: tuple[FloatFormat, ...] = ()
+        self._what = f"gradient of {name}"
+        self._piece = piece
+        self._lanes = lanes
+        self._outgoing = outgoing
+        self._sums_early = sums_early
+        self._places: list[Place] = []
+        self._sum: Lease | None = None
+        self._block_sums: _Sums | None = None
+
+    def take(self, gradient: torch.Tensor) -> None:
+        piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
+        if self._sum is not None or len(self.formats) == self._outgoing.micro_batches:
+            self._add(piece, Values.of(gradient).format)
+            return
+        count, format_ = len(self.formats), Values.of(gradient).format
+        if count < len(self._places) and self._places[count].nbytes != piece.numel():
+            self._outgoing.release(self._places.pop(count))
+        if count == len(self._places):
+            self._places.append(self._outgoing.allocate(piece.numel()))
+        lease = self._outgoing.lease(piece.numel())
+        made = _download(self._lanes, piece, lease)
+        self._block_sums = None
+        if self._sums_early and not count and made is None:
+            values = Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
+            self._block_sums = self._lanes.kernels.block_sums(values)
+        self._outgoing.send(lease, made, self._places[count], what=self._what)
+        self.formats += (format_,)
+
+    def read(self, into: Sequence[memoryview], start: int = 0) -> list[Hop]:
+        return [
+            self._outgoing.read(place, memory[: place.nbytes], what=self._what)
+            for place, memory in zip(self._places[start : len(self.formats)], into, strict=False)
+        ]
+
+    def values(self) -> Values | None:
+        """Return the sum, where there is one in memory."""
+        return None if self._sum is None else self._sum_in(self._sum)
+
+    def settle(self) -> None:
+        """Nothing of its own: what was sent is settled as a whole."""
+
+    def sums(self) -> _Sums:
+        if self._block_sums is None:
+            self._block_sums = self._read_back(None)
+        return self._block_sums
+
+    def _add(self, piece: torch.Tensor, format_: FloatFormat) -> None:
+        """Add one for which there is no place to the sum of all in memory."""
+        if self._sum is None:
+            self._outgoing.settle()
+            total = self._outgoing.lease(4 * self._piece.numel)
+            self._read_back(total)
+            self._sum, self.formats = total, ()
+        with self._outgoing.lease(piece.numel()) as lease:
+            made = _download(self._lanes, piece, lease)
+            if made is not None:
+                made.wait()
+            newest = Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
+            self._block_sums = self._lanes.kernels.add_to_sum(newest, self._sum_in(self._sum))
+
+    def _sum_in(self, lease: Lease) -> Values:
+        return Values(lease.flat().data_ptr(), self._piece.numel, FloatFormat.FP32, lease)
+
+    def _read_back(self, total: Lease | None) -> _Sums:
+        """Return the block sums of what is added up, which is read for that; keep the sum in `total`, where given."""
+        numel, kernels = self._piece.numel, self._lanes.kernels
+        several = len(self.formats) > 1 or total is not None
+        with ExitStack() as leases:
+            places = self._places[: len(self.formats)]
+            wires = [leases.enter_context(self._outgoing.lease(place.nbytes)) for place in places]
+            with self._lanes.meter.waits(Wait.GRADIENTS):
+                IOEvent(self.read([lease.memory() for lease in wires])).wait()
+            streams = [
+                Values(lease.flat().data_ptr(), numel, format_, lease)
+                for lease, format_ in zip(wires, self.formats, strict=True)
+            ]
+            if not several:
+                return kernels.block_sums(streams[0])
+            into = total or leases.enter_context(self._outgoing.lease(4 * numel))
+            return added_up(kernels, streams, self._sum_in(into))
+
+    def clear(self) -> None:
+        self.formats = ()
+        if self._sum is not None:
+            self._sum.close()
+            self._sum = None
+        self._block_sums = None
+
+
+def added_up(kernels: HostKernels, gradients: Sequence[Values], into: Values) -> _Sums:
+    """Add gradients up in fp32, in their order, and return the block sums of that."""
+    sums = kernels.begin_sum(gradients[0], into)
+    for each in gradients[1:]:
+        sums = kernels.add_to_sum(each, into)
+    return sums
+
+
+def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
+    """Bring bytes from where modules compute into host memory; None where they are there on return."""
+    if lanes.accelerator.unified:
+        lease.flat().copy_(piece)
+        return None
+    copy = partial(lanes.copy, Lane.D2H, Cargo.GRADIENTS, lease, name="gradient")
+    made = lanes.accelerator.record(lanes.compute)
+    if lanes.accelerator.torch_device.type != "cpu":
+        return copy(piece, after=[made])
+    # Emulated: what autograd made is in no device memory yet.
+    with lanes.meter.waits(Wait.GRADIENTS):  # until there is room
+        source = lanes.device.lease(piece.numel(), holder="gradients on their way")
+    with source:
+        source.flat().copy_(piece)
+        return copy(source, after=[made])
 
 
 def _add(kernel: Callable[[Values, Values], _Sums], gradient: torch.Tensor, into: torch.Tensor) -> None:

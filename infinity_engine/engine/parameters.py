@@ -24,6 +24,7 @@ class ModelParameter:
     parameter: torch.nn.Parameter
     _seen: tuple[int, int] = field(default=(0, 0), repr=False, kw_only=True)
     _at_home: torch.Tensor | None = field(default=None, repr=False, kw_only=True)
+    _on_drives: torch.dtype | None = field(default=None, repr=False, kw_only=True)
 
     @property
     def numel(self) -> int:
@@ -32,12 +33,29 @@ class ModelParameter:
 
     @property
     def values(self) -> torch.Tensor:
-        """The elements that modules compute with, flat, where updates leave them."""
+        """The elements that modules compute with, flat, where updates leave them in memory."""
+        if self._on_drives is not None:
+            raise RuntimeError(f"the values of {self.name} are on the drives: load them to see them")
         return self.parameter.detach().view(-1) if self._at_home is None else self._at_home
 
     def live_at(self, home: torch.Tensor | None) -> None:
         """Let its values be in this flat tensor, of which modules see copies; None: they are the parameter's own."""
         self._at_home = home
+        self._on_drives = None
+
+    def rest_on_drives(self, dtype: torch.dtype) -> None:
+        """Let its values be on the drives, of this type, and modules see copies of them."""
+        self._on_drives = dtype
+
+    @property
+    def on_drives(self) -> bool:
+        """Whether its values are there."""
+        return self._on_drives is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return what modules compute with it in."""
+        return self.values.dtype if self._on_drives is None else self._on_drives
 
     def show(self, values: torch.Tensor) -> None:
         """Let modules see these values. A change by somebody else, before, is still seen as one afterwards."""

@@ -20,7 +20,7 @@ from infinity_engine.units import format_bytes, format_rate
 __all__ = ["LinkUse", "Over", "Peak", "StepReport", "UpdateUse", "report_of"]
 
 _PHASES = ("forward", "backward", "update")
-_LINKS = (Lane.H2D, Lane.D2H)
+_LINKS = (Lane.H2D, Lane.D2H, Lane.NVME_READ, Lane.NVME_WRITE)
 _UPDATES: tuple[type[UpdateOp], ...] = (UpdateOnHost, UpdateOnDevice)
 
 
@@ -64,8 +64,8 @@ class Peak:
 class StepReport:
     """One step in figures; as text, a table. `device` says what the times are worth: an emulated device has its own.
 
-    `waits` are the seconds in which the host waited, and are within the phases' own. `links` is empty where DEVICE and
-    HOST are one memory. Of the fetched parameters, those in time were there or under way when they were asked for.
+    `waits` are the seconds in which the host waited, and are within the phases' own. `links` has those that carried
+    something. Of the fetched parameters, those in time were there or under way when they were asked for.
     """
 
     index: int

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
 
 from infinity_engine.config import EngineConfig, ParametersAt, Precision
+from infinity_engine.engine.buffers import SMALL_BYTES, BufferLayout, Resting
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
-from infinity_engine.errors import CapacityError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim import FloatFormat, Formats, Rule, Subgroup, cut_into_subgroups
 from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, policy_for
 from infinity_engine.optim.policy import Limits, OffloadPolicy
-from infinity_engine.plan import Auto, Rates, ResolvedBudget, Tier
+from infinity_engine.plan import Auto, NvmeStreamed, Rates, ResolvedBudget, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home, StepPlan, SubgroupSpec
 from infinity_engine.units import align_up
 
-__all__ = ["Demand", "Sizing"]
+__all__ = ["Demand", "Plan", "Sizing"]
 
 _PAGE = 4096
 _PARAMETER = MappingProxyType(
@@ -30,16 +31,35 @@ _PARAMETER = MappingProxyType(
         Precision.FP16_AUTOCAST: FloatFormat.FP16,
     }
 )
+_SPARE = 8 * _PAGE  # for each place on the drives, of which there may be up to eight
+_MOST_TRIES = 4  # to find a plan whose buffers fit what it lets be updated where
+_MOST_BUFFERS = 4  # two filled ahead, one updated, one emptied
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """The bytes that a plan takes of each tier; `fetched` of the device's are for parameters that modules fetch."""
+    """The bytes that a plan takes of each tier.
+
+    `fetched` of the device's are for parameters that modules fetch, `window` of the host's for those that pass it.
+    """
 
     host: int
     device: int
     fetched: int
+    window: int = 0
+    nvme: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A plan, what it takes, and what of it rests on the drives."""
+
+    steps: StepPlan
+    demand: Demand
+    resting: Resting = Resting()
+    layouts: Mapping[int, BufferLayout] = field(default_factory=lambda: MappingProxyType({}))
+    """Of the subgroups of which some does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +74,8 @@ class Sizing:
     deepest: int
     """The most of these bytes that modules within one another need at the same time."""
     unified: bool
+    sums: bool = True
+    """Whether gradients of several micro-batches are added up."""
 
     @classmethod
     def of(
@@ -81,6 +103,7 @@ class Sizing:
             parameters=tuple(nbytes.values()),
             deepest=_deepest(model, lambda parameter: nbytes.get(id(parameter), 0)),
             unified=unified,
+            sums=config.accumulation_steps > 1,
         )
 
     @property
@@ -91,54 +114,240 @@ class Sizing:
     # --- plans ----------------------------------------------------------------------------------------------------
 
     def plan(
-        self, config: EngineConfig, policy: OffloadPolicy | None, budget: ResolvedBudget
-    ) -> tuple[StepPlan, Demand]:
-        """Return the plan that the policy or the strategy makes, and what it takes.
+        self, config: EngineConfig, policy: OffloadPolicy | None, budget: ResolvedBudget, *, io_bytes: int
+    ) -> Plan:
+        """Return the plan that the policy or the strategy makes, what it takes, and what rests on drives.
 
-        Where that is left open, parameters stay on the device if all fits with them there.
+        Where that is left open, parameters stay on the device if all fits with them there, else on the host; and
+        nothing rests on drives that has room elsewhere. `io_bytes` of the host are what using the drives takes.
 
         Raises:
-            CapacityError: the device cannot hold what it would have to.
+            CapacityError: a tier cannot hold what it would have to.
         """
-        asked = ParametersAt.DEVICE if self.unified else config.parameters
-        if asked is ParametersAt.HOST:
-            return self._plan(config, policy, budget, Tier.HOST)
-        try:
-            return self._plan(config, policy, budget, Tier.DEVICE)
-        except CapacityError:
-            if asked is ParametersAt.DEVICE:
-                raise
-        return self._plan(config, policy, budget, Tier.HOST)
+        streams = isinstance(config.strategy, NvmeStreamed)
+        if (streams or config.parameters is ParametersAt.NVME) and not budget.nvme:
+            raise ConfigError(
+                field="budget.nvme",
+                value=None,
+                expected='directories of drives and their sizes, such as {"/mnt/nvme": "400GiB"}, for what rests there',
+            )
+        refused: CapacityError | None = None
+        for parameters, on_drives in self._choices(config, policy, budget):
+            try:
+                if on_drives or parameters is Tier.NVME:
+                    return self._plan_with_drives(
+                        config, policy, budget, parameters, states=on_drives, io_bytes=io_bytes
+                    )
+                plan = self._plan(config, policy, budget, parameters, Resting(), {})
+                if budget.nvme:  # else the ledger says what is missing
+                    self._check_host(plan.demand, budget)
+            except CapacityError as error:
+                refused = refused or error
+            else:
+                return plan
+        assert refused is not None, "there is a choice"
+        raise refused
+
+    def _choices(
+        self, config: EngineConfig, policy: OffloadPolicy | None, budget: ResolvedBudget
+    ) -> Iterator[tuple[Tier, bool]]:
+        """Yield where parameters and states may be, what is best first: parameters' tier, and states on the drives."""
+        asked = {
+            ParametersAt.AUTO: (Tier.DEVICE, Tier.HOST, Tier.NVME),
+            ParametersAt.DEVICE: (Tier.DEVICE,),
+            ParametersAt.HOST: (Tier.HOST,),
+            ParametersAt.NVME: (Tier.NVME,),
+        }[config.parameters]
+        tiers = [tier for tier in asked if tier is not Tier.HOST or not self.unified] or [Tier.DEVICE]
+        may_rest = isinstance(config.strategy, NvmeStreamed)
+        must_rest = may_rest or (isinstance(config.strategy, Auto) and policy is None)
+        for on_drives in (False, True):
+            for tier in tiers:
+                drives = on_drives or tier is Tier.NVME
+                if (may_rest and not on_drives) or (drives and not budget.nvme) or (on_drives and not must_rest):
+                    continue
+                yield tier, on_drives
 
     def _plan(
-        self, config: EngineConfig, policy: OffloadPolicy | None, budget: ResolvedBudget, parameters: Tier
-    ) -> tuple[StepPlan, Demand]:
-        limits = self._limits(budget, parameters)
-        specs = [SubgroupSpec(index=each.index, numel=each.numel, first_use=each.index) for each in self.subgroups]
+        self,
+        config: EngineConfig,
+        policy: OffloadPolicy | None,
+        budget: ResolvedBudget,
+        parameters: Tier,
+        resting: Resting,
+        layouts: Mapping[int, BufferLayout],
+        *,
+        buffers: int = 0,
+    ) -> Plan:
+        limits = replace(self._limits(budget, parameters), host_buffers=buffers)
+        specs = [self._spec(each, layouts.get(each.index)) for each in self.subgroups]
         rates = config.rates or Rates()
 
-        def made(by: OffloadPolicy) -> tuple[StepPlan, Demand]:
-            plan = by(specs, rates, limits)
-            return plan, self._demand(plan, budget)
+        def made(by: OffloadPolicy) -> Plan:
+            steps = by(specs, rates, limits)
+            demand = self._demand(steps, budget, resting, layouts)
+            return Plan(steps=steps, demand=demand, resting=resting, layouts=layouts)
 
         if policy is not None:
             return made(policy)
         if not isinstance(config.strategy, Auto):
             return made(policy_for(config.strategy))
-        if not self.unified:
+        if not self.unified and not resting.states:
             try:
                 return made(DEVICE_ONLY)
             except CapacityError:
                 pass
         return made(HOST_ONLY)
 
+    def _spec(self, subgroup: Subgroup, layout: BufferLayout | None) -> SubgroupSpec:
+        if layout is None:
+            return SubgroupSpec(index=subgroup.index, numel=subgroup.numel, first_use=subgroup.index)
+        return SubgroupSpec(
+            index=subgroup.index,
+            numel=subgroup.numel,
+            first_use=subgroup.index,
+            buffer_bytes=layout.nbytes,
+            load_bytes=layout.load_bytes,
+            store_bytes=layout.store_bytes,
+        )
+
+    # --- drives ---------------------------------------------------------------------------------------------------
+
+    def _plan_with_drives(
+        self,
+        config: EngineConfig,
+        policy: OffloadPolicy | None,
+        budget: ResolvedBudget,
+        parameters: Tier,
+        *,
+        states: bool,
+        io_bytes: int,
+    ) -> Plan:
+        """Return the plan that keeps as much in memory as there is room for, what is needed first before the rest."""
+        values = frozenset(
+            number for number, nbytes in enumerate(self.parameters) if parameters is Tier.NVME and nbytes >= SMALL_BYTES
+        )
+        resting = Resting(
+            states=frozenset(each.index for each in self.subgroups) if states else frozenset(), values=values
+        )
+        micro_batches = config.accumulation_steps
+        choices = [(buffers, 0) for buffers in range(_MOST_BUFFERS, 1, -1)]
+        if states:
+            choices += [(buffers, micro_batches) for buffers in range(_MOST_BUFFERS, 0, -1)]
+        refused: CapacityError | None = None
+        for buffers, gradients in choices:
+            tried = replace(resting, gradients=gradients)
+            try:
+                plan = self._settled(config, policy, budget, parameters, tried, buffers)
+                self._check_host(plan.demand, budget, io_bytes)
+            except CapacityError as error:
+                refused = error
+                continue
+            if not states:
+                return self._with_room(plan, budget, io_bytes)
+            kept = self._kept(plan, budget.host - io_bytes - self._held_on_host(plan.demand))
+            if kept:
+                fewer = replace(tried, states=tried.states - kept)
+                plan = self._settled(config, policy, budget, parameters, fewer, buffers)
+            return self._with_room(plan, budget, io_bytes)
+        assert refused is not None, "there is a choice"
+        raise refused
+
+    def _settled(
+        self,
+        config: EngineConfig,
+        policy: OffloadPolicy | None,
+        budget: ResolvedBudget,
+        parameters: Tier,
+        resting: Resting,
+        buffers: int,
+    ) -> Plan:
+        """Return the plan whose buffers fit what it lets be updated where, which decides what passes them."""
+        homes = {each.index: Home.HOST for each in self.subgroups}
+        for _ in range(_MOST_TRIES):
+            rests = replace(resting, states=frozenset(i for i in resting.states if homes[i] is not Home.RESIDENT))
+            layouts = {each.index: self._layout(each, rests, homes[each.index], parameters) for each in self.subgroups}
+            passing = MappingProxyType({index: each for index, each in layouts.items() if each.nbytes})
+            plan = self._plan(config, policy, budget, parameters, rests, passing, buffers=buffers)
+            found = plan.steps.homes()
+            if found == homes:
+                return plan
+            homes = found
+        raise ConfigError(
+            field="strategy",
+            value=config.strategy.name,
+            expected="one that says which part visits the device, such as "
+            "NvmeStreamed(update=Interleaved(share=0.5)): what is best changes with what passes the host",
+        )
+
+    def _layout(self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier) -> BufferLayout:
+        on_host = home is Home.HOST or self.unified
+        in_place = self._in_place(home, parameters)
+        return BufferLayout.of(
+            subgroup,
+            resting if on_host else replace(resting, gradients=0),
+            streams=len(self.state_names) + (0 if in_place else 1),
+            width=self.width,
+            in_place=in_place,
+            copies=parameters is Tier.DEVICE and home is Home.HOST and not self.unified and self.width < 4,
+        )
+
+    def _in_place(self, home: Home, parameters: Tier) -> bool:
+        """Tell whether values are the masters of a subgroup; StateKeeper goes by the same rule."""
+        here = Home.RESIDENT if parameters is Tier.DEVICE else Home.HOST
+        return self.formats.parameter is None and (self.unified or home is here)
+
+    def _kept(self, plan: Plan, left: int) -> frozenset[int]:
+        """Return the subgroups whose states have room in so many bytes of the host: what is needed first, first."""
+        kept = set()
+        for each in self.subgroups:
+            layout = plan.layouts.get(each.index)
+            if layout is None or not layout.states_bytes:
+                continue
+            weight = self.width if plan.resting.gradients else 0
+            left -= align_up(layout.states_bytes, _PAGE) + weight * each.numel + 2 * _PAGE * len(each.segments)
+            if left < 0:
+                break
+            kept.add(each.index)
+        return frozenset(kept)
+
+    def _with_room(self, plan: Plan, budget: ResolvedBudget, io_bytes: int) -> Plan:
+        """Return the plan with what the host has left as room for parameters that come from the drives."""
+        if not self.unified or not plan.resting.values:
+            return plan
+        left = budget.host - io_bytes - self._held_on_host(plan.demand)
+        passing = sum(nbytes for number, nbytes in enumerate(self.parameters) if number in plan.resting.values)
+        more = max(min(left, passing - plan.demand.fetched), 0)
+        demand = replace(plan.demand, device=plan.demand.device + more, fetched=plan.demand.fetched + more)
+        return replace(plan, demand=demand)
+
+    def _check_host(self, demand: Demand, budget: ResolvedBudget, io_bytes: int = 0) -> None:
+        asked = self._held_on_host(demand) + io_bytes
+        if asked > budget.host:
+            raise CapacityError(
+                tier=Tier.HOST.name,
+                asked=asked,
+                free=budget.host,
+                limit=budget.host,
+                change="raise the budget's host, lower subgroup_numel, or let more rest on drives: give the budget nvme "
+                'directories, and set strategy="nvme_streamed" and parameters="nvme"',
+            )
+
+    def _held_on_host(self, demand: Demand) -> int:
+        return demand.host + (demand.device if self.unified else 0)
+
     def _limits(self, budget: ResolvedBudget, parameters: Tier) -> Limits:
         """Return what a plan may take of the device where its parameters stay in that tier."""
         weights = BytesPerParameter(states=4 * (1 + len(self.state_names)), parameter=self.width)
         if self.unified:  # Nothing visits another memory, so nothing is staged.
             everything = sum(subgroup.numel for subgroup in self.subgroups) * weights.states
-            return Limits(resident_bytes=everything, staging_bytes=3 * everything, per_parameter=weights)
-        at_home = parameters is Tier.HOST
+            return Limits(
+                resident_bytes=everything,
+                staging_bytes=3 * everything,
+                per_parameter=weights,
+                parameters=parameters,
+            )
+        at_home = parameters is not Tier.DEVICE
         left = budget.device - self._on_their_way - (0 if at_home else sum(self.parameters))
         resident = left - self.deepest if at_home else left
         if resident < 0:
@@ -162,7 +371,11 @@ class Sizing:
 
     # --- bytes ----------------------------------------------------------------------------------------------------
 
-    def _demand(self, plan: StepPlan, budget: ResolvedBudget) -> Demand:
+    def _demand(
+        self, plan: StepPlan, budget: ResolvedBudget, resting: Resting, layouts: Mapping[int, BufferLayout]
+    ) -> Demand:
+        if resting.states or resting.values:
+            return self._demand_with_drives(plan, budget, resting, layouts)
         at_home = plan.parameters is Tier.HOST
         homes = plan.homes()
         device = sum(
@@ -187,6 +400,82 @@ class Sizing:
                     tier=Tier.DEVICE.name, asked=device, free=budget.device, limit=budget.device, change=change
                 )
         return Demand(host=align_up(max(host, 1), _PAGE), device=device, fetched=fetched)
+
+    def _demand_with_drives(
+        self, plan: StepPlan, budget: ResolvedBudget, resting: Resting, layouts: Mapping[int, BufferLayout]
+    ) -> Demand:
+        homes = plan.homes()
+        at_home = plan.parameters is not Tier.DEVICE
+        host = sum(plan.buffer_bytes)
+        device = 0
+        for each in self.subgroups:
+            home = homes[each.index]
+            states = 4 * each.numel * (len(self.state_names) + (0 if self._in_place(home, plan.parameters) else 1))
+            if home is Home.RESIDENT and not self.unified:
+                device += states + (each.numel * self.width if at_home else 0)
+                continue
+            rests = each.index in resting.states
+            if not rests:
+                host += align_up(states, _PAGE)
+            if home is Home.HOST or self.unified:
+                host += sum(self._gradient_on_host(segment.numel, resting, rests=rests) for segment in each.segments)
+                if not (rests or at_home or self.unified) and self.formats.parameter is not None:
+                    host += align_up(self.width * each.numel, _PAGE)
+        nvme = sum(
+            self._on_drives(each, layouts[each.index], resting) for each in self.subgroups if each.index in layouts
+        )
+        passing = [nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values]
+        nvme += sum(align_up(nbytes, _PAGE) + _SPARE for nbytes in passing)
+        staying = sum(nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values)
+        largest = max((segment.numel for each in self.subgroups for segment in each.segments), default=0)
+        host += 3 * align_up(self.width * largest, _PAGE) if resting.gradients else 0
+        fetched = window = 0
+        if self.unified:
+            device += 0 if self.formats.parameter is None else staying
+        else:
+            device += self._on_their_way
+            if at_home:
+                host += sum(
+                    align_up(nbytes, _PAGE)
+                    for number, nbytes in enumerate(self.parameters)
+                    if number not in resting.values
+                )
+        if at_home:
+            every = sum(passing) if self.unified else sum(self.parameters)
+            room = min(every, 2 * self.deepest) if self.unified else min(budget.device - device, every)
+            fetched = max(room, min(self.deepest, every))
+            if not self.unified and passing:
+                window = align_up(min(sum(passing), 4 * max(passing)), _PAGE) + _PAGE * len(passing)
+                host += window
+        staged = sum(plan.staging_bytes)
+        device += max(staged, fetched) if at_home else staged + (0 if self.unified else staying)
+        if device > budget.device and not self.unified:
+            change = "raise the budget's device, or keep fewer states there"
+            raise CapacityError(
+                tier=Tier.DEVICE.name, asked=device, free=budget.device, limit=budget.device, change=change
+            )
+        return Demand(
+            host=align_up(max(host, 1), _PAGE),
+            device=device,
+            fetched=fetched,
+            window=window,
+            nvme=align_up(nvme, _PAGE),
+        )
+
+    def _gradient_on_host(self, numel: int, resting: Resting, *, rests: bool) -> int:
+        """Return what a piece of a gradient takes of the host, with the sum of several."""
+        nbytes = self.width * numel
+        if rests and resting.gradients and nbytes >= SMALL_BYTES:
+            return 0
+        return align_up(nbytes, _PAGE) + (align_up(4 * numel, _PAGE) if self.sums else 0)
+
+    def _on_drives(self, subgroup: Subgroup, layout: BufferLayout, resting: Resting) -> int:
+        """Return what states and gradients take there, in whole pages; a place may be in pieces on several drives."""
+        gradients = sum(
+            resting.gradients * (align_up(self.width * subgroup.segments[number].numel, _PAGE) + _SPARE)
+            for number in layout.gradients
+        )
+        return align_up(layout.states_bytes, _PAGE) + _SPARE + gradients
 
     def _on_host(self, subgroup: Subgroup, home: Home, *, at_home: bool) -> int:
         if self.unified:

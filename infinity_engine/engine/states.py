@@ -5,18 +5,20 @@ Owns the leases of the states and of the staging sets. Knows no order: the plan 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from infinity_engine.accel import Event, Stream
-from infinity_engine.engine.gradients import GradientKeeper
+from infinity_engine.engine.gradients import GradientKeeper, added_up
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import TrainedParameter
+from infinity_engine.engine.swapping import SwappedStates, Visit
 from infinity_engine.memory import Lease
 from infinity_engine.optim import FloatFormat, Formats, Rule, Segment, Subgroup, SubgroupState, update_records
 from infinity_engine.optim import Stream as Values
@@ -24,7 +26,9 @@ from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import (
     DownloadParameters,
     DownloadStates,
+    LoadStates,
     Op,
+    StoreStates,
     UpdateOnDevice,
     UpdateOnHost,
     UpdateOp,
@@ -32,8 +36,12 @@ from infinity_engine.plan.ops import (
     UploadStates,
 )
 from infinity_engine.plan.step import Home, StepPlan
+from infinity_engine.storage import IOEvent
 
-__all__ = ["StateKeeper", "StepInputs"]
+__all__ = ["StateKeeper", "StepInputs", "piece_numbers"]
+
+Originals = Callable[[TrainedParameter, int, int], torch.Tensor]
+"""Returns so many elements of a parameter, from one on, as they were before the engine: flat, of any float type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +55,13 @@ class StepInputs:
 
 @dataclass(slots=True)
 class _Held:
-    """One subgroup: its states where they stay between steps."""
+    """One subgroup: its states where they stay between steps, which may be the drives."""
 
     subgroup: Subgroup
     home: Home
-    lease: Lease
-    state: SubgroupState
+    lease: Lease | None  # None: its states rest on the drives, or it has none but its values
     pieces: tuple[int, ...]  # which piece of its parameter each segment is
+    steps: list[int]  # of each segment
     copies: Lease | None = None  # what its update writes for modules, where they have it in the other memory
 
 
@@ -61,7 +69,7 @@ class StateKeeper:
     """All states of one engine, and the Carrier of its plans.
 
     A master lies in place, as the fp32 parameter itself, where that is in the memory in which it is updated. Staging
-    sets are there from the beginning of a step to its end.
+    sets are there from the beginning of a step to its end. What rests on the drives is the business of `swapped`.
     """
 
     def __init__(
@@ -73,7 +81,11 @@ class StateKeeper:
         formats: Formats,
         state_names: Sequence[str],
         lanes: Lanes,
+        swapped: SwappedStates | None = None,
+        resting: Collection[int] = (),
     ) -> None:
+        self._swapped = swapped
+        self._resting = frozenset(resting)  # the subgroups whose states are on the drives
         self._plan = plan
         self._trained = trained
         self._formats = formats
@@ -84,9 +96,9 @@ class StateKeeper:
         self._on_the_way: list[tuple[_Held, list[int], Event]] = []  # updated, and not yet home again
         homes = plan.homes()
         self._visits: dict[int, list[int]] = {}  # the step counts of what visits, as its update will leave them
-        piece_numbers = _piece_numbers(subgroups)
+        numbers = piece_numbers(subgroups)
         self._held = {
-            subgroup.index: self._hold(subgroup, homes[subgroup.index], piece_numbers[subgroup.index])
+            subgroup.index: self._hold(subgroup, homes[subgroup.index], numbers[subgroup.index])
             for subgroup in subgroups
         }
         self._staging: list[Lease] = []
@@ -95,29 +107,42 @@ class StateKeeper:
 
     def _hold(self, subgroup: Subgroup, home: Home, pieces: tuple[int, ...]) -> _Held:
         pool = self._lanes.device if home is Home.RESIDENT and not self._unified else self._lanes.host
-        streams = len(self._state_names) + (0 if self._in_place(home) else 1)
-        lease = pool.lease(4 * subgroup.numel * streams, holder="optimizer states")
-        copies = None
-        elsewhere = Home.RESIDENT if self._at_home else Home.HOST
-        if home is elsewhere and not self._unified and self._formats.parameter is not None:
-            copies = pool.lease(self._formats.parameter.nbytes * subgroup.numel, holder="updated parameters")
-        state = self._state_in(lease, subgroup, home)
-        return _Held(subgroup, home, lease, state, pieces, copies)
+        lease = copies = None
+        if subgroup.index not in self._resting:
+            lease = pool.lease(self._nbytes(subgroup, home), holder="optimizer states")
+            elsewhere = Home.RESIDENT if self._at_home else Home.HOST
+            if home is elsewhere and not self._unified and self._formats.parameter is not None:
+                copies = pool.lease(self._formats.parameter.nbytes * subgroup.numel, holder="updated parameters")
+        return _Held(subgroup, home, lease, pieces, [0] * len(subgroup.segments), copies)
 
-    def _state_in(self, lease: Lease, subgroup: Subgroup, home: Home, steps: Sequence[int] = ()) -> SubgroupState:
-        """Return the subgroup's states as they lie in `lease`: the masters first, then the moments."""
-        numel = subgroup.numel
-        count = len(self._state_names) + (0 if self._in_place(home) else 1)
-        values = lease.tensor(torch.float32, (count, numel))
-        streams = [Values.of(values[place]) for place in range(count)]
+    def _nbytes(self, subgroup: Subgroup, home: Home) -> int:
+        """Return the bytes of a subgroup's states: the masters, unless they are in place, then the moments."""
+        return 4 * subgroup.numel * (len(self._state_names) + (0 if self._in_place(home) else 1))
+
+    def _state_in(self, flat: torch.Tensor, held: _Held, steps: Sequence[int]) -> SubgroupState:
+        """Return the subgroup's states as they lie in these bytes: the masters first, then the moments."""
+        subgroup = held.subgroup
+        values = flat[: self._nbytes(subgroup, held.home)].view(torch.float32).view(-1, subgroup.numel)
+        streams = [Values.of(each) for each in values]
         masters: Values | tuple[Values, ...]
-        if self._in_place(home):
-            masters = tuple(self._values_of(segment) for segment in subgroup.segments)
+        if self._in_place(held.home):
+            masters = tuple(self._values_of(held, number) for number in range(len(subgroup.segments)))
         else:
             masters = streams.pop(0)
         return SubgroupState(
             subgroup=subgroup, formats=self._formats, master=masters, states=tuple(streams), steps=list(steps)
         )
+
+    def _states_of(self, held: _Held) -> torch.Tensor:
+        """Return the bytes of a subgroup's states where they are: at home, or in a buffer of this step."""
+        if held.lease is not None:
+            return held.lease.flat()
+        visit = self._visit(held)
+        assert visit is not None, "what rests on the drives was loaded"
+        return visit.states()
+
+    def _visit(self, held: _Held) -> Visit | None:
+        return None if self._swapped is None else self._swapped.visit(held.subgroup.index)
 
     def _in_place(self, home: Home) -> bool:
         here = Home.HOST if self._at_home else Home.RESIDENT
@@ -126,73 +151,115 @@ class StateKeeper:
     @property
     def _at_home(self) -> bool:
         """Whether updates leave what modules compute with on the host, from where it is fetched."""
-        return self._plan.parameters is Tier.HOST
+        return self._plan.parameters is not Tier.DEVICE
 
     @property
     def _unified(self) -> bool:
         return self._lanes.accelerator.unified
 
-    def _values_of(self, segment: Segment) -> Values:
-        """Return the values that modules compute with."""
-        values = self._trained[segment.parameter].values
-        return Values.of(values[segment.first_element : segment.first_element + segment.numel])
+    def _values_of(self, held: _Held, number: int, visit: Visit | None = None) -> Values:
+        """Return the values that modules compute with: in memory, or of a segment that is in a buffer, there."""
+        segment = held.subgroup.segments[number]
+        target = self._target_bytes(held, number, visit)
+        format_ = self._formats.parameter or FloatFormat.FP32
+        return Values(target.data_ptr(), segment.numel, format_, target)
 
-    def begin(self, originals: Callable[[TrainedParameter], torch.Tensor], rules: Sequence[Rule]) -> None:
+    def _target_bytes(self, held: _Held, number: int, visit: Visit | None = None) -> torch.Tensor:
+        """Return the bytes of those values."""
+        segment, width = held.subgroup.segments[number], (self._formats.parameter or FloatFormat.FP32).nbytes
+        visit = visit or self._visit(held)
+        if visit is not None and number in visit.layout.values:
+            return visit.values(number, width * segment.numel)
+        flat = self._trained[segment.parameter].values.view(torch.uint8)
+        return flat[width * segment.first_element :][: width * segment.numel]
+
+    def begin(self, originals: Originals, rules: Sequence[Rule]) -> None:
         """Write the first masters and states: fp32 values as `originals` has them, and what each rule begins with."""
+        writing: deque[IOEvent] = deque()
         for held in self._held.values():
-            values = held.lease.tensor(torch.float32)
-            numel = held.subgroup.numel
-            start = 0
-            if not self._in_place(held.home):
-                start = numel
-                for segment in held.subgroup.segments:
-                    original = originals(self._trained[segment.parameter]).reshape(-1)
-                    piece = original[segment.first_element : segment.first_element + segment.numel]
-                    values[segment.offset : segment.offset + segment.numel].copy_(piece)
+            if held.lease is not None:
+                self._fill(held, held.lease.flat(), originals, rules)
+            elif held.subgroup.index in self._resting:
+                assert self._swapped is not None, "states rest on drives that there are"
+                while len(writing) > 1:
+                    writing.popleft().wait()
+                visit = self._swapped.empty(held.subgroup.index)
+                self._fill(held, visit.states(), originals, rules)
+                writing.append(self._swapped.give_back(held.subgroup.index, visit))
+        while writing:
+            writing.popleft().wait()
+
+    def _fill(self, held: _Held, flat: torch.Tensor, originals: Originals, rules: Sequence[Rule]) -> None:
+        values = flat[: self._nbytes(held.subgroup, held.home)].view(torch.float32)
+        numel = held.subgroup.numel
+        start = 0
+        if not self._in_place(held.home):
+            start = numel
             for segment in held.subgroup.segments:
-                first = rules[self._trained[segment.parameter].group].initial_state
-                for state in range(len(self._state_names)):
-                    offset = start + state * numel + segment.offset
-                    values[offset : offset + segment.numel].fill_(first)
+                piece = originals(self._trained[segment.parameter], segment.first_element, segment.numel)
+                values[segment.offset : segment.offset + segment.numel].copy_(piece)
+        for segment in held.subgroup.segments:
+            first = rules[self._trained[segment.parameter].group].initial_state
+            for state in range(len(self._state_names)):
+                offset = start + state * numel + segment.offset
+                values[offset : offset + segment.numel].fill_(first)
 
     def state_of(self, number: int) -> Mapping[str, torch.Tensor]:
         """Return copies of a parameter's master and moments, flat."""
         names = ("master", *self._state_names)
         whole = {name: torch.empty(self._trained[number].numel) for name in names}
-        for held in self._held.values():
-            for segment in held.subgroup.segments:
-                if segment.parameter == number:
-                    for name, piece in self._pieces(held, segment):
-                        whole[name][segment.first_element : segment.first_element + segment.numel].copy_(piece)
+        for held, index, segment in self._segments_of(number):
+            with self._looking_at(held) as (flat, visit):
+                for name, piece in self._pieces(held, index, flat, visit):
+                    whole[name][segment.first_element : segment.first_element + segment.numel].copy_(piece)
         return whole
 
     def steps_of(self, number: int) -> int:
         """Return how many updates a parameter has had."""
-        steps = (
-            held.state.steps[index]
-            for held in self._held.values()
-            for index, segment in enumerate(held.subgroup.segments)
-            if segment.parameter == number
-        )
-        return max(steps, default=0)
+        return max((held.steps[index] for held, index, _ in self._segments_of(number)), default=0)
 
     def set_master(self, number: int, values: torch.Tensor) -> None:
         """Replace a parameter's master, which modules' values were changed to, by flat fp32 values."""
-        for held in self._held.values():
-            for segment in held.subgroup.segments:
-                if segment.parameter == number and not self._in_place(held.home):
-                    master = next(piece for name, piece in self._pieces(held, segment) if name == "master")
-                    master.copy_(values[segment.first_element : segment.first_element + segment.numel])
+        for held, index, segment in self._segments_of(number):
+            if self._in_place(held.home):
+                continue
+            with self._looking_at(held, changing=True) as (flat, visit):
+                master = dict(self._pieces(held, index, flat, visit))["master"]
+                master.copy_(values[segment.first_element : segment.first_element + segment.numel])
 
-    def _pieces(self, held: _Held, segment: Segment) -> list[tuple[str, torch.Tensor]]:
+    def _segments_of(self, number: int) -> Iterator[tuple[_Held, int, Segment]]:
+        """Yield where a parameter's segments are, with their numbers there."""
+        for held in self._held.values():
+            for index, segment in enumerate(held.subgroup.segments):
+                if segment.parameter == number:
+                    yield held, index, segment
+
+    @contextmanager
+    def _looking_at(self, held: _Held, *, changing: bool = False) -> Iterator[tuple[torch.Tensor, Visit | None]]:
+        """Have a subgroup's states in memory, between steps; what is changed of them is written where they rest."""
+        index = held.subgroup.index
+        if self._swapped is None or not self._swapped.has(index):
+            assert held.lease is not None, "states that do not rest on drives have a lease"
+            yield held.lease.flat(), None
+            return
+        visit = self._swapped.borrowed(index)
+        try:
+            yield (visit.states() if held.lease is None else held.lease.flat()), visit
+            if changing and held.lease is None:
+                self._swapped.give_back(index, visit).wait()
+        finally:
+            visit.buffer.close()
+
+    def _pieces(
+        self, held: _Held, number: int, flat: torch.Tensor, visit: Visit | None
+    ) -> list[tuple[str, torch.Tensor]]:
         """Return views of a segment's master and moments."""
-        values = held.lease.tensor(torch.float32)
-        numel = held.subgroup.numel
+        segment, numel = held.subgroup.segments[number], held.subgroup.numel
+        values = flat[: self._nbytes(held.subgroup, held.home)].view(torch.float32)
         names: tuple[str, ...] = self._state_names
         found = []
         if self._in_place(held.home):
-            own = self._trained[segment.parameter].values
-            found.append(("master", own[segment.first_element : segment.first_element + segment.numel]))
+            found.append(("master", self._target_bytes(held, number, visit).view(torch.float32)))
         else:
             names = ("master", *names)
         for place, name in enumerate(names):
@@ -203,11 +270,14 @@ class StateKeeper:
     def close(self) -> None:
         """Give all memory back."""
         for held in self._held.values():
-            held.lease.close()
+            if held.lease is not None:
+                held.lease.close()
             if held.copies is not None:
                 held.copies.close()
         self._held.clear()
         self._close_staging()
+        if self._swapped is not None:
+            self._swapped.close()
 
     def _close_staging(self) -> None:
         while self._staging:
@@ -222,6 +292,8 @@ class StateKeeper:
             with self._lanes.meter.waits(Wait.OPS):  # until what has made way for them is gone
                 for nbytes in self._plan.staging_bytes[len(self._staging) :]:
                     self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
+        if self._swapped is not None:
+            self._swapped.begin_step(self._plan.buffer_bytes)
 
     def note_arrivals(self) -> None:
         """Count what visited the device and is home again as updated; what failed on the way is as it was."""
@@ -230,23 +302,31 @@ class StateKeeper:
                 event.wait()
                 self._note_update(held, steps)
         self._on_the_way.clear()
+        if self._swapped is not None:
+            self._swapped.note_arrivals()
 
     def end_step(self) -> None:
         """Note that every subgroup was updated."""
         self._inputs = None
         self._done.clear()
         self._close_staging()
+        if self._swapped is not None:
+            self._swapped.end_step()
 
     @property
     def begun(self) -> bool:
         """Whether a step was begun and not ended: some of what modules compute with may be new, and the rest old."""
         return self._inputs is not None
 
-    def carry_out(self, op: Op, after: Sequence[Event]) -> Event | None:
+    def carry_out(self, op: Op, after: Sequence[Event]) -> Event | IOEvent | None:
         """Submit an op; updates on the host are done on return."""
         held = self._held[op.subgroup]
+        if isinstance(op, LoadStates | StoreStates):
+            return self._load_or_store(op, held)
+        if self._swapped is not None and self._swapped.has(op.subgroup) and self._visit(held) is None:
+            return None  # an interrupted step has done all of it
         if isinstance(op, UpdateOnHost):
-            self._update(op, held, held.state, self._targets(held))
+            self._update(op, held, self._state_in(self._states_of(held), held, held.steps), self._targets(held))
             return None
         if isinstance(op, UpdateOnDevice):
             return self._update_on_device(op, held, after)
@@ -254,11 +334,23 @@ class StateKeeper:
             return None
         return self._move(op, held, after)
 
+    def _load_or_store(self, op: LoadStates | StoreStates, held: _Held) -> IOEvent | None:
+        inputs, swapped = self._inputs, self._swapped
+        assert inputs is not None, "a step has begun"
+        assert swapped is not None, "there are drives"
+        if isinstance(op, StoreStates):
+            return swapped.store(op)
+        if op.subgroup in self._done:
+            return None
+        segments = enumerate(held.subgroup.segments)
+        wanted = [number for number, segment in segments if inputs.gradients.has(segment.parameter)]
+        return swapped.load(op, wanted, inputs.gradients)
+
     def _move(self, op: Op, held: _Held, after: Sequence[Event]) -> Event:
         if isinstance(op, UploadStates):
-            return self._copy(op, Cargo.STATES, self._staged(op.staging, held), held.lease, after)
+            return self._copy(op, Cargo.STATES, self._staged(op.staging, held), self._home_of(held), after)
         if isinstance(op, DownloadStates):
-            event = self._copy(op, Cargo.STATES, held.lease, self._staged(op.staging, held), after)
+            event = self._copy(op, Cargo.STATES, self._home_of(held), self._staged(op.staging, held), after)
             self._on_the_way.append((held, self._visits.pop(op.subgroup), event))
             return event
         if isinstance(op, UploadParameters):
@@ -267,24 +359,34 @@ class StateKeeper:
             return self._download_parameters(op, held, after)
         raise TypeError(f"there is no way to carry out {op.name}")
 
+    def _home_of(self, held: _Held) -> Lease | torch.Tensor:
+        return held.lease if held.lease is not None else self._states_of(held)
+
     def _update_on_device(self, op: UpdateOnDevice, held: _Held, after: Sequence[Event]) -> Event:
-        state = held.state
-        if op.staging is not None and not self._unified:
-            state = self._state_in(self._staging[op.staging], held.subgroup, held.home, steps=held.state.steps)
-
-        if state is not held.state:
+        visits = op.staging is not None and not self._unified
+        flat = self._staging[op.staging].flat() if visits and op.staging is not None else self._states_of(held)
+        state = self._state_in(flat, held, held.steps)
+        if visits:
             self._visits[op.subgroup] = state.steps
-
         targets = self._targets_on_device(op.staging, held)
 
         def work() -> None:
-            self._update(op, held, state, targets)
+            self._update(op, held, state, targets, arrives=visits)
             if self._formats.parameter is None and not self._at_home and not self._in_place(held.home):
                 self._copy_masters(held.subgroup, state)
 
         return self._lanes.on_device(work, op.params, after=after, name=op.name, subgroup=op.subgroup)
 
-    def _update(self, op: UpdateOp, held: _Held, state: SubgroupState, targets: Sequence[Values | None]) -> None:
+    def _update(
+        self,
+        op: UpdateOp,
+        held: _Held,
+        state: SubgroupState,
+        targets: Sequence[Values | None],
+        *,
+        arrives: bool = False,
+    ) -> None:
+        """Update a subgroup whose states are in `state`; `arrives`: it counts as updated when it is home again."""
         inputs = self._inputs
         assert inputs is not None, "a step has begun"
         if held.subgroup.index in self._done:
@@ -293,33 +395,62 @@ class StateKeeper:
         update = update_records(
             state,
             rules=[inputs.rules[self._trained[segment.parameter].group] for segment in segments],
-            gradients=[
-                inputs.gradients.values(segment.parameter, piece)
-                for segment, piece in zip(segments, held.pieces, strict=True)
-            ],
+            gradients=[self._gradient(held, number) for number in range(len(segments))],
             parameters=targets,
             gradient_factor=inputs.gradient_factor,
         )
         self._lanes.meter.updates(op, partial(self._lanes.kernels.update, update))
         state.steps[:] = update.steps
-        if state is held.state:
+        if not arrives:
             self._note_update(held, state.steps)
 
+    def _gradient(self, held: _Held, number: int) -> Values | None:
+        """Return the gradient of a segment where its update runs."""
+        inputs, visit = self._inputs, self._visit(held)
+        assert inputs is not None, "a step has begun"
+        segment, piece = held.subgroup.segments[number], held.pieces[number]
+        if visit is None or number not in visit.layout.gradients:
+            return inputs.gradients.values(segment.parameter, piece)
+        formats = inputs.gradients.formats(segment.parameter, piece)
+        if not formats:
+            return inputs.gradients.values(segment.parameter, piece)
+        if len(formats) == 1:
+            return self._wire(visit, number, segment, formats[0], 0)
+        wires = [self._wire(visit, number, segment, format_, place) for place, format_ in enumerate(formats)]
+        total = self._wire(visit, number, segment, FloatFormat.FP32, -1)
+        added_up(self._lanes.kernels, wires, total)
+        return total
+
+    def _wire(self, visit: Visit, number: int, segment: Segment, format_: FloatFormat, micro_batch: int) -> Values:
+        flat = visit.gradient(number, micro_batch, format_.nbytes * segment.numel)
+        return Values(flat.data_ptr(), segment.numel, format_, flat)
+
     def _note_update(self, held: _Held, steps: list[int]) -> None:
-        held.state.steps[:] = steps
+        held.steps[:] = steps
         self._done.add(held.subgroup.index)
+        if self._swapped is not None:
+            self._swapped.updated(held.subgroup.index)
 
     def _targets(self, held: _Held) -> tuple[Values | None, ...]:
         """Return where the host's update writes what modules compute with."""
-        if held.copies is None:
-            return tuple(self._computed_with(segment) for segment in held.subgroup.segments)
-        return self._parts_of(held.copies.flat(), held)
+        copies = self._copies_of(held)
+        return self._computed_with(held) if copies is None else self._parts_of(copies, held)
+
+    def _copies_of(self, held: _Held) -> torch.Tensor | None:
+        """Return the bytes of what the host's update writes for the device, where that is another memory."""
+        if held.copies is not None:
+            return held.copies.flat()
+        visit, width = self._visit(held), self._formats.parameter
+        if visit is None or width is None or self._unified or self._at_home:
+            return None
+        return visit.copies(width.nbytes * held.subgroup.numel)
 
     def _targets_on_device(self, staging: int | None, held: _Held) -> tuple[Values | None, ...]:
         """Return where the device's update writes it."""
-        if self._unified or not self._at_home or self._formats.parameter is None:
-            given = self._unified or not self._at_home
-            return tuple(self._computed_with(segment) if given else None for segment in held.subgroup.segments)
+        if self._unified or not self._at_home:
+            return self._computed_with(held)
+        if self._formats.parameter is None:
+            return (None,) * len(held.subgroup.segments)
         return self._parts_of(self._updated_on_device(staging, held), held)
 
     def _parts_of(self, flat: torch.Tensor, held: _Held) -> tuple[Values, ...]:
@@ -329,15 +460,18 @@ class StateKeeper:
 
     def _updated_on_device(self, staging: int | None, held: _Held) -> torch.Tensor:
         """Return the bytes of what modules compute with as the device's update leaves them: 16 bits, or the masters."""
-        states = held.lease if staging is None else self._staging[staging]
+        states = self._staging[staging].flat() if staging is not None else self._states_of(held)
         if self._formats.parameter is None:
-            return states.flat()[: 4 * held.subgroup.numel]
+            return states[: 4 * held.subgroup.numel]
         if held.copies is not None:
             return held.copies.flat()
-        return states.flat()[held.lease.nbytes :][: self._formats.parameter.nbytes * held.subgroup.numel]
+        return states[self._nbytes(held.subgroup, held.home) :][: self._formats.parameter.nbytes * held.subgroup.numel]
 
-    def _computed_with(self, segment: Segment) -> Values | None:
-        return None if self._formats.parameter is None else self._values_of(segment)
+    def _computed_with(self, held: _Held) -> tuple[Values | None, ...]:
+        numbers = range(len(held.subgroup.segments))
+        if self._formats.parameter is None:
+            return (None,) * len(numbers)
+        return tuple(self._values_of(held, number) for number in numbers)
 
     def _copy_masters(self, subgroup: Subgroup, state: SubgroupState) -> None:
         """Give modules the fp32 values that were updated beside them, in device memory."""
@@ -350,7 +484,7 @@ class StateKeeper:
             target[segment.first_element : segment.first_element + segment.numel].copy_(piece)
 
     def _staged(self, staging: int, held: _Held) -> torch.Tensor:
-        return self._staging[staging].flat()[: held.lease.nbytes]
+        return self._staging[staging].flat()[: self._nbytes(held.subgroup, held.home)]
 
     def _copy(
         self,
@@ -364,14 +498,14 @@ class StateKeeper:
 
     def _upload_parameters(self, op: UploadParameters, held: _Held, after: Sequence[Event]) -> Event:
         """Take what the host updated to where modules compute with it."""
-        source = held.copies.flat() if held.copies is not None else held.lease.flat()
-        for values, piece in self._copied(held.subgroup, source):
+        copies = self._copies_of(held)
+        for values, piece in self._copied(held, self._states_of(held) if copies is None else copies):
             self._copy(op, Cargo.PARAMETERS, values, piece, after)
         return self._behind(self._lanes.upload, after)
 
     def _download_parameters(self, op: DownloadParameters, held: _Held, after: Sequence[Event]) -> Event:
-        """Take what the device updated to where modules fetch it from."""
-        for values, piece in self._copied(held.subgroup, self._updated_on_device(op.staging, held)):
+        """Take what the device updated to where modules fetch it from, or into the buffer that is stored."""
+        for values, piece in self._copied(held, self._updated_on_device(op.staging, held)):
             self._copy(op, Cargo.PARAMETERS, values, piece, after)
         return self._behind(self._lanes.download, after)
 
@@ -382,20 +516,17 @@ class StateKeeper:
             self._lanes.accelerator.wait_for(stream, event)
         return self._lanes.accelerator.record(stream)
 
-    def _copied(self, subgroup: Subgroup, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _copied(self, held: _Held, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the bytes of each segment that was updated: as modules have them, and in `source`, which has all."""
         inputs = self._inputs
         assert inputs is not None, "a step has begun"
-        nbytes = (self._formats.parameter or FloatFormat.FP32).nbytes
-        for segment in subgroup.segments:
-            if not inputs.gradients.has(segment.parameter):
-                continue
-            values = self._trained[segment.parameter].values.view(torch.uint8)
-            first, start, length = (nbytes * each for each in (segment.first_element, segment.offset, segment.numel))
-            yield values[first : first + length], source[start : start + length]
+        width = (self._formats.parameter or FloatFormat.FP32).nbytes
+        for number, segment in enumerate(held.subgroup.segments):
+            if inputs.gradients.has(segment.parameter):
+                yield self._target_bytes(held, number), source[width * segment.offset :][: width * segment.numel]
 
 
-def _piece_numbers(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:
+def piece_numbers(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:
     """Return, for each segment of each subgroup, which piece of its parameter it is."""
     counts: dict[int, int] = {}
     found = {}

@@ -283,9 +283,7 @@ class PlanDraft:
         self._loads += 1
         self._in_buffer[subgroup.index] = buffer, len(self._ops)
         after = () if before is None else (before,)
-        return (
-            self._add(LoadStates(subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.load_bytes, after=after)),
-        )
+        return (self._add(LoadStates(subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.load_bytes, after=after)),)
 
     def _loaded_at(self, subgroup: SubgroupSpec) -> tuple[int, ...]:
         return (self._in_buffer[subgroup.index][1],) if subgroup.on_drives else ()

@@ -5,8 +5,8 @@ the HOST lane, and waits for nothing else before the end but what the HOST lane 
 counted.
 
 [Note: who waits for whom] Streams of a device wait for one another's events, so their ops are submitted at once. Drives
-cannot wait: their ops, and those of streams that come after I/O, are submitted when what they come after has ended. That
-is looked at between the host's updates, and whenever one of them has to wait.
+cannot wait: their ops, and those of streams that come after I/O, are submitted when what they come after has ended.
+That is looked at between the host's updates, and whenever one of them has to wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from infinity_engine.accel import Event
+from infinity_engine.accel import Event as StreamEvent
+from infinity_engine.memory import Event
 from infinity_engine.plan.ops import Lane, Op
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.telemetry import Telemetry
@@ -29,7 +30,7 @@ _DRIVES = frozenset({Lane.NVME_READ, Lane.NVME_WRITE})
 class Carrier(Protocol):
     """Whoever carries out ops."""
 
-    def carry_out(self, op: Op, after: Sequence[Event]) -> Event | None:
+    def carry_out(self, op: Op, after: Sequence[StreamEvent]) -> Event | None:
         """Submit an op, to begin when `after` have passed; None where it has ended on return."""
 
 
@@ -147,12 +148,13 @@ class _Walk:
 
     def _submit(self, number: int) -> _Failed | None:
         op = self._plan.ops[number]
-        after = []
+        after: list[StreamEvent] = []
         for other in op.after:
             event = self._events[other]
             if event is None:
                 continue
             if not self._has_to_end(other, op):
+                assert isinstance(event, StreamEvent), "only drives have other ones, and what is theirs has to end"
                 after.append(event)
                 continue
             try:

@@ -96,6 +96,12 @@ class SwapFile:
         """Remove what killed processes left in these directories; return it. What a living one uses stays."""
         return Volume.remove_stale(directories)
 
+    @staticmethod
+    def host_bytes(directories: Iterable[str], queue: IOQueue) -> int:
+        """Return what the queue may take of the host for their drives, when something has to be copied."""
+        drives = {Path(directory).stat().st_dev: queue.settings_for(directory) for directory in directories}
+        return sum(settings.inflight_bytes for settings in drives.values())
+
     @property
     def capacity(self) -> int:
         """Bytes for use, in whole pages."""
@@ -136,13 +142,13 @@ class SwapFile:
         self._volume.release(place.extents)
         self._holders.pop(place, None)
 
-    def read(self, place: Place, into: memoryview) -> IOHop:
-        """Begin to read all of `place`."""
-        return IOHop(self._volume.pread(place.extents, into))
+    def read(self, place: Place, into: memoryview, *, what: str = "") -> IOHop:
+        """Begin to read all of `place`; an error says `what` it is."""
+        return IOHop(self._volume.pread(place.extents, into), what)
 
-    def write(self, place: Place, source: memoryview) -> IOHop:
-        """Begin to write all of `place`."""
-        return IOHop(self._volume.pwrite(place.extents, source))
+    def write(self, place: Place, source: memoryview, *, what: str = "") -> IOHop:
+        """Begin to write all of `place`; an error says `what` it is."""
+        return IOHop(self._volume.pwrite(place.extents, source), what)
 
     def close(self) -> None:
         """Wait for reads and writes, and remove the files. Again: does nothing, or goes on where it was interrupted."""
@@ -161,8 +167,7 @@ class SwapFile:
 
     def _reserve_host(self, directories: Iterable[str], ledger: Ledger, holder: str) -> None:
         """Count what the queue takes for each drive when something has to be copied: seldom, but then all of it."""
-        drives = {Path(directory).stat().st_dev: self.queue.settings_for(directory) for directory in directories}
-        nbytes = sum(settings.inflight_bytes for settings in drives.values())
+        nbytes = self.host_bytes(directories, self.queue)
         self._reservations.append(ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}"))
         self._reservations[0].hold(nbytes)
 

@@ -19,7 +19,7 @@ from infinity_engine.errors import InfinityError, TransferError
 if TYPE_CHECKING:
     from infinity_engine.accel import Event
 
-__all__ = ["CopyHop", "Hop", "IOHop", "Stage", "Transfer"]
+__all__ = ["CopyHop", "Hop", "IOEvent", "IOHop", "Stage", "Transfer"]
 
 
 class Hop(Protocol):
@@ -35,8 +35,9 @@ class Hop(Protocol):
 class IOHop:
     """Reads or writes that belong together: the pieces of one buffer on several drives."""
 
-    def __init__(self, futures: Sequence[IOFuture[int]]) -> None:
+    def __init__(self, futures: Sequence[IOFuture[int]], what: str = "") -> None:
         self._futures = futures
+        self._what = what
 
     def done(self) -> bool:
         """Tell whether all of them have ended."""
@@ -52,8 +53,30 @@ class IOHop:
             except (NVMeError, CancelledError) as error:
                 failed = failed or error
         if failed is not None:
-            raise _as_transfer_error(failed) from failed.with_traceback(None)  # its frames hold the buffers
+            raise _as_transfer_error(failed, self._what) from failed.with_traceback(None)  # its frames hold the buffers
         return moved
+
+
+class IOEvent:
+    """The end of several reads and writes, for whoever waits for events."""
+
+    def __init__(self, hops: Sequence[Hop]) -> None:
+        self._hops = list(hops)
+
+    def done(self) -> bool:
+        """Tell whether all of them have ended."""
+        return all(hop.done() for hop in self._hops)
+
+    def wait(self) -> None:
+        """Wait for all of them, also when one fails; raise the first that did."""
+        failed: TransferError | None = None
+        for hop in self._hops:
+            try:
+                hop.wait()
+            except TransferError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
 
 class CopyHop:
@@ -194,13 +217,14 @@ class Transfer:
             each.undo()
 
 
-def _as_transfer_error(error: NVMeError | CancelledError) -> TransferError:
+def _as_transfer_error(error: NVMeError | CancelledError, what: str = "") -> TransferError:
     if isinstance(error, CancelledError):
-        return TransferError(errno=errno.ECANCELED, path="", offset=0, asked=0, done=0)
+        return TransferError(errno=errno.ECANCELED, path="", offset=0, asked=0, done=0, what=what)
     return TransferError(
         errno=error.errno or errno.EIO,
         path=error.filename or "",
         offset=error.offset or 0,
         asked=error.asked or 0,
         done=error.done or 0,
+        what=what,
     )

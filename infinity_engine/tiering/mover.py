@@ -14,7 +14,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from infinity_engine.accel import Accelerator, StreamKind
-from infinity_engine.errors import ConfigError
+from infinity_engine.errors import ConfigError, IllegalTransition
 from infinity_engine.memory import DeviceMemory, Lease, PinnedPool
 from infinity_engine.plan import Tier
 from infinity_engine.storage import CopyHop, Hop, Place, Stage, SwapFile, Transfer
@@ -40,8 +40,9 @@ class Mover:
 
     Bytes that the target has already are not moved, nor is anything between DEVICE and HOST where these are one memory.
 
-    A move goes to a new lease, or to `into` where the caller has one for it, of the right tier and size, and the shard
-    has no memory there yet. That is checked at the call, and a lease that is refused stays the caller's. From then on
+    A move goes to a new lease, or to `into` where the caller has one for it, of the right tier (where DEVICE and HOST
+    are one memory, of either) and size, and the shard has no memory there yet.
+    That is checked at the call, and a lease that is refused stays the caller's. From then on
     it is the move's, which closes it when it fails, and the record's when the move has ended. `after` are moves that
     have to end first, such as those that make room; where one fails, this one does.
     """
@@ -76,9 +77,15 @@ class Mover:
         return self._begin([self._stage(record, Residency.STORING, source)])
 
     def move(
-        self, record: ShardRecord, to: Tier, *, source: Source = Source.RELEASED, after: Sequence[Transfer] = ()
+        self,
+        record: ShardRecord,
+        to: Tier,
+        *,
+        into: Lease | None = None,
+        source: Source = Source.RELEASED,
+        after: Sequence[Transfer] = (),
     ) -> Transfer:
-        """Begin to bring the shard to `to`, hop by hop.
+        """Begin to bring the shard to `to`, hop by hop, the last one into `into` where that is given.
 
         Raises:
             IllegalTransition: it is on its way somewhere.
@@ -90,8 +97,10 @@ class Mover:
                 self.release(record, tier)
             return self._begin([], after)
         way = _UPWARDS[here : there + 1] if here <= there else _UPWARDS[there : here + 1][::-1]
-        hops = pairwise(way)
-        return self._begin([self._stage(record, _BY_TIERS[hop], source) for hop in hops], after)
+        hops = [_BY_TIERS[hop] for hop in pairwise(way)]
+        last = len(hops) - 1
+        stages = [self._stage(record, hop, source, into if number == last else None) for number, hop in enumerate(hops)]
+        return self._begin(stages, after)
 
     def release(self, record: ShardRecord, tier: Tier) -> None:
         """Give back the memory or place that the shard has in `tier`; nothing where it has none.
@@ -102,6 +111,19 @@ class Mover:
         where = record.drop(tier)
         if where is not None:
             self._give_back(where)
+
+    def read_home(self, record: ShardRecord, into: memoryview) -> None:
+        """Read the shard from its place on the drives into memory of the caller's, and wait. It moves nowhere.
+
+        Raises:
+            TransferError: it could not be read.
+            IllegalTransition: what is there is of an older version.
+        """
+        if not record.is_current(Tier.NVME) or record.place is None:
+            raise IllegalTransition(
+                shard=record.name, source=record.residency.name, target="a copy from NVMe", allowed=("moving it there",)
+            )
+        self._drives(record).read(record.place, into, what=record.name).wait()
 
     def forget(self, record: ShardRecord) -> None:
         """Give back all that the shard has: its bytes are not wanted any more."""
@@ -205,7 +227,7 @@ class Mover:
             expected = "nothing, as DEVICE and HOST are one memory: no bytes are copied"
         elif record.where(tier) is not None:
             expected = f"nothing, as {record.name} has memory in {tier.name} already"
-        elif into.closed or (into.tier, into.nbytes) != (tier, record.nbytes):
+        elif into.closed or into.nbytes != record.nbytes or not (into.tier is tier or self._accelerator.unified):
             expected = f"an open lease of {record.nbytes} B of {tier.name}"
         else:
             return
@@ -217,9 +239,9 @@ class Mover:
             return None
         origin = _present(record, MOVES[moving][0])
         if isinstance(origin, Place) and isinstance(target, Lease):
-            return self._drives(record).read(origin, target.memory())
+            return self._drives(record).read(origin, _memory(target), what=record.name)
         if isinstance(origin, Lease) and isinstance(target, Place):
-            return self._drives(record).write(target, origin.memory())
+            return self._drives(record).write(target, _memory(origin), what=record.name)
         assert isinstance(origin, Lease), "places are not copied to places"
         assert isinstance(target, Lease), "places are not copied to places"
         event = self._accelerator.copy(target.flat(), origin.flat(), stream=self._streams[moving])
@@ -274,6 +296,11 @@ class _Moves:
 
 def _nothing() -> None:
     pass
+
+
+def _memory(lease: Lease) -> memoryview:
+    """Return a lease's bytes for I/O: also those of a device that is the host itself."""
+    return lease.memory() if lease.tier is Tier.HOST else lease.flat().numpy().data
 
 
 def _present(record: ShardRecord, tier: Tier) -> Lease | Place:

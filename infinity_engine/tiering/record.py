@@ -136,12 +136,13 @@ class ShardRecord:
         """Note that its bytes were changed where it resides: copies elsewhere are of an older version now.
 
         Raises:
-            IllegalTransition: it resides in no memory at this moment.
+            IllegalTransition: it is on its way at this moment.
         """
         tier = TIER_OF.get(self._residency)
-        if tier not in (Tier.HOST, Tier.DEVICE):
+        if tier is None:
+            allowed = (f"waiting for the end of {self._residency.name}",)
             raise IllegalTransition(
-                shard=self.name, source=self._residency.name, target="a changed version", allowed=("HOST", "DEVICE")
+                shard=self.name, source=self._residency.name, target="a changed version", allowed=allowed
             )
         self._version += 1
         self._copies[tier] = _Copy(self._copies[tier].where, self._version)

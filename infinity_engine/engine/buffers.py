@@ -1,0 +1,88 @@
+"""`BufferLayout`: where in a host buffer the things of a subgroup lie, of which some rests on the drives: arithmetic.
+
+States come first, as they lie at their place on the drives. Values and gradients of each segment begin on a page of
+their own, so that each goes to its own place without being copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from deepnvme.extents import PAGE
+from infinity_engine.optim import Subgroup
+from infinity_engine.units import align_up
+
+__all__ = ["SMALL_BYTES", "BufferLayout", "Resting"]
+
+SMALL_BYTES = 64 << 10
+"""What modules compute with of a parameter, and its gradient, stay in memory where they have fewer bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resting:
+    """What rests on the drives, of all that an engine holds."""
+
+    states: Set[int] = frozenset()
+    """Subgroups."""
+    values: Set[int] = frozenset()
+    """Parameters."""
+    gradients: int = 0
+    """For how many micro-batches those of these subgroups have a place there; 0: they stay in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferLayout:
+    """Offsets in the buffer; `values` and `gradients` are by the number of the segment.
+
+    A segment's gradients are one for each micro-batch, one behind another, and where there are several, the sum.
+    `copies` is where the update writes what goes to the device.
+    """
+
+    states_bytes: int
+    copies: int
+    values: Mapping[int, int]
+    gradients: Mapping[int, tuple[int, ...]]
+    nbytes: int
+    load_bytes: int
+    store_bytes: int
+
+    @classmethod
+    def of(
+        cls, subgroup: Subgroup, resting: Resting, *, streams: int, width: int, in_place: bool, copies: bool
+    ) -> BufferLayout:
+        """Return it for a subgroup with so many fp32 streams of states, whose values have `width` bytes.
+
+        `in_place`: the values are the masters, and are loaded as well. `copies`: all of them are written once more.
+        """
+        states = 4 * streams * subgroup.numel if subgroup.index in resting.states else 0
+        copies_at = at = align_up(states, PAGE)
+        at += align_up(width * subgroup.numel, PAGE) if copies and states else 0
+        load = store = states
+        values = {}
+        gradients = {}
+        for number, segment in enumerate(subgroup.segments):
+            nbytes = width * segment.numel
+            if segment.parameter in resting.values:
+                values[number] = at
+                at += align_up(nbytes, PAGE)
+                store += nbytes
+                load += nbytes if in_place else 0
+            if resting.gradients and states and nbytes >= SMALL_BYTES:
+                each = align_up(nbytes, PAGE)
+                gradients[number] = tuple(at + each * micro_batch for micro_batch in range(resting.gradients))
+                at += each * resting.gradients
+                load += nbytes * resting.gradients
+                if resting.gradients > 1:
+                    gradients[number] += (at,)
+                    at += align_up(4 * segment.numel, PAGE)
+        return cls(
+            states_bytes=states,
+            copies=copies_at,
+            values=MappingProxyType(values),
+            gradients=MappingProxyType(gradients),
+            nbytes=at,
+            load_bytes=load,
+            store_bytes=store,
+        )

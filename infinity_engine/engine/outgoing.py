@@ -1,0 +1,113 @@
+"""`Outgoing`: gradients on their way to the drives, through host buffers that are free again when they are written.
+
+Whoever sends one when no buffer is free waits for the oldest. What could not be written is told when all is settled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from infinity_engine.accel import Event
+from infinity_engine.engine.lanes import Lanes
+from infinity_engine.engine.meter import Cargo, Wait
+from infinity_engine.errors import CapacityError
+from infinity_engine.memory import Lease
+from infinity_engine.plan.ops import Lane
+from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
+
+__all__ = ["Outgoing"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A gradient that is in its buffer once `made` has passed."""
+
+    lease: Lease
+    made: Event | None
+    place: Place
+    what: str
+
+
+class Outgoing:
+    """The way of gradients to `swap`, where there is a place for those of so many micro-batches."""
+
+    def __init__(self, swap: SwapFile, lanes: Lanes, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+        self._swap = swap
+        self._lanes = lanes
+        self._waiting: deque[_Sent] = deque()  # their bytes may not be in their buffers yet
+        self._writing: list[IOEvent] = []
+
+    def allocate(self, nbytes: int) -> Place:
+        """Return room for a gradient, to be released."""
+        return self._swap.allocate(nbytes, holder="gradients")
+
+    def release(self, place: Place) -> None:
+        """Give room back. Nobody writes there any more."""
+        self._swap.release(place)
+
+    def lease(self, nbytes: int) -> Lease:
+        """Return a buffer, waiting for one where need be."""
+        while True:
+            self._start_ready()
+            try:
+                with self._lanes.meter.waits(Wait.GRADIENTS):
+                    return self._lanes.host.lease(nbytes, holder="gradients on their way")
+            except CapacityError:
+                if not self._waiting:
+                    raise
+                self._start()
+
+    def send(self, lease: Lease, made: Event | None, place: Place, *, what: str) -> None:
+        """Write a gradient, which is in the buffer when `made` has passed; the buffer is this way's from here on."""
+        self._waiting.append(_Sent(lease, made, place, what))
+        self._start_ready()
+
+    def read(self, place: Place, into: memoryview, *, what: str) -> Hop:
+        """Begin to read a gradient that was sent; all that was is settled."""
+        return self._swap.read(place, into, what=what)
+
+    def settle(self) -> None:
+        """Wait until all that was sent is written.
+
+        Raises:
+            TransferError: some could not be; names the first. All others are.
+        """
+        while self._waiting:
+            self._start()
+        writing, self._writing = self._writing, []
+        failed: Exception | None = None
+        with self._lanes.meter.waits(Wait.GRADIENTS):
+            for event in writing:
+                try:
+                    event.wait()
+                except Exception as error:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _start_ready(self) -> None:
+        while self._waiting and (self._waiting[0].made is None or self._waiting[0].made.done()):
+            self._start()
+
+    def _start(self) -> None:
+        """Begin to write what was sent first, when it is there."""
+        sent = self._waiting.popleft()
+        if sent.made is not None:
+            with self._lanes.meter.waits(Wait.GRADIENTS):
+                sent.made.wait()
+        event = IOEvent([self._swap.write(sent.place, sent.lease.memory(), what=sent.what)])
+        sent.lease.until(event)
+        sent.lease.close()
+        self._writing = [each for each in self._writing if not each.done() or _failed(each)]
+        self._writing.append(event)
+        self._lanes.meter.copies(Lane.NVME_WRITE, Cargo.GRADIENTS, sent.place.nbytes, None, name="gradient")
+
+
+def _failed(event: IOEvent) -> bool:
+    try:
+        event.wait()
+    except Exception:
+        return True
+    return False

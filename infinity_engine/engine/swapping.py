@@ -1,0 +1,236 @@
+"""`SwappedStates`: what of subgroups rests on the drives, and the host buffers that it passes through in an update.
+
+Reads and writes what its caller's ops say, into and out of the buffers that they name. Knows no arithmetic of updates
+and no order. What was updated in a buffer stays there until it has been written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from infinity_engine.engine.buffers import BufferLayout
+from infinity_engine.engine.gradients import GradientKeeper
+from infinity_engine.engine.lanes import Lanes
+from infinity_engine.engine.meter import Cargo
+from infinity_engine.memory import Lease
+from infinity_engine.optim import Subgroup
+from infinity_engine.plan.ops import Lane, LoadStates, StoreStates
+from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
+
+__all__ = ["SwappedStates", "Visit"]
+
+
+@dataclass(slots=True)
+class Visit:
+    """A subgroup that is in a host buffer, on its way there, or on its way back."""
+
+    layout: BufferLayout
+    buffer: Lease
+    wanted: Collection[int]  # of its segments, those that are updated
+    updated: bool = False
+    storing: IOEvent | None = None
+
+    def states(self) -> torch.Tensor:
+        """Return the bytes of its states."""
+        return self.buffer.flat()[: self.layout.states_bytes]
+
+    def values(self, segment: int, nbytes: int) -> torch.Tensor:
+        """Return the bytes of a segment's values that rest on the drives."""
+        return self.buffer.flat()[self.layout.values[segment] :][:nbytes]
+
+    def copies(self, nbytes: int) -> torch.Tensor:
+        """Return the bytes of what the update writes for the device."""
+        return self.buffer.flat()[self.layout.copies :][:nbytes]
+
+    def gradient(self, segment: int, micro_batch: int, nbytes: int) -> torch.Tensor:
+        """Return the bytes of a segment's gradient of one micro-batch; with -1, those for the sum of several."""
+        return self.buffer.flat()[self.layout.gradients[segment][micro_batch] :][:nbytes]
+
+
+class SwappedStates:
+    """The places of states on the drives, and where the values of parameters rest that do: `values`, by number.
+
+    `width` is the bytes of a value, `in_place` says that values are masters as well. `pieces` has, by the index of
+    each subgroup, which piece of its parameter each segment is.
+    """
+
+    def __init__(
+        self,
+        swap: SwapFile,
+        subgroups: Sequence[Subgroup],
+        layouts: Mapping[int, BufferLayout],
+        values: Mapping[int, Place],
+        *,
+        names: Callable[[int], str],
+        width: int,
+        in_place: bool,
+        pieces: Mapping[int, Sequence[int]],
+        lanes: Lanes,
+    ) -> None:
+        self._swap = swap
+        self._subgroups = {each.index: each for each in subgroups}
+        self._layouts = layouts
+        self._values = values
+        self._names = names
+        self._width = width
+        self._in_place = in_place
+        self._pieces = pieces
+        self._lanes = lanes
+        self._buffers: list[Lease] = []
+        self._visits: dict[int, Visit] = {}
+        self._places = {
+            index: swap.allocate(layout.states_bytes, holder=f"states of {self._about(index)}")
+            for index, layout in layouts.items()
+            if layout.states_bytes
+        }
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self, buffer_bytes: Sequence[int]) -> None:
+        """Take the host buffers, and forget what an interrupted walk has loaded and not updated."""
+        for nbytes in buffer_bytes[len(self._buffers) :]:
+            self._buffers.append(self._lanes.host.lease(nbytes, holder="buffers for states"))
+        self._visits = {index: visit for index, visit in self._visits.items() if visit.updated}
+
+    def end_step(self) -> None:
+        """Give the buffers back."""
+        self._visits.clear()
+        while self._buffers:
+            self._buffers.pop().close()
+
+    def has(self, index: int) -> bool:
+        """Tell whether some of a subgroup rests on the drives."""
+        return index in self._layouts
+
+    def visit(self, index: int) -> Visit | None:
+        """Return the visit of a subgroup that is in a buffer."""
+        return self._visits.get(index)
+
+    def load(self, op: LoadStates, wanted: Collection[int], gradients: GradientKeeper) -> IOEvent | None:
+        """Begin to read what of a subgroup rests on the drives and is needed to update its segments `wanted`."""
+        if op.subgroup in self._visits:  # an interrupted step has updated it
+            return None
+        layout = self._layouts[op.subgroup]
+        visit = self._visits[op.subgroup] = Visit(layout, self._buffers[op.buffer], wanted)
+        if not wanted:
+            return None
+        hops = self._reads(op.subgroup, visit)
+        self._count(Lane.NVME_READ, Cargo.STATES, layout.states_bytes, op)
+        if self._in_place:
+            self._count(Lane.NVME_READ, Cargo.PARAMETERS, self._nbytes_of_values(op.subgroup, wanted), op)
+        moved = 0
+        memory = visit.buffer.memory()
+        for number in wanted:
+            if number in layout.gradients:
+                segment = self._subgroups[op.subgroup].segments[number]
+                several = len(layout.gradients[number]) > 1
+                into = [memory[at:] for at in layout.gradients[number][: -1 if several else None]]
+                read = gradients.read(segment.parameter, self._pieces[op.subgroup][number], into)
+                hops += read
+                moved += len(read) * self._width * segment.numel
+        self._count(Lane.NVME_READ, Cargo.GRADIENTS, moved, op)
+        return IOEvent(hops)
+
+    def updated(self, index: int) -> None:
+        """Note that a subgroup in a buffer is new there: it stays until it is stored."""
+        visit = self._visits.get(index)
+        if visit is not None:
+            visit.updated = True
+
+    def store(self, op: StoreStates) -> IOEvent | None:
+        """Begin to write a subgroup that was updated to the drives."""
+        visit = self._visits.get(op.subgroup)
+        if visit is None or not visit.wanted:
+            return None
+        visit.storing = IOEvent(self._writes(op.subgroup, visit))
+        self._count(Lane.NVME_WRITE, Cargo.STATES, visit.layout.states_bytes, op)
+        self._count(Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(op.subgroup, visit.wanted), op)
+        return visit.storing
+
+    def note_arrivals(self) -> list[int]:
+        """Return the subgroups that are on the drives again since this was asked last."""
+        stored = []
+        for index, visit in list(self._visits.items()):
+            if visit.storing is not None:
+                with suppress(Exception):  # told by whoever walks the plan
+                    visit.storing.wait()
+                    del self._visits[index]
+                    stored.append(index)
+                visit.storing = None
+        return stored
+
+    # --- outside of steps -----------------------------------------------------------------------------------------
+
+    def borrowed(self, index: int) -> Visit:
+        """Return a subgroup as it is on the drives, in a buffer of the caller's own: to be closed."""
+        layout = self._layouts[index]
+        buffer = self._lanes.host.lease(layout.nbytes, holder="a buffer for states")
+        visit = Visit(layout, buffer, range(len(self._subgroups[index].segments)))
+        try:
+            IOEvent(self._reads(index, visit)).wait()
+        except BaseException:
+            buffer.close()
+            raise
+        return visit
+
+    def empty(self, index: int) -> Visit:
+        """Return a buffer as for a visit of this subgroup, with whatever is in it: to be closed."""
+        layout = self._layouts[index]
+        buffer = self._lanes.host.lease(layout.nbytes, holder="a buffer for states")
+        return Visit(layout, buffer, range(len(self._subgroups[index].segments)))
+
+    def give_back(self, index: int, visit: Visit) -> IOEvent:
+        """Begin to write the states of such a visit; its buffer is closed, and goes back when they are written."""
+        writing = IOEvent(self._state_hops(index, visit, self._swap.write))
+        visit.buffer.until(writing)
+        visit.buffer.close()
+        return writing
+
+    def close(self) -> None:
+        """Give all memory and room back."""
+        self.end_step()
+        while self._places:
+            self._swap.release(self._places.popitem()[1])
+
+    # --- what goes where ------------------------------------------------------------------------------------------
+
+    def _reads(self, index: int, visit: Visit) -> list[Hop]:
+        hops = self._state_hops(index, visit, self._swap.read)
+        return hops + (self._value_hops(index, visit, self._swap.read) if self._in_place else [])
+
+    def _writes(self, index: int, visit: Visit) -> list[Hop]:
+        return self._state_hops(index, visit, self._swap.write) + self._value_hops(index, visit, self._swap.write)
+
+    def _state_hops(self, index: int, visit: Visit, move: Callable[..., Hop]) -> list[Hop]:
+        nbytes = visit.layout.states_bytes
+        if not nbytes:
+            return []
+        what = f"states of {self._about(index)}"
+        return [move(self._places[index], visit.buffer.memory()[:nbytes], what=what)]
+
+    def _value_hops(self, index: int, visit: Visit, move: Callable[..., Hop]) -> list[Hop]:
+        memory, hops = visit.buffer.memory(), []
+        for number, at in visit.layout.values.items():
+            if number in visit.wanted:
+                segment = self._subgroups[index].segments[number]
+                start, nbytes = (self._width * each for each in (segment.first_element, segment.numel))
+                place = self._values[segment.parameter].part(start, nbytes)
+                hops.append(move(place, memory[at : at + nbytes], what=self._names(segment.parameter)))
+        return hops
+
+    def _nbytes_of_values(self, index: int, wanted: Collection[int]) -> int:
+        numbers = [number for number in self._layouts[index].values if number in wanted]
+        return sum(self._width * self._subgroups[index].segments[number].numel for number in numbers)
+
+    def _count(self, lane: Lane, cargo: Cargo, nbytes: int, op: LoadStates | StoreStates) -> None:
+        if nbytes:
+            self._lanes.meter.copies(lane, cargo, nbytes, None, name=op.name, subgroup=op.subgroup)
+
+    def _about(self, index: int) -> str:
+        names = dict.fromkeys(self._names(segment.parameter) for segment in self._subgroups[index].segments)
+        listed = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+        return f"subgroup {index} ({listed})"
