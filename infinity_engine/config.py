@@ -223,6 +223,12 @@ class StorageConfig(_Settings):
             "how swapped bytes are checked when read back; None: as deepnvme does by default",
         ),
     )
+    small_bytes: int = field(
+        default=65536,
+        metadata=_about(
+            _whole(0), "parameters of fewer bytes stay in memory, as a page and an I/O cost more than they"
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,8 +281,8 @@ class EngineConfig(_Settings):
         default=ParametersAt.AUTO,
         metadata=_about(
             _member(ParametersAt),
-            "where parameters stay; host, nvme: fetched around the modules that need them; auto: device, else host, where "
-            "they fit there",
+            "where parameters stay; host, nvme: fetched around the modules that need them; auto: device, else host, "
+            "where they fit there",
         ),
     )
     accumulation_steps: int = field(

@@ -6,11 +6,11 @@ business of whoever keeps the budgets.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 
 import torch
 
+from deepnvme import Pool
 from infinity_engine.accel.base import Buffer, DeviceBytes, Event, Stream
 from infinity_engine.accel.operation import Failure, Operation, Work
 from infinity_engine.accel.ordered import OrderedAccelerator
@@ -89,6 +89,4 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
 
 def _pages(nbytes: int) -> torch.Tensor:
     """Return memory that drives can read into without a copy."""
-    memory = mmap.mmap(-1, nbytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(Pool(nbytes).buffer(nbytes), dtype=torch.uint8)

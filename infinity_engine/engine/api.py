@@ -52,7 +52,14 @@ def initialize(
     from infinity_engine.engine.assemble import assemble
     from infinity_engine.engine.optimizers import optimizer_of
 
-    return assemble(model, optimizer_of(model, optimizer), chosen, device, _policy(policy, chosen), queue)
+    return assemble(
+        model,
+        optimizer_of(model, optimizer),
+        chosen,
+        device=device,
+        policy=_policy(policy, chosen),
+        queue=queue,
+    )
 
 
 def _settings(config: EngineConfig | Mapping[str, object] | None, keywords: Mapping[str, object]) -> EngineConfig:

@@ -15,7 +15,8 @@ import torch
 from deepnvme import IOQueue
 from deepnvme.extents import PAGE
 from infinity_engine.accel import Accelerator, StreamKind, open_accelerator
-from infinity_engine.config import EngineConfig, Precision, Recording
+from infinity_engine.config import Checksum, EngineConfig, Precision, Recording
+from infinity_engine.engine.buffers import SCRATCH
 from infinity_engine.engine.engine import Engine, EngineParts
 from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.engine.gradients import GradientKeeper, Kept, Piece
@@ -32,7 +33,7 @@ from infinity_engine.engine.swapping import SwappedStates
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool
-from infinity_engine.optim import NORM_BLOCK, FloatFormat, HostKernels, UpdateThreads, rules_of
+from infinity_engine.optim import FloatFormat, HostKernels, UpdateThreads, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Budget, Capacity, ResolvedBudget, Tier
 from infinity_engine.plan.step import Home
@@ -48,11 +49,12 @@ def assemble(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     config: EngineConfig,
+    *,
     device: Accelerator | None,
     policy: OffloadPolicy | None,
     queue: IOQueue | None,
 ) -> Engine:
-    """Return an engine; `device` and `queue` are used where given, and stay open. See `initialize` for what is raised."""
+    """Return an engine; `device` and `queue` are used where given, and stay open. `initialize` says what is raised."""
     with ExitStack() as resources:
         parts = _parts(model, optimizer, config, device, resources, policy=policy, queue=queue)
         engine = Engine(parts)
@@ -93,8 +95,11 @@ def _parts(
     ledger = Ledger(budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)
     swap = _swap(plan, ledger, budget, queue, resources)
     host, on_device = _pools(plan.demand, ledger, accelerator, resources)
+    passing = _passing(plan.demand, ledger, resources)
     if queue is not None and swap is not None:
-        host.serve(queue)
+        for pool in (host, passing):
+            if pool is not None:
+                pool.serve(queue)
     threads = UpdateThreads.anywhere(config.update_threads or len(os.sched_getaffinity(0)))
     telemetry = _telemetry(config, accelerator)
     lanes = Lanes(
@@ -111,11 +116,11 @@ def _parts(
     hooks = Hooks()
     resources.callback(hooks.remove)
     everything = (*trained, *frozen)
-    originals = Originals(everything)  # as they are before they are moved
+    originals = _Originals(everything)  # as they are before they are moved
     with _model_kept(model, everything):
-        records = _place(everything, sizing, plan, lanes, swap, originals, resources)
+        records = _place(everything, sizing, plan, lanes=lanes, swap=swap, originals=originals, resources=resources)
         _cast_buffers(model, sizing)
-        swapped = _swapped(plan, sizing, trained, records, lanes, swap)
+        swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
         states = StateKeeper(
             plan.steps,
             sizing.subgroups,
@@ -135,7 +140,7 @@ def _parts(
     fetcher = modules = None
     if at_home:
         demand = plan.demand
-        fetcher = ParameterFetcher(everything, records, lanes, demand.fetched, swap=swap, window=demand.window)
+        fetcher = ParameterFetcher(everything, records, lanes, demand.fetched, swap=swap, passing=passing)
         resources.callback(fetcher.close)
         fetched = [each for each in everything if each.number in records]
         modules = ModuleParameters(model, fetched, fetcher, hooks)
@@ -169,7 +174,7 @@ def _parts(
     )
 
 
-class Originals:
+class _Originals:
     """The values that parameters have before the engine takes them, piece by piece."""
 
     def __init__(self, parameters: Sequence[ModelParameter]) -> None:
@@ -182,6 +187,12 @@ class Originals:
 
 def _queue(config: EngineConfig, budget: ResolvedBudget, queue: IOQueue | None, resources: ExitStack) -> IOQueue | None:
     """Return the queue for the budget's drives, None where it has none."""
+    if config.storage.checksum is Checksum.CRC32C:
+        raise ConfigError(
+            field="storage.checksum",
+            value=config.storage.checksum.value,
+            expected="None or off: this version does not check swapped bytes yet (CHANGELOG.md, Known gaps)",
+        )
     if not budget.nvme:
         return None
     return queue or resources.enter_context(IOQueue(config.storage.backend.value))
@@ -212,6 +223,7 @@ def _swap(
 def _swapped(
     plan: Plan,
     sizing: Sizing,
+    *,
     trained: Sequence[TrainedParameter],
     records: Mapping[int, ShardRecord],
     lanes: Lanes,
@@ -249,13 +261,27 @@ def _pools(
     """Reserve what the plan takes, and open the pools that hold it."""
     host = ledger.reserve(Tier.HOST, demand.host, holder="pinned pool")
     resources.callback(host.close)
-    pool = PinnedPool(host)
+    pool = PinnedPool(host, layout=demand.slots)
     resources.callback(pool.close)
     on_device = ledger.reserve(Tier.DEVICE, demand.device, holder="device memory")
     resources.callback(on_device.close)
     memory: DeviceMemory[Any] = DeviceMemory(accelerator, on_device)
     resources.callback(memory.close)
     return pool, memory
+
+
+def _passing(demand: Demand, ledger: Ledger, resources: ExitStack) -> PinnedPool | None:
+    """Return the pool for parameters on their way from the drives to a device with memory of its own.
+
+    It is one of its own, so that it is one piece again when all that pass it have passed.
+    """
+    if not demand.window:
+        return None
+    host = ledger.reserve(Tier.HOST, demand.window, holder="parameters on their way")
+    resources.callback(host.close)
+    pool = PinnedPool(host)
+    resources.callback(pool.close)
+    return pool
 
 
 def _pieces(sizing: Sizing, plan: Plan, trained: int) -> list[list[Piece]]:
@@ -292,9 +318,10 @@ def _place(
     parameters: Sequence[ModelParameter],
     sizing: Sizing,
     plan: Plan,
+    *,
     lanes: Lanes,
     swap: SwapFile | None,
-    originals: Originals,
+    originals: _Originals,
     resources: ExitStack,
 ) -> dict[int, ShardRecord]:
     """Bring the values of parameters to where they stay; return the records of those that modules fetch."""
@@ -331,17 +358,18 @@ def _go_home(each: ModelParameter, sizing: Sizing, lanes: Lanes, resources: Exit
 
 
 def _go_to_drives(
-    each: ModelParameter, sizing: Sizing, lanes: Lanes, swap: SwapFile, originals: Originals
+    each: ModelParameter, sizing: Sizing, lanes: Lanes, swap: SwapFile, originals: _Originals
 ) -> ShardRecord:
     """Let values rest on the drives, in a place of their own; they go there in pieces."""
     dtype = _dtype(sizing) if each.parameter.is_floating_point() else each.parameter.dtype
     place = swap.allocate(each.numel * dtype.itemsize, holder=each.name)
-    most = max(subgroup.numel for subgroup in sizing.subgroups) // NORM_BLOCK * NORM_BLOCK or NORM_BLOCK
-    for first in range(0, each.numel, most):
-        piece = originals.piece(each, first, min(most, each.numel - first))
-        with lanes.host.lease(piece.numel() * dtype.itemsize, holder="parameters on their way") as lease:
-            lease.tensor(dtype).copy_(piece)
-            swap.write(place.part(first * dtype.itemsize, lease.nbytes), lease.memory(), what=each.name).wait()
+    with lanes.host.lease_planned(SCRATCH) as scratch:
+        most = scratch.nbytes // dtype.itemsize
+        for first in range(0, each.numel, most):
+            piece = originals.piece(each, first, min(most, each.numel - first))
+            nbytes = piece.numel() * dtype.itemsize
+            scratch.tensor(dtype)[: piece.numel()].copy_(piece)
+            swap.write(place.part(first * dtype.itemsize, nbytes), scratch.memory()[:nbytes], what=each.name).wait()
     each.rest_on_drives(dtype)
     return ShardRecord(each.name, place)
 

@@ -14,10 +14,24 @@ from deepnvme.extents import PAGE
 from infinity_engine.optim import Subgroup
 from infinity_engine.units import align_up
 
-__all__ = ["SMALL_BYTES", "BufferLayout", "Resting"]
+__all__ = ["GRADIENT_SLOTS", "SCRATCH", "SUM", "BufferLayout", "Resting", "buffer_slot", "gradient_slot"]
 
-SMALL_BYTES = 64 << 10
-"""What modules compute with of a parameter, and its gradient, stay in memory where they have fewer bytes."""
+GRADIENT_SLOTS = 3
+"""How many gradients are on their way to the drives at once: one made, two being written."""
+SCRATCH = "parameters on their way"
+"""The host buffer through which values come to the drives before the first step."""
+SUM = "sum of gradients"
+"""The one in which several gradients are added up for their norm."""
+
+
+def buffer_slot(number: int) -> str:
+    """Return what a host buffer of the plan is called in the pool's layout."""
+    return f"buffer {number} for states"
+
+
+def gradient_slot(number: int) -> str:
+    """Return what a host buffer for gradients on their way to the drives is called there."""
+    return f"buffer {number} for gradients"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +44,8 @@ class Resting:
     """Parameters."""
     gradients: int = 0
     """For how many micro-batches those of these subgroups have a place there; 0: they stay in memory."""
+    small_bytes: int = 0
+    """Of fewer bytes are gradients that stay in memory all the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +85,7 @@ class BufferLayout:
                 at += align_up(nbytes, PAGE)
                 store += nbytes
                 load += nbytes if in_place else 0
-            if resting.gradients and states and nbytes >= SMALL_BYTES:
+            if resting.gradients and states and nbytes >= resting.small_bytes:
                 each = align_up(nbytes, PAGE)
                 gradients[number] = tuple(at + each * micro_batch for micro_batch in range(resting.gradients))
                 at += each * resting.gradients

@@ -20,7 +20,7 @@ from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.errors import CapacityError, TraceMismatch
 from infinity_engine.machine.memory import probe_memory
-from infinity_engine.memory import Event, Lease, Views
+from infinity_engine.memory import Event, Lease, PinnedPool, Views
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
 from infinity_engine.schedule import TraceFollower, Use, choose_fetches, farthest_first
@@ -55,7 +55,7 @@ class ParameterFetcher:
 
     Keeps `limit` bytes there, of what is here and of what views have left of what was; more only as long as more is in
     use, and the device has it. Whoever else needs the device's memory gets what is not in use. What comes from `swap`
-    to a device with memory of its own passes the host's, in at most `window` bytes at a time.
+    to a device with memory of its own passes the pool `passing`, as much at a time as that has room for.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class ParameterFetcher:
         limit: int,
         *,
         swap: SwapFile | None = None,
-        window: int = 0,
+        passing: PinnedPool | None = None,
     ) -> None:
         self.limit = limit
-        self._window = window
+        self._passing = passing
         self._parameters = {each.number: each for each in parameters}
         self._records = records
         self._lanes = lanes
-        self._mover = Mover(lanes.accelerator, lanes.host, lanes.device, swap)
+        self._mover = Mover(lanes.accelerator, lanes.host if passing is None else passing, lanes.device, swap)
         self._homes = {number: record.home() for number, record in records.items()}
         self._there = Tier.HOST if lanes.accelerator.unified else Tier.DEVICE  # what fetching brings them to
         self._nbytes = {number: record.nbytes for number, record in records.items()}
@@ -331,14 +331,10 @@ class ParameterFetcher:
 
     def _passes(self, number: int) -> bool:
         """Tell whether there is room on the way for a parameter that passes the host's memory."""
-        if self._homes[number] is not Tier.NVME or self._there is not Tier.DEVICE:
+        if self._passing is None or self._homes[number] is not Tier.NVME:
             return True
-        passing = sum(
-            self._nbytes[each]
-            for each, here in self._here.items()
-            if self._homes[each] is Tier.NVME and not here.transfer.done()
-        )
-        return not passing or passing + self._nbytes[number] <= self._window
+        self._passing.settle()
+        return self._nbytes[number] <= self._passing.stats().largest_free
 
     def _let_pass(self, number: int) -> None:
         """Wait until there is."""

@@ -339,7 +339,7 @@ class _DriveSlot:
             self._outgoing.release(self._places.pop(count))
         if count == len(self._places):
             self._places.append(self._outgoing.allocate(piece.numel()))
-        lease = self._outgoing.lease(piece.numel())
+        lease = self._outgoing.lease()
         made = _download(self._lanes, piece, lease)
         self._block_sums = None
         if self._sums_early and not count and made is None:
@@ -370,10 +370,10 @@ class _DriveSlot:
         """Add one for which there is no place to the sum of all in memory."""
         if self._sum is None:
             self._outgoing.settle()
-            total = self._outgoing.lease(4 * self._piece.numel)
+            total = self._lanes.host.lease(4 * self._piece.numel, holder="sums of gradients")
             self._read_back(total)
             self._sum, self.formats = total, ()
-        with self._outgoing.lease(piece.numel()) as lease:
+        with self._outgoing.lease() as lease:
             made = _download(self._lanes, piece, lease)
             if made is not None:
                 made.wait()
@@ -389,7 +389,7 @@ class _DriveSlot:
         several = len(self.formats) > 1 or total is not None
         with ExitStack() as leases:
             places = self._places[: len(self.formats)]
-            wires = [leases.enter_context(self._outgoing.lease(place.nbytes)) for place in places]
+            wires = [leases.enter_context(self._outgoing.lease()) for place in places]
             with self._lanes.meter.waits(Wait.GRADIENTS):
                 IOEvent(self.read([lease.memory() for lease in wires])).wait()
             streams = [
@@ -398,7 +398,7 @@ class _DriveSlot:
             ]
             if not several:
                 return kernels.block_sums(streams[0])
-            into = total or leases.enter_context(self._outgoing.lease(4 * numel))
+            into = total or leases.enter_context(self._outgoing.lease_sum(numel))
             return added_up(kernels, streams, self._sum_in(into))
 
     def clear(self) -> None:
@@ -420,18 +420,27 @@ def added_up(kernels: HostKernels, gradients: Sequence[Values], into: Values) ->
 def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
     """Bring bytes from where modules compute into host memory; None where they are there on return."""
     if lanes.accelerator.unified:
-        lease.flat().copy_(piece)
+        lease.flat()[: piece.numel()].copy_(piece)
         return None
-    copy = partial(lanes.copy, Lane.D2H, Cargo.GRADIENTS, lease, name="gradient")
     made = lanes.accelerator.record(lanes.compute)
     if lanes.accelerator.torch_device.type != "cpu":
-        return copy(piece, after=[made])
+        return _copy_down(lanes, piece, lease, made)
     # Emulated: what autograd made is in no device memory yet.
     with lanes.meter.waits(Wait.GRADIENTS):  # until there is room
         source = lanes.device.lease(piece.numel(), holder="gradients on their way")
     with source:
         source.flat().copy_(piece)
-        return copy(source, after=[made])
+        event = _copy_down(lanes, source.flat(), lease, made)
+        source.until(event)
+        return event
+
+
+def _copy_down(lanes: Lanes, piece: torch.Tensor, lease: Lease, made: Event) -> Event:
+    """Copy bytes to where a lease begins."""
+    target = lease.flat()[: piece.numel()]
+    event = lanes.copy(Lane.D2H, Cargo.GRADIENTS, target, piece, after=[made], name="gradient")
+    lease.until(event)
+    return event
 
 
 def _add(kernel: Callable[[Values, Values], _Sums], gradient: torch.Tensor, into: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from infinity_engine.accel import Event
+from infinity_engine.engine.buffers import GRADIENT_SLOTS, SUM, gradient_slot
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.errors import CapacityError
@@ -36,6 +37,8 @@ class Outgoing:
         self.micro_batches = micro_batches
         self._swap = swap
         self._lanes = lanes
+        self._slots = max(micro_batches, GRADIENT_SLOTS)
+        self._turn = 0
         self._waiting: deque[_Sent] = deque()  # their bytes may not be in their buffers yet
         self._writing: list[IOEvent] = []
 
@@ -47,17 +50,24 @@ class Outgoing:
         """Give room back. Nobody writes there any more."""
         self._swap.release(place)
 
-    def lease(self, nbytes: int) -> Lease:
-        """Return a buffer, waiting for one where need be."""
+    def lease(self) -> Lease:
+        """Return a buffer for any gradient, waiting for one where need be."""
+        slot, self._turn = gradient_slot(self._turn % self._slots), self._turn + 1
+        self._start_ready()
         while True:
-            self._start_ready()
             try:
                 with self._lanes.meter.waits(Wait.GRADIENTS):
-                    return self._lanes.host.lease(nbytes, holder="gradients on their way")
+                    return self._lanes.host.lease_planned(slot, holder="gradients on their way")
             except CapacityError:
                 if not self._waiting:
                     raise
                 self._start()
+
+    def lease_sum(self, numel: int) -> Lease:
+        """Return the buffer in which several are added up in fp32; another one where there is but one micro-batch."""
+        if self.micro_batches > 1:
+            return self._lanes.host.lease_planned(SUM)
+        return self._lanes.host.lease(4 * numel, holder="sums of gradients")
 
     def send(self, lease: Lease, made: Event | None, place: Place, *, what: str) -> None:
         """Write a gradient, which is in the buffer when `made` has passed; the buffer is this way's from here on."""
@@ -97,7 +107,8 @@ class Outgoing:
         if sent.made is not None:
             with self._lanes.meter.waits(Wait.GRADIENTS):
                 sent.made.wait()
-        event = IOEvent([self._swap.write(sent.place, sent.lease.memory(), what=sent.what)])
+        memory = sent.lease.memory()[: sent.place.nbytes]
+        event = IOEvent([self._swap.write(sent.place, memory, what=sent.what)])
         sent.lease.until(event)
         sent.lease.close()
         self._writing = [each for each in self._writing if not each.done() or _failed(each)]

@@ -9,9 +9,18 @@ from types import MappingProxyType
 import torch
 
 from infinity_engine.config import EngineConfig, ParametersAt, Precision
-from infinity_engine.engine.buffers import SMALL_BYTES, BufferLayout, Resting
+from infinity_engine.engine.buffers import (
+    GRADIENT_SLOTS,
+    SCRATCH,
+    SUM,
+    BufferLayout,
+    Resting,
+    buffer_slot,
+    gradient_slot,
+)
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.memory.layout import Layout, Request, layout
 from infinity_engine.optim import FloatFormat, Formats, Rule, Subgroup, cut_into_subgroups
 from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, policy_for
 from infinity_engine.optim.policy import Limits, OffloadPolicy
@@ -31,9 +40,13 @@ _PARAMETER = MappingProxyType(
         Precision.FP16_AUTOCAST: FloatFormat.FP16,
     }
 )
+_BEFORE, _BACKWARD, _UPDATE = range(3)  # when buffers live
+_PASSING = 4  # of the largest parameters, so many pass the host at once
+_MOST_SCRATCH = 8 << 20
 _SPARE = 8 * _PAGE  # for each place on the drives, of which there may be up to eight
 _MOST_TRIES = 4  # to find a plan whose buffers fit what it lets be updated where
 _MOST_BUFFERS = 4  # two filled ahead, one updated, one emptied
+_NOTHING = Resting()
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
@@ -41,7 +54,8 @@ _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 class Demand:
     """The bytes that a plan takes of each tier.
 
-    `fetched` of the device's are for parameters that modules fetch, `window` of the host's for those that pass it.
+    `fetched` of the device's are for parameters that modules fetch, `window` beside the host's for those that pass it.
+    `slots` has the places of the host's buffers, which are those of `buffer_slot`, `gradient_slot` and SCRATCH.
     """
 
     host: int
@@ -49,6 +63,7 @@ class Demand:
     fetched: int
     window: int = 0
     nvme: int = 0
+    slots: Layout | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +72,7 @@ class Plan:
 
     steps: StepPlan
     demand: Demand
-    resting: Resting = Resting()
+    resting: Resting = field(default_factory=Resting)
     layouts: Mapping[int, BufferLayout] = field(default_factory=lambda: MappingProxyType({}))
     """Of the subgroups of which some does."""
 
@@ -138,7 +153,7 @@ class Sizing:
                     return self._plan_with_drives(
                         config, policy, budget, parameters, states=on_drives, io_bytes=io_bytes
                     )
-                plan = self._plan(config, policy, budget, parameters, Resting(), {})
+                plan = self._plan(config, policy, budget, parameters)
                 if budget.nvme:  # else the ledger says what is missing
                     self._check_host(plan.demand, budget)
             except CapacityError as error:
@@ -174,9 +189,9 @@ class Sizing:
         policy: OffloadPolicy | None,
         budget: ResolvedBudget,
         parameters: Tier,
-        resting: Resting,
-        layouts: Mapping[int, BufferLayout],
         *,
+        resting: Resting = _NOTHING,
+        layouts: Mapping[int, BufferLayout] = MappingProxyType({}),
         buffers: int = 0,
     ) -> Plan:
         limits = replace(self._limits(budget, parameters), host_buffers=buffers)
@@ -224,11 +239,14 @@ class Sizing:
         io_bytes: int,
     ) -> Plan:
         """Return the plan that keeps as much in memory as there is room for, what is needed first before the rest."""
+        small = max(config.storage.small_bytes, 1)
         values = frozenset(
-            number for number, nbytes in enumerate(self.parameters) if parameters is Tier.NVME and nbytes >= SMALL_BYTES
+            number for number, nbytes in enumerate(self.parameters) if parameters is Tier.NVME and nbytes >= small
         )
         resting = Resting(
-            states=frozenset(each.index for each in self.subgroups) if states else frozenset(), values=values
+            states=frozenset(each.index for each in self.subgroups) if states else frozenset(),
+            values=values,
+            small_bytes=small,
         )
         micro_batches = config.accumulation_steps
         choices = [(buffers, 0) for buffers in range(_MOST_BUFFERS, 1, -1)]
@@ -238,7 +256,7 @@ class Sizing:
         for buffers, gradients in choices:
             tried = replace(resting, gradients=gradients)
             try:
-                plan = self._settled(config, policy, budget, parameters, tried, buffers)
+                plan = self._settled(config, policy, budget, parameters, resting=tried, buffers=buffers)
                 self._check_host(plan.demand, budget, io_bytes)
             except CapacityError as error:
                 refused = error
@@ -248,7 +266,7 @@ class Sizing:
             kept = self._kept(plan, budget.host - io_bytes - self._held_on_host(plan.demand))
             if kept:
                 fewer = replace(tried, states=tried.states - kept)
-                plan = self._settled(config, policy, budget, parameters, fewer, buffers)
+                plan = self._settled(config, policy, budget, parameters, resting=fewer, buffers=buffers)
             return self._with_room(plan, budget, io_bytes)
         assert refused is not None, "there is a choice"
         raise refused
@@ -259,6 +277,7 @@ class Sizing:
         policy: OffloadPolicy | None,
         budget: ResolvedBudget,
         parameters: Tier,
+        *,
         resting: Resting,
         buffers: int,
     ) -> Plan:
@@ -268,7 +287,7 @@ class Sizing:
             rests = replace(resting, states=frozenset(i for i in resting.states if homes[i] is not Home.RESIDENT))
             layouts = {each.index: self._layout(each, rests, homes[each.index], parameters) for each in self.subgroups}
             passing = MappingProxyType({index: each for index, each in layouts.items() if each.nbytes})
-            plan = self._plan(config, policy, budget, parameters, rests, passing, buffers=buffers)
+            plan = self._plan(config, policy, budget, parameters, resting=rests, layouts=passing, buffers=buffers)
             found = plan.steps.homes()
             if found == homes:
                 return plan
@@ -329,12 +348,12 @@ class Sizing:
                 asked=asked,
                 free=budget.host,
                 limit=budget.host,
-                change="raise the budget's host, lower subgroup_numel, or let more rest on drives: give the budget nvme "
-                'directories, and set strategy="nvme_streamed" and parameters="nvme"',
+                change="raise the budget's host, lower subgroup_numel, or let more rest on drives: give the budget "
+                'nvme directories, and set strategy="nvme_streamed" and parameters="nvme"',
             )
 
     def _held_on_host(self, demand: Demand) -> int:
-        return demand.host + (demand.device if self.unified else 0)
+        return demand.host + demand.window + (demand.device if self.unified else 0)
 
     def _limits(self, budget: ResolvedBudget, parameters: Tier) -> Limits:
         """Return what a plan may take of the device where its parameters stay in that tier."""
@@ -406,8 +425,7 @@ class Sizing:
     ) -> Demand:
         homes = plan.homes()
         at_home = plan.parameters is not Tier.DEVICE
-        host = sum(plan.buffer_bytes)
-        device = 0
+        host = device = 0
         for each in self.subgroups:
             home = homes[each.index]
             states = 4 * each.numel * (len(self.state_names) + (0 if self._in_place(home, plan.parameters) else 1))
@@ -427,8 +445,8 @@ class Sizing:
         passing = [nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values]
         nvme += sum(align_up(nbytes, _PAGE) + _SPARE for nbytes in passing)
         staying = sum(nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values)
-        largest = max((segment.numel for each in self.subgroups for segment in each.segments), default=0)
-        host += 3 * align_up(self.width * largest, _PAGE) if resting.gradients else 0
+        slots = self._slots(plan, resting, max(passing, default=0))
+        host += slots.nbytes
         fetched = window = 0
         if self.unified:
             device += 0 if self.formats.parameter is None else staying
@@ -445,8 +463,7 @@ class Sizing:
             room = min(every, 2 * self.deepest) if self.unified else min(budget.device - device, every)
             fetched = max(room, min(self.deepest, every))
             if not self.unified and passing:
-                window = align_up(min(sum(passing), 4 * max(passing)), _PAGE) + _PAGE * len(passing)
-                host += window
+                window = sum(sorted(align_up(nbytes, _PAGE) for nbytes in passing)[-_PASSING:])
         staged = sum(plan.staging_bytes)
         device += max(staged, fetched) if at_home else staged + (0 if self.unified else staying)
         if device > budget.device and not self.unified:
@@ -460,12 +477,33 @@ class Sizing:
             fetched=fetched,
             window=window,
             nvme=align_up(nvme, _PAGE),
+            slots=slots,
         )
+
+    def _slots(self, plan: StepPlan, resting: Resting, largest_value: int) -> Layout:
+        """Return the places of buffers: those of an update are where gradients pass in a backward."""
+        requests = [
+            Request(buffer_slot(number), nbytes, first=_UPDATE, last=_UPDATE)
+            for number, nbytes in enumerate(plan.buffer_bytes)
+        ]
+        if resting.gradients:
+            numel = max(segment.numel for each in self.subgroups for segment in each.segments)
+            wire = align_up(self.width * numel, _PAGE)
+            count = max(GRADIENT_SLOTS, resting.gradients)
+            requests += [
+                Request(gradient_slot(number), wire, first=_BACKWARD, last=_BACKWARD) for number in range(count)
+            ]
+            if resting.gradients > 1:
+                requests.append(Request(SUM, align_up(4 * numel, _PAGE), first=_BACKWARD, last=_BACKWARD))
+        if largest_value:
+            scratch = min(align_up(largest_value, _PAGE), _MOST_SCRATCH)
+            requests.append(Request(SCRATCH, scratch, first=_BEFORE, last=_BEFORE))
+        return layout(requests)
 
     def _gradient_on_host(self, numel: int, resting: Resting, *, rests: bool) -> int:
         """Return what a piece of a gradient takes of the host, with the sum of several."""
         nbytes = self.width * numel
-        if rests and resting.gradients and nbytes >= SMALL_BYTES:
+        if rests and resting.gradients and nbytes >= resting.small_bytes:
             return 0
         return align_up(nbytes, _PAGE) + (align_up(4 * numel, _PAGE) if self.sums else 0)
 

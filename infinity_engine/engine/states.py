@@ -40,7 +40,7 @@ from infinity_engine.storage import IOEvent
 
 __all__ = ["StateKeeper", "StepInputs", "piece_numbers"]
 
-Originals = Callable[[TrainedParameter, int, int], torch.Tensor]
+_Originals = Callable[[TrainedParameter, int, int], torch.Tensor]
 """Returns so many elements of a parameter, from one on, as they were before the engine: flat, of any float type."""
 
 
@@ -173,23 +173,25 @@ class StateKeeper:
         flat = self._trained[segment.parameter].values.view(torch.uint8)
         return flat[width * segment.first_element :][: width * segment.numel]
 
-    def begin(self, originals: Originals, rules: Sequence[Rule]) -> None:
+    def begin(self, originals: _Originals, rules: Sequence[Rule]) -> None:
         """Write the first masters and states: fp32 values as `originals` has them, and what each rule begins with."""
         writing: deque[IOEvent] = deque()
+        buffers, count = len(self._plan.buffer_bytes), 0
         for held in self._held.values():
             if held.lease is not None:
                 self._fill(held, held.lease.flat(), originals, rules)
             elif held.subgroup.index in self._resting:
                 assert self._swapped is not None, "states rest on drives that there are"
-                while len(writing) > 1:
+                if len(writing) == buffers:
                     writing.popleft().wait()
-                visit = self._swapped.empty(held.subgroup.index)
+                visit = self._swapped.empty(held.subgroup.index, count % buffers)
+                count += 1
                 self._fill(held, visit.states(), originals, rules)
                 writing.append(self._swapped.give_back(held.subgroup.index, visit))
         while writing:
             writing.popleft().wait()
 
-    def _fill(self, held: _Held, flat: torch.Tensor, originals: Originals, rules: Sequence[Rule]) -> None:
+    def _fill(self, held: _Held, flat: torch.Tensor, originals: _Originals, rules: Sequence[Rule]) -> None:
         values = flat[: self._nbytes(held.subgroup, held.home)].view(torch.float32)
         numel = held.subgroup.numel
         start = 0
@@ -209,10 +211,14 @@ class StateKeeper:
         names = ("master", *self._state_names)
         whole = {name: torch.empty(self._trained[number].numel) for name in names}
         for held, index, segment in self._segments_of(number):
-            with self._looking_at(held) as (flat, visit):
-                for name, piece in self._pieces(held, index, flat, visit):
-                    whole[name][segment.first_element : segment.first_element + segment.numel].copy_(piece)
+            self._copy_out(held, index, {name: _part(each, segment) for name, each in whole.items()})
         return whole
+
+    def _copy_out(self, held: _Held, index: int, into: Mapping[str, torch.Tensor]) -> None:
+        """Copy a segment's master and moments; on return there are no views of where they were."""
+        with self._looking_at(held) as (flat, visit):
+            for name, piece in self._pieces(held, index, flat, visit):
+                into[name].copy_(piece)
 
     def steps_of(self, number: int) -> int:
         """Return how many updates a parameter has had."""
@@ -221,11 +227,12 @@ class StateKeeper:
     def set_master(self, number: int, values: torch.Tensor) -> None:
         """Replace a parameter's master, which modules' values were changed to, by flat fp32 values."""
         for held, index, segment in self._segments_of(number):
-            if self._in_place(held.home):
-                continue
-            with self._looking_at(held, changing=True) as (flat, visit):
-                master = dict(self._pieces(held, index, flat, visit))["master"]
-                master.copy_(values[segment.first_element : segment.first_element + segment.numel])
+            if not self._in_place(held.home):
+                self._write_master(held, index, _part(values, segment))
+
+    def _write_master(self, held: _Held, index: int, values: torch.Tensor) -> None:
+        with self._looking_at(held, changing=True) as (flat, visit):
+            dict(self._pieces(held, index, flat, visit))["master"].copy_(values)
 
     def _segments_of(self, number: int) -> Iterator[tuple[_Held, int, Segment]]:
         """Yield where a parameter's segments are, with their numbers there."""
@@ -293,7 +300,7 @@ class StateKeeper:
                 for nbytes in self._plan.staging_bytes[len(self._staging) :]:
                     self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
         if self._swapped is not None:
-            self._swapped.begin_step(self._plan.buffer_bytes)
+            self._swapped.begin_step(len(self._plan.buffer_bytes))
 
     def note_arrivals(self) -> None:
         """Count what visited the device and is home again as updated; what failed on the way is as it was."""
@@ -524,6 +531,10 @@ class StateKeeper:
         for number, segment in enumerate(held.subgroup.segments):
             if inputs.gradients.has(segment.parameter):
                 yield self._target_bytes(held, number), source[width * segment.offset :][: width * segment.numel]
+
+
+def _part(values: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return values[segment.first_element : segment.first_element + segment.numel]
 
 
 def piece_numbers(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity_engine.engine.buffers import BufferLayout
+from infinity_engine.engine.buffers import BufferLayout, buffer_slot
 from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo
@@ -33,6 +33,14 @@ class Visit:
     wanted: Collection[int]  # of its segments, those that are updated
     updated: bool = False
     storing: IOEvent | None = None
+
+    def note_update(self) -> None:
+        """Note that the subgroup is new here: it stays until it is stored."""
+        self.updated = True
+
+    def store(self, writing: IOEvent | None) -> None:
+        """Note what writes it; None: nothing does any more."""
+        self.storing = writing
 
     def states(self) -> torch.Tensor:
         """Return the bytes of its states."""
@@ -90,10 +98,10 @@ class SwappedStates:
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def begin_step(self, buffer_bytes: Sequence[int]) -> None:
+    def begin_step(self, buffers: int) -> None:
         """Take the host buffers, and forget what an interrupted walk has loaded and not updated."""
-        for nbytes in buffer_bytes[len(self._buffers) :]:
-            self._buffers.append(self._lanes.host.lease(nbytes, holder="buffers for states"))
+        for number in range(len(self._buffers), buffers):
+            self._buffers.append(self._lanes.host.lease_planned(buffer_slot(number)))
         self._visits = {index: visit for index, visit in self._visits.items() if visit.updated}
 
     def end_step(self) -> None:
@@ -139,14 +147,14 @@ class SwappedStates:
         """Note that a subgroup in a buffer is new there: it stays until it is stored."""
         visit = self._visits.get(index)
         if visit is not None:
-            visit.updated = True
+            visit.note_update()
 
     def store(self, op: StoreStates) -> IOEvent | None:
         """Begin to write a subgroup that was updated to the drives."""
         visit = self._visits.get(op.subgroup)
         if visit is None or not visit.wanted:
             return None
-        visit.storing = IOEvent(self._writes(op.subgroup, visit))
+        visit.store(IOEvent(self._writes(op.subgroup, visit)))
         self._count(Lane.NVME_WRITE, Cargo.STATES, visit.layout.states_bytes, op)
         self._count(Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(op.subgroup, visit.wanted), op)
         return visit.storing
@@ -160,28 +168,25 @@ class SwappedStates:
                     visit.storing.wait()
                     del self._visits[index]
                     stored.append(index)
-                visit.storing = None
+                visit.store(None)
         return stored
 
     # --- outside of steps -----------------------------------------------------------------------------------------
 
     def borrowed(self, index: int) -> Visit:
         """Return a subgroup as it is on the drives, in a buffer of the caller's own: to be closed."""
-        layout = self._layouts[index]
-        buffer = self._lanes.host.lease(layout.nbytes, holder="a buffer for states")
-        visit = Visit(layout, buffer, range(len(self._subgroups[index].segments)))
+        visit = self.empty(index, 0)
         try:
             IOEvent(self._reads(index, visit)).wait()
         except BaseException:
-            buffer.close()
+            visit.buffer.close()
             raise
         return visit
 
-    def empty(self, index: int) -> Visit:
+    def empty(self, index: int, buffer: int) -> Visit:
         """Return a buffer as for a visit of this subgroup, with whatever is in it: to be closed."""
-        layout = self._layouts[index]
-        buffer = self._lanes.host.lease(layout.nbytes, holder="a buffer for states")
-        return Visit(layout, buffer, range(len(self._subgroups[index].segments)))
+        lease = self._lanes.host.lease_planned(buffer_slot(buffer))
+        return Visit(self._layouts[index], lease, range(len(self._subgroups[index].segments)))
 
     def give_back(self, index: int, visit: Visit) -> IOEvent:
         """Begin to write the states of such a visit; its buffer is closed, and goes back when they are written."""

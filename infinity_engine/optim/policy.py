@@ -188,6 +188,7 @@ class PlanDraft:
         self._subgroups = tuple(subgroups)
         self._limits = limits
         self._ops: list[Op] = []
+        self._uploaded: set[int] = set()  # The subgroups updated on the host whose parameters are up.
         self._updated: dict[int, int] = {}  # For each subgroup updated on the host, the number of that op.
         largest = max((subgroup.numel for subgroup in subgroups), default=1)
         self._set_bytes = limits.device_bytes(largest)
@@ -199,6 +200,7 @@ class PlanDraft:
         self._stored: list[int | None] = [None] * min(limits.host_buffers, len(on_drives))
         self._loads = 0
         self._in_buffer: dict[int, tuple[int, int]] = {}  # The buffer of each subgroup, and its load's number.
+        self._occupants: dict[int, SubgroupSpec] = {}  # By buffer: what is updated there, and not yet stored.
 
     @property
     def staging_sets(self) -> int:
@@ -211,7 +213,10 @@ class PlanDraft:
         return self._left[self._visits % len(self._left)] if self._left else None
 
     def update_on_host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Let the CPU update a subgroup; `upload_parameters` is to follow, at any later time."""
+        """Let the CPU update a subgroup; `upload_parameters` is to follow, at any later time.
+
+        Where it takes the host buffer of another one whose parameters are not up yet, these go up first.
+        """
         loaded = self._load(subgroup)
         self._updated[subgroup.index] = len(self._ops)
         updated = self._add(
@@ -222,8 +227,9 @@ class PlanDraft:
 
     def upload_parameters(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Let the parameters of a subgroup that the CPU updated go to the device, unless they are fetched there."""
-        if self._limits.parameters is not Tier.DEVICE:
+        if self._limits.parameters is not Tier.DEVICE or subgroup.index in self._uploaded:
             return ()
+        self._uploaded.add(subgroup.index)
         updated = self._updated.get(subgroup.index)
         after = () if updated is None else (updated,)
         nbytes = subgroup.numel * self._limits.per_parameter.parameter
@@ -279,11 +285,15 @@ class PlanDraft:
         if not self._stored:
             raise ConfigError(field="Limits.host_buffers", value=0, expected="1 or more where states rest on NVMe")
         buffer = self._loads % len(self._stored)
+        occupant = self._occupants.get(buffer)
+        made_way = () if occupant is None else self.upload_parameters(occupant)
         before = self._stored[buffer]
+        self._occupants[buffer] = subgroup
         self._loads += 1
         self._in_buffer[subgroup.index] = buffer, len(self._ops)
         after = () if before is None else (before,)
-        return (self._add(LoadStates(subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.load_bytes, after=after)),)
+        loaded = self._add(LoadStates(subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.load_bytes, after=after))
+        return *made_way, loaded
 
     def _loaded_at(self, subgroup: SubgroupSpec) -> tuple[int, ...]:
         return (self._in_buffer[subgroup.index][1],) if subgroup.on_drives else ()
@@ -295,6 +305,7 @@ class PlanDraft:
         buffer, _ = self._in_buffer[subgroup.index]
         after = (len(self._ops) - 1,)
         self._stored[buffer] = len(self._ops)
+        self._occupants.pop(buffer, None)
         return (
             self._add(StoreStates(subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.store_bytes, after=after)),
         )

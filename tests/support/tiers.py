@@ -73,8 +73,8 @@ class Tiers:
         """Return a gate that the swap file's reads, or its writes, end behind from now on."""
         gate = Gate()
         name = "read" if requests is Requests.READS else "write"
-        begin: Callable[[Place, memoryview], IOHop] = getattr(self.swap, name)
-        setattr(self.swap, name, lambda place, memory: _Gated(begin(place, memory), gate))
+        begin: Callable[..., IOHop] = getattr(self.swap, name)
+        setattr(self.swap, name, lambda place, memory, *, what="": _Gated(begin(place, memory, what=what), gate))
         return gate
 
     def content(self, record: ShardRecord) -> bytes:

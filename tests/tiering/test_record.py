@@ -178,11 +178,19 @@ def test_a_current_copy_below_is_a_way_down_without_a_move(host: Lease) -> None:
     assert record.tiers == (Tier.NVME,)
 
 
-@pytest.mark.parametrize("start", [Residency.NVME, Residency.LOADING])
-def test_bytes_on_the_drives_cannot_be_changed_in_place(start: Residency) -> None:
+def test_bytes_on_the_drives_can_be_changed_there_and_copies_are_old_then(host: Lease) -> None:
     record = ShardRecord("w", PLACE)
-    if start is Residency.LOADING:
-        record.advance(start)
+    record.arrived(Tier.HOST, host)
+
+    record.changed()
+
+    assert record.is_current(Tier.NVME)
+    assert not record.is_current(Tier.HOST)
+
+
+def test_bytes_that_are_on_their_way_cannot_be_changed() -> None:
+    record = ShardRecord("w", PLACE)
+    record.advance(Residency.LOADING)
 
     with pytest.raises(IllegalTransition, match="a changed version"):
         record.changed()
