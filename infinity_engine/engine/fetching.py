@@ -18,7 +18,7 @@ import torch
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
-from infinity_engine.errors import CapacityError, TraceMismatch
+from infinity_engine.errors import CapacityError, TraceMismatch, TransferError
 from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Event, Lease, PinnedPool, Views
 from infinity_engine.plan import Tier
@@ -238,9 +238,13 @@ class ParameterFetcher:
         """Give all values their own ordinary memory, and all leases back. What somebody has changed, unasked, stays.
 
         Those on the drives get it only if there is memory for all of them: else a warning says that they are gone.
+
+        Raises:
+            TransferError: some could not be read from the drives, and are gone. All else is done.
         """
         self._mover.poll()
         there_is_room = self._there_is_room_for_all()
+        lost: TransferError | None = None
         for number in self._records:
             each = self._parameters[number]
             if self._shown.pop(number, None) == each.parameter.data_ptr():
@@ -248,7 +252,10 @@ class ParameterFetcher:
             elif not each.on_drives:
                 each.show(each.values.clone().view(each.parameter.shape))
             elif there_is_room:
-                each.show(self.copy_of(number).view(each.parameter.shape))
+                try:
+                    each.show(self.copy_of(number).view(each.parameter.shape))
+                except TransferError as error:
+                    lost = lost or error
             each.live_at(None)
         self._by_address.clear()
         for number in list(self._here):
@@ -256,6 +263,8 @@ class ParameterFetcher:
         for record in self._records.values():
             self._mover.forget(record)
         self._mover.drain()
+        if lost is not None:
+            raise lost
 
     def _there_is_room_for_all(self) -> bool:
         """Tell whether the host has memory for what rests on the drives."""

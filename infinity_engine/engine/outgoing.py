@@ -6,13 +6,14 @@ Whoever sends one when no buffer is free waits for the oldest. What could not be
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity_engine.accel import Event
 from infinity_engine.engine.buffers import GRADIENT_SLOTS, SUM, gradient_slot
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
-from infinity_engine.errors import CapacityError
+from infinity_engine.errors import CapacityError, TransferError
 from infinity_engine.memory import Lease
 from infinity_engine.plan.ops import Lane
 from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
@@ -41,6 +42,7 @@ class Outgoing:
         self._turn = 0
         self._waiting: deque[_Sent] = deque()  # their bytes may not be in their buffers yet
         self._writing: list[IOEvent] = []
+        self._failed: TransferError | None = None
 
     def allocate(self, nbytes: int) -> Place:
         """Return room for a gradient, to be released."""
@@ -86,14 +88,10 @@ class Outgoing:
         """
         while self._waiting:
             self._start()
-        writing, self._writing = self._writing, []
-        failed: Exception | None = None
         with self._lanes.meter.waits(Wait.GRADIENTS):
-            for event in writing:
-                try:
-                    event.wait()
-                except Exception as error:
-                    failed = failed or error
+            self._forget_written(self._writing)
+        self._writing = []
+        failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
 
@@ -111,14 +109,15 @@ class Outgoing:
         event = IOEvent([self._swap.write(sent.place, memory, what=sent.what)])
         sent.lease.until(event)
         sent.lease.close()
-        self._writing = [each for each in self._writing if not each.done() or _failed(each)]
-        self._writing.append(event)
+        written = [each for each in self._writing if each.done()]
+        self._writing = [*(each for each in self._writing if each not in written), event]
+        self._forget_written(written)
         self._lanes.meter.copies(Lane.NVME_WRITE, Cargo.GRADIENTS, sent.place.nbytes, None, name="gradient")
 
-
-def _failed(event: IOEvent) -> bool:
-    try:
-        event.wait()
-    except Exception:
-        return True
-    return False
+    def _forget_written(self, events: Sequence[IOEvent]) -> None:
+        """Wait for these, and keep what stopped the first that failed, but nothing that holds buffers."""
+        for event in events:
+            try:
+                event.wait()
+            except TransferError as error:
+                self._failed = self._failed or error.with_traceback(None)

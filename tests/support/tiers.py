@@ -16,7 +16,7 @@ from infinity_engine.accel import Accelerator, Buffer, CpuAccelerator, Emulation
 from infinity_engine.errors import TransferError
 from infinity_engine.memory import DeviceMemory, Freed, Lease, Ledger, PinnedPool
 from infinity_engine.plan import Rates, ResolvedBudget, Tier
-from infinity_engine.storage import Hop, IOHop, Place, SwapFile
+from infinity_engine.storage import Hop, IOHop, SwapFile
 from infinity_engine.tiering import Mover, ShardRecord
 
 KiB = 1024

@@ -1,0 +1,169 @@
+"""An engine whose drives fail: errors that say what, where and which bytes, and training that goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+import infinity_engine
+from deepnvme import FaultPlan, IOQueue
+from deepnvme.faults import Requests
+from infinity_engine.engine.engine import Engine
+from infinity_engine.errors import CapacityError, ConfigError, TransferError
+from infinity_engine.plan import NvmeStreamed
+from support.nvme_training import Case, Trained, emulated, made, opened, trained
+from support.small_models import Task
+
+Result = TypeVar("Result")
+CASE = Case(
+    precision="bf16",
+    clip=0.05,
+    strategy=NvmeStreamed(),
+    parameters="nvme",
+    host=17_100_000,
+    steps=3,
+)
+"""Little enough of the host that states and gradients rest on the drives as well."""
+BEFORE_TRAINING = {Requests.READS: 0, Requests.WRITES: 50}
+"""So many requests `initialize` may take, whose failure is another test's."""
+
+
+@cache
+def undisturbed() -> Trained:
+    return trained(replace(CASE, host="256MiB", parameters="auto", strategy=Case().strategy), None, None)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """Return an error that does not hold the tensors of whoever was interrupted by it."""
+    seen: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in seen:
+        seen.append(each)
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
+
+
+def patiently(action: Callable[[], Result], told: list[BaseException]) -> Result:
+    """Do it until it succeeds; note what it raised."""
+    for _ in range(40):
+        try:
+            return action()
+        except (RuntimeError, TransferError) as error:
+            told.append(without_frames(error))
+    raise AssertionError("it never succeeds") from told[-1]
+
+
+def one_step(engine: Engine, task: Task, seed: int, told: list[BaseException]) -> None:
+    def gradients() -> None:
+        engine.zero_grad()
+        engine.backward(engine(task.batch(seed)))
+
+    def step() -> None:
+        try:
+            engine.step()
+        except TransferError:  # a gradient is lost
+            gradients()
+            raise
+
+    patiently(gradients, told)
+    patiently(step, told)
+
+
+def cause_of(error: BaseException) -> TransferError:
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, TransferError):
+        found = found.__cause__ or found.__context__
+    assert found is not None, f"it does not say which I/O failed: {error!r}"
+    return found
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "emulated"])
+@pytest.mark.parametrize("requests", [Requests.READS, Requests.WRITES])
+@pytest.mark.parametrize("every", [31, 61, 97])
+def test_where_each_nth_io_fails_training_goes_on_and_ends_with_the_same_bits(
+    accelerator: str, requests: Requests, every: int, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    on = emulated(every) if accelerator == "emulated" else None
+    told: list[BaseException] = []
+    plan = FaultPlan(seed=every)
+    for nth in range(BEFORE_TRAINING[requests] + 1, 2000, every):
+        plan.fail(nth=nth, requests=requests)
+    # Closing reads, too; what could not be read is told, and all else is done.
+    with (
+        IOQueue(faults=plan) as queue,
+        suppress(TransferError),
+        opened(CASE, on, tmp_path, queue=queue) as (engine, task),
+    ):
+        for seed in range(CASE.steps):
+            one_step(engine, task, seed, told)
+        bits = patiently(engine.state_dict, told)
+        for name, parameter in task.named_parameters():
+            if parameter.numel():
+                state = patiently(partial(engine.state_of, parameter), told)
+                bits.update({f"{name}: {key}": torch.as_tensor(value) for key, value in state.items()})
+    if on is not None:
+        on.close()
+
+    assert told
+    for error in told:
+        cause = cause_of(error)
+        assert cause.what
+        assert str(tmp_path) in cause.path
+    assert [name for name, each in bits.items() if not torch.equal(undisturbed().bits[name], each)] == []
+
+
+def test_where_nothing_can_be_written_at_the_beginning_the_model_is_as_it_was(tmp_path: Path) -> None:
+    task, optimizer = made("gpt")
+    before = {name: each.detach().clone() for name, each in task.named_parameters()}
+    with IOQueue(faults=FaultPlan().fail(nth=20, requests=Requests.WRITES)) as queue, pytest.raises(TransferError):
+        infinity_engine.initialize(
+            task,
+            optimizer,
+            accelerator="cpu",
+            strategy="nvme_streamed",
+            parameters="nvme",
+            precision="bf16",
+            storage={"small_bytes": 256},
+            subgroup_numel=4096,
+            budget={"host": "64MiB", "nvme": {str(tmp_path): "16MiB"}},
+            queue=queue,
+        )
+
+    assert list(tmp_path.iterdir()) == []
+    assert [name for name, each in task.named_parameters() if not torch.equal(each, before[name])] == []
+    loss = task(task.batch(0))
+    loss.backward()
+    optimizer.step()
+
+
+def test_a_budget_without_room_on_the_drives_is_refused_and_says_what_is_needed(tmp_path: Path) -> None:
+    task, optimizer = made("gpt")
+    with pytest.raises(CapacityError, match="raise the budget's nvme") as refused:
+        infinity_engine.initialize(
+            task,
+            optimizer,
+            accelerator="cpu",
+            strategy="nvme_streamed",
+            parameters="nvme",
+            subgroup_numel=4096,
+            storage={"small_bytes": 256},
+            budget={"host": 17_300_000, "nvme": {str(tmp_path): "64KiB"}},
+        )
+
+    assert refused.value.tier == "NVME"
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_without_a_directory_nothing_can_rest_on_drives() -> None:
+    task, optimizer = made("gpt")
+    with pytest.raises(ConfigError, match=r"budget\.nvme: expected directories of drives"):
+        infinity_engine.initialize(task, optimizer, accelerator="cpu", strategy="nvme_streamed")
