@@ -33,3 +33,16 @@ def test_the_program_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp
     printed = output_of(run_program(program, folder=tmp_path, python=["-W", "error"])).splitlines()
 
     assert sorted(printed) == sorted(said)
+
+
+def test_the_program_of_the_page_on_drives_runs_within_its_budget(tmp_path: Path) -> None:
+    page = (ROOT / "docs/larger-than-ram.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+
+    printed = output_of(run_program(programs[0], folder=tmp_path, python=["-W", "error"]))
+
+    assert re.search(r"^nvme read .*parameters .*states ", printed, re.MULTILINE)
+    assert re.search(r"^nvme write .*gradients ", printed, re.MULTILINE)
+    held = re.findall(r"^(?:HOST|NVME) (\d+) of (\d+)$", printed, re.MULTILINE)
+    assert len(held) == 2
+    assert all(0 < int(peak) <= int(limit) for peak, limit in held)
