@@ -24,12 +24,14 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import env
 from env import THIS_PYTHON
 
 __all__ = [
+    "ROUNDS",
     "THIS_PYTHON",
     "Bench",
     "Cost",
@@ -48,7 +50,13 @@ __all__ = [
 
 Measure = Callable[[], "float | Mapping[str, float]"]
 Document = dict[str, Any]
-"""One run of a bench as JSON: bench, date, machine, versions, figures."""
+"""One run of a bench as JSON: bench, date, machine, versions, figures; method where it is not ROUNDS."""
+
+ROUNDS = """\
+Every system was warmed up once and then measured once per round, each round starting with another system, so that what
+disturbs the machine disturbs all of them alike. A figure is computed within each round and its median is the value;
+min .. max and MAD (median distance from the median) are its spread over the rounds."""
+"""The method of a bench that says nothing else."""
 
 _TARGET = re.compile(r"(>=|<=|==|>|<) *([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)")
 _COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt}
@@ -145,10 +153,15 @@ class _Wanted:
 
 @dataclass
 class Bench:
-    """The systems that one bench compares and the figures it computes; what it measured, once `run`."""
+    """The systems that one bench compares and the figures it computes; what it measured, once `run`.
+
+    `flags` are those of its own that it was started with.
+    """
 
     name: str
     quick: bool
+    flags: frozenset[str] = frozenset()
+    method: str = ROUNDS
     units: dict[str, str] = field(default_factory=dict)
     rounds: list[dict[str, float]] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)
@@ -234,15 +247,25 @@ def _value(wanted: _Wanted, measured: Mapping[str, float]) -> float:
 
 
 @env.plain_ending()
-def main(script: str, define: Callable[[Bench], None], *, rounds: int, quick_rounds: int) -> int:
+def main(
+    script: str,
+    define: Callable[[Bench], None],
+    *,
+    rounds: int,
+    quick_rounds: int,
+    flags: Mapping[str, str] = MappingProxyType({}),
+    method: str = ROUNDS,
+) -> int:
     """Run the bench that `define` registers, as the program `script`; return its exit status.
 
-    A target that does not hold is a result, not a failure: the status is 0 when everything ran.
+    A target that does not hold is a result, not a failure: the status is 0 when everything ran. `flags` are options of
+    this bench alone, with what they are for; `method` says on its page how it measures.
     """
-    options = _parse(script)
+    options = _parse(script, flags)
     os.environ["DEEPNVME_PROFILE"] = ""  # what somebody tuned on this machine is no part of what is compared
     env.enter(script)
-    bench = Bench(Path(script).name, options.quick)
+    given = frozenset(flag for flag in flags if getattr(options, flag))
+    bench = Bench(Path(script).name, options.quick, given, method)
     define(bench)
     figures = _run_shown(bench, quick_rounds if options.quick else rounds)
     result = document(bench, figures, date=datetime.now(timezone.utc), machine=_machine(), versions=_versions())
@@ -254,12 +277,17 @@ def main(script: str, define: Callable[[Bench], None], *, rounds: int, quick_rou
 def document(
     bench: Bench, figures: Sequence[Figure], *, date: datetime, machine: Mapping[str, Any], versions: Mapping[str, str]
 ) -> Document:
-    """Return one run as the JSON document that DESIGN section 12 lays down; a quick run says so in its name."""
+    """Return one run as the JSON document that DESIGN section 12 lays down.
+
+    A run with flags says so in its name, and so does a quick one.
+    """
+    kinds = [*sorted(bench.flags), *(["quick"] if bench.quick else [])]
     return {
-        "bench": f"{bench.name} (quick)" if bench.quick else bench.name,
+        "bench": " ".join([bench.name, *(f"({kind})" for kind in kinds)]),
         "date": date.isoformat(timespec="seconds"),
         "machine": dict(machine),
         "versions": dict(versions),
+        **({} if bench.method == ROUNDS else {"method": bench.method}),
         "figures": [
             {
                 "name": figure.name,
@@ -275,10 +303,12 @@ def document(
     }
 
 
-def _parse(script: str) -> argparse.Namespace:
+def _parse(script: str, flags: Mapping[str, str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"scripts/bench/{Path(script).name}", description=_docstring_of(script))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: shows that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
+    for flag, purpose in flags.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=purpose)
     options = parser.parse_args()
     if options.json is not None and not options.json.resolve().parent.is_dir():
         parser.error(f"--json: {options.json.resolve().parent} is not a directory; make it first")
@@ -339,11 +369,6 @@ def _number(value: float) -> str:
 
 # --- the page ----------------------------------------------------------------------------------------------------
 
-_METHOD = """\
-Every system was warmed up once and then measured once per round, each round starting with another system, so that what
-disturbs the machine disturbs all of them alike. A figure is computed within each round and its median is the value;
-min .. max and MAD (median distance from the median) are its spread over the rounds."""
-
 
 def write_page(result: Document, folder: Path) -> Path:
     """Write the page of one run as what_hardware_date.md, its raw numbers beside it; return where the page is."""
@@ -377,7 +402,7 @@ def render(result: Document) -> str:
         "## Machine and versions",
         _table(("", ""), [(key, str(value)) for key, value in {**result["machine"], **result["versions"]}.items()]),
         "## Method",
-        _METHOD,
+        result.get("method", ROUNDS),
         "## Every round",
         _table(*_every_round(figures)),
     ]

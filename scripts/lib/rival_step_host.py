@@ -27,7 +27,21 @@ import env
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LR", "PHASES", "SYSTEMS", "Answer", "Job", "Program", "Trainer", "Training", "Wrap", "main", "serve"]
+__all__ = [
+    "LR",
+    "PHASES",
+    "SYSTEMS",
+    "Answer",
+    "Job",
+    "Program",
+    "Trainer",
+    "Training",
+    "Wrap",
+    "main",
+    "make_one_rank",
+    "memory_bytes",
+    "serve",
+]
 
 LR = 2e-5
 PHASES = ("forward", "backward", "update")
@@ -145,12 +159,12 @@ class Training:
         wrap = SYSTEMS[job.system](job.threads)
         from tiny_gpt import TinyGPT, batches
 
-        self._baseline_bytes = _memory_bytes("VmRSS")
+        self._baseline_bytes = memory_bytes("VmRSS")
         torch.manual_seed(0)
         model = TinyGPT(width=job.width, depth=job.depth, heads=job.width // 64, context=job.context)
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._trainer = wrap(model)
-        self._begun_bytes = _memory_bytes("VmHWM")
+        self._begun_bytes = memory_bytes("VmHWM")
         # Not all of the project's texts: another environment that starts a moment later must read the same.
         text = torch.frombuffer(bytearray((env.ROOT / "LICENSE").read_bytes()), dtype=torch.uint8).long()
         self._data = batches(text, sequences=1, length=job.context, seed=0)
@@ -158,7 +172,7 @@ class Training:
     def train(self, steps: int) -> Answer:
         """Take so many steps."""
         taken = [self._step() for _ in range(steps)]
-        peaks = {"peak": _memory_bytes("VmHWM"), "peak of initialization": self._begun_bytes}
+        peaks = {"peak": memory_bytes("VmHWM"), "peak of initialization": self._begun_bytes}
         memory = {name: nbytes - self._baseline_bytes for name, nbytes in peaks.items()}
         if self._trainer.accounted_bytes is not None:
             memory["by its own accounts"] = self._trainer.accounted_bytes()
@@ -183,7 +197,7 @@ class Training:
         return dict(zip(PHASES, took, strict=True)), loss.item()
 
 
-def _memory_bytes(field: str) -> int:
+def memory_bytes(field: str) -> int:
     """Return what the kernel says of this process: VmRSS is resident now, VmHWM was at the most."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
@@ -228,7 +242,7 @@ def _ours(threads: int) -> Wrap:
 
 
 def _deepspeed(_threads: int) -> Wrap:
-    _make_one_rank()
+    make_one_rank()
     deepspeed: Any = import_module("deepspeed")
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -249,7 +263,7 @@ def _fsdp2(_threads: int) -> Wrap:
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
     from torch.nn import ModuleList
 
-    _make_one_rank()
+    make_one_rank()
     mesh = init_device_mesh("cpu", (1,))
 
     def wrap(model: torch.nn.Module) -> Trainer:
@@ -263,7 +277,7 @@ def _fsdp2(_threads: int) -> Wrap:
     return wrap
 
 
-def _make_one_rank() -> None:
+def make_one_rank() -> None:
     """Be a whole process group, without a port."""
     from torch import distributed
 

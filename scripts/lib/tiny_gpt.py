@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["Block", "TinyGPT", "batches", "corpus"]
 
@@ -37,10 +38,14 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """A GPT over bytes; the output layer shares the embedding's weight."""
+    """A GPT over bytes; the output layer shares the embedding's weight.
 
-    def __init__(self, *, width: int, depth: int, heads: int, context: int) -> None:
+    With `recomputes`, the activations of one block at a time are kept for the backward, and those between blocks.
+    """
+
+    def __init__(self, *, width: int, depth: int, heads: int, context: int, recomputes: bool = False) -> None:
         super().__init__()
+        self.recomputes = recomputes
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
@@ -51,7 +56,7 @@ class TinyGPT(nn.Module):
         """Return the logits of the next byte at every position."""
         x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
-            x = block(x)
+            x = torch.as_tensor(checkpoint(block, x, use_reentrant=False)) if self.recomputes else block(x)
         return functional.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

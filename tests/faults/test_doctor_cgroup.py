@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infinity_engine.units import MiB
-from support.cgroups import Group, GroupUnavailableError, memory_limited_group
+from memory_group import Group, GroupUnavailableError, memory_limited_group
 from support.doctor import run_doctor
 
 LIMIT = 512 * MiB

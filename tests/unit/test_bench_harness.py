@@ -272,6 +272,25 @@ def test_a_quick_run_says_so_in_its_document_and_on_its_page() -> None:
     assert "A quick run" not in bench.render(a_document())
 
 
+def test_a_run_with_flags_says_so_in_its_document() -> None:
+    run = bench.Bench("demo", quick=True, flags=frozenset({"once"}))
+
+    result = bench.document(run, run.run(1), date=DATE, machine={"name": "Example"}, versions={})
+
+    assert result["bench"] == "demo (once) (quick)"
+    assert "A quick run" in bench.render(result)
+
+
+def test_a_bench_that_measures_in_its_own_way_says_how() -> None:
+    run = bench.Bench("demo", quick=False, method="Each of them ran once.")
+
+    result = bench.document(run, run.run(1), date=DATE, machine={"name": "Example"}, versions={})
+
+    assert "## Method\n\nEach of them ran once.\n" in bench.render(result)
+    assert bench.ROUNDS not in bench.render(result)
+    assert bench.ROUNDS in bench.render(a_document())
+
+
 # --- pages -------------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +366,21 @@ def test_a_bench_script_prints_its_table_and_writes_its_json(
     assert [(len(figure["rounds"]), figure["holds"]) for figure in result["figures"]] == [(rounds, holds)]
     assert {"python", "kernel", "torch", "numpy", "infinity-engine", "commit"} == set(result["versions"])
     assert {"name", "cpu", "cores", "memory", "gpus"} <= set(result["machine"])
+
+
+def test_a_bench_script_is_told_which_of_its_own_flags_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SCRIPT.replace("if run.quick", 'if "long" in run.flags').replace(
+        "quick_rounds=2", "quick_rounds=2, flags={'long': 'for long'}"
+    )
+    (tmp_path / "mine").write_text(source)
+
+    for options, value in ([], 1.0), (["--long"], 2.0):
+        done = program(tmp_path / "mine", *options, "--json", tmp_path / "raw.json", monkeypatch=monkeypatch)
+
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / "raw.json").read_text())["figures"][0]["value"] == value
 
 
 def test_a_json_file_that_cannot_be_written_is_refused_before_measuring(

@@ -18,7 +18,7 @@ from deepnvme.probing import SystemRoots
 from infinity_engine.errors import ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.units import GiB, MiB
-from support.cgroups import GroupUnavailableError, memory_limited_group
+from memory_group import GroupUnavailableError, memory_limited_group
 from support.kernel_files import fake_roots, mount_line, write_tree
 
 
