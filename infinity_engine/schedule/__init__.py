@@ -1,6 +1,6 @@
 """When things happen: walking plans, and following the order in which modules need parameters."""
 
-from infinity_engine.schedule.executor import Carrier, Executor
+from infinity_engine.schedule.executor import Carrier, Executor, Walk
 from infinity_engine.schedule.prefetch import Fetches, choose_fetches, farthest_first
 from infinity_engine.schedule.trace import ModuleTrace, TraceFollower, Use
 
@@ -11,6 +11,7 @@ __all__ = [
     "ModuleTrace",
     "TraceFollower",
     "Use",
+    "Walk",
     "choose_fetches",
     "farthest_first",
 ]

@@ -1,8 +1,8 @@
 """`Executor`: walks a StepPlan, op by op, in the one order that keeps every lane at work.
 
 Knows order and dependencies, not what an op does: that is the Carrier's. One thread; it is busy itself with what is in
-the HOST lane, and waits for nothing else before the end but what the HOST lane needs next. What it waits is a span, and
-counted.
+the HOST lane, and waits for nothing else before the end but what the HOST lane needs next. A walk can be left and gone
+on with, while what was submitted goes on by itself. What it waits is a span, and counted.
 
 [Note: who waits for whom] Streams of a device wait for one another's events, so their ops are submitted at once. Drives
 cannot wait: their ops, and those of streams that come after I/O, are submitted when what they come after has ended.
@@ -12,7 +12,8 @@ That is looked at between the host's updates, and whenever one of them has to wa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from infinity_engine.accel import Event as StreamEvent
@@ -21,7 +22,7 @@ from infinity_engine.plan.ops import Lane, Op
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.telemetry import Telemetry
 
-__all__ = ["WAIT_FOR_OPS", "Carrier", "Executor"]
+__all__ = ["WAIT_FOR_OPS", "Carrier", "Executor", "Walk"]
 
 WAIT_FOR_OPS = "wait for ops"
 _DRIVES = frozenset({Lane.NVME_READ, Lane.NVME_WRITE})
@@ -47,70 +48,118 @@ class Executor:
         Raises:
             RuntimeError: an op failed; names it. Those that were submitted have ended, later ones were not begun.
         """
-        walk = _Walk(plan, self._carrier, self._telemetry)
-        failed = walk.submit_all()
-        with self._telemetry.timed(WAIT_FOR_OPS):
-            failed = walk.wait_for_all(failed)
-        if failed is not None:
-            number, cause = failed
-            op = plan.ops[number]
-            raise RuntimeError(
-                f"op {number} of the plan, {op.name} of subgroup {op.subgroup}, failed: {type(cause).__name__}: {cause}"
-            ) from cause
+        self.begin(plan).finish()
+
+    def begin(self, plan: StepPlan) -> Walk:
+        """Return a walk along the plan that goes on whenever it is told to."""
+        return Walk(plan, self._carrier, self._telemetry)
 
 
-_Failed = tuple[int, Exception]
-
-
-class _Walk:
-    """One walk along a plan: what was submitted, and what waits to be."""
+class Walk:
+    """One walk along a plan. Once an op has failed, it has ended, and every call says so again."""
 
     def __init__(self, plan: StepPlan, carrier: Carrier, telemetry: Telemetry) -> None:
         self._plan = plan
         self._carrier = carrier
         self._telemetry = telemetry
+        self._order = deque(plan.submission_order())
         self._events: dict[int, Event | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
+        self._ops_of: dict[int, list[int]] = {}
+        for number, op in enumerate(plan.ops):
+            self._ops_of.setdefault(op.subgroup, []).append(number)
+        self._ended: set[int] = set()  # subgroups
+        self._failure: RuntimeError | None = None
 
-    def submit_all(self) -> _Failed | None:
-        """Submit every op; return the first that failed, where one did, and submit none after it."""
-        for number in self._plan.submission_order():
-            failed = self._take(number)
-            if failed is not None:
-                return failed
-        while any(self._held_back.values()):
-            failed = self._let_go_of_one()
-            if failed is not None:
-                return failed
-        return None
+    @property
+    def failed(self) -> bool:
+        """Whether an op has failed."""
+        return self._failure is not None
 
-    def wait_for_all(self, failed: _Failed | None) -> _Failed | None:
-        """Wait for the end of all that was submitted; return the op with the lowest number that failed."""
-        for number, submitted in self._events.items():
-            try:
-                if submitted is not None:
-                    submitted.wait()
-            except Exception as error:
-                if failed is None or number < failed[0]:
-                    failed = (number, error)
-        return failed
+    def has_ended(self, subgroup: int) -> bool:
+        """Tell whether every op of a subgroup has ended well. Does not wait."""
+        if subgroup in self._ended:
+            return True
+        for number in self._ops_of.get(subgroup, ()):
+            event = self._events.get(number)
+            if number not in self._events or (event is not None and not event.done()):
+                return False
+        self.finish([subgroup])
+        return True
 
-    def _take(self, number: int) -> _Failed | None:
-        """Submit an op of the plan's order, or hold it back; what was held back is submitted where it can be."""
+    def poll(self) -> None:
+        """Submit what can be without waiting, and carry out one of the host's updates, if it can begin.
+
+        Raises:
+            RuntimeError: an op failed, as `finish` says.
+        """
+        with self._telling():
+            self._submit_others()
+            if self._order and self._can_submit(self._plan.ops[self._order[0]]):
+                self._submit(self._order.popleft())
+                self._submit_others()
+            self._advance()
+
+    def finish(self, subgroups: Iterable[int] | None = None) -> None:
+        """Carry out every op that is left, or those of these subgroups and what is before them, and wait for their end.
+
+        Raises:
+            RuntimeError: an op failed; names it. Those that were submitted have ended, later ones were not begun.
+        """
+        chosen = [index for index in (self._ops_of if subgroups is None else subgroups) if index not in self._ended]
+        wanted = [number for index in chosen for number in self._ops_of.get(index, ())]
+        with self._telling():
+            while any(number not in self._events for number in wanted):
+                if self._order:
+                    self._take()
+                else:
+                    self._let_go_of_one()
+            with self._telemetry.timed(WAIT_FOR_OPS):
+                for number in wanted:
+                    self._wait_for(number)
+        self._ended.update(chosen)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Let what was submitted end where something fails in the body, and say what failed first in the plan."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except _OpError as failed:
+            number, cause = failed.number, failed.cause
+        else:
+            return
+        with self._telemetry.timed(WAIT_FOR_OPS):
+            for other, submitted in self._events.items():
+                try:
+                    if submitted is not None:
+                        submitted.wait()
+                except Exception as error:
+                    if other < number:
+                        number, cause = other, error
         op = self._plan.ops[number]
-        failed = self._advance()
-        if failed is not None:
-            return failed
-        if op.lane is not Lane.HOST:
-            if self._held_back.get(op.lane) or not self._can_submit(op):
-                self._held_back.setdefault(op.lane, deque()).append(number)
-                return None
-            return self._submit(number)
+        self._failure = RuntimeError(
+            f"op {number} of the plan, {op.name} of subgroup {op.subgroup}, failed: {type(cause).__name__}: {cause}"
+        )
+        raise self._failure from cause
+
+    def _take(self) -> None:
+        """Submit the next op of the order, or hold it back; what was held back is submitted where it can be."""
+        self._advance()
+        number = self._order[0]
+        op = self._plan.ops[number]
+        if op.lane is not Lane.HOST and (self._held_back.get(op.lane) or not self._can_submit(op)):
+            self._held_back.setdefault(op.lane, deque()).append(self._order.popleft())
+            return
         while any(other not in self._events for other in op.after):
-            failed = self._let_go_of_one()
-            if failed is not None:
-                return failed
-        return self._submit(number)
+            self._let_go_of_one()
+        self._submit(self._order.popleft())
+
+    def _submit_others(self) -> None:
+        """Submit or hold back what comes before the host's next update."""
+        while self._order and self._plan.ops[self._order[0]].lane is not Lane.HOST:
+            self._take()
 
     def _can_submit(self, op: Op) -> bool:
         for other in op.after:
@@ -121,7 +170,7 @@ class _Walk:
                 return False
         return True
 
-    def _advance(self) -> _Failed | None:
+    def _advance(self) -> None:
         """Submit what was held back and can be submitted, each lane in its order."""
         moved = True
         while moved:
@@ -129,51 +178,52 @@ class _Walk:
             for waiting in self._held_back.values():
                 while waiting and self._can_submit(self._plan.ops[waiting[0]]):
                     moved = True
-                    failed = self._submit(waiting.popleft())
-                    if failed is not None:
-                        return failed
-        return None
+                    self._submit(waiting.popleft())
 
-    def _let_go_of_one(self) -> _Failed | None:
-        """Wait until the first op that is held back can be submitted, and submit it."""
+    def _let_go_of_one(self) -> None:
+        """Wait until the first op that is held back can be submitted, and submit what can be then."""
         number = min(waiting[0] for waiting in self._held_back.values() if waiting)
         for other in self._plan.ops[number].after:
-            event = self._events[other]
-            if event is not None:
-                try:
-                    self._wait_for(event)
-                except Exception as error:
-                    return other, error
-        return self._advance()
+            self._wait_for(other)
+        self._advance()
 
-    def _submit(self, number: int) -> _Failed | None:
+    def _submit(self, number: int) -> None:
         op = self._plan.ops[number]
         after: list[StreamEvent] = []
         for other in op.after:
             event = self._events[other]
-            if event is None:
-                continue
-            if not self._has_to_end(other, op):
+            if self._has_to_end(other, op):
+                self._wait_for(other)
+            elif event is not None:
                 assert isinstance(event, StreamEvent), "only drives have other ones, and what is theirs has to end"
                 after.append(event)
-                continue
-            try:
-                self._wait_for(event)
-            except Exception as error:
-                return other, error
         try:
             self._events[number] = self._carrier.carry_out(op, after)
         except Exception as error:
-            return number, error
-        return None
+            raise _OpError(number, error) from error
 
     def _has_to_end(self, other: int, op: Op) -> bool:
         """Tell whether one op has to have ended before another is submitted: streams alone wait for streams."""
         return op.lane is Lane.HOST or op.lane in _DRIVES or self._plan.ops[other].lane in _DRIVES
 
-    def _wait_for(self, event: Event) -> None:
-        if event.done():
-            event.wait()  # which raises what failed
-        else:
-            with self._telemetry.timed(WAIT_FOR_OPS):
-                event.wait()
+    def _wait_for(self, number: int) -> None:
+        event = self._events[number]
+        if event is None:
+            return
+        try:
+            if event.done():
+                event.wait()  # which raises what failed
+            else:
+                with self._telemetry.timed(WAIT_FOR_OPS):
+                    event.wait()
+        except Exception as error:
+            raise _OpError(number, error) from error
+
+
+class _OpError(Exception):
+    """An op of the plan failed."""
+
+    def __init__(self, number: int, cause: Exception) -> None:
+        super().__init__(number, cause)
+        self.number = number
+        self.cause = cause
