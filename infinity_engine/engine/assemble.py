@@ -6,7 +6,7 @@ Checks, then plans, then reserves, and touches the model last.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,7 +17,8 @@ from deepnvme.extents import PAGE
 from infinity_engine.accel import Accelerator, StreamKind, open_accelerator
 from infinity_engine.config import Checksum, EngineConfig, Precision, Recording
 from infinity_engine.engine.buffers import SCRATCH
-from infinity_engine.engine.engine import Engine, EngineParts
+from infinity_engine.engine.deferred import subgroups_of
+from infinity_engine.engine.engine import Deferral, Engine, EngineParts
 from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.engine.gradients import GradientKeeper, Kept, Piece
 from infinity_engine.engine.hooks import Hooks
@@ -162,6 +163,7 @@ def _parts(
         states=states,
         fetcher=fetcher,
         modules=modules,
+        deferral=_deferral(sizing, plan, records),
         scale=LossScale(dynamic=sizing.formats.parameter is FloatFormat.FP16),
         autocast=_dtype(sizing) if autocast else None,
         accumulation_steps=config.accumulation_steps,
@@ -218,6 +220,19 @@ def _swap(
             change="raise the budget's nvme, name another directory there, or raise the budget's host",
         )
     return resources.enter_context(SwapFile(sizes, ledger, queue=queue))
+
+
+def _deferral(sizing: Sizing, plan: Plan, records: Collection[int]) -> Deferral | None:
+    """Return what of an update can wait until modules need it, None where all of it has to be made in the step.
+
+    What waits is fetched; an update that visits the device takes the memory that it would be fetched to.
+    """
+    if not plan.steps.buffer_bytes or plan.steps.staging_bytes or not records:
+        return None
+    now = [
+        each.index for each in sizing.subgroups if any(segment.parameter not in records for segment in each.segments)
+    ]
+    return Deferral(now=now, subgroups=subgroups_of(sizing.subgroups))
 
 
 def _swapped(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from infinity_engine.engine.deferred import DeferredUpdate
 from infinity_engine.engine.fetching import FetchingStats, ParameterFetcher
 from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.hooks import Hooks
@@ -31,10 +32,18 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.optim import GradientNorm, gradient_factor, rules_of
 from infinity_engine.plan.step import StepPlan
-from infinity_engine.schedule import Executor
+from infinity_engine.schedule import Executor, Walk
 from infinity_engine.telemetry import Telemetry, Timeline
 
-__all__ = ["Engine", "EngineParts"]
+__all__ = ["Deferral", "Engine", "EngineParts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deferral:
+    """What of an update can wait until modules need it: all but the subgroups that `now` names."""
+
+    now: Collection[int]
+    subgroups: Mapping[int, Sequence[int]]  # of each parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +60,7 @@ class EngineParts:
     states: StateKeeper
     fetcher: ParameterFetcher | None  # both None where parameters stay on the device
     modules: ModuleParameters | None
+    deferral: Deferral | None  # None: an update ends in its step
     scale: LossScale
     autocast: torch.dtype | None  # what torch.autocast is to choose beside fp32; None: it is not used
     accumulation_steps: int
@@ -70,6 +80,8 @@ class Engine:
         self.optimizer = parts.optimizer
         self._parts = parts
         self._executor = Executor(parts.states, parts.telemetry)
+        self._walk: Walk | None = None  # of an update that goes on after its step
+        self._counted = False  # whether the step that was begun was counted already
         self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
         self._micro_batches = 0
         self._steps = 0
@@ -91,8 +103,12 @@ class Engine:
     # --- training -------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
-        self._check_whole()
+        """Run the model.
+
+        Raises:
+            RuntimeError: an update that goes on beside this has failed: the next call goes on with it.
+        """
+        self._check_whole(deferred_too=False)
         self._begin()
         parts = self._parts
         with ExitStack() as around:
@@ -137,6 +153,8 @@ class Engine:
         """
         self._begin()
         parts = self._parts
+        self._resume_update()
+        self._end_update()
         self._check_optimizer()
         if not parts.gradients.any:
             raise RuntimeError(
@@ -156,14 +174,18 @@ class Engine:
         finally:
             for each in parts.trained:
                 each.note_values()
-        parts.gradients.clear()
+        counted = self._counted
+        if self._walk is None:
+            parts.gradients.clear()
+            self._counted = False
         self._micro_batches = 0
         if parts.fetcher is not None:
             parts.fetcher.end_step()
         fetching = self.fetching()
         parts.meter.end_step(result, in_time=fetching.in_time, late=fetching.late)
         self._recording = False
-        if result.outcome is Outcome.UPDATED:
+        if result.outcome is Outcome.UPDATED and not counted:
+            self._counted = self._walk is not None
             self._steps += 1
             self._tell_optimizer()
         return result
@@ -203,16 +225,69 @@ class Engine:
             parts.modules.let_go()
             parts.fetcher.give_up()
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
-        try:
-            self._executor.run(parts.plan)
-        finally:
-            parts.states.note_arrivals()
-        parts.states.end_step()
+        self._walk = self._executor.begin(parts.plan)
+        if parts.deferral is None or parts.fetcher is None:
+            self._end_update()
+        else:
+            with self._failing_ends():
+                self._walk.poll()
+                self._walk.finish(parts.deferral.now)
+            self._defer(self._walk)
         if parts.fetcher is not None:
             parts.fetcher.changed(each.number for each in parts.trained)
         parts.scale.step_made()
         self._clip_to = parts.max_grad_norm
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
+
+    def _defer(self, walk: Walk) -> None:
+        """Let what is left of an update wait until modules need it."""
+        deferral, fetcher = self._parts.deferral, self._parts.fetcher
+        assert deferral is not None, "this engine defers"
+        assert fetcher is not None, "what waits is fetched"
+        fetcher.follow(DeferredUpdate(walk, deferral.subgroups))
+
+    def _resume_update(self) -> None:
+        """Begin again with what a deferred update that failed has left."""
+        self._drop_failed_walk()
+        if self._walk is None and self._counted:
+            self._parts.states.resume_step()
+            self._walk = self._executor.begin(self._parts.plan)
+            self._defer(self._walk)
+
+    def _end_update(self) -> None:
+        """Do all that is left of an update.
+
+        Raises:
+            RuntimeError: an op failed: whoever asks next goes on from there.
+        """
+        parts, walk = self._parts, self._walk
+        if walk is None:
+            return
+        with self._failing_ends():
+            walk.finish()
+        self._walk = None
+        parts.states.note_arrivals()
+        parts.states.end_step()
+        if parts.fetcher is not None:
+            parts.fetcher.follow(None)
+        if self._counted:  # its step has ended
+            parts.gradients.clear()
+            self._counted = False
+
+    @contextmanager
+    def _failing_ends(self) -> Iterator[None]:
+        """Leave a walk that fails in the body."""
+        try:
+            yield
+        finally:
+            self._drop_failed_walk()
+
+    def _drop_failed_walk(self) -> None:
+        if self._walk is not None and self._walk.failed:
+            self._walk = None
+            self._parts.states.note_arrivals()
+            if self._parts.fetcher is not None:
+                self._parts.fetcher.follow(None)
 
     def _norm(self) -> GradientNorm:
         return self._parts.gradients.norm()
@@ -227,6 +302,7 @@ class Engine:
                 value=str(gradient.layout),
                 expected="a dense gradient: use sparse=False",
             )
+        self._check_whole()  # the gradients of an update that was deferred make way
         if self._parts.scale.value != 1.0 and not self._scaling:
             raise RuntimeError(
                 "with fp16 the loss has to be scaled before its gradients are computed: call engine.backward(loss), "
@@ -361,12 +437,20 @@ class Engine:
     def close(self) -> None:
         """Take the hooks off and give all memory back but the parameters', which stay as they are. Again: nothing."""
         if not self._closed:
+            failed: RuntimeError | None = None
+            try:
+                self._resume_update()
+                self._end_update()
+            except RuntimeError as error:  # told at the end
+                failed = error
             self._closed = True
             if self._parts.modules is not None:
                 self._parts.modules.let_go()
             self._parts.hooks.remove()
             self._parts.gradients.clear()
             self._parts.resources.close()
+            if failed is not None:
+                raise failed
 
     def __enter__(self) -> Engine:
         """Return itself."""
@@ -415,9 +499,14 @@ class Engine:
                         "engine and initialize another one after parameters are unfrozen"
                     )
 
-    def _check_whole(self) -> None:
-        """Refuse to go on from half a step."""
+    def _check_whole(self, *, deferred_too: bool = True) -> None:
+        """Refuse to go on from half a step; what of one was deferred is done first, or left as it is."""
         self._check_open()
+        self._resume_update()
+        if self._walk is not None:
+            if deferred_too:
+                self._end_update()
+            return
         if self._parts.states.begun:
             raise RuntimeError("a step was interrupted: call step() again, which does what it left")
 

@@ -12,9 +12,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
+from infinity_engine.engine.deferred import DeferredUpdate
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
@@ -83,6 +85,7 @@ class ParameterFetcher:
         self._by_address: dict[int, int] = {}
         self._holders: dict[int, int] = {}  # how many there are of each
         self._taken = 0
+        self._update: DeferredUpdate | None = None
         self._ahead = 0  # all that is needed before this position of the trace is here, or on its way
         self._fetched = self._fetched_bytes = self._in_time = self._late = 0
         where = lanes.accelerator.torch_device
@@ -99,13 +102,17 @@ class ParameterFetcher:
 
         Raises:
             CapacityError: they and what is held do not fit into the limit together.
-            RuntimeError: a parameter that has to make room was changed by somebody else.
+            RuntimeError: a parameter that has to make room was changed by somebody else, or an update that was deferred
+                has failed.
             TransferError: one could not be fetched; it can be asked for again.
         """
         if not self._trace.saw(use):
             self._ahead = self._trace.at
         self.hold(use.parameters)
         try:
+            if self._update is not None:
+                self._update.go_on()
+                self._update.make(use.parameters)
             self._provide(use.parameters)
             self._fetch_ahead()
         finally:
@@ -185,6 +192,10 @@ class ParameterFetcher:
         for number, record in self._records.items():
             if isinstance(self._parameters[number], TrainedParameter):
                 record.changed()
+
+    def follow(self, update: DeferredUpdate | None) -> None:
+        """Fetch nothing from here on that this update has not made yet; None: all of it is made."""
+        self._update = update
 
     def changed(self, numbers: Iterable[int]) -> None:
         """Note that the values of these are others now, at home."""
@@ -296,10 +307,17 @@ class ParameterFetcher:
         for number in missing:
             self._show(number)
 
+    def _made(self, upcoming: Iterable[tuple[int, Use]]) -> Sequence[tuple[int, Use]]:
+        """Return the uses before the first of what a deferred update has not made yet."""
+        update = self._update
+        if update is None:
+            return list(upcoming)
+        return list(takewhile(lambda each: all(map(update.has_made, each[1].parameters)), upcoming))
+
     def _fetch_ahead(self) -> None:
         at = self._trace.at
         start = max(self._ahead, at)
-        upcoming = self._trace.upcoming(start, at + _LOOK_AHEAD)
+        upcoming = self._made(self._trace.upcoming(start, at + _LOOK_AHEAD))
         if not upcoming:
             return
         chosen = choose_fetches(

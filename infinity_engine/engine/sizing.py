@@ -112,7 +112,7 @@ class Sizing:
             for each in (*trained, *frozen)
         }
         return cls(
-            subgroups=cut_into_subgroups([each.numel for each in trained], config.subgroup_numel),
+            subgroups=_cut(trained, config, width),
             formats=formats,
             state_names=max((rules[group].states for group in {each.group for each in trained}), key=len),
             parameters=tuple(nbytes.values()),
@@ -535,6 +535,17 @@ class Sizing:
     def _on_their_way(self) -> int:
         """Bytes of gradients that are on the device until they have gone down."""
         return 2 * self.width * max((subgroup.numel for subgroup in self.subgroups), default=0)
+
+
+def _cut(trained: Sequence[TrainedParameter], config: EngineConfig, width: int) -> tuple[Subgroup, ...]:
+    """Return the subgroups; where drives may be used, those of small parameters, which stay in memory, come first."""
+    numels = [each.numel for each in trained]
+    if config.budget is None or not config.budget.nvme:
+        return cut_into_subgroups(numels, config.subgroup_numel)
+    small = [numel if width * numel < config.storage.small_bytes else 0 for numel in numels]
+    large = [numel - less for numel, less in zip(numels, small, strict=True)]
+    cut = [each for kind in (small, large) for each in cut_into_subgroups(kind, config.subgroup_numel)]
+    return tuple(replace(each, index=index) for index, each in enumerate(cut))
 
 
 def _deepest(module: torch.nn.Module, nbytes: Callable[[torch.nn.Parameter], int]) -> int:

@@ -295,6 +295,10 @@ class StateKeeper:
     def begin_step(self, inputs: StepInputs) -> None:
         """Take what the updates of a step need. One that was interrupted goes on with what it began with."""
         self._inputs = self._inputs or inputs
+        self.resume_step()
+
+    def resume_step(self) -> None:
+        """Take the memory that a step needs, or what is missing of it."""
         if not self._unified:
             with self._lanes.meter.waits(Wait.OPS):  # until what has made way for them is gone
                 for nbytes in self._plan.staging_bytes[len(self._staging) :]:
