@@ -307,19 +307,28 @@ class Volume:
         """
         if nbytes < 1:
             raise ValueError(f"a volume grows by at least one byte; got {nbytes}")
+        self.grow_members(_shared_out(nbytes, self.rates))
+
+    def grow_members(self, sizes: Sequence[int]) -> None:
+        """Reserve so many bytes more on the drive of each member, in order, in whole pages; of some it may be none.
+
+        Raises:
+            VolumeError: a drive has no such room; nothing has changed.
+        """
+        if len(sizes) != len(self._parts) or min(sizes) < 0 or not any(sizes):
+            raise ValueError(f"a volume of {len(self._parts)} members grows by a size for each, not all 0; got {sizes}")
         self._check_writable()
         with self._growing:
-            ends = [
-                part.space.end + more for part, more in zip(self._parts, _shared_out(nbytes, self.rates), strict=True)
-            ]
+            ends = [part.space.end + whole_pages(more) for part, more in zip(self._parts, sizes, strict=True)]
             headers = [Header(self.uuid, index, end - PAGE, self.rates) for index, end in enumerate(ends)]
+            grown = [each for each in zip(self._parts, ends, headers, strict=True) if each[1] > each[0].space.end]
             with ExitStack() as undo:
-                for part, end, header in zip(self._parts, ends, headers, strict=True):
+                for part, end, header in grown:
                     part.member.check_growing(header)
                     undo.callback(part.member.cut_off, part.member.length)
                     part.member.lengthen(part.space.end, end)
                 undo.pop_all()
-            for part, end, header in zip(self._parts, ends, headers, strict=True):
+            for part, end, header in grown:
                 part.member.write_header(header)
                 with self._changing:
                     part.space.extend(end)

@@ -10,12 +10,16 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 __all__ = ["Hooks"]
 
 
 class Hooks:
-    """The hooks of one engine."""
+    """The hooks of one engine, or of one model that is being built."""
 
     def __init__(self) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -57,6 +61,22 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(pre_hook))
         self._handles.append(module.register_forward_hook(hook, always_call=True))
 
+    def before_call(self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any], None]) -> None:
+        """Call `hook` itself, which so can be found again among the module's, when the module is about to run."""
+        self._handles.append(module.register_forward_pre_hook(hook))
+
+    def on_registration(
+        self,
+        parameter: Callable[[torch.nn.Module, str, object], None],
+        submodule: Callable[[torch.nn.Module, str, object], None],
+    ) -> None:
+        """Tell of every parameter and submodule, in any thread, that a module is about to have, and under which name.
+
+        A submodule's own `__init__` has run by then. Either may be None.
+        """
+        self._handles.append(register_module_parameter_registration_hook(parameter))
+        self._handles.append(register_module_module_registration_hook(submodule))
+
     def on_read(self, module: torch.nn.Module, read: Callable[[object], None]) -> None:
         """Call `read` with a parameter of the module's own before anybody gets it as an attribute."""
         parameters = module._parameters
@@ -70,6 +90,14 @@ class Hooks:
             check()
 
         self._handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]  # torch is
+
+    def on_load_state_dict(self, module: torch.nn.Module, check: Callable[[], None]) -> None:
+        """Call `check` before values of a state dict are taken over by the module."""
+
+        def hook(*_: Any) -> None:
+            check()
+
+        self._handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]  # torch is
 
     def saving(
         self, pack: Callable[[torch.Tensor], object], unpack: Callable[[Any], torch.Tensor]

@@ -5,7 +5,7 @@ from infinity_engine.memory.layout import Layout, Request, layout
 from infinity_engine.memory.lease import Event, Lease
 from infinity_engine.memory.ledger import Ledger, Reservation, Usage
 from infinity_engine.memory.pinned import Freed, PinnedPool, PoolStats
-from infinity_engine.memory.resident import ResidentMemory
+from infinity_engine.memory.resident import ResidentMemory, return_freed_memory
 
 __all__ = [
     "DeviceMemory",
@@ -22,4 +22,5 @@ __all__ = [
     "Usage",
     "Views",
     "layout",
+    "return_freed_memory",
 ]

@@ -1,18 +1,21 @@
 """`SwapFile`: this rank's bytes on the drives: one `deepnvme.Volume` that goes when it is closed.
 
-Takes the budget's NVMe bytes once, hands out places in them and moves bytes between these and host memory. What lies
-where is the records' business.
+Takes of the budget's NVMe bytes what it is told to, hands out places in them and moves bytes between these and host
+memory. What lies where is the records' business.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from deepnvme import IOQueue, Member, Volume, VolumeFullError
+from deepnvme import IOQueue, Member, Volume, VolumeError, VolumeFullError
+from deepnvme.buffers import Memory
 from deepnvme.extents import PAGE, Extent, slices
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory.ledger import Ledger, Reservation
@@ -21,6 +24,8 @@ from infinity_engine.storage.transfer import IOHop
 from infinity_engine.units import align_down
 
 __all__ = ["Place", "SwapFile"]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,9 @@ class SwapFile:
             raise ConfigError(
                 field="rates of the swap file", value=dict(rates), expected=f"a rate for each of {', '.join(sizes)}"
             )
-        self._directories = ", ".join(sizes)
+        self._directories = tuple(sizes)
+        self._ledger = ledger
+        self._holder = holder
         self._holders: dict[Place, str] = {}
         self._reservations: list[Reservation] = []
         self.queue = IOQueue() if queue is None else queue
@@ -112,6 +119,33 @@ class SwapFile:
         """Bytes of the pages that are not in use."""
         return self._volume.free_bytes
 
+    def grow(self, sizes: Mapping[str, int]) -> None:
+        """Take more of the drives: so many bytes, in whole pages, of each directory named. Keeps what lies there.
+
+        Raises:
+            CapacityError: that is more than is left of the budget, or of a drive. Nothing was taken.
+        """
+        more = {directory: align_down(nbytes, PAGE) for directory, nbytes in sizes.items()}
+        unknown = more.keys() - set(self._directories)
+        if unknown:
+            raise ConfigError.unknown_name(
+                field="directory of the swap file", name=min(unknown), known=self._directories
+            )
+        reserved: list[Reservation] = []
+        try:
+            for directory, nbytes in more.items():
+                reserved.append(self._ledger.reserve(Tier.NVME, nbytes, holder=self._holder, directory=directory))
+                reserved[-1].hold(nbytes)
+            self._volume.grow_members([more.get(directory, 0) for directory in self._directories])
+        except BaseException as error:
+            for reservation in reserved:
+                reservation.release(reservation.held)
+                reservation.close()
+            if isinstance(error, VolumeError) and error.errno in _FULL:
+                raise self._drive_is_full(error, more) from error
+            raise
+        self._reservations += reserved
+
     def allocate(self, nbytes: int, *, holder: str) -> Place:
         """Take room for `nbytes`.
 
@@ -126,7 +160,7 @@ class SwapFile:
                 held[name] = held.get(name, 0) + taken.nbytes
             raise CapacityError(
                 tier=Tier.NVME.name,
-                directory=self._directories,
+                directory=", ".join(self._directories),
                 asked=nbytes,
                 free=full.free,
                 limit=self.capacity,
@@ -142,11 +176,11 @@ class SwapFile:
         self._volume.release(place.extents)
         self._holders.pop(place, None)
 
-    def read(self, place: Place, into: memoryview, *, what: str = "") -> IOHop:
+    def read(self, place: Place, into: memoryview | Memory, *, what: str = "") -> IOHop:
         """Begin to read all of `place`; an error says `what` it is."""
         return IOHop(self._volume.pread(place.extents, into), what)
 
-    def write(self, place: Place, source: memoryview, *, what: str = "") -> IOHop:
+    def write(self, place: Place, source: memoryview | Memory, *, what: str = "") -> IOHop:
         """Begin to write all of `place`; an error says `what` it is."""
         return IOHop(self._volume.pwrite(place.extents, source), what)
 
@@ -170,6 +204,18 @@ class SwapFile:
         nbytes = self.host_bytes(directories, self.queue)
         self._reservations.append(ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}"))
         self._reservations[0].hold(nbytes)
+
+    def _drive_is_full(self, error: VolumeError, more: Mapping[str, int]) -> CapacityError:
+        """Return the error for a drive that has less than the budget says."""
+        directory = next((name for name in more if str(error.filename or "").startswith(name)), self._directories[0])
+        return CapacityError(
+            tier=Tier.NVME.name,
+            directory=directory,
+            asked=more[directory],
+            free=shutil.disk_usage(directory).free,
+            limit=shutil.disk_usage(directory).total,
+            change=f"free space on the drive of {directory}, or name others in the budget's nvme ({error.strerror})",
+        )
 
     def _give_back(self) -> None:
         for reservation in self._reservations:

@@ -1025,6 +1025,26 @@ def test_growing_beyond_the_drive_changes_nothing(volume: Volume) -> None:
     assert volume.free_bytes == 32 * MIB
 
 
+def test_a_volume_grows_by_other_sizes_than_its_rates_say(tmp_path: Path, plain_queue: IOQueue) -> None:
+    data = pattern(3 * MIB, seed=1)
+    with Volume.create(members(tmp_path, 1.0, 3.0), 4 * MIB, queue=plain_queue) as volume:
+        extents = volume.allocate(len(data))
+        finish(volume.pwrite(extents, data))
+        volume.grow_members([8 * MIB, 0])
+        assert volume.capacities == (9 * MIB, 3 * MIB)
+    with Volume.open([tmp_path / "0", tmp_path / "1"], queue=plain_queue) as volume:
+        assert volume.capacities == (9 * MIB, 3 * MIB)
+        back = bytearray(len(data))
+        finish(volume.pread(extents, back))
+    assert back == data
+
+
+@pytest.mark.parametrize("sizes", [[], [MIB], [0, 0], [MIB, -1]])
+def test_sizes_that_are_not_those_of_the_members_are_refused(sizes: list[int], volume: Volume) -> None:
+    with pytest.raises(ValueError, match="a size for each"):
+        volume.grow_members(sizes)
+
+
 def test_growing_by_nothing_is_refused(volume: Volume) -> None:
     with pytest.raises(ValueError, match="at least one byte"):
         volume.grow(0)

@@ -158,6 +158,61 @@ def test_a_full_swap_file_says_who_has_it(tmp_path: Path) -> None:
         assert refused.value.holders == (("a", 5 * PAGE), ("b", 2 * PAGE - 1))
 
 
+def test_a_swap_file_grows_by_what_is_asked_of_each_directory_and_keeps_what_it_has(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in "ab"]
+    for drive in drives:
+        drive.mkdir()
+    first, second = map(str, drives)
+    books = ledger(*drives)
+    with SwapFile({first: 3 * PAGE, second: 3 * PAGE}, books, rates={first: 1, second: 1}) as swap:
+        place = swap.allocate(4 * PAGE, holder="w")
+        swap.write(place, memoryview(b"x" * 4 * PAGE)).wait()
+
+        swap.grow({second: 5 * PAGE + 1})
+
+        assert (swap.capacity, swap.free_bytes) == (9 * PAGE, 5 * PAGE)
+        held = {each.directory: each.held for each in books.usage() if each.tier is Tier.NVME}
+        assert held == {first: 3 * PAGE, second: 8 * PAGE}
+        files = {str(drive): sum(file.stat().st_size for file in drive.rglob("data")) for drive in drives}
+        assert files == held
+        more = swap.allocate(5 * PAGE, holder="more")
+        swap.write(more, memoryview(b"y" * 5 * PAGE)).wait()
+        found = bytearray(4 * PAGE)
+        swap.read(place, memoryview(found)).wait()
+        assert found == b"x" * 4 * PAGE
+
+    assert books.free(Tier.NVME, directory=second) == 1 << 20
+
+
+def test_growing_beyond_the_budget_changes_nothing(tmp_path: Path) -> None:
+    books = ledger(tmp_path)
+    with SwapFile({str(tmp_path): 3 * PAGE}, books) as swap:
+        with pytest.raises(CapacityError, match="raise the budget's nvme"):
+            swap.grow({str(tmp_path): 1 << 20})
+
+        assert swap.capacity == 2 * PAGE
+        assert books.free(Tier.NVME, directory=str(tmp_path)) == (1 << 20) - 3 * PAGE
+
+
+def test_growing_beyond_the_drive_says_so_and_changes_nothing(tmp_path: Path) -> None:
+    books = ledger(tmp_path, limit=1 << 60)
+    with SwapFile({str(tmp_path): 3 * PAGE}, books) as swap:
+        with pytest.raises(CapacityError, match="free space on the drive") as refused:
+            swap.grow({str(tmp_path): 1 << 59})
+
+        assert (refused.value.asked, refused.value.directory) == (1 << 59, str(tmp_path))
+        assert swap.capacity == 2 * PAGE
+        assert books.free(Tier.NVME, directory=str(tmp_path)) == (1 << 60) - 3 * PAGE
+
+
+def test_growing_in_a_directory_that_it_is_not_in_is_refused(tmp_path: Path) -> None:
+    with (
+        SwapFile({str(tmp_path): 3 * PAGE}, ledger(tmp_path)) as swap,
+        pytest.raises(ConfigError, match="directory of the swap file"),
+    ):
+        swap.grow({"/elsewhere": PAGE})
+
+
 def test_rates_without_one_of_the_directories_are_refused(tmp_path: Path) -> None:
     books = ledger(tmp_path)
 

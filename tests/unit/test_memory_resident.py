@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 import pytest
 
 from support.nvme_programs import output_of, run_program
@@ -71,3 +74,24 @@ def test_what_is_closed_is_no_longer_resident(printed: list[list[int]]) -> None:
     _, [left] = printed
 
     assert left < 64
+
+
+FREED = """
+import torch
+
+from infinity_engine.memory import ResidentMemory, return_freed_memory
+
+resident = ResidentMemory()
+kept = [torch.ones(100_000, dtype=torch.uint8) for _ in range(1000)]
+kept = kept[-1:]  # above the hole that the others leave
+before = resident.above_baseline()
+return_freed_memory()
+print((before - resident.above_baseline()) >> 20)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library has no malloc_trim")
+def test_memory_that_was_freed_goes_back_to_the_system(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="it is tensors that are freed")
+
+    assert int(output_of(run_program(FREED, folder=tmp_path))) > 80

@@ -1,0 +1,80 @@
+"""`init_context` and `load_into`: the doors to models that are larger than the host's memory, before they are trained.
+
+Import torch, native code and the rest of the engine when they are used, and not before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from infinity_engine.engine.requirements import require_torch
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan import Budget, ResolvedBudget
+from infinity_engine.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from infinity_engine.engine.built import BuiltModel
+
+__all__ = ["init_context", "load_into"]
+
+
+@contextmanager
+def init_context(*, budget: Budget | Mapping[str, object], cache: int | str | None = None) -> Iterator[BuiltModel]:
+    """Build the model in the body so that its parameters go to the drives as it grows: same seed, same bits.
+
+    `budget` is that of `initialize`, with one directory of NVMe at least; the device's part is not used. `cache` is how
+    many bytes, as a number or text such as "2GiB", parameters take of the host's budget while the model is built: by
+    default a quarter of what I/O leaves of it. Only what one call needs, or somebody has views of, is more; never more
+    than the budget.
+
+    Raises:
+        MissingDependencyError: torch is missing or older than the engine supports.
+        ConfigError: the budget names no directory, or one that cannot be used; or the cache is no size.
+        CapacityError: the drives or the host cannot hold what they would have to; also in the body, where it happens.
+        TransferError: a drive failed, in the body or at its end.
+    """
+    require_torch("infinity_engine.init_context")
+    resolved = _resolved(budget)
+    size = None if cache is None else parse_bytes(cache, field="cache of init_context")
+    from infinity_engine.engine.building import building
+
+    with building(resolved, size) as built:
+        yield built
+
+
+def load_into(
+    model: torch.nn.Module, directory: str | os.PathLike[str], budget: Budget | Mapping[str, object]
+) -> BuiltModel:
+    """Fill a model on the meta device from the safetensors files of a directory, by way of the drives.
+
+    The parameters stay the objects that they are, and their values go piece by piece from the files to the budget's
+    directories; buffers get ordinary memory. A number is converted where the model has another dtype than the file.
+
+    Raises:
+        MissingDependencyError: torch is missing or older than the engine supports.
+        ConfigError: a name is missing or not the model's, a shape is another one; the budget names no directory, or one
+            that cannot be used. The model is as it was.
+        CapacityError: the drives cannot hold the model. The model is as it was.
+        TransferError: a drive failed. The model is as it was.
+    """
+    require_torch("infinity_engine.load_into")
+    resolved = _resolved(budget)
+    from infinity_engine.engine.loading import load
+
+    return load(model, directory, resolved)
+
+
+def _resolved(given: object) -> ResolvedBudget:
+    wanted = given if isinstance(given, Budget) else Budget.from_mapping(given)
+    if not wanted.nvme:
+        expected = "at least one directory, where the parameters are to live"
+        raise ConfigError(field="budget.nvme", value=dict(wanted.nvme), expected=expected)
+    from infinity_engine.machine.capacity import probe_capacity
+
+    without_device = Budget(host=wanted.host, nvme=wanted.nvme)
+    return without_device.resolve(probe_capacity(wanted.nvme))

@@ -1,0 +1,203 @@
+"""`Original`: one parameter of a model that is being built, and its values: in memory, on the drives, or in both.
+
+Takes values away from a parameter and gives them back; counts and decides nothing. `Originals` has them all.
+
+[Note: whose memory leaves] A parameter leaves host memory only where nobody else can see that memory: it is written to
+the drives, its data is taken away, and if the storage lives on after that, a view of it is somewhere and the parameter
+gets it back. So what is written through a view counts, whenever it is written.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils.weak import TensorWeakRef
+
+from deepnvme.buffers import memory_of
+from infinity_engine.storage import Place, SwapFile
+
+__all__ = ["Original", "absent", "is_plain", "nbytes_of", "plainly"]
+
+_LONGEST_WAIT = 1024  # so often at most a parameter is passed over after it could not leave
+
+
+class Original:
+    """Where the values of one parameter are: `held` bytes of host memory, and `place` on the drives.
+
+    Those in memory are what counts where there are any.
+    """
+
+    def __init__(self, parameter: torch.Tensor, name: str, place: Place | None = None) -> None:
+        self.name = name
+        self.held = 0
+        self.place = place
+        self.shown = weakref.ref(parameter.untyped_storage())  # while it is absent: the NaN that it shows
+        self._parameter = TensorWeakRef(parameter)
+        self._kept: torch.Tensor | None = None
+        self._stride = torch.empty(parameter.shape, device="meta").stride()
+        self._pinned = False
+        self._wait = self._waited = 0
+
+    # --- the parameter --------------------------------------------------------------------------------------------
+
+    @property
+    def parameter(self) -> torch.Tensor | None:
+        """The parameter, as long as somebody has it."""
+        found: torch.Tensor | None = self._parameter()
+        return found
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it lives also where nobody else has it."""
+        return self._kept is not None
+
+    def keep(self) -> None:
+        """Let the parameter live, if it does."""
+        self._kept = self.parameter
+
+    def let_go(self) -> None:
+        """Let the parameter live only as long as somebody else has it."""
+        self._kept = None
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether its values are on the drives alone."""
+        return not self.held and self.place is not None
+
+    # --- what is counted ------------------------------------------------------------------------------------------
+
+    def holds(self, nbytes: int) -> None:
+        """Note how many bytes of host memory it has."""
+        self.held = nbytes
+
+    def lies_at(self, place: Place | None) -> Place | None:
+        """Have another place, or none; return the one before."""
+        before, self.place = self.place, place
+        return before
+
+    def pin(self) -> None:
+        """Stay in host memory: somebody has its address, which nothing tells the end of."""
+        self._pinned = True
+
+    def is_asked_again(self) -> bool:
+        """Tell whether it is worth to try whether it can leave: ever more seldom where it could not."""
+        self._wait -= 1
+        return self._wait < 0
+
+    def may_leave(self, parameter: torch.Tensor) -> bool:
+        """Tell whether it can, unless somebody has a view of its memory."""
+        storage = parameter.untyped_storage()
+        return (
+            not self._pinned
+            and parameter.numel() > 1  # one element could be written to, as NaN that is shown in its place
+            # Else a graph has the parameter itself, and not a view. torch's stubs do not know how many have it.
+            and parameter._use_count() == 1  # type: ignore[attr-defined]
+            and storage.nbytes() == nbytes_of(parameter)  # else the rest is somebody's
+            and not (parameter.is_conj() or parameter.is_neg() or storage.is_shared())
+        )
+
+    # --- values ---------------------------------------------------------------------------------------------------
+
+    def store(self, parameter: torch.Tensor, swap: SwapFile) -> None:
+        """Write the values in memory to its place."""
+        assert self.place is not None, "it has a place before it is written"
+        with plainly():
+            memory = memory_of(parameter.detach().contiguous(), writable=False)
+            swap.write(self.place, memory, what=self.name).wait()
+
+    def leave(self, parameter: torch.Tensor) -> bool:
+        """Take memory away from a parameter that was stored; tell whether it has gone: [Note: whose memory leaves]."""
+        storage = weakref.ref(parameter.untyped_storage())
+        offset, self._stride = int(parameter.storage_offset()), parameter.stride()
+        self.hide(parameter)
+        kept = storage()
+        if kept is None:
+            self.held = self._wait = self._waited = 0
+            return True
+        with plainly():
+            values = torch.empty(0, dtype=parameter.dtype, device="cpu")
+            parameter.data = values.set_(kept, offset, parameter.shape, self._stride)
+        self._waited = self._wait = min(2 * self._waited + 1, _LONGEST_WAIT)
+        return False
+
+    def hide(self, parameter: torch.Tensor) -> None:
+        """Let the parameter show NaN that is its own, and that nobody has seen yet."""
+        if self.is_absent:
+            self.check_untouched(parameter)
+        with plainly():
+            values = absent(parameter)
+            self.shown = weakref.ref(values.untyped_storage())
+            parameter.data = values
+
+    def check_untouched(self, parameter: torch.Tensor) -> None:
+        """Refuse to go on where somebody has written to what is shown in place of the values.
+
+        Raises:
+            RuntimeError: that is so.
+        """
+        storage = parameter.untyped_storage()
+        with plainly():
+            if self.shown() is storage and torch.equal(_raw(storage), _raw(absent(parameter).untyped_storage())):
+                return
+        raise RuntimeError(
+            f"{self.name} was changed while its values were on the drives: the change would be lost. Change it in the "
+            "body of init_context, or under `with engine.gathered([parameter], modify=True)` after engine.initialize"
+        )
+
+    def fill(self, parameter: torch.Tensor, swap: SwapFile) -> None:
+        """Give the parameter new memory with the values that are on the drives."""
+        assert self.place is not None, "what is absent is on the drives"
+        self.check_untouched(parameter)
+        with plainly():
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            swap.read(self.place, memory_of(values, writable=True), what=self.name).wait()
+            if values.stride() != self._stride:
+                turned = torch.empty_strided(parameter.shape, self._stride, dtype=parameter.dtype, device="cpu")
+                values = turned.copy_(values)
+            parameter.data = values
+
+
+def _raw(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def nbytes_of(parameter: torch.Tensor) -> int:
+    """Return the bytes of a parameter's values."""
+    return parameter.numel() * parameter.element_size()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether it is a dense tensor in host memory whose bytes are its values."""
+    return (
+        not isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_nested)
+        and tensor.device.type == "cpu"
+    )
+
+
+def absent(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what is seen of a parameter that is not here: who reads it gets NaN, who writes to it an error.
+
+    The error is torch's, and lets `fill_()` and `zero_()` through, which are seen later.
+    """
+    dtype = parameter.dtype
+    try:
+        nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+        one = torch.full((), nothing, dtype=dtype, device="cpu")
+    except NotImplementedError:  # two numbers of four bits, which have no NaN
+        one = torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)[0]
+    return one.expand(parameter.shape)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Let what the body makes be ordinary tensors, whatever the caller's modes are."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
