@@ -4,7 +4,7 @@
 little and never imports torch; `initialize` does, and says what to install where it is missing.
 """
 
-from infinity_engine.engine import Outcome, StepResult, initialize
+from infinity_engine.engine import Outcome, StepResult, init_context, initialize, load_into
 from infinity_engine.errors import (
     CapacityError,
     CheckpointError,
@@ -28,5 +28,7 @@ __all__ = [
     "StepResult",
     "Tier",
     "TransferError",
+    "init_context",
     "initialize",
+    "load_into",
 ]

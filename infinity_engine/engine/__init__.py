@@ -1,6 +1,7 @@
 """The public API: what a training script calls. Imports torch only when something here is used, not when imported."""
 
 from infinity_engine.engine.api import initialize
+from infinity_engine.engine.init_context import init_context, load_into
 from infinity_engine.engine.outcome import Outcome, StepResult
 from infinity_engine.errors import (
     CapacityError,
@@ -25,5 +26,7 @@ __all__ = [
     "StepResult",
     "Tier",
     "TransferError",
+    "init_context",
     "initialize",
+    "load_into",
 ]

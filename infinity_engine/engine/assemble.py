@@ -6,8 +6,9 @@ Checks, then plans, then reserves, and touches the model last.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from deepnvme.extents import PAGE
 from infinity_engine.accel import Accelerator, StreamKind, open_accelerator
 from infinity_engine.config import Checksum, EngineConfig, Precision, Recording
 from infinity_engine.engine.buffers import SCRATCH
+from infinity_engine.engine.built import BuiltModel, originals_of
 from infinity_engine.engine.deferred import subgroups_of
 from infinity_engine.engine.engine import Deferral, Engine, EngineParts
 from infinity_engine.engine.fetching import ParameterFetcher
@@ -85,8 +87,9 @@ def _parts(
             expected="cpu: this version does not update on a GPU yet (CHANGELOG.md, Known gaps)",
         )
     frozen = collect_frozen(model, trained)
-    sizing = Sizing.of(model, trained, frozen, rules, config, unified=accelerator.unified)
-    budget = _budget(config, accelerator)
+    built = originals_of(model)
+    sizing = Sizing.of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
+    budget = _budget(config, accelerator, built)
     queue = _queue(config, budget, queue, resources)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) if queue is not None else 0
     plan = sizing.plan(config, policy, budget, io_bytes=io_bytes)
@@ -97,10 +100,7 @@ def _parts(
     swap = _swap(plan, ledger, budget, queue, resources)
     host, on_device = _pools(plan.demand, ledger, accelerator, resources)
     passing = _passing(plan.demand, ledger, resources)
-    if queue is not None and swap is not None:
-        for pool in (host, passing):
-            if pool is not None:
-                pool.serve(queue)
+    _serve((host, passing), swap)
     threads = UpdateThreads.anywhere(config.update_threads or len(os.sched_getaffinity(0)))
     telemetry = _telemetry(config, accelerator)
     lanes = Lanes(
@@ -117,9 +117,11 @@ def _parts(
     hooks = Hooks()
     resources.callback(hooks.remove)
     everything = (*trained, *frozen)
-    originals = _Originals(everything)  # as they are before they are moved
+    originals = _Originals(everything, built)
     with _model_kept(model, everything):
-        records = _place(everything, sizing, plan, lanes=lanes, swap=swap, originals=originals, resources=resources)
+        records, shown = _place(
+            everything, sizing, plan, lanes=lanes, swap=swap, originals=originals, resources=resources
+        )
         _cast_buffers(model, sizing)
         swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
         states = StateKeeper(
@@ -133,7 +135,10 @@ def _parts(
             resting=plan.resting.states,
         )
         resources.callback(states.close)
-        states.begin(originals.piece, rules)
+        states.begin(originals.fill, rules)
+        originals.release(everything)
+        for parameter, values in shown:
+            parameter.data = values
     outgoing = None
     if plan.resting.gradients:
         assert swap is not None, "gradients rest on drives that there are"
@@ -177,14 +182,36 @@ def _parts(
 
 
 class _Originals:
-    """The values that parameters have before the engine takes them, piece by piece."""
+    """The values that parameters have before the engine takes them: in memory, or where `built` has them."""
 
-    def __init__(self, parameters: Sequence[ModelParameter]) -> None:
-        self._values = {each.number: each.parameter.detach().reshape(-1) for each in parameters}
+    def __init__(self, parameters: Sequence[ModelParameter], built: BuiltModel | None) -> None:
+        self._built = built
+        self._values = {
+            each.number: each.parameter.detach().reshape(-1) for each in parameters if not self.on_drives(each)
+        }
 
-    def piece(self, each: ModelParameter, first_element: int, numel: int) -> torch.Tensor:
-        """Return so many elements of one from one on."""
-        return self._values[each.number][first_element : first_element + numel]
+    def on_drives(self, each: ModelParameter) -> bool:
+        """Tell whether a parameter has no values in memory."""
+        return self._built is not None and each.parameter in self._built
+
+    def fill(self, each: ModelParameter, first_element: int, values: torch.Tensor) -> None:
+        """Fill a flat tensor with the elements of a parameter from one on, in its own dtype."""
+        if self._built is None or not self.on_drives(each):
+            values.copy_(self._values[each.number][first_element : first_element + values.numel()])
+        elif values.dtype == each.parameter.dtype and values.device.type == "cpu":
+            self._built.read_into(each.parameter, first_element, values)
+        else:
+            for start in range(0, values.numel(), _CONVERTED):
+                piece = values[start : start + _CONVERTED]
+                piece.copy_(self._built.piece(each.parameter, first_element + start, piece.numel()))
+
+    def release(self, parameters: Iterable[ModelParameter]) -> None:
+        """Have none of them any more: the engine has."""
+        if self._built is not None:
+            for each in parameters:
+                if self.on_drives(each):
+                    self._built.release(each.parameter)
+            self._built.close()
 
 
 def _queue(config: EngineConfig, budget: ResolvedBudget, queue: IOQueue | None, resources: ExitStack) -> IOQueue | None:
@@ -207,7 +234,7 @@ def _swap(
     needed = plan.demand.nvme
     if not needed:
         return None
-    every = sum(budget.nvme.values())
+    every = sum(budget.nvme.values()) or 1
     sizes = {directory: align_up(needed * limit // every, PAGE) + 2 * PAGE for directory, limit in budget.nvme.items()}
     short = [directory for directory, nbytes in sizes.items() if nbytes > budget.nvme[directory]]
     if short:
@@ -260,7 +287,19 @@ def _swapped(
     )
 
 
-def _budget(config: EngineConfig, accelerator: Accelerator) -> ResolvedBudget:
+def _budget(config: EngineConfig, accelerator: Accelerator, built: BuiltModel | None) -> ResolvedBudget:
+    """Return the budget in bytes, less what a model takes of it that was built on drives, until it is taken over."""
+    budget = _whole_budget(config, accelerator)
+    if built is None:
+        return budget
+    used = built.ledger.usage()
+    on_drives = {each.directory: each.held for each in used if each.tier is Tier.NVME}
+    on_host = sum(each.held for each in used if each.tier is Tier.HOST)
+    nvme = {name: max(limit - on_drives.get(name, 0), 0) for name, limit in budget.nvme.items()}
+    return replace(budget, host=max(budget.host - on_host, 0), nvme=nvme)
+
+
+def _whole_budget(config: EngineConfig, accelerator: Accelerator) -> ResolvedBudget:
     wanted = config.budget or Budget()
     capacity = probe_capacity(wanted.nvme, device_free_bytes=0 if accelerator.unified else accelerator.memory().free)
     if accelerator.unified:
@@ -283,6 +322,13 @@ def _pools(
     memory: DeviceMemory[Any] = DeviceMemory(accelerator, on_device)
     resources.callback(memory.close)
     return pool, memory
+
+
+def _serve(pools: Iterable[PinnedPool | None], swap: SwapFile | None) -> None:
+    """Let the drives read and write the pools' memory without copies."""
+    for pool in pools:
+        if pool is not None and swap is not None:
+            pool.serve(swap.queue)
 
 
 def _passing(demand: Demand, ledger: Ledger, resources: ExitStack) -> PinnedPool | None:
@@ -315,6 +361,9 @@ def _pieces(sizing: Sizing, plan: Plan, trained: int) -> list[list[Piece]]:
     return [pieces.get(number, []) for number in range(trained)]
 
 
+_CONVERTED = 1 << 18  # elements at once, where what is read has another dtype than what is written
+
+
 @contextmanager
 def _model_kept(model: torch.nn.Module, parameters: Sequence[ModelParameter]) -> Iterator[None]:
     """Take back what the body gave the model's parameters and buffers to compute with where it fails."""
@@ -338,37 +387,50 @@ def _place(
     swap: SwapFile | None,
     originals: _Originals,
     resources: ExitStack,
-) -> dict[int, ShardRecord]:
-    """Bring the values of parameters to where they stay; return the records of those that modules fetch."""
+) -> tuple[dict[int, ShardRecord], list[tuple[torch.nn.Parameter, torch.Tensor]]]:
+    """Bring the values of parameters to where they stay; return the records of those that modules fetch.
+
+    And what the others are to show, once nobody needs what they were.
+    """
     records = {}
+    shown = []
     on_host = plan.steps.parameters is not Tier.DEVICE and not lanes.accelerator.unified
     for each in parameters:
         if each.number in plan.resting.values:
             assert swap is not None, "what rests on drives has a place there"
             records[each.number] = _go_to_drives(each, sizing, lanes, swap, originals)
         elif on_host and each.numel:
-            records[each.number] = _go_home(each, sizing, lanes, resources)
+            records[each.number] = _go_home(each, sizing, lanes, originals, resources)
         elif not on_host:
-            _go_to_device(each, sizing, lanes, resources)
-    return records
+            shown.append((each.parameter, _on_device(each, sizing, lanes, originals, resources)))
+    return records, shown
 
 
-def _go_to_device(each: ModelParameter, sizing: Sizing, lanes: Lanes, resources: ExitStack) -> None:
-    """Give modules the tensor that they compute with from here on, on the device."""
-    values = _as_computed(each, sizing)
-    if each.numel and not (lanes.accelerator.unified and sizing.formats.parameter is None):
-        lease = lanes.device.lease(values.numel() * values.element_size(), holder="parameters")
-        resources.callback(_leave, each.parameter, lease)
-        values = lease.tensor(values.dtype, values.shape).copy_(values)
-    each.parameter.data = values
+def _on_device(
+    each: ModelParameter, sizing: Sizing, lanes: Lanes, originals: _Originals, resources: ExitStack
+) -> torch.Tensor:
+    """Return the tensor that modules compute with from here on, on the device."""
+    dtype = _computed_dtype(each, sizing)
+    stays = lanes.accelerator.unified and sizing.formats.parameter is None and not originals.on_drives(each)
+    if stays or not each.numel:
+        return each.parameter.detach().to(dtype).contiguous()
+    lease = lanes.device.lease(each.numel * dtype.itemsize, holder="parameters")
+    resources.callback(_leave, each.parameter, lease)
+    values = lease.tensor(dtype)
+    originals.fill(each, 0, values)
+    return values.view(each.parameter.shape)
 
 
-def _go_home(each: ModelParameter, sizing: Sizing, lanes: Lanes, resources: ExitStack) -> ShardRecord:
+def _go_home(
+    each: ModelParameter, sizing: Sizing, lanes: Lanes, originals: _Originals, resources: ExitStack
+) -> ShardRecord:
     """Let values live on the host, in a shard of their own."""
-    values = _as_computed(each, sizing)
-    lease = lanes.host.lease(values.numel() * values.element_size(), holder="parameters")
+    dtype = _computed_dtype(each, sizing)
+    lease = lanes.host.lease(each.numel * dtype.itemsize, holder="parameters")
     resources.callback(lease.close)
-    each.live_at(lease.tensor(values.dtype).copy_(values.view(-1)))
+    values = lease.tensor(dtype)
+    originals.fill(each, 0, values)
+    each.live_at(values)
     return ShardRecord(each.name, lease)
 
 
@@ -376,22 +438,22 @@ def _go_to_drives(
     each: ModelParameter, sizing: Sizing, lanes: Lanes, swap: SwapFile, originals: _Originals
 ) -> ShardRecord:
     """Let values rest on the drives, in a place of their own; they go there in pieces."""
-    dtype = _dtype(sizing) if each.parameter.is_floating_point() else each.parameter.dtype
+    dtype = _computed_dtype(each, sizing)
     place = swap.allocate(each.numel * dtype.itemsize, holder=each.name)
     with lanes.host.lease_planned(SCRATCH) as scratch:
         most = scratch.nbytes // dtype.itemsize
         for first in range(0, each.numel, most):
-            piece = originals.piece(each, first, min(most, each.numel - first))
-            nbytes = piece.numel() * dtype.itemsize
-            scratch.tensor(dtype)[: piece.numel()].copy_(piece)
+            numel = min(most, each.numel - first)
+            nbytes = numel * dtype.itemsize
+            originals.fill(each, first, scratch.tensor(dtype)[:numel])
             swap.write(place.part(first * dtype.itemsize, nbytes), scratch.memory()[:nbytes], what=each.name).wait()
     each.rest_on_drives(dtype)
     return ShardRecord(each.name, place)
 
 
-def _as_computed(each: ModelParameter, sizing: Sizing) -> torch.Tensor:
-    values = each.parameter.detach()
-    return (values.to(_dtype(sizing)) if values.is_floating_point() else values).contiguous()
+def _computed_dtype(each: ModelParameter, sizing: Sizing) -> torch.dtype:
+    """Return what modules compute with a parameter in."""
+    return _dtype(sizing) if each.parameter.is_floating_point() else each.parameter.dtype
 
 
 def _cast_buffers(model: torch.nn.Module, sizing: Sizing) -> None:

@@ -91,6 +91,8 @@ class Sizing:
     unified: bool
     sums: bool = True
     """Whether gradients of several micro-batches are added up."""
+    own: bool = False
+    """Whether modules go on with the memory that parameters have already, which is their user's."""
 
     @classmethod
     def of(
@@ -102,8 +104,9 @@ class Sizing:
         config: EngineConfig,
         *,
         unified: bool,
+        in_memory: bool = True,
     ) -> Sizing:
-        """Return it for a model whose parameters these are."""
+        """Return it for a model whose parameters these are, and are in memory or not."""
         formats = Formats(parameter=_PARAMETER[config.precision])
         width = (formats.parameter or FloatFormat.FP32).nbytes
         nbytes = {
@@ -119,6 +122,7 @@ class Sizing:
             deepest=_deepest(model, lambda parameter: nbytes.get(id(parameter), 0)),
             unified=unified,
             sums=config.accumulation_steps > 1,
+            own=in_memory and formats.parameter is None and unified,
         )
 
     @property
@@ -407,7 +411,7 @@ class Sizing:
             host += sum(align_up(nbytes, _PAGE) for nbytes in self.parameters)
         fetched = 0
         if self.unified:
-            device = 0 if self.formats.parameter is None else sum(self.parameters)  # beside the masters
+            device = 0 if self.own else sum(self.parameters)  # beside the masters
         else:
             device += self._on_their_way
             fetched = max(min(budget.device - device, sum(self.parameters)), self.deepest) if at_home else 0
@@ -449,7 +453,7 @@ class Sizing:
         host += slots.nbytes
         fetched = window = 0
         if self.unified:
-            device += 0 if self.formats.parameter is None else staying
+            device += 0 if self.own else staying
         else:
             device += self._on_their_way
             if at_home:

@@ -40,8 +40,8 @@ from infinity_engine.storage import IOEvent
 
 __all__ = ["StateKeeper", "StepInputs", "piece_numbers"]
 
-_Originals = Callable[[TrainedParameter, int, int], torch.Tensor]
-"""Returns so many elements of a parameter, from one on, as they were before the engine: flat, of any float type."""
+_Originals = Callable[[TrainedParameter, int, torch.Tensor], None]
+"""Fills a flat tensor with the elements of a parameter, from one on, as they were before the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +198,8 @@ class StateKeeper:
         if not self._in_place(held.home):
             start = numel
             for segment in held.subgroup.segments:
-                piece = originals(self._trained[segment.parameter], segment.first_element, segment.numel)
-                values[segment.offset : segment.offset + segment.numel].copy_(piece)
+                piece = values[segment.offset : segment.offset + segment.numel]
+                originals(self._trained[segment.parameter], segment.first_element, piece)
         for segment in held.subgroup.segments:
             first = rules[self._trained[segment.parameter].group].initial_state
             for state in range(len(self._state_names)):
