@@ -114,9 +114,8 @@ class Walk:
                     self._take()
                 else:
                     self._let_go_of_one()
-            with self._telemetry.timed(WAIT_FOR_OPS):
-                for number in wanted:
-                    self._wait_for(number)
+            for number in wanted:
+                self._wait_for(number)
         self._ended.update(chosen)
 
     @contextmanager

@@ -56,7 +56,9 @@ PUBLIC = {
         "StepResult",
         "Tier",
         "TransferError",
+        "init_context",
         "initialize",
+        "load_into",
     },
     "deepnvme": {
         "Access",
