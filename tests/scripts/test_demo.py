@@ -30,7 +30,7 @@ def test_two_steps_train_and_end_with_the_report() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     first, _, last, *_ = done.stdout.split("\nloss ")[-1].split()
     assert 0 < float(last) < float(first) < 10
-    for said in ("where the bytes lived", "optimizer states", "update", "drive of this checkout", "peak memory"):
+    for said in ("where the bytes lived", "states", "nvme read", "update", "drive of this checkout", "peak memory"):
         assert said in done.stdout
     assert leftovers() == before
 
