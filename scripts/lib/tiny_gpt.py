@@ -16,11 +16,15 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: causal attention, then a feed-forward of four times the width."""
+    """One pre-norm transformer block: causal attention, then a feed-forward of four times the width.
 
-    def __init__(self, width: int, heads: int) -> None:
+    With `recomputes`, it keeps what went into each of the two for the backward, and computes the rest again.
+    """
+
+    def __init__(self, width: int, heads: int, *, recomputes: bool = False) -> None:
         super().__init__()
         self.heads = heads
+        self.recomputes = recomputes
         self.before_attention = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -29,26 +33,29 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (batch, length, width) to the same shape."""
+        for half in (self._attended, self._fed_forward):
+            x = torch.as_tensor(checkpoint(half, x, use_reentrant=False)) if self.recomputes else half(x)
+        return x
+
+    def _attended(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + torch.as_tensor(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
+
+    def _fed_forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.as_tensor(self.mlp(self.before_mlp(x)))
 
 
 class TinyGPT(nn.Module):
-    """A GPT over bytes; the output layer shares the embedding's weight.
-
-    With `recomputes`, the activations of one block at a time are kept for the backward, and those between blocks.
-    """
+    """A GPT over bytes; the output layer shares the embedding's weight. See Block for `recomputes`."""
 
     def __init__(self, *, width: int, depth: int, heads: int, context: int, recomputes: bool = False) -> None:
         super().__init__()
-        self.recomputes = recomputes
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads, recomputes=recomputes) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
@@ -56,7 +63,7 @@ class TinyGPT(nn.Module):
         """Return the logits of the next byte at every position."""
         x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
-            x = torch.as_tensor(checkpoint(block, x, use_reentrant=False)) if self.recomputes else block(x)
+            x = block(x)
         return functional.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

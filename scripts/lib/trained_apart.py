@@ -34,9 +34,22 @@ if TYPE_CHECKING:
 
     from tiny_gpt import TinyGPT
 
-__all__ = ["LR", "SYSTEMS", "Ending", "Job", "Ran", "Result", "Step", "main", "parameters_of", "train", "train_apart"]
+__all__ = [
+    "LR",
+    "SYSTEMS",
+    "Ending",
+    "Job",
+    "Ran",
+    "Result",
+    "Step",
+    "main",
+    "parameters_of",
+    "train",
+    "train_apart",
+    "words_of",
+]
 
-LR = 3e-4
+LR = 1e-4
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,9 @@ class Result:
 
     parameters: int
     baseline_bytes: int
-    """Resident when everything is imported and a tiny model has trained for a step, before the model is made."""
+    """Resident when everything is imported and one block was computed with, before the model is made."""
+    computing_bytes: int
+    """What torch took to compute that block forward and backward, beyond its parameters: activations, gradients."""
     peak_bytes: int
     """Resident at the most, by the end of the last step."""
     read_bytes: int
@@ -210,7 +225,7 @@ def train(job: Job, tell: Callable[..., None]) -> Result:
     torch.set_num_threads(job.threads)
     prepare, system = SYSTEMS[job.system]
     prepare()
-    _train_a_tiny_one()
+    computing = _computing_bytes(job)
     baseline = memory_bytes("VmRSS")
     text = torch.frombuffer(bytearray(Path(job.text).read_bytes()), dtype=torch.uint8)
     data = batches(text.long(), sequences=1, length=job.context, seed=0)
@@ -226,6 +241,7 @@ def train(job: Job, tell: Callable[..., None]) -> Result:
     return Result(
         parameters=parameters_of(job.width, job.depth, job.context),
         baseline_bytes=baseline,
+        computing_bytes=computing,
         peak_bytes=peak,
         read_bytes=after["read_bytes"] - before["read_bytes"],
         written_bytes=after["write_bytes"] - before["write_bytes"],
@@ -263,14 +279,22 @@ def _gpt(width: int, depth: int, context: int) -> TinyGPT:
     return TinyGPT(width=width, depth=depth, heads=max(1, width // 64), context=context, recomputes=True)
 
 
-def _train_a_tiny_one() -> None:
-    """Let torch load what it loads with the first step."""
+def _computing_bytes(job: Job) -> int:
+    """Compute one block, with which torch loads what it loads with the first one; return what that took."""
     import torch
 
-    model = _gpt(64, 1, 64).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.zeros(1, 64, dtype=torch.long)).float().mean().backward()
-    optimizer.step()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    model = _gpt(job.width, 1, job.context)
+    torch.set_default_dtype(before)
+    tokens = torch.zeros(1, job.context, dtype=torch.long)
+    resting = 0
+    for _ in range(2):  # in the first one torch loads and makes what it keeps
+        model.zero_grad()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        resting = memory_bytes("VmRSS")
+        model(tokens).float().mean().backward()
+    return memory_bytes("VmHWM") - resting
 
 
 def _drive_bytes() -> dict[str, int]:
@@ -365,7 +389,7 @@ def _deepspeed_config(job: Job) -> dict[str, Any]:
             "sub_group_size": largest,
             "stage3_max_live_parameters": largest,
             "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": largest,
+            "stage3_prefetch_bucket_size": 0,  # with more, recomputing fails: "already assigned swap buffer"
             "stage3_param_persistence_threshold": 0,
             "reduce_bucket_size": largest,
             "overlap_comm": False,
@@ -412,8 +436,17 @@ def main() -> None:
         tell(result=asdict(train(Job(**json.loads(sys.argv[1])), tell)))
     except Exception as error:
         traceback.print_exc()
-        tell(failed=" ".join(f"{type(error).__name__}: {error}".split()))
+        tell(failed=words_of(error))
         raise SystemExit(1) from None
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error in one line, and the one that it began with: what fails while cleaning up hides that."""
+    first = error
+    while first.__context__ is not None:
+        first = first.__context__
+    told = [error] if first is error else [first, error]
+    return ", then ".join(" ".join(f"{type(each).__name__}: {each}".split()) for each in told)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from rival_step_host import PHASES
 import bench
 import env
 from memory_group import GroupUnavailableError
-from trained_apart import Ending, Job, Ran, Result, Step, parameters_of, train_apart
+from trained_apart import Ending, Job, Ran, Result, Step, parameters_of, train_apart, words_of
 
 MIB = 1 << 20
 IN_MEMORY = {"strategy": "host_only", "precision": "bf16"}
@@ -52,6 +52,7 @@ def a_step(loss: float, seconds: float = 0.5) -> Step:
 RESULT = Result(
     parameters=100,
     baseline_bytes=300_000_000,
+    computing_bytes=10_000_000,
     peak_bytes=340_000_000,
     read_bytes=0,
     written_bytes=0,
@@ -117,6 +118,7 @@ def test_a_training_tells_its_size_its_memory_and_what_each_tier_held(trained: d
     assert result is not None
     assert result.parameters == parameters_of(64, 1, 16)
     assert result.peak_bytes > result.baseline_bytes
+    assert result.computing_bytes >= 0
     assert result.tiers["HOST"][0] >= 14 * result.parameters
 
 
@@ -133,6 +135,14 @@ def test_settings_that_the_engine_refuses_are_a_failure_in_its_words(job: Job, t
     assert ran.ending is Ending.FAILED
     assert "ConfigError" in ran.words
     assert "nowhere" in ran.words
+
+
+def test_a_failure_names_what_it_began_with_and_what_it_ended_with() -> None:
+    closing = RuntimeError("cannot be closed")
+    closing.__context__ = ValueError("too\nlarge")
+
+    assert words_of(closing) == "ValueError: too large, then RuntimeError: cannot be closed"
+    assert words_of(ValueError("alone")) == "ValueError: alone"
 
 
 def program(folder: Path, source: str) -> Path:
@@ -278,7 +288,12 @@ def test_memory_that_grows_with_the_model_does_not_hold() -> None:
 
     most_over_least = told["growth of memory with 1 to 16 times the parameters: most / least"]
     assert most_over_least.value == pytest.approx(17)
-    assert not told["growth of memory with 1 to 16 times the parameters: most / host budget"].holds
+    assert not told["growth of memory with 1 to 16 times the parameters: most / host budget and computing"].holds
+
+
+def test_memory_may_grow_by_the_budget_and_by_what_computing_takes() -> None:
+    assert RAM.most_of_allowed(100 * RAM.MB, 110.0, 60.0, 10.0, 20.0) == pytest.approx(1.0)
+    assert RAM.most_of_allowed(100 * RAM.MB, 60.0, 180.0, 10.0, 20.0) == pytest.approx(1.5)
 
 
 def test_once_trains_one_model_and_nothing_else() -> None:
@@ -288,7 +303,7 @@ def test_once_trains_one_model_and_nothing_else() -> None:
         "parameters",
         "bytes of the model's states",
         "steps",
-        "growth of memory / host budget",
+        "growth of memory / host budget and computing",
         "memory by its own accounts / host budget",
         "loss of the last steps / of the first",
     ]
@@ -301,7 +316,7 @@ def test_sizes_are_what_is_asked_for() -> None:
     full, once = RAM.FULL, RAM.ONCE
     assert full.steps >= 20
     assert RAM.CONTEXT >= 256
-    smallest, *_, largest = (parameters_of(full.growing_width, depth, 256) for depth in full.growing_depths)
+    smallest, *_, largest = (parameters_of(full.growing_width, depth, 16) for depth in full.growing_depths)
     assert (len(full.growing_depths), largest / smallest >= 16) == (5, True)
     assert smallest * RAM.STATE_BYTES > full.growing_budget
     assert parameters_of(once.width, once.depth, 256) >= 3e9
@@ -326,10 +341,13 @@ def test_a_training_that_the_drive_has_no_room_for_is_refused_before_it_begins(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**9))
     with ExitStack() as until_end:
         place = RAM.Place(until_end)
-        job = place.job("ours", 2560, 39, 10)
+        job = place.job("ours", 64, 1, 10)
+        settings = RAM.streamed({"host": MIB, "nvme": {job.folder: 49 * 10**9}}, 1 << 20)
 
-        with pytest.raises(bench.UnavailableError, match=r"it takes 49\.\d GB .*, where 1\.0 GB are free; make 4"):
-            place.run(job, "its.log", within_s=1.0, limit_bytes=None)
+        with pytest.raises(
+            bench.UnavailableError, match=r"it takes 49\.0 GB .*, where 1\.0 GB are free; make 48\.0 GB"
+        ):
+            place.run(replace(job, settings=settings), "its.log", within_s=1.0, limit_bytes=None)
 
         assert len(Path(job.text).read_bytes()) > 10_000
     assert list(tmp_path.iterdir()) == []
