@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from infinity_engine.engine.states import StateKeeper, piece_numbers
 from infinity_engine.engine.swapping import SwappedStates
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
-from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool
+from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool, return_freed_memory
 from infinity_engine.optim import FloatFormat, HostKernels, UpdateThreads, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Budget, Capacity, ResolvedBudget, Tier
@@ -58,10 +58,16 @@ def assemble(
     queue: IOQueue | None,
 ) -> Engine:
     """Return an engine; `device` and `queue` are used where given, and stay open. `initialize` says what is raised."""
-    with ExitStack() as resources:
+    resources = ExitStack()
+    try:
         parts = _parts(model, optimizer, config, device, resources, policy=policy, queue=queue)
         engine = Engine(parts)
-        parts.resources.push(resources.pop_all())
+    except BaseException:
+        with suppress(Exception):  # what holds views of what is closed here is the error that is raised
+            resources.close()
+        raise
+    parts.resources.push(resources.pop_all())
+    return_freed_memory()  # of what the model was until now
     return engine
 
 
@@ -289,24 +295,27 @@ def _swapped(
 
 def _budget(config: EngineConfig, accelerator: Accelerator, built: BuiltModel | None) -> ResolvedBudget:
     """Return the budget in bytes, less what a model takes of it that was built on drives, until it is taken over."""
-    budget = _whole_budget(config, accelerator)
-    if built is None:
-        return budget
-    used = built.ledger.usage()
-    on_drives = {each.directory: each.held for each in used if each.tier is Tier.NVME}
-    on_host = sum(each.held for each in used if each.tier is Tier.HOST)
-    nvme = {name: max(limit - on_drives.get(name, 0), 0) for name, limit in budget.nvme.items()}
-    return replace(budget, host=max(budget.host - on_host, 0), nvme=nvme)
-
-
-def _whole_budget(config: EngineConfig, accelerator: Accelerator) -> ResolvedBudget:
     wanted = config.budget or Budget()
     capacity = probe_capacity(wanted.nvme, device_free_bytes=0 if accelerator.unified else accelerator.memory().free)
     if accelerator.unified:
         capacity = Capacity(device=capacity.host, host=capacity.host, nvme=capacity.nvme)
     elif accelerator.name == "emulated":  # Nothing else lives there that room would have to be left for.
         capacity = Capacity(device=accelerator.memory().free, host=capacity.host, nvme=capacity.nvme)
-    return wanted.resolve(capacity)
+    if built is None:
+        return wanted.resolve(capacity)
+    used = built.ledger.usage()
+    on_host = sum(each.held for each in used if each.tier is Tier.HOST)
+    on_drives = {each.directory: each.held for each in used if each.tier is Tier.NVME}
+    held = {name: on_drives.get(name, 0) for name in wanted.nvme}
+    budget = wanted.resolve(
+        replace(
+            capacity,
+            host=capacity.host + on_host,
+            nvme={name: free + held[name] for name, free in capacity.nvme.items()},
+        )
+    )
+    left = {name: max(limit - held[name], 0) for name, limit in budget.nvme.items()}
+    return replace(budget, host=max(budget.host - on_host, 0), nvme=left)
 
 
 def _pools(

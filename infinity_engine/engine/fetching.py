@@ -384,8 +384,9 @@ class ParameterFetcher:
                 free=error.free,
                 limit=error.limit,
                 holders=error.holders,
-                change=f"raise the budget's device: {self._parameters[number].name} is needed while these are. What a "
-                "module uses stays until it returns, and what is read outside of modules until engine.step()",
+                change=f"raise the budget's {self._lanes.device.reservation.tier.name.lower()}: "
+                f"{self._parameters[number].name} is needed while these are. What a module uses stays until "
+                "it returns, and what is read outside of modules until engine.step()",
             ) from None
 
     def _holder(self, number: int) -> str:

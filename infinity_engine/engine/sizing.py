@@ -267,7 +267,8 @@ class Sizing:
                 continue
             if not states:
                 return self._with_room(plan, budget, io_bytes)
-            kept = self._kept(plan, budget.host - io_bytes - self._held_on_host(plan.demand))
+            left = budget.host - io_bytes - self._held_on_host(plan.demand)
+            kept = self._kept(plan, left - (plan.demand.fetched if self.unified else 0))  # room to compute with, first
             if kept:
                 fewer = replace(tried, states=tried.states - kept)
                 plan = self._settled(config, policy, budget, parameters, resting=fewer, buffers=buffers)

@@ -30,17 +30,18 @@ def probe_capacity(
 ) -> Capacity:
     """Return what may be taken of this machine now, of a device with so many bytes free, and of these directories.
 
-    Of the host's memory that is available a tenth, and at least 1 GiB, is left for the rest of the process: Python,
-    torch, the loader's workers, page tables. Of the device's a twentieth, and at least 512 MiB, for the context's own
-    growth and for fragments. Of each file system's free space a twentieth, because drives slow down when full;
-    directories on one file system have equal parts of it.
+    Of the host's memory that is available a tenth, and at least 1 GiB or, where there is less than twice that, half of
+    it is left for the rest of the process: Python, torch, the loader's workers, page tables. Of the device's a
+    twentieth, and at least 512 MiB, for the context's own growth and for fragments. Of each file system's free space a
+    twentieth, because drives slow down when full; directories on one file system have equal parts of it.
 
     Raises:
         ConfigError: one of `directories` cannot be used.
     """
+    host = _free_host_bytes(roots)
     return Capacity(
         device=_without(device_free_bytes, part=20, at_least=512 * MiB),
-        host=_without(_free_host_bytes(roots), part=10, at_least=GiB),
+        host=_without(host, part=10, at_least=min(GiB, host // 2)),
         nvme=_drives(tuple(directories), roots),
     )
 
