@@ -297,7 +297,9 @@ def test_a_closed_engine_says_so_and_leaves_the_model_as_plain_pytorch() -> None
 
 
 def fail_with_a_view(made: Engine) -> None:
-    view = made._parts.states._held[0].lease.flat()  # kept by the frames of the error
+    lease = made._parts.states._held[0].lease
+    assert lease is not None
+    view = lease.flat()  # kept by the frames of the error
     view.fill_(view.numel() // 0)
 
 

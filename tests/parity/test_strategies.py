@@ -150,12 +150,25 @@ def differing(first: Bits, second: Bits) -> list[str]:
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", "emulated"])
+# On one memory nothing moves, whatever the strategy: seen once, the rest is the long run's.
+EVERY_WAY = [
+    pytest.param(
+        accelerator,
+        precision,
+        accumulation,
+        clip,
+        marks=[pytest.mark.slow] if accelerator == "cpu" and (precision, accumulation) != ("fp32", 1) else [],
+    )
+    for accelerator in ("cpu", "emulated")
+    for precision in ("fp32", "bf16", "fp16")
+    for accumulation, clip in ((1, None), (3, 0.05))
+]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: str(strategy.to_plain()))
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (3, 0.05)])
+@pytest.mark.parametrize(("accelerator", "precision", "accumulation", "clip"), EVERY_WAY)
 def test_every_strategy_gives_the_same_bits(
-    accelerator: str, strategy: Strategy, precision: str, accumulation: int, clip: float | None
+    strategy: Strategy, accelerator: str, precision: str, accumulation: int, clip: float | None
 ) -> None:
     expected = reference("gpt", "adamw", precision, accumulation, clip)
 
@@ -176,7 +189,7 @@ def test_every_strategy_gives_the_same_bits(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_model_and_optimizer_is_trained_alike_on_one_memory_and_on_two(model: str, optimizer: str) -> None:
-    steps = STEPS if optimizer == "adamw" else 12  # enough to see that a rule's states go where they should
+    steps = 20 if optimizer == "adamw" else 12  # enough to see that a rule's states go where they should
     one, losses = trained(model, optimizer, HostOnly(), None, steps=steps)
 
     for strategy, seed in ((Interleaved(), 1), (Interleaved(share=0.5, resident=0.3), 2)):
