@@ -126,22 +126,30 @@ class Walk:
         try:
             yield
         except _OpError as failed:
-            number, cause = failed.number, failed.cause
+            number, cause = min([(failed.number, failed.cause), *self._end()], key=lambda each: each[0])
+        except BaseException:
+            self._failure = RuntimeError("the walk along the plan was interrupted")
+            self._end()  # reads into buffers that others are about to have
+            raise
         else:
             return
-        with self._telemetry.timed(WAIT_FOR_OPS):
-            for other, submitted in self._events.items():
-                try:
-                    if submitted is not None:
-                        submitted.wait()
-                except Exception as error:
-                    if other < number:
-                        number, cause = other, error
         op = self._plan.ops[number]
         self._failure = RuntimeError(
             f"op {number} of the plan, {op.name} of subgroup {op.subgroup}, failed: {type(cause).__name__}: {cause}"
         )
         raise self._failure from cause
+
+    def _end(self) -> list[tuple[int, Exception]]:
+        """Wait until all that was submitted has ended; return which ops failed, and why."""
+        failed = []
+        with self._telemetry.timed(WAIT_FOR_OPS):
+            for number, submitted in self._events.items():
+                try:
+                    if submitted is not None:
+                        submitted.wait()
+                except Exception as error:
+                    failed.append((number, error))
+        return failed
 
     def _take(self) -> None:
         """Submit the next op of the order, or hold it back; what was held back is submitted where it can be."""

@@ -1,0 +1,210 @@
+"""Walks along plans with drives, whose I/O ends late, in any order, or fails: nothing begins before what it needs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity_engine.accel import Event
+from infinity_engine.errors import CapacityError
+from infinity_engine.optim.policies import HOST_ONLY, interleaved, static_split, two_ended
+from infinity_engine.optim.policy import Limits, OffloadPolicy
+from infinity_engine.plan import BytesPerParameter, DriveRates, Lane, Op, Rates, StepPlan, SubgroupSpec, Tier
+from infinity_engine.plan.ops import LoadStates, StoreStates
+from infinity_engine.schedule import Executor, Walk
+from infinity_engine.telemetry import NullTelemetry
+
+RATES = Rates(
+    host_update_params_per_s=1e9,
+    device_update_params_per_s=1e10,
+    h2d_bytes_per_s=1e10,
+    d2h_bytes_per_s=1e10,
+    nvme={"/": DriveRates(read_bytes_per_s=2e9, write_bytes_per_s=1e9)},
+)
+STREAMS = {Lane.DEVICE, Lane.H2D, Lane.D2H}
+
+
+class DriveError(Exception):
+    """What an op fails with."""
+
+
+@dataclass(eq=False)
+class Late(Event):
+    """An event that has passed after so many looks at it, which may be never, or once somebody waits for it."""
+
+    looks: float
+    behind: list[Late]
+    fails: bool = False
+    passed: bool = False
+    waited: bool = False
+
+    def done(self) -> bool:
+        self.looks -= 1
+        self.passed = self.passed or (self.looks < 0 and all(each.done() for each in self.behind))
+        return self.passed
+
+    def wait(self) -> None:
+        self.passed = self.waited = True
+        for each in self.behind:
+            each.wait()
+        if self.fails:
+            raise DriveError
+
+
+@dataclass
+class Checking:
+    """A carrier that knows what may be under way."""
+
+    plan: StepPlan
+    chance: random.Random
+    failing: int | None = None
+    events: dict[int, Late | None] = field(default_factory=dict)
+    buffers: dict[int, int] = field(default_factory=dict)
+
+    def carry_out(self, op: Op, after: Sequence[object]) -> Late | None:
+        number = self.plan.ops.index(op)
+        assert number not in self.events
+        lane = [other for other, each in enumerate(self.plan.ops[:number]) if each.lane is op.lane]
+        assert all(other in self.events for other in lane)
+        for other in op.after:
+            event = self.events[other]
+            if event is not None and not event.passed:
+                assert {op.lane, self.plan.ops[other].lane} <= STREAMS
+                assert event in after
+        self._check_buffer(number, op)
+        event = None
+        if op.lane is Lane.HOST or (op.lane not in STREAMS and self.chance.random() < 0.1):
+            if number == self.failing:
+                raise DriveError
+        else:
+            looks = self.chance.choice([0, 1, 3, 10, float("inf")])
+            behind = [each for each in after if isinstance(each, Late)] if op.lane in STREAMS else []
+            if op.lane in STREAMS and lane:
+                before = self.events[lane[-1]]
+                behind += [] if before is None else [before]
+            event = Late(looks, behind, fails=number == self.failing)
+        self.events[number] = event
+        return event
+
+    def _check_buffer(self, number: int, op: Op) -> None:
+        if isinstance(op, LoadStates):
+            left = self.buffers.get(op.buffer)
+            if left is not None:
+                assert isinstance(self.plan.ops[left], StoreStates)
+                event = self.events[left]
+                assert event is None or event.passed
+            self.buffers[op.buffer] = number
+        elif isinstance(op, StoreStates):
+            assert self.plan.ops[self.buffers[op.buffer]].subgroup == op.subgroup
+            self.buffers[op.buffer] = number
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    """Return the plan of some policy for subgroups of which some rest on drives."""
+    sizes = draw(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=9))
+    specs = [
+        SubgroupSpec(
+            index=at,
+            numel=numel,
+            first_use=at,
+            buffer_bytes=12 * numel if rests else 0,
+            load_bytes=12 * numel if rests else 0,
+            store_bytes=12 * numel if rests else 0,
+        )
+        for at, (numel, rests) in enumerate(sizes)
+    ]
+    limits = Limits(
+        resident_bytes=draw(st.integers(0, 2000)),
+        staging_bytes=draw(st.integers(0, 5000)),
+        staging_sets=draw(st.integers(1, 3)),
+        per_parameter=BytesPerParameter(states=12, parameter=2),
+        parameters=draw(st.sampled_from(Tier)),
+        host_buffers=draw(st.integers(1, 4)),
+    )
+    policy: OffloadPolicy = draw(
+        st.one_of(
+            st.just(HOST_ONLY),
+            st.builds(static_split, st.floats(0, 1)),
+            st.builds(interleaved, st.fractions(0, 1, max_denominator=9), resident=st.sampled_from([0.0, 0.3])),
+            st.builds(two_ended, resident=st.sampled_from([0.0, 0.3])),
+        )
+    )
+    try:
+        return policy(specs, RATES, limits)
+    except CapacityError:
+        return HOST_ONLY(specs, RATES, limits)
+
+
+def some_of(walk: Walk, plan: StepPlan, chance: random.Random) -> None:
+    """Go on with a walk now and then, as whoever defers an update does."""
+    for _ in range(chance.randrange(8)):
+        if chance.random() < 0.7:
+            walk.poll()
+        else:
+            walk.finish([chance.choice(plan.subgroups).index])
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.randoms(use_true_random=False))
+def test_every_op_is_carried_out_once_and_after_what_it_needs(plan: StepPlan, chance: random.Random) -> None:
+    carrier = Checking(plan, chance)
+    walk = Executor(carrier, NullTelemetry()).begin(plan)
+
+    some_of(walk, plan, chance)
+    walk.finish()
+
+    assert sorted(carrier.events) == list(range(len(plan.ops)))
+    assert all(event is None or event.passed for event in carrier.events.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.randoms(use_true_random=False))
+def test_after_an_op_has_failed_all_that_began_has_ended_and_nothing_that_needs_it_began(
+    plan: StepPlan, chance: random.Random
+) -> None:
+    failing = chance.randrange(len(plan.ops))
+    carrier = Checking(plan, chance, failing)
+    walk = Executor(carrier, NullTelemetry()).begin(plan)
+
+    def all_of_it() -> None:
+        some_of(walk, plan, chance)
+        walk.finish()
+
+    with pytest.raises(RuntimeError, match=f"op {failing} of the plan") as told:
+        all_of_it()
+
+    assert isinstance(told.value.__cause__, DriveError)
+    assert walk.failed
+    assert all(event is None or event.waited for event in carrier.events.values())
+    for number, op in enumerate(plan.ops):
+        if failing in op.after and {op.lane, plan.ops[failing].lane} - STREAMS:
+            assert number not in carrier.events
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans(), st.randoms(use_true_random=False))
+def test_an_interrupt_leaves_nothing_under_way_and_ends_the_walk(plan: StepPlan, chance: random.Random) -> None:
+    stop = chance.randrange(len(plan.ops))
+
+    class Interrupted(Checking):
+        def carry_out(self, op: Op, after: Sequence[object]) -> Late | None:
+            if self.plan.ops.index(op) == stop:
+                raise KeyboardInterrupt
+            return super().carry_out(op, after)
+
+    carrier = Interrupted(plan, chance)
+    walk = Executor(carrier, NullTelemetry()).begin(plan)
+
+    with pytest.raises(KeyboardInterrupt):
+        walk.finish()
+
+    assert walk.failed
+    assert all(event is None or event.waited for event in carrier.events.values())
+    with pytest.raises(RuntimeError, match="interrupted"):
+        walk.finish()
