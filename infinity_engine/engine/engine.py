@@ -202,6 +202,7 @@ class Engine:
         What torch.nn.utils.clip_grad_norm_ is for: that one sees no gradients here.
         """
         self._check_whole()
+        self._parts.gradients.settle()
         norm = self._norm().norm(self._unscale())
         self._clip_to = float(max_norm)
         return norm
@@ -336,6 +337,7 @@ class Engine:
         known = [self._known[id(each)] for each in wanted if id(each) in self._known]
         for each in known:
             each.check_untouched()
+        self._parts.gradients.start_writing()
         fetcher = self._parts.fetcher
         with nullcontext() if fetcher is None else fetcher.gathered([each.number for each in known]):
             yield
@@ -381,6 +383,7 @@ class Engine:
             expected = "a parameter that the optimizer was made of and that requires a gradient"
             raise ConfigError(field="parameter", value=f"one of shape {tuple(parameter.shape)}", expected=expected)
         number = known.number
+        self._parts.gradients.start_writing()
         flat = self._parts.states.state_of(number)
         shaped: dict[str, torch.Tensor | int] = {name: values.view(parameter.shape) for name, values in flat.items()}
         return {**shaped, "step": self._parts.states.steps_of(number)}

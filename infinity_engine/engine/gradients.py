@@ -9,7 +9,7 @@ one for each micro-batch, and whoever reads them adds them up in that order. Upd
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -22,7 +22,7 @@ from infinity_engine.accel import Event
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.outgoing import Outgoing
-from infinity_engine.errors import TransferError
+from infinity_engine.errors import CapacityError
 from infinity_engine.memory import Lease
 from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostKernels
 from infinity_engine.optim import Stream as Values
@@ -106,15 +106,21 @@ class GradientKeeper:
         """Finish what is under way: all that came is added up and where it is needed.
 
         Raises:
-            TransferError: some could not be written to the drives, and is lost: the step cannot be made.
+            TransferError: some could not be written to the drives, and is lost: no step can be made of what there is,
+                and this is raised until it is cleared.
         """
         for slots in self._slots:
             slots.settle()
         if self._outgoing is not None:
             self._outgoing.settle()
 
+    def start_writing(self) -> None:
+        """Begin to write what is to go to the drives, so that the memory that it passes can be waited for."""
+        if self._outgoing is not None:
+            self._outgoing.start()
+
     def norm(self) -> GradientNorm:
-        """Return the norm of all that came, as it lies in memory."""
+        """Return the norm of all that came, which is settled, as it lies in memory."""
         sums = GradientSums(self._numels)
         events = [event for number, slots in enumerate(self._slots) for event in slots.put_sums(number, sums)]
         if events:
@@ -126,8 +132,7 @@ class GradientKeeper:
     def clear(self) -> None:
         """Drop all gradients."""
         if self._outgoing is not None:
-            with suppress(TransferError):  # of what is dropped
-                self._outgoing.settle()
+            self._outgoing.drop()
         for slots in self._slots:
             slots.clear()
 
@@ -268,7 +273,7 @@ class _HostSlot:
         self._wait()
         newest = self._newest_values()
         if self._sum is None:
-            self._sum = self._lanes.host.lease(4 * self._piece.numel, holder="sums of gradients")
+            self._sum = _lease_of_sum(self._lanes, self._piece.numel)
             self._block_sums = self._lanes.kernels.begin_sum(newest, self._sum_values(self._sum))
         else:
             self._block_sums = self._lanes.kernels.add_to_sum(newest, self._sum_values(self._sum))
@@ -370,8 +375,12 @@ class _DriveSlot:
         """Add one for which there is no place to the sum of all in memory."""
         if self._sum is None:
             self._outgoing.settle()
-            total = self._lanes.host.lease(4 * self._piece.numel, holder="sums of gradients")
-            self._read_back(total)
+            total = _lease_of_sum(self._lanes, self._piece.numel)
+            try:
+                self._read_back(total)
+            except BaseException:
+                total.close()
+                raise
             self._sum, self.formats = total, ()
         with self._outgoing.lease() as lease:
             made = _download(self._lanes, piece, lease)
@@ -441,6 +450,23 @@ def _copy_down(lanes: Lanes, piece: torch.Tensor, lease: Lease, made: Event) -> 
     event = lanes.copy(Lane.D2H, Cargo.GRADIENTS, target, piece, after=[made], name="gradient")
     lease.until(event)
     return event
+
+
+def _lease_of_sum(lanes: Lanes, numel: int) -> Lease:
+    """Return memory for the sum of several, which a plan for one has no room for where drives are used."""
+    try:
+        return lanes.host.lease(4 * numel, holder="sums of gradients")
+    except CapacityError as error:
+        raise CapacityError(
+            tier=error.tier,
+            asked=error.asked,
+            free=error.free,
+            limit=error.limit,
+            holders=error.holders,
+            change="give a parameter no more gradients in a step than accumulation_steps says, as with "
+            "engine.backward(first + second) for the losses of one batch; a parameter in several segments of "
+            "reentrant checkpointing has one from each. Or let all fit in memory. Then zero_grad() and go on",
+        ) from None
 
 
 def _add(kernel: Callable[[Values, Values], _Sums], gradient: torch.Tensor, into: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from infinity_engine.accel import Event
@@ -80,20 +81,29 @@ class Outgoing:
         """Begin to read a gradient that was sent; all that was is settled."""
         return self._swap.read(place, into, what=what)
 
+    def start(self) -> None:
+        """Begin to write all that was sent: whoever needs the memory of the buffers can wait for them then."""
+        while self._waiting:
+            self._start()
+
     def settle(self) -> None:
         """Wait until all that was sent is written.
 
         Raises:
-            TransferError: some could not be; names the first. All others are.
+            TransferError: some could not be; names the first. All others are. Is raised until they are dropped.
         """
-        while self._waiting:
-            self._start()
+        self.start()
         with self._lanes.meter.waits(Wait.GRADIENTS):
             self._forget_written(self._writing)
         self._writing = []
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        if self._failed is not None:
+            raise self._failed.with_traceback(None)  # else it would grow each time
+
+    def drop(self) -> None:
+        """Wait likewise: nobody wants what was sent, and what of it is lost."""
+        with suppress(TransferError):
+            self.settle()
+        self._failed = None
 
     def _start_ready(self) -> None:
         while self._waiting and (self._waiting[0].made is None or self._waiting[0].made.done()):

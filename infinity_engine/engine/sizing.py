@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -269,9 +269,13 @@ class Sizing:
                 return self._with_room(plan, budget, io_bytes)
             left = budget.host - io_bytes - self._held_on_host(plan.demand)
             kept = self._kept(plan, left - (plan.demand.fetched if self.unified else 0))  # room to compute with, first
-            if kept:
-                fewer = replace(tried, states=tried.states - kept)
-                plan = self._settled(config, policy, budget, parameters, resting=fewer, buffers=buffers)
+            while kept:
+                fewer = replace(tried, states=tried.states - frozenset(kept))
+                plan_of_fewer = self._settled(config, policy, budget, parameters, resting=fewer, buffers=buffers)
+                if self._held_on_host(plan_of_fewer.demand) + io_bytes <= budget.host:
+                    plan = plan_of_fewer
+                    break
+                kept = kept[: len(kept) // 2]  # the policy lets others be updated where this takes more
             return self._with_room(plan, budget, io_bytes)
         assert refused is not None, "there is a choice"
         raise refused
@@ -289,7 +293,7 @@ class Sizing:
         """Return the plan whose buffers fit what it lets be updated where, which decides what passes them."""
         homes = {each.index: Home.HOST for each in self.subgroups}
         for _ in range(_MOST_TRIES):
-            rests = replace(resting, states=frozenset(i for i in resting.states if homes[i] is not Home.RESIDENT))
+            rests = replace(resting, states=self._with_states(resting.states, homes, parameters))
             layouts = {each.index: self._layout(each, rests, homes[each.index], parameters) for each in self.subgroups}
             passing = MappingProxyType({index: each for index, each in layouts.items() if each.nbytes})
             plan = self._plan(config, policy, budget, parameters, resting=rests, layouts=passing, buffers=buffers)
@@ -302,6 +306,16 @@ class Sizing:
             value=config.strategy.name,
             expected="one that says which part visits the device, such as "
             "NvmeStreamed(update=Interleaved(share=0.5)): what is best changes with what passes the host",
+        )
+
+    def _with_states(self, indices: Set[int], homes: Mapping[int, Home], parameters: Tier) -> frozenset[int]:
+        """Return those of these subgroups that have states on the host, which may rest on drives."""
+        return frozenset(
+            each.index
+            for each in self.subgroups
+            if each.index in indices
+            and homes[each.index] is not Home.RESIDENT
+            and self._states_bytes(each, homes[each.index], parameters)
         )
 
     def _layout(self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier) -> BufferLayout:
@@ -321,19 +335,22 @@ class Sizing:
         here = Home.RESIDENT if parameters is Tier.DEVICE else Home.HOST
         return self.formats.parameter is None and (self.unified or home is here)
 
-    def _kept(self, plan: Plan, left: int) -> frozenset[int]:
+    def _kept(self, plan: Plan, left: int) -> list[int]:
         """Return the subgroups whose states have room in so many bytes of the host: what is needed first, first."""
-        kept = set()
+        kept: list[int] = []
+        homes = plan.steps.homes()
         for each in self.subgroups:
-            layout = plan.layouts.get(each.index)
-            if layout is None or not layout.states_bytes:
+            if each.index not in plan.resting.states:
                 continue
-            weight = self.width if plan.resting.gradients else 0
-            left -= align_up(layout.states_bytes, _PAGE) + weight * each.numel + 2 * _PAGE * len(each.segments)
+            there, here = (
+                self._on_host_beside_drives(each, homes[each.index], plan.steps.parameters, plan.resting, rests=rests)
+                for rests in (True, False)
+            )
+            left -= here - there
             if left < 0:
                 break
-            kept.add(each.index)
-        return frozenset(kept)
+            kept.append(each.index)
+        return kept
 
     def _with_room(self, plan: Plan, budget: ResolvedBudget, io_bytes: int) -> Plan:
         """Return the plan with what the host has left as room for parameters that come from the drives."""
@@ -433,17 +450,12 @@ class Sizing:
         host = device = 0
         for each in self.subgroups:
             home = homes[each.index]
-            states = 4 * each.numel * (len(self.state_names) + (0 if self._in_place(home, plan.parameters) else 1))
+            states = self._states_bytes(each, home, plan.parameters)
             if home is Home.RESIDENT and not self.unified:
                 device += states + (each.numel * self.width if at_home else 0)
                 continue
             rests = each.index in resting.states
-            if not rests:
-                host += align_up(states, _PAGE)
-            if home is Home.HOST or self.unified:
-                host += sum(self._gradient_on_host(segment.numel, resting, rests=rests) for segment in each.segments)
-                if not (rests or at_home or self.unified) and self.formats.parameter is not None:
-                    host += align_up(self.width * each.numel, _PAGE)
+            host += self._on_host_beside_drives(each, home, plan.parameters, resting, rests=rests)
         nvme = sum(
             self._on_drives(each, layouts[each.index], resting) for each in self.subgroups if each.index in layouts
         )
@@ -504,6 +516,24 @@ class Sizing:
             scratch = min(align_up(largest_value, _PAGE), _MOST_SCRATCH)
             requests.append(Request(SCRATCH, scratch, first=_BEFORE, last=_BEFORE))
         return layout(requests)
+
+    def _states_bytes(self, subgroup: Subgroup, home: Home, parameters: Tier) -> int:
+        """Return the bytes of a subgroup's masters, where they are not in place, and moments."""
+        return 4 * subgroup.numel * (len(self.state_names) + (0 if self._in_place(home, parameters) else 1))
+
+    def _on_host_beside_drives(
+        self, subgroup: Subgroup, home: Home, parameters: Tier, resting: Resting, *, rests: bool
+    ) -> int:
+        """Return what a subgroup that is no resident takes of the host, where its states do or do not rest on drives.
+
+        That is its states, its gradients, and what its update writes for a device that has memory of its own.
+        """
+        nbytes = 0 if rests else align_up(self._states_bytes(subgroup, home, parameters), _PAGE)
+        if home is Home.HOST or self.unified:
+            nbytes += sum(self._gradient_on_host(each.numel, resting, rests=rests) for each in subgroup.segments)
+            copied = parameters is Tier.DEVICE and not self.unified and self.formats.parameter is not None
+            nbytes += align_up(self.width * subgroup.numel, _PAGE) if copied and not rests else 0
+        return nbytes
 
     def _gradient_on_host(self, numel: int, resting: Resting, *, rests: bool) -> int:
         """Return what a piece of a gradient takes of the host, with the sum of several."""

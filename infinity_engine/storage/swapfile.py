@@ -26,6 +26,7 @@ from infinity_engine.units import align_down
 __all__ = ["Place", "SwapFile"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,11 @@ class SwapFile:
                 ],
                 queue=self.queue,
             )
-        except BaseException:
+        except BaseException as error:
             self._give_back()
+            if isinstance(error, OSError) and error.errno in _FORBIDDEN:
+                expected = f"directories that this user may write to ({error.strerror}: {error.filename})"
+                raise ConfigError(field="Budget.nvme", value=", ".join(sizes), expected=expected) from error
             raise
 
     @staticmethod
