@@ -6,6 +6,7 @@ Checks, then plans, then reserves, and touches the model last.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 
 from deepnvme import IOQueue
 from deepnvme.extents import PAGE
+from deepnvme.probing import find_mount, read_mounts
 from infinity_engine.accel import Accelerator, StreamKind, open_accelerator
 from infinity_engine.config import Checksum, EngineConfig, Precision, Recording
 from infinity_engine.engine.buffers import SCRATCH
@@ -252,7 +254,23 @@ def _swap(
             limit=every,
             change="raise the budget's nvme, name another directory there, or raise the budget's host",
         )
+    _warn_of_memory(sizes)
+    SwapFile.remove_stale(sizes)  # of killed runs; what a living one uses stays
     return resources.enter_context(SwapFile(sizes, ledger, queue=queue))
+
+
+def _warn_of_memory(directories: Iterable[str]) -> None:
+    """Say where a directory is host memory itself, whose bytes no budget of the host counts."""
+    mounts = read_mounts()
+    for directory in directories:
+        mount = find_mount(mounts, os.path.realpath(directory))
+        if mount is not None and mount.file_system in {"tmpfs", "ramfs"}:
+            warnings.warn(
+                f"{directory} is on {mount.file_system}: what rests there is in host memory all the same, beside the "
+                "budget's host. Name a directory on a drive",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _deferral(sizing: Sizing, plan: Plan, records: Collection[int]) -> Deferral | None:

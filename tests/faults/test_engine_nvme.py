@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from deepnvme.faults import Requests
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.plan import NvmeStreamed
+from support.nvme_disks import DiskUnavailableError, tmpfs
 from support.nvme_training import Case, Trained, emulated, made, opened, trained
 from support.small_models import Task
 
@@ -167,3 +170,23 @@ def test_without_a_directory_nothing_can_rest_on_drives() -> None:
     task, optimizer = made("gpt")
     with pytest.raises(ConfigError, match=r"budget\.nvme: expected directories of drives"):
         infinity_engine.initialize(task, optimizer, accelerator="cpu", strategy="nvme_streamed")
+
+
+def test_files_that_a_killed_run_has_left_are_removed(tmp_path: Path) -> None:
+    killed = f"import os, deepnvme; v = deepnvme.Volume.temporary([{str(tmp_path)!r}], capacity=1 << 20); os._exit(9)"
+    subprocess.run([sys.executable, "-c", killed], check=False)
+    left = list(tmp_path.iterdir())
+    assert left
+
+    with opened(CASE, None, tmp_path):
+        assert not any(each.exists() for each in left)
+
+
+def test_a_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
+    with ExitStack() as until_end:
+        try:
+            folder = until_end.enter_context(tmpfs(tmp_path, 100 << 20))
+        except DiskUnavailableError as reason:
+            pytest.skip(str(reason))
+        with pytest.warns(RuntimeWarning, match="is on tmpfs: what rests there is in host memory"):
+            until_end.enter_context(opened(CASE, None, folder))
