@@ -159,6 +159,13 @@ TEST(the_fastest_kernel_of_this_cpu_is_the_one_in_use) {
 TEST(a_cpu_with_sse42_does_not_fall_back_to_tables) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("sse4.2")) SKIP("this CPU has no SSE4.2");
-    CHECK_EQ(crc32c_implementation(), "sse4.2");
+    CHECK_EQ(crc32c_kernels()[1].name, "sse4.2");
+}
+
+TEST(a_cpu_that_multiplies_in_wide_vectors_does_so) {
+    __builtin_cpu_init();
+    const bool wide = __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("vpclmulqdq") != 0;
+    if (!wide) SKIP("this CPU has no AVX-512 with VPCLMULQDQ");
+    CHECK_EQ(crc32c_implementation(), "avx512");
 }
 #endif

@@ -53,11 +53,12 @@ constexpr std::array<Table, 8> tables = [] {
 }
 
 struct Kernels {
-    std::array<Crc32cKernel, 2> known = {Crc32cKernel{"tables", &sum, &copy}};
+    std::array<Crc32cKernel, 3> known = {Crc32cKernel{"tables", &sum, &copy}};
     std::size_t count = 1;
 
     Kernels() noexcept {
         if (const Crc32cKernel* hardware = crc32c_hardware_kernel()) known[count++] = *hardware;
+        if (const Crc32cKernel* wide = crc32c_wide_kernel()) known[count++] = *wide;
     }
 };
 

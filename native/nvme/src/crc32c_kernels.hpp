@@ -25,6 +25,9 @@ struct Crc32cKernel {
 // The one that uses the CPU's crc32c instruction, or null where there is none.
 [[nodiscard]] const Crc32cKernel* crc32c_hardware_kernel() noexcept;
 
+// The one that multiplies in vectors of 64 bytes, or null where the CPU cannot.
+[[nodiscard]] const Crc32cKernel* crc32c_wide_kernel() noexcept;
+
 // From this size on a hardware copy sums and stores word by word, past the caches where the CPU can. Below
 // it, whatever is gained where the destination is not cached is lost where it is.
 inline constexpr std::size_t crc32c_streaming_bytes = std::size_t{32} << 10;

@@ -17,7 +17,7 @@ namespace deepnvme {
 [[nodiscard]] std::uint32_t crc32c_copy(std::uint32_t crc, std::byte* destination, const std::byte* source,
                                         std::size_t nbytes) noexcept;
 
-// The name of what computes it on this CPU: "sse4.2", "aarch64" or "tables".
+// The name of what computes it on this CPU: "avx512", "sse4.2", "aarch64" or "tables".
 [[nodiscard]] std::string_view crc32c_implementation() noexcept;
 
 }  // namespace deepnvme
