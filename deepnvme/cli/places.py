@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column
 
 from deepnvme.member import Access
 from deepnvme.store import TensorStore
@@ -81,13 +82,14 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show on standard error how many of `total` bytes are done; yields what to call with how many more there are."""
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        # However long a path is, what is done stays in sight.
+        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        BarColumn(bar_width=16),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, expand=True, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
 

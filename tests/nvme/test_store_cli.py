@@ -182,6 +182,30 @@ def test_a_directory_with_a_comma_in_its_name_is_one_directory(run: Any, store: 
     assert run("ls", renamed)[0] == 0
 
 
+# --- progress ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_verify_and_cp_show_how_far_they_are_where_somebody_sees_it(
+    run: Any, store: Path, file: Path, tmp_path: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+
+    for arguments in (
+        ("verify", store, file),
+        ("cp", file, tmp_path / "copy"),
+        ("cp", store, tmp_path / "c.safetensors"),
+    ):
+        status, output, errors = run(*arguments)
+        assert status == 0
+        assert ("MiB" in errors) == terminal, errors
+        assert terminal or errors == ""
+        assert "\x1b" not in output
+
+
 # --- verify ------------------------------------------------------------------------------------------------------
 
 
