@@ -71,7 +71,7 @@ def judge(places: Sequence[Path], queue: IOQueue, done: int, begun: int) -> int:
 # --- SIGKILL -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kills", long_run(30, 200))
+@pytest.mark.parametrize("kills", long_run(50, 200))
 def test_a_store_whose_writer_is_killed_is_at_its_last_commit_or_the_one_under_way(
     tmp_path: Path, queue: IOQueue, kills: int
 ) -> None:
