@@ -1,4 +1,4 @@
-"""crc32c, the checksum of everything that is stored: over memory as it lies, or in the pass that copies it.
+"""crc32c, the checksum of everything that is stored, over memory as it lies; `copying` sums in the pass that copies.
 
 Runs without the GIL on large memory, with the CPU's own instructions where it has them.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from deepnvme import _native
 from deepnvme.buffers import Memory
 
-__all__ = ["CHECKSUM_BYTES", "checksums_of", "copy_checksummed", "crc32c"]
+__all__ = ["CHECKSUM_BYTES", "checksums_of", "crc32c"]
 
 CHECKSUM_BYTES = 1 << 20
 """How many bytes of a tensor one checksum covers; the last one covers fewer."""
@@ -22,10 +22,3 @@ def crc32c(data: object, crc: int = 0) -> int:
 def checksums_of(memory: Memory) -> tuple[int, ...]:
     """Return the checksums of a tensor's bytes."""
     return tuple(_native.crc32c_pieces(memory.address, memory.nbytes, CHECKSUM_BYTES))
-
-
-def copy_checksummed(destination: Memory, source: Memory) -> tuple[int, ...]:
-    """Copy a tensor's bytes to memory of the same size that does not overlap; return their checksums."""
-    if destination.nbytes != source.nbytes:
-        raise ValueError(f"{source.nbytes} B cannot be copied to {destination.nbytes} B of memory")
-    return tuple(_native.crc32c_copy_pieces(destination.address, source.address, source.nbytes, CHECKSUM_BYTES))

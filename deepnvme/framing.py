@@ -14,14 +14,24 @@ from typing import Any
 
 from deepnvme.checksum import crc32c
 
-__all__ = ["framed", "shown", "strict_json", "unframed"]
+__all__ = ["as_json", "framed", "framed_json", "shown", "strict_json", "unframed"]
 
 _LINE = re.compile(rb"(0|[1-9][0-9]{0,18}) ([0-9a-f]{8})\n")
 
 
 def framed(kind: str, version: int, content: Any) -> bytes:
     """Return the line and the JSON of `content`."""
-    payload = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return framed_json(kind, version, as_json(content))
+
+
+def as_json(content: Any) -> str:
+    """Return the JSON of `content` as it stands in a frame, whole or as a part of more."""
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def framed_json(kind: str, version: int, text: str) -> bytes:
+    """Return the line and the JSON."""
+    payload = text.encode()
     return f"{kind} {version} {len(payload)} {crc32c(payload):08x}\n".encode() + payload
 
 

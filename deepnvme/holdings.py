@@ -19,35 +19,15 @@ from deepnvme.extents import Extent
 from deepnvme.manifest import Manifest, Record
 from deepnvme.tree import leaves
 
-__all__ = ["Content", "Holdings", "Stored"]
-
-
-@dataclass(eq=False)
-class Stored:
-    """A tensor's place on the drives, and who needs it."""
-
-    record: Record
-    named: bool = False
-    readers: int = 0
-    commits: int = 0  # of the last two, and of one under way, those that hold it
-
-    @property
-    def needed(self) -> bool:
-        """Whether its space must not be used again."""
-        return self.named or self.readers > 0 or self.commits > 0
+__all__ = ["Content", "Holdings"]
 
 
 @dataclass(frozen=True)
 class Content:
     """What a commit holds."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, Record]
     trees: Mapping[str, Any]
-
-    @property
-    def records(self) -> Mapping[str, Record]:
-        """What the manifest says of each tensor."""
-        return MappingProxyType({name: stored.record for name, stored in self.tensors.items()})
 
 
 class Holdings:
@@ -60,9 +40,12 @@ class Holdings:
         """Whether space is none of ours any more: nothing is given back from here on."""
         self._where = where
         self._release = release
-        self._tensors: dict[str, Stored] = {}
+        self._tensors: dict[str, Record] = {}
         self._trees: dict[str, Any] = {}
-        self._commits: dict[int, tuple[Stored, ...]] = {}
+        self._commits: dict[int, tuple[Record, ...]] = {}
+        # By how many each record is needed, by its places: its name, its readers, and those of the last two commits and
+        # one under way that hold it. Numbers, and not an object for each: see Record.
+        self._needs: dict[tuple[int, ...], int] = {}
 
     # --- looking -------------------------------------------------------------------------------------------------
 
@@ -86,7 +69,7 @@ class Holdings:
 
     def in_order(self) -> list[str]:
         """Return the names of the tensors as these lie on the drives."""
-        return sorted(self._tensors, key=lambda name: [_place(extent) for extent in self._tensors[name].record.extents])
+        return sorted(self._tensors, key=lambda name: self._tensors[name].places)
 
     def record(self, name: str) -> Record:
         """Return what is known of a tensor.
@@ -94,13 +77,10 @@ class Holdings:
         Raises:
             KeyError: there is none.
         """
-        return self._stored(name).record
-
-    def _stored(self, name: str) -> Stored:
-        stored = self._tensors.get(name)
-        if stored is None:
+        record = self._tensors.get(name)
+        if record is None:
             raise KeyError(f"no tensor {name!r} among the {len(self)} in {self._where}")
-        return stored
+        return record
 
     def _tree(self, state: str) -> Any:
         if state not in self._trees:
@@ -114,7 +94,8 @@ class Holdings:
         for name, record in records.items():
             if name in self._tensors:
                 self._unname(name)
-            self._tensors[name] = Stored(record, named=True)
+            self._tensors[name] = record
+        self._need(records.values())
         self.changed = True
         return records
 
@@ -139,7 +120,7 @@ class Holdings:
             KeyError: a tensor of it is missing.
         """
         for name in _leaves_of(state, structure):
-            self._stored(name)
+            self.record(name)
         self._trees[state] = structure
         self.changed = True
 
@@ -168,25 +149,23 @@ class Holdings:
         return gone
 
     def _unname(self, name: str) -> None:
-        stored = self._stored(name)
-        stored.named = False
+        record = self.record(name)
         del self._tensors[name]
-        self._free_unless_needed(stored)
+        self._need_no_more((record,))
 
     # --- readers -------------------------------------------------------------------------------------------------
 
-    def hold(self, names: Iterable[str]) -> dict[str, Stored]:
+    def hold(self, names: Iterable[str]) -> dict[str, Record]:
         """Keep the space of these tensors from being used again until they are let go.
 
         Raises:
             KeyError: there is none of a name.
         """
-        held = {name: self._stored(name) for name in names}
-        for stored in held.values():
-            stored.readers += 1
+        held = {name: self.record(name) for name in names}
+        self._need(held.values())
         return held
 
-    def hold_state(self, state: str) -> tuple[Any, dict[str, Returns], dict[str, Stored]]:
+    def hold_state(self, state: str) -> tuple[Any, dict[str, Returns], dict[str, Record]]:
         """Return the structure of a state dict, what each leaf of it was, and its tensors, held.
 
         Raises:
@@ -197,30 +176,27 @@ class Holdings:
         kinds = _leaves_of(state, structure)
         return structure, kinds, self.hold(kinds)
 
-    def let_go(self, held: Mapping[str, Stored]) -> None:
+    def let_go(self, held: Mapping[str, Record]) -> None:
         """Take back that somebody reads them."""
-        for stored in held.values():
-            stored.readers -= 1
-            self._free_unless_needed(stored)
+        self._need_no_more(held.values())
 
     # --- commits -------------------------------------------------------------------------------------------------
 
     def begin_commit(self) -> Content:
         """Return what a commit that begins now holds, and keep its space, whatever becomes of its names."""
         content = Content(MappingProxyType(dict(self._tensors)), self.trees)
-        for stored in content.tensors.values():
-            stored.commits += 1
+        self._need(content.tensors.values())
         self.changed = False
         return content
 
     def committed(self, generation: int, content: Content) -> None:
         """Note that this commit is on the drives, in place of the one two generations before."""
         self._commits[generation] = tuple(content.tensors.values())
-        self._no_commit_of(self._commits.pop(generation - 2, ()))
+        self._need_no_more(self._commits.pop(generation - 2, ()))
 
     def not_committed(self, content: Content) -> None:
         """Note that nothing of this commit is on the drives."""
-        self._no_commit_of(content.tensors.values())
+        self._need_no_more(content.tensors.values())
         self.changed = True
 
     def adopt(
@@ -231,22 +207,22 @@ class Holdings:
         Raises:
             StoreError: they claim the same space.
         """
-        known: dict[Record, Stored] = {}
+        known: set[Record] = set()
         for generation, manifest in manifests.items():
-            for record in manifest.tensors.values():
+            records = tuple(manifest.tensors.values())
+            for record in records:
                 if record not in known:
-                    known[record] = Stored(record)
+                    known.add(record)
                     try:
                         reserve(record.extents)
                     except ValueError as problem:
                         message = f"generations {sorted(manifests)} claim the same space: {problem}"
                         raise StoreError(errno.EBADMSG, message, path=str(self._where)) from None
-                known[record].commits += 1
-            self._commits[generation] = tuple(known[record] for record in manifest.tensors.values())
+            self._commits[generation] = records
+            self._need(records)
         self._trees = dict(manifests[chosen].trees)
-        for name, record in manifests[chosen].tensors.items():
-            known[record].named = True
-            self._tensors[name] = known[record]
+        self._tensors = dict(manifests[chosen].tensors)
+        self._need(self._tensors.values())
 
     # --- space ---------------------------------------------------------------------------------------------------
 
@@ -256,18 +232,20 @@ class Holdings:
             if not self.closed:
                 self._release(record)
 
-    def _no_commit_of(self, tensors: Iterable[Stored]) -> None:
-        for stored in tensors:
-            stored.commits -= 1
-            self._free_unless_needed(stored)
+    def _need(self, records: Iterable[Record]) -> None:
+        """Note that somebody more needs the space of each."""
+        for record in records:
+            self._needs[record.places] = self._needs.get(record.places, 0) + 1
 
-    def _free_unless_needed(self, stored: Stored) -> None:
-        if not stored.needed:
-            self.give_back((stored.record,))
-
-
-def _place(extent: Extent) -> tuple[int, int]:
-    return extent.member, extent.offset
+    def _need_no_more(self, records: Iterable[Record]) -> None:
+        """Note that somebody less needs the space of each; give back what nobody needs."""
+        for record in records:
+            left = self._needs[record.places] - 1
+            if left:
+                self._needs[record.places] = left
+            else:
+                del self._needs[record.places]
+                self.give_back((record,))
 
 
 def _leaves_of(state: str, structure: Any) -> dict[str, Returns]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import errno
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, islice, pairwise
+from operator import attrgetter
 from typing import Any
 
 from deepnvme.arrays import nbytes_of
 from deepnvme.checksum import CHECKSUM_BYTES
 from deepnvme.errors import StoreError
 from deepnvme.extents import PAGE, Extent
-from deepnvme.framing import framed, shown, strict_json, unframed
+from deepnvme.framing import as_json, framed_json, shown, strict_json, unframed
 
 __all__ = [
     "FORMAT_VERSION",
@@ -35,6 +36,8 @@ FORMAT_VERSION = 1
 
 _MAX_NESTING = 400  # of the JSON of a tree; deepnvme.tree writes three levels for one of its own, and not this many
 _KIND = "deepnvme-store"
+_ENCODED_TOGETHER = 128
+_PLACE_OF = attrgetter("member", "offset", "nbytes")
 
 
 class ManifestError(StoreError, ValueError):
@@ -44,22 +47,38 @@ class ManifestError(StoreError, ValueError):
         super().__init__(errno.EBADMSG, message, path=path)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Record:
-    """One tensor: what it is and where its bytes are, in this order.
+    """One tensor: what it is and where its bytes are.
 
-    `checksums` has the crc32c of every CHECKSUM_BYTES of them, the last one of fewer; None where none were taken.
+    `places` has member, offset and bytes of one extent after the other: of plain numbers Python's garbage collector
+    need not look after, and stores hold many records. `checksums` has the crc32c of every CHECKSUM_BYTES of the
+    bytes, the last one of fewer; None where none were taken.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    extents: tuple[Extent, ...]
+    places: tuple[int, ...]
     checksums: tuple[int, ...] | None
+
+    def __init__(
+        self, dtype: str, shape: tuple[int, ...], extents: Iterable[Extent], checksums: tuple[int, ...] | None
+    ) -> None:
+        keep = object.__setattr__  # the way into what is frozen
+        keep(self, "dtype", dtype)
+        keep(self, "shape", shape)
+        keep(self, "places", tuple(chain.from_iterable(map(_PLACE_OF, extents))))
+        keep(self, "checksums", checksums)
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Where the bytes are, in this order."""
+        return tuple(Extent(*self.places[at : at + 3]) for at in range(0, len(self.places), 3))
 
     @property
     def nbytes(self) -> int:
         """How many bytes it has."""
-        return sum(extent.nbytes for extent in self.extents)
+        return sum(self.places[2::3])
 
 
 @dataclass(frozen=True)
@@ -90,21 +109,31 @@ def check_name(name: object) -> str:
 
 def encode(manifest: Manifest) -> bytes:
     """Return the bytes of a valid manifest."""
-    content = {
-        "volume": manifest.volume,
-        "generation": manifest.generation,
-        "tensors": {
-            name: {
-                "dtype": record.dtype,
-                "shape": record.shape,
-                "extents": [(extent.member, extent.offset, extent.nbytes) for extent in record.extents],
-                "crc32c": None if record.checksums is None else _checksum_text(record.checksums),
-            }
-            for name, record in manifest.tensors.items()
-        },
-        "trees": dict(manifest.trees),
+    tensors = ",".join(_entries(manifest.tensors.items()))
+    text = (
+        f'{{"volume":{as_json(manifest.volume)},"generation":{manifest.generation},'
+        f'"tensors":{{{tensors}}},"trees":{as_json(dict(manifest.trees))}}}'
+    )
+    return framed_json(_KIND, FORMAT_VERSION, text)
+
+
+def _entries(tensors: Iterable[tuple[str, Record]]) -> Iterator[str]:
+    """Yield the JSON of what is said of tensors, of some at a time.
+
+    What is made for all at once lives long enough for Python to look through the whole program for garbage.
+    """
+    remaining = iter(tensors)
+    while some := list(islice(remaining, _ENCODED_TOGETHER)):
+        yield as_json({name: _entry(record) for name, record in some})[1:-1]
+
+
+def _entry(record: Record) -> dict[str, Any]:
+    return {
+        "dtype": record.dtype,
+        "shape": record.shape,
+        "extents": [record.places[at : at + 3] for at in range(0, len(record.places), 3)],
+        "crc32c": None if record.checksums is None else _checksum_text(record.checksums),
     }
-    return framed(_KIND, FORMAT_VERSION, content)
 
 
 def parse(data: bytes, *, volume: str, capacities: Sequence[int], path: str = "") -> Manifest:

@@ -16,7 +16,7 @@ from deepnvme.arrays import Storable
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.commits import Commits
 from deepnvme.errors import ClosedError, NVMeError, StoreError
-from deepnvme.holdings import Holdings, Stored
+from deepnvme.holdings import Holdings
 from deepnvme.manifest import Record, check_name
 from deepnvme.member import Access
 from deepnvme.tensor_io import Damage, TensorIO
@@ -84,27 +84,28 @@ class NamedTensors:
         """Write tensors, then let `name` do what follows of it, in one step; it raises before it changes anything."""
         with self.changing():  # now, and not after all was written
             pass
-        described = {check_name(each): _described(each, tensor, description) for each, tensor in tensors.items()}
-        records = self.io.write(list(described.values()))
+        # Whatever becomes of `tensors` meanwhile: they are described while the drives are busy.
+        given = {check_name(each): tensor for each, tensor in tensors.items()}
+        records = self.io.write(_described(each, tensor, description) for each, tensor in given.items())
         with self.lock:
             try:
                 self._check_open()
                 self._check_changing()
-                name(dict(zip(described, records, strict=True)))
+                name(dict(zip(given, records, strict=True)))
             except NVMeError:  # a commit has failed meanwhile, or the store was closed
                 self.holdings.give_back(records)
                 raise
 
-    def read(self, held: Mapping[str, Stored], target: Callable[[str, Record], Any]) -> dict[str, Any]:
+    def read(self, held: Mapping[str, Record], target: Callable[[str, Record], Any]) -> dict[str, Any]:
         """Read held tensors into what `target` returns for each, which this returns, and let them go."""
         results = dict.fromkeys(held)
 
         def memory(name: str) -> Memory:
-            results[name] = target(name, held[name].record)
+            results[name] = target(name, held[name])
             return memory_of(results[name], writable=True)
 
         with self._until_read(held):
-            self.io.read({name: stored.record for name, stored in held.items()}, memory)
+            self.io.read(held, memory)
         return results
 
     def damage(self, name: str, progress: Callable[[str, int], None]) -> list[Damage]:
@@ -113,13 +114,13 @@ class NamedTensors:
             held = holdings.hold({name} & {*holdings.names})
         found: list[Damage] = []
         with self._until_read(held):
-            for stored in held.values():
-                found += self.io.damage(name, stored.record)
-                progress(name, stored.record.nbytes)
+            for record in held.values():
+                found += self.io.damage(name, record)
+                progress(name, record.nbytes)
         return found
 
     @contextmanager
-    def _until_read(self, held: Mapping[str, Stored]) -> Iterator[None]:
+    def _until_read(self, held: Mapping[str, Record]) -> Iterator[None]:
         try:
             yield
         finally:

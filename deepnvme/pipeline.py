@@ -34,7 +34,7 @@ RUN_BYTES = 8 << 20
 
 _GAP_BYTES = 128 << 10  # reading over so much is cheaper than another operation
 _STAGED_RUNS = 4
-_MOST_BYTES = 64 << 20  # from so many under way on, no more are begun
+_MOST_BYTES = 64 << 20  # from so many under way for each drive on, no more are begun
 _UNTIL_ROOM_S = 0.001  # how long a queue that refuses to wait is left alone before it is asked again
 
 
@@ -65,11 +65,12 @@ class _Step:
 
 
 class Pipeline:
-    """The operations of one call, oldest first, a bounded number of bytes at once. At its end none is under way."""
+    """The operations of one call, oldest first, so many bytes at once for each drive. At its end none is under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, drives: int = 1) -> None:
         self._steps: deque[_Step] = deque()
         self._nbytes = 0
+        self._most_bytes = drives * _MOST_BYTES
 
     @property
     def empty(self) -> bool:
@@ -82,14 +83,18 @@ class Pipeline:
         """Return the batch for operations on so many bytes, once there is room for them beside those under way."""
         step = _Step(nbytes, Batch(), land, release)
         try:
-            while self._nbytes >= _MOST_BYTES:
-                self.finish_oldest()
+            self.wait_for_room()
         except BaseException:
             release()
             raise
         self._steps.append(step)
         self._nbytes += nbytes
         return step.batch
+
+    def wait_for_room(self) -> None:
+        """End the oldest steps until there is room for another."""
+        while self._nbytes >= self._most_bytes:
+            self.finish_oldest()
 
     def finish_oldest(self) -> None:
         """Wait for the oldest step and land it."""
@@ -124,31 +129,43 @@ class Pipeline:
 
 
 class Staged:
-    """Staging memory for a few operations, registered with queues. Made when it is first needed; any thread may ask."""
+    """Staging memory for a few operations, registered with queues. Any thread may ask.
+
+    That of one operation is made when it is first needed, that of the others when a second one needs its own.
+    """
 
     def __init__(self, queues: Collection[IOQueue], *, runs: int = _STAGED_RUNS, run_bytes: int = RUN_BYTES) -> None:
         self._queues = queues
         self._runs = runs
         self._run_bytes = run_bytes
         self._making = threading.Lock()
-        self._pool: Pool | None = None
+        self._made = 0
+        self._pools: list[Pool] = []
         self._free: SimpleQueue[Memory] = SimpleQueue()
 
     def take(self, pipeline: Pipeline) -> Memory:
         """Return free memory for one run; ends the pipeline's oldest steps for it before it waits for other calls."""
-        with self._making:
-            if self._pool is None:
-                pool = Pool(self._runs * whole_pages(self._run_bytes))
-                for queue in self._queues:
-                    queue.use_pool(pool)
-                for _ in range(self._runs):
-                    self._free.put(memory_of(pool.buffer(self._run_bytes), writable=True))
-                self._pool = pool
         while True:
             try:
-                return self._free.get(block=pipeline.empty)
+                return self._free.get(block=self._made == self._runs and pipeline.empty)
             except Empty:
-                pipeline.finish_oldest()
+                if not self._make_more() and not pipeline.empty:
+                    pipeline.finish_oldest()
+
+    def _make_more(self) -> bool:
+        """Make what was not made yet: one first, then the others at once, as all is registered anew each time."""
+        with self._making:
+            more = self._runs - self._made if self._made else 1
+            if not more:
+                return False
+            pool = Pool(more * whole_pages(self._run_bytes))
+            self._pools.append(pool)
+            for queue in self._queues:
+                queue.use_pool(pool)
+            for _ in range(more):
+                self._free.put(memory_of(pool.buffer(self._run_bytes), writable=True))
+            self._made += more
+            return True
 
     def give(self, memory: Memory) -> None:
         """Take it back."""
@@ -156,10 +173,10 @@ class Staged:
 
     def close(self) -> None:
         """Let go of the memory, which queues that go on would keep. Whoever reads or writes has ended."""
-        if self._pool is not None:
-            with suppress(ForkedError):  # the parent's queues are none of ours
+        with suppress(ForkedError):  # the parent's queues are none of ours
+            for pool in self._pools:
                 for queue in self._queues:
-                    queue.forget_pool(self._pool)
+                    queue.forget_pool(pool)
 
 
 @dataclass(frozen=True)
@@ -183,10 +200,18 @@ class Stretch(Generic[_T]):
 
 
 def together(pieces: Iterable[Piece[_T]]) -> Iterator[Stretch[_T]]:
-    """Yield what lies close together as one stretch, each small enough for staging memory."""
+    """Yield what lies close together as one stretch, each small enough for staging memory. In the order of the bytes.
+
+    Raises:
+        ValueError: the pieces are not in that order.
+    """
     group: list[Piece[_T]] = []
     file = start = end = 0
-    for piece in sorted(pieces, key=lambda each: (each.file, each.offset)):
+    last = (-1, -1)
+    for piece in pieces:
+        if (piece.file, piece.offset) < last:
+            raise ValueError(f"expected pieces in the order of their bytes, got {piece} after one at {last}")
+        last = (piece.file, piece.offset)
         until = piece.offset + piece.nbytes
         close = piece.file == file and piece.offset - end <= _GAP_BYTES and whole_pages(until) - start <= RUN_BYTES
         if group and not close:

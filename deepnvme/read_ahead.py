@@ -67,7 +67,8 @@ class ReadAhead:
 
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Let go of these, of all without `names`; those that wait for a thread are not read any more."""
-        for name in [*self._wanted, *self._begun] if names is None else names:
+        held = {*self._wanted, *self._begun}
+        for name in held if names is None else held.intersection(names):
             future = self.take(name)
             if future is not None:
                 future.cancel()

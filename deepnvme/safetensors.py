@@ -27,6 +27,7 @@ from typing import Any
 
 from deepnvme.arrays import ITEMSIZES, Description, Returns, default_returns, describe, empty, kind_of, nbytes_of
 from deepnvme.buffers import Memory, memory_of
+from deepnvme.copying import scatter
 from deepnvme.errors import NVMeError
 from deepnvme.extents import PAGE, whole_pages
 from deepnvme.framing import shown, strict_json
@@ -228,6 +229,7 @@ class SafetensorsFile:
                     self._read(memory, offset, pipeline.start(memory.nbytes))
                 elif memory.nbytes:
                     small.append(Piece(0, offset, memory.nbytes, memory))
+            small.sort(key=lambda piece: piece.offset)
             self._fill_together(list(together(small)), pipeline, ends)
 
     def _fill_together(self, stretches: list[Stretch[Memory]], pipeline: Pipeline, ends: ExitStack) -> None:
@@ -264,8 +266,8 @@ class SafetensorsFile:
 
 
 def _land(stretch: Stretch[Memory], staging: Memory) -> None:
-    for piece in stretch.pieces:
-        ctypes.memmove(piece.what.address, staging.address + piece.offset - stretch.start, piece.nbytes)
+    places = [piece.offset - stretch.start for piece in stretch.pieces]
+    scatter(staging, places, [piece.what for piece in stretch.pieces], summing=False)
 
 
 def _target(name: str, entry: SafetensorsEntry, out: Mapping[str, Any], returns: Returns) -> tuple[Any, Memory]:

@@ -393,7 +393,7 @@ class TensorStore:
             with self._tensors.changing() as holdings:
                 content = holdings.begin_commit()
             try:
-                self._commits.make(content.records, content.trees)
+                self._commits.make(content.tensors, content.trees)
             finally:
                 with self._tensors.lock:
                     if self._commits.generation > last:

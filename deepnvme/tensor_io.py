@@ -7,15 +7,17 @@ while a drive may use it.
 
 from __future__ import annotations
 
-import ctypes
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain
 
 from deepnvme.arrays import Storable
 from deepnvme.buffers import Memory, memory_of
-from deepnvme.checksum import CHECKSUM_BYTES, checksums_of, copy_checksummed
+from deepnvme.checksum import CHECKSUM_BYTES, checksums_of
+from deepnvme.copying import gather, scatter
 from deepnvme.errors import ChecksumError, ClosedError, ForkedError, NVMeError, VolumeFullError
 from deepnvme.extents import Extent, slices, whole_pages
 from deepnvme.manifest import Record
@@ -25,7 +27,8 @@ from deepnvme.volume import Volume
 
 __all__ = ["Damage", "TensorIO"]
 
-_PIECE_BYTES = 16 << 20  # of a large tensor: one is summed while the drives are busy with the next
+_PIECE_BYTES = 8 << 20  # of a large tensor: one is summed while the drives are busy with others
+_UNSUMMED = 4  # pieces that a write has begun before the first of them is summed: beside its transfer, that costs least
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,6 @@ class Damage:
     offset: int
     nbytes: int
     reason: str
-
-
-_Wanted = tuple[str, Record]
 
 
 class TensorIO:
@@ -66,22 +66,26 @@ class TensorIO:
 
     # --- writing -------------------------------------------------------------------------------------------------
 
-    def write(self, tensors: Sequence[Storable]) -> list[Record]:
-        """Write all of them, or none and raise. Returns when the drives have them."""
+    def write(self, tensors: Iterable[Storable]) -> list[Record]:
+        """Write all of them, or none and raise. Returns when the drives have them.
+
+        Each is asked for when those before it are on their way: whatever that raises ends all.
+        """
         self.refuse_if_forked()
         records: dict[int, Record] = {}
         taken: list[Extent] = []
         try:
-            with Pipeline() as pipeline:
-                for group in _cut([each for each in enumerate(tensors) if 0 < each[1].nbytes <= SMALL_BYTES]):
-                    records.update(self._write_together(group, taken, pipeline))
-                for index, tensor in enumerate(tensors):
-                    if index not in records:
-                        records[index] = self._write_alone(tensor, taken, pipeline)
+            with Pipeline(drives=len(self._volume.queues)) as pipeline:
+                for group in _cut(enumerate(tensors)):
+                    if 0 < group[0][1].nbytes <= SMALL_BYTES:
+                        records.update(self._write_together(group, taken, pipeline))
+                    for index, tensor in group:
+                        if index not in records:
+                            records[index] = self._write_alone(tensor, taken, pipeline)
         except BaseException:
             self._volume.release(taken)
             raise
-        return [records[index] for index in range(len(tensors))]
+        return [records[index] for index in range(len(records))]
 
     def release(self, record: Record) -> None:
         """Give its space back."""
@@ -94,11 +98,31 @@ class TensorIO:
     def _write_alone(self, tensor: Storable, taken: list[Extent], pipeline: Pipeline) -> Record:
         extents = self._volume.allocate(tensor.nbytes)
         taken += extents  # from here on a failure gives the space back
-        batch = pipeline.start(tensor.nbytes)
+        pipeline.wait_for_room()
         memory = tensor.gathered().memory  # now: a copy takes memory no longer than its writing
-        self._store(extents, memory, batch)
-        sums = checksums_of(memory) if self._summing else None  # while the drives are busy
-        return Record(tensor.code, tensor.shape, extents, sums)
+        if self._summing:
+            return Record(tensor.code, tensor.shape, extents, self._store_summed(extents, memory, pipeline))
+        self._store(extents, memory, pipeline.start(memory.nbytes))
+        return Record(tensor.code, tensor.shape, extents, None)
+
+    def _store_summed(self, extents: Sequence[Extent], memory: Memory, pipeline: Pipeline) -> tuple[int, ...]:
+        """Write in pieces, and sum each while it is on its way."""
+        sums: dict[int, tuple[int, ...]] = {}
+        unsummed: deque[tuple[int, Memory]] = deque()
+
+        def sum_oldest() -> None:
+            start, piece = unsummed.popleft()
+            sums[start] = checksums_of(piece)
+
+        for start, length in _in_turns(extents):
+            piece = memory.part(start, length)
+            self._store(slices(extents, start, length), piece, pipeline.start(length))
+            unsummed.append((start, piece))
+            if len(unsummed) > _UNSUMMED:
+                sum_oldest()
+        while unsummed:
+            sum_oldest()
+        return tuple(chain.from_iterable(sums[start] for start in sorted(sums)))
 
     def _write_together(
         self, group: Sequence[tuple[int, Storable]], taken: list[Extent], pipeline: Pipeline
@@ -107,25 +131,22 @@ class TensorIO:
             extents = self._volume.allocate_run([tensor.nbytes for _, tensor in group])
         except VolumeFullError:
             return {}  # there may be room in smaller pieces, for each alone
+        untaken = len(taken)
         taken += extents
+        places = [0, *accumulate(extent.end - extent.offset for extent in extents[:-1])]
+        stretches = list(_joined(extents, places))
+        taken[untaken:] = [stretch for _, stretch in stretches]  # the same space in fewer objects
         staging = self._staged.take(pipeline)
         batch = pipeline.start(staging.nbytes, release=partial(self._staged.give, staging))
-        records = {}
-        at = 0
-        for (index, tensor), extent in zip(group, extents, strict=True):
-            sums = self._copy(staging.part(at, extent.nbytes), tensor.gathered().memory)
-            records[index] = Record(tensor.code, tensor.shape, (extent,), sums)
-            at += extent.end - extent.offset
-        for start, stretch in _joined(extents):
+        described = [tensor.gathered() for _, tensor in group]
+        sums = gather(staging, places, [each.memory for each in described], summing=self._summing)
+        for start, stretch in stretches:
             self._store((stretch,), staging.part(start, stretch.nbytes), batch)
-        return records
-
-    def _copy(self, destination: Memory, source: Memory) -> tuple[int, ...] | None:
-        """Copy a small tensor; return its checksums where they are wanted."""
-        if self._summing:
-            return copy_checksummed(destination, source)
-        ctypes.memmove(destination.address, source.address, source.nbytes)
-        return None
+        checksums = [(crc,) for crc in sums] if self._summing else [None] * len(group)
+        return {
+            index: Record(tensor.code, tensor.shape, (extent,), each)
+            for (index, tensor), extent, each in zip(group, extents, checksums, strict=True)
+        }
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -136,44 +157,53 @@ class TensorIO:
             ChecksumError: the drive returned other bytes than were written.
         """
         self.refuse_if_forked()
-        small: list[Piece[_Wanted]] = []
-        with Pipeline() as pipeline:
+        small: list[str] = []
+        with Pipeline(drives=len(self._volume.queues)) as pipeline:
             for name, record in wanted.items():
-                if len(record.extents) == 1 and record.extents[0].nbytes <= SMALL_BYTES:
-                    [extent] = record.extents
-                    small.append(Piece(extent.member, extent.offset, extent.nbytes, (name, record)))
+                if len(record.places) == 3 and record.places[2] <= SMALL_BYTES:  # one extent
+                    small.append(name)
                 else:
                     self._read_alone(name, record, target(name), pipeline)
-            for stretch in together(small):
-                self._read_together(stretch, target, pipeline)
+            small.sort(key=lambda name: wanted[name].places)
+            for stretch in together(_piece_of(name, wanted[name]) for name in small):
+                self._read_together(stretch, wanted, target, pipeline)
 
     def _read_alone(self, name: str, record: Record, memory: Memory, pipeline: Pipeline) -> None:
-        for start, length in _pieces(memory.nbytes):
+        extents = record.extents
+        for start, length in _in_turns(extents):
             piece = memory.part(start, length)
             batch = pipeline.start(length, land=partial(self._check_piece, name, record, start, piece))
-            self._fetch(slices(record.extents, start, length), piece, batch)
+            self._fetch(slices(extents, start, length), piece, batch)
 
     def _check_piece(self, name: str, record: Record, start: int, piece: Memory) -> None:
         if self._summing and record.checksums is not None:
             _check(name, record, start, checksums_of(piece))
 
-    def _read_together(self, stretch: Stretch[_Wanted], target: Callable[[str], Memory], pipeline: Pipeline) -> None:
+    def _read_together(
+        self,
+        stretch: Stretch[str],
+        wanted: Mapping[str, Record],
+        target: Callable[[str], Memory],
+        pipeline: Pipeline,
+    ) -> None:
         staging = self._staged.take(pipeline)
         memories: list[Memory] = []
         batch = pipeline.start(
             staging.nbytes,
-            land=partial(self._land, stretch, staging, memories),
+            land=partial(self._land, stretch, wanted, staging, memories),
             release=partial(self._staged.give, staging),
         )
         whole = Extent(stretch.file, stretch.start, stretch.nbytes)
         self._fetch((whole,), staging.part(0, whole.nbytes), batch)
-        memories += [target(piece.what[0]) for piece in stretch.pieces]
+        memories += [target(piece.what) for piece in stretch.pieces]
 
-    def _land(self, stretch: Stretch[_Wanted], staging: Memory, memories: Sequence[Memory]) -> None:
-        for piece, memory in zip(stretch.pieces, memories, strict=True):
-            sums = self._copy(memory, staging.part(piece.offset - stretch.start, piece.nbytes))
-            if sums is not None:
-                _check(*piece.what, 0, sums)
+    def _land(
+        self, stretch: Stretch[str], wanted: Mapping[str, Record], staging: Memory, memories: Sequence[Memory]
+    ) -> None:
+        places = [piece.offset - stretch.start for piece in stretch.pieces]
+        sums = scatter(staging, places, memories, summing=self._summing)
+        for piece, got in zip(stretch.pieces, sums, strict=False):  # none where none are taken
+            _check(piece.what, wanted[piece.what], 0, (got,))
 
     def damage(self, name: str, record: Record) -> Iterator[Damage]:
         """Read a tensor and yield what of it is wrong."""
@@ -213,39 +243,66 @@ def _parts(extents: Iterable[Extent], memory: Memory) -> Iterator[tuple[Extent, 
         start += extent.nbytes
 
 
-def _cut(tensors: Sequence[tuple[int, Storable]]) -> Iterator[list[tuple[int, Storable]]]:
-    """Yield them in runs that fit into staging memory."""
-    run: list[tuple[int, Storable]] = []
-    used = 0
+_Numbered = tuple[int, Storable]
+
+
+def _cut(tensors: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
+    """Yield small ones in runs that fit into staging memory, and the others one by one."""
+    run: list[_Numbered] = []
+    room = RUN_BYTES
     for each in tensors:
-        space = whole_pages(each[1].nbytes)
-        if run and used + space > RUN_BYTES:
+        nbytes = each[1].nbytes
+        if not 0 < nbytes <= SMALL_BYTES:
+            yield [each]
+            continue
+        room -= whole_pages(nbytes)
+        if room < 0:
             yield run
-            run, used = [], 0
+            run, room = [], RUN_BYTES - whole_pages(nbytes)
         run.append(each)
-        used += space
     if run:
         yield run
 
 
-def _joined(extents: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
+def _joined(extents: Sequence[Extent], places: Sequence[int]) -> Iterator[tuple[int, Extent]]:
     """Yield where in the staging memory each unbroken stretch of space starts, and the stretch, in whole pages."""
-    start = at = 0
-    first = extents[0]
+    first, start = extents[0], places[0]
     end = first.offset
-    for extent in extents:
-        if (extent.member, extent.offset) != (first.member, end):
+    for extent, place in zip(extents, places, strict=True):
+        if extent.offset != end or extent.member != first.member:
             yield start, Extent(first.member, first.offset, end - first.offset)
-            start, first = at, extent
-        end = extent.offset + whole_pages(extent.nbytes)
-        at += whole_pages(extent.nbytes)
+            first, start = extent, place
+        end = extent.end
     yield start, Extent(first.member, first.offset, end - first.offset)
 
 
+def _piece_of(name: str, record: Record) -> Piece[str]:
+    """Return a small tensor as what an operation on its one extent moves."""
+    member, offset, nbytes = record.places
+    return Piece(member, offset, nbytes, name)
+
+
 def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield start and length of the pieces in which a tensor is read."""
+    """Yield start and length of the pieces in which a tensor travels."""
     for start in range(0, nbytes, _PIECE_BYTES):
         yield start, min(_PIECE_BYTES, nbytes - start)
+
+
+def _in_turns(extents: Sequence[Extent]) -> list[tuple[int, int]]:
+    """Return the same pieces in an order in which all drives have something to do until the end."""
+    totals: dict[int, int] = {}
+    for extent in extents:
+        totals[extent.member] = totals.get(extent.member, 0) + extent.nbytes
+    passed = dict.fromkeys(totals, 0)
+    share: dict[int, float] = {}  # how much of what its drive holds lies before a piece, by where that begins
+    begin = 0
+    for extent in extents:
+        first = -(-begin // _PIECE_BYTES) * _PIECE_BYTES
+        for start in range(first, begin + extent.nbytes, _PIECE_BYTES):
+            share[start] = (passed[extent.member] + start - begin) / totals[extent.member]
+        passed[extent.member] += extent.nbytes
+        begin += extent.nbytes
+    return sorted(_pieces(begin), key=lambda piece: share[piece[0]])
 
 
 def _differing(record: Record, start: int, sums: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -1,12 +1,16 @@
-// The Python face of crc32c: checks buffers, drops the GIL where that pays. No logic.
+// The Python face of crc32c and of copying: checks buffers, drops the GIL where that pays. No logic.
 #include "crc32c_bindings.hpp"
+
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <optional>
 #include <vector>
 
+#include "deepnvme/copy.hpp"
 #include "deepnvme/crc32c.hpp"
 
 namespace py = pybind11;
@@ -50,40 +54,60 @@ std::uint32_t sum(const py::object& buffer, std::uint32_t crc) {
     return crc32c(crc, memory.data(), memory.nbytes());
 }
 
-// One crc for every `piece` bytes of memory that deepnvme.buffers.Memory describes, and keeps alive.
-py::list sums_of(const std::vector<std::uint32_t>& sums) {
+py::list list_of(const std::vector<std::uint32_t>& sums) {
     py::list list(sums.size());
     for (std::size_t i = 0; i < sums.size(); ++i) list[i] = sums[i];
     return list;
 }
 
-template <typename Sum>
-py::list in_pieces(std::size_t nbytes, std::size_t piece, const Sum& sum_of) {
+// One crc for every `piece` bytes of memory that deepnvme.buffers.Memory describes, and keeps alive.
+py::list sum_pieces(std::uintptr_t address, std::size_t nbytes, std::size_t piece) {
     if (piece == 0) throw py::value_error("a piece has at least 1 byte, got 0");
+    const auto* const data = reinterpret_cast<const std::byte*>(address);
     std::vector<std::uint32_t> sums;
     sums.reserve((nbytes + piece - 1) / piece);
     {
         const UnlockedForMany unlocked(nbytes);
         for (std::size_t at = 0; at < nbytes; at += piece) {
-            sums.push_back(sum_of(at, std::min(piece, nbytes - at)));
+            sums.push_back(crc32c(0, data + at, std::min(piece, nbytes - at)));
         }
     }
-    return sums_of(sums);
+    return list_of(sums);
 }
 
-py::list sum_pieces(std::uintptr_t address, std::size_t nbytes, std::size_t piece) {
-    const auto* const data = reinterpret_cast<const std::byte*>(address);
-    return in_pieces(nbytes, piece,
-                     [&](std::size_t at, std::size_t length) { return crc32c(0, data + at, length); });
+using Addresses = std::vector<std::uintptr_t>;
+using Sizes = std::vector<std::size_t>;
+
+std::vector<Copy> copies_of(const Addresses& destinations, const Addresses& sources, const Sizes& sizes) {
+    if (destinations.size() != sizes.size() || sources.size() != sizes.size()) {
+        throw py::value_error("every copy has a destination, a source and a size");
+    }
+    std::vector<Copy> copies(sizes.size());
+    for (std::size_t i = 0; i < copies.size(); ++i) {
+        copies[i] = {reinterpret_cast<std::byte*>(destinations[i]),
+                     reinterpret_cast<const std::byte*>(sources[i]), sizes[i]};
+    }
+    return copies;
 }
 
-py::list copy_pieces(std::uintptr_t destination, std::uintptr_t source, std::size_t nbytes,
-                     std::size_t piece) {
-    auto* const to = reinterpret_cast<std::byte*>(destination);
-    const auto* const from = reinterpret_cast<const std::byte*>(source);
-    return in_pieces(nbytes, piece, [&](std::size_t at, std::size_t length) {
-        return crc32c_copy(0, to + at, from + at, length);
-    });
+std::size_t total_of(const Sizes& sizes) {
+    return std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
+}
+
+void copy_pieces(const Addresses& destinations, const Addresses& sources, const Sizes& sizes) {
+    const std::vector<Copy> copies = copies_of(destinations, sources, sizes);
+    const UnlockedForMany unlocked(total_of(sizes));
+    copy_each(copies);
+}
+
+py::list copy_and_sum_pieces(const Addresses& destinations, const Addresses& sources, const Sizes& sizes) {
+    const std::vector<Copy> copies = copies_of(destinations, sources, sizes);
+    std::vector<std::uint32_t> sums(copies.size());
+    {
+        const UnlockedForMany unlocked(total_of(sizes));
+        copy_each(copies, sums);
+    }
+    return list_of(sums);
 }
 
 }  // namespace
@@ -91,6 +115,7 @@ py::list copy_pieces(std::uintptr_t destination, std::uintptr_t source, std::siz
 void bind_crc32c(py::module_& module) {
     module.def("crc32c", &sum, py::arg("buffer"), py::arg("crc") = 0);
     module.def("crc32c_pieces", &sum_pieces, py::arg("address"), py::arg("nbytes"), py::arg("piece"));
-    module.def("crc32c_copy_pieces", &copy_pieces, py::arg("destination"), py::arg("source"),
-               py::arg("nbytes"), py::arg("piece"));
+    module.def("copy_each", &copy_pieces, py::arg("destinations"), py::arg("sources"), py::arg("sizes"));
+    module.def("crc32c_copy_each", &copy_and_sum_pieces, py::arg("destinations"), py::arg("sources"),
+               py::arg("sizes"));
 }

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "deepnvme/arena.hpp"
 #include "deepnvme/error.hpp"
 #include "deepnvme/queue.hpp"
 
@@ -196,6 +197,12 @@ void bind_memory(py::module_& module) {
             return py::buffer_info(block.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1,
                                    {block.size()}, {1});
         });
+    module.def(
+        "populate",
+        [](std::uintptr_t address, std::size_t nbytes) {
+            populate(reinterpret_cast<std::byte*>(address), nbytes);
+        },
+        py::arg("address"), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>());
     py::class_<Pool, std::shared_ptr<Pool>>(module, "Pool")
         .def(py::init(&Pool::make), py::arg("nbytes"), py::arg("numa_node"),
              py::call_guard<py::gil_scoped_release>())

@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -24,10 +24,10 @@ import numpy as np
 import pytest
 import torch
 
-from deepnvme import Access, ClosedError, FaultPlan, IOQueue, NVMeError, Requests, WhenFull
+from deepnvme import Access, ClosedError, FaultPlan, IOFuture, IOQueue, NVMeError, Requests, WhenFull, tensor_io
 from deepnvme.arrays import Returns, empty
 from deepnvme.errors import PoisonedError, StoreError, VolumeError, VolumeFullError, VolumeLockedError
-from deepnvme.extents import whole_pages
+from deepnvme.extents import Extent, whole_pages
 from deepnvme.manifest import ManifestError, encode, parse
 from deepnvme.store import Checksum, Durability, TensorStore, UncommittedWarning
 from deepnvme.tensor_io import TensorIO
@@ -192,6 +192,62 @@ def test_what_cannot_be_stored_is_refused_before_anything_changes(
         store.put_many({"old": b"new", "bad": given})
     assert contents(store) == {"old": b"old"}
     assert store.volume.free_bytes == free
+
+
+def test_what_is_refused_when_others_are_on_their_way_leaves_nothing_of_them(store: TensorStore) -> None:
+    store.put("old", b"old")
+    free = store.volume.free_bytes
+    before = {f"small {index}": np.full(65_536, index, np.uint8) for index in range(200)}
+    with pytest.raises(TypeError, match="'bad'"):
+        store.put_many({"old": b"new", **before, "large": np.ones(2_000_000, np.uint8), "bad": None, "last": b"last"})
+    assert contents(store) == {"old": b"old"}
+    assert store.volume.free_bytes == free
+
+
+def test_names_are_those_of_the_tensors_whatever_becomes_of_the_mapping_meanwhile(store: TensorStore) -> None:
+    tensors: dict[str, Any] = {"first": b"1"}
+
+    class Changing:
+        @property
+        def __array_interface__(self) -> dict[str, Any]:
+            tensors.pop("first", None)
+            return np.frombuffer(b"22", np.uint8).__array_interface__
+
+    tensors["second"] = Changing()
+    tensors["third"] = b"333"
+    store.put_many(tensors)
+    assert contents(store) == {"first": b"1", "second": b"22", "third": b"333"}
+
+
+@pytest.mark.parametrize("rates", [(1.0, 1.0), (3.0, 1.0)])
+def test_a_large_tensor_is_written_to_and_read_from_all_drives_at_once(
+    tmp_path: Path, queue: IOQueue, rates: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_io, "_PIECE_BYTES", MIB)
+    drives = [Member(tmp_path / str(number), rate=rate) for number, rate in enumerate(rates)]
+    with TensorStore.create(drives, 32 * MIB, queue=queue, returns=Returns.NUMPY) as store:
+        data = np.random.default_rng(1).integers(0, 256, 24 * MIB, np.uint8)
+        passed: dict[str, np.ndarray[Any, Any]] = {}
+
+        def noted(name: str) -> Callable[[Sequence[Extent], Any], list[IOFuture[int]]]:
+            move = getattr(store.volume, name)
+            moved = passed[name] = np.zeros(2)
+
+            def move_and_note(extents: Sequence[Extent], buffer: Any) -> list[IOFuture[int]]:
+                for extent in extents:
+                    moved[extent.member] += extent.nbytes
+                    assert abs(moved[0] / rates[0] - moved[1] / rates[1]) <= MIB
+                futures: list[IOFuture[int]] = move(extents, buffer)
+                return futures
+
+            return move_and_note
+
+        for name in ("pwrite", "pread"):
+            monkeypatch.setattr(store.volume, name, noted(name))
+        store.put("large", data)
+        assert np.array_equal(store.get("large"), data)
+        assert [moved.sum() for moved in passed.values()] == [data.nbytes] * 2
+        store.commit()
 
 
 # --- out ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
 import re
@@ -90,8 +91,34 @@ def test_a_manifest_is_compact_text_and_a_checksum_eight_digits() -> None:
     assert "größe/✓".encode() in encode(EXAMPLE)
 
 
-def test_a_record_knows_its_bytes() -> None:
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 1000])
+def test_a_manifest_is_the_json_of_its_content_however_many_tensors_it_has(count: int) -> None:
+    tensors = {f'"{n}"': Record("F32", (64,), (Extent(0, PAGE * (n + 1), 256),), (n,)) for n in range(count)}
+
+    data = encode(Manifest(VOLUME, 3, tensors, EXAMPLE.trees))
+
+    content = {
+        "volume": VOLUME,
+        "generation": 3,
+        "tensors": {
+            name: {"dtype": "F32", "shape": [64], "extents": [[0, PAGE * (n + 1), 256]], "crc32c": f"{n:08x}"}
+            for n, name in enumerate(tensors)
+        },
+        "trees": EXAMPLE.trees,
+    }
+    assert data.split(b"\n", 1)[1] == json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def test_a_record_knows_its_bytes_and_where_they_are() -> None:
     assert WEIGHT.nbytes == 2_800_000
+    assert WEIGHT.extents == (Extent(0, 4096, 1_400_832), Extent(1, 8192, 1_399_168))
+    assert EXAMPLE.tensors["empty"].extents == ()
+
+
+def test_of_many_records_the_garbage_collector_looks_after_little() -> None:
+    record = EXAMPLE.tensors["größe/✓"]
+    gc.collect()
+    assert not any(map(gc.is_tracked, (record.shape, record.places, record.checksums)))
 
 
 def test_many_tensors_take_little_room() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -10,9 +13,15 @@ from hypothesis import strategies as st
 
 from deepnvme.errors import QueueFull
 from deepnvme.extents import PAGE
-from deepnvme.pipeline import RUN_BYTES, SMALL_BYTES, Piece, Pipeline, once_there_is_room, together
+from deepnvme.pipeline import RUN_BYTES, SMALL_BYTES, Piece, Pipeline, Staged, once_there_is_room, together
+from deepnvme.pool import Pool
+from deepnvme.queue import IOQueue
 
 MIB = 1 << 20
+
+
+def in_order(pieces: list[Piece[int]]) -> list[Piece[int]]:
+    return sorted(pieces, key=lambda piece: (piece.file, piece.offset))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 64 * MIB), st.integers(1, SMALL_BYTES))))
@@ -20,7 +29,7 @@ def test_every_piece_lies_in_one_stretch_of_whole_pages_that_fits_into_staging_m
     places: list[tuple[int, int, int]],
 ) -> None:
     pieces = [Piece(*place, number) for number, place in enumerate(places)]
-    stretches = list(together(pieces))
+    stretches = list(together(in_order(pieces)))
     assert sorted(piece.what for stretch in stretches for piece in stretch.pieces) == list(range(len(pieces)))
     for stretch in stretches:
         assert stretch.start % PAGE == stretch.nbytes % PAGE == 0
@@ -34,8 +43,14 @@ def test_every_piece_lies_in_one_stretch_of_whole_pages_that_fits_into_staging_m
 def test_neighbours_share_a_stretch_and_what_is_far_does_not() -> None:
     near, gap = [Piece(0, at * PAGE, 100, at) for at in range(5)], Piece(0, 5 * PAGE + 200 * 1024, 100, 5)
     other = Piece(1, PAGE, 100, 6)
-    found = [[piece.what for piece in stretch.pieces] for stretch in together([other, gap, *reversed(near)])]
+    found = [[piece.what for piece in stretch.pieces] for stretch in together([*near, gap, other])]
     assert found == [[0, 1, 2, 3, 4], [5], [6]]
+
+
+def test_pieces_that_are_not_in_order_are_refused() -> None:
+    for pieces in ([Piece(0, PAGE, 1, 0), Piece(0, 0, 1, 1)], [Piece(1, 0, 1, 0), Piece(0, PAGE, 1, 1)]):
+        with pytest.raises(ValueError, match="in the order of their bytes"):
+            list(together(pieces))
 
 
 def test_steps_land_and_release_in_their_order_as_soon_as_too_much_is_under_way() -> None:
@@ -76,3 +91,61 @@ def test_a_full_queue_is_asked_again_and_other_errors_are_raised() -> None:
     assert once_there_is_room(submit) == 7
     with pytest.raises(OSError, match="broken"):
         once_there_is_room(submit)
+
+
+class Registrations:
+    """A queue, as far as staging memory knows one."""
+
+    def __init__(self) -> None:
+        self.pools: list[Pool] = []
+
+    def use_pool(self, pool: Pool) -> None:
+        self.pools.append(pool)
+
+    def forget_pool(self, pool: Pool) -> None:
+        self.pools.remove(pool)
+
+
+@pytest.fixture
+def queue() -> Registrations:
+    return Registrations()
+
+
+@pytest.fixture
+def staged(queue: Registrations) -> Staged:
+    return Staged([cast(IOQueue, queue)], runs=4, run_bytes=2 * PAGE)
+
+
+def test_one_operation_takes_the_staging_memory_of_one(queue: Registrations, staged: Staged) -> None:
+    assert not queue.pools
+    with Pipeline() as pipeline:
+        for _ in range(3):
+            staged.give(staged.take(pipeline))
+    assert [pool.capacity for pool in queue.pools] == [2 * PAGE]
+
+
+def test_a_second_operation_beside_it_makes_the_rest_at_once(queue: Registrations, staged: Staged) -> None:
+    with Pipeline() as pipeline:
+        taken = [staged.take(pipeline) for _ in range(4)]
+    assert [pool.capacity for pool in queue.pools] == [2 * PAGE, 3 * 2 * PAGE]
+    assert len({memory.address for memory in taken}) == 4
+    assert {memory.nbytes for memory in taken} == {2 * PAGE}
+    staged.close()
+    assert not queue.pools
+
+
+def test_where_all_is_taken_the_oldest_step_ends_first(staged: Staged) -> None:
+    with Pipeline() as pipeline:
+        taken = [staged.take(pipeline) for _ in range(4)]
+        for memory in taken:
+            pipeline.start(memory.nbytes, release=partial(staged.give, memory))
+        assert staged.take(pipeline) is taken[0]
+
+
+def test_where_others_have_all_it_is_waited_for(staged: Staged) -> None:
+    with Pipeline() as others, Pipeline() as own:
+        taken = [staged.take(others) for _ in range(4)]
+        giving = threading.Timer(0.05, staged.give, [taken[2]])
+        giving.start()
+        assert staged.take(own) is taken[2]
+        giving.join()

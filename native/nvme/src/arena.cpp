@@ -25,7 +25,18 @@ constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
     return (value + unit - 1) / unit * unit;
 }
 
+#if !defined(MADV_POPULATE_WRITE)
+#define MADV_POPULATE_WRITE 23
+#endif
+
 }  // namespace
+
+void populate(std::byte* memory, std::size_t nbytes) noexcept {
+    if (::madvise(memory, nbytes, MADV_POPULATE_WRITE) == 0) return;
+    for (std::size_t at = 0; at < nbytes; at += page) {
+        reinterpret_cast<volatile std::byte*>(memory)[at] = std::byte{0};
+    }
+}
 
 Mapping::Mapping(std::size_t nbytes, std::optional<unsigned> numa_node) : owner_(::getpid()) {
     if (nbytes == 0) throw std::invalid_argument("memory for I/O has at least one byte");
@@ -54,9 +65,7 @@ Mapping::Mapping(std::size_t nbytes, std::optional<unsigned> numa_node) : owner_
     // speed, not correctness: a kernel without huge pages gives small ones.
     (void)::madvise(data_, size_, MADV_HUGEPAGE);
     (void)::madvise(data_, size_, MADV_DONTFORK);
-    for (std::size_t at = 0; at < size_; at += page) {
-        reinterpret_cast<volatile std::byte*>(data_)[at] = std::byte{0};
-    }
+    populate(data_, size_);
 }
 
 // Preferred, not required: a node that is full costs speed, and no memory at all would cost the run.
