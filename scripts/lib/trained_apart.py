@@ -67,7 +67,7 @@ class Job:
     folder: str
     """A directory that is the program's own, on the drive that it may use."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the engine is initialized with, where the system is ours."""
+    """What the engine is initialized with, where the system is ours; what DeepSpeed's settings are to have beyond."""
     wants_digests: bool = False
 
 
@@ -379,7 +379,7 @@ def _deepspeed_config(job: Job) -> dict[str, Any]:
     parameter stays (stage3_max_reuse_distance) or is held back from NVMe for being small.
     """
     largest = 4 * job.width**2
-    return {
+    leanest = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,  # its default is 1.0, and nobody else clips here
         "bf16": {"enabled": True},
@@ -405,6 +405,19 @@ def _deepspeed_config(job: Job) -> dict[str, Any]:
         },
         "aio": {"block_size": 1 << 20, "queue_depth": 8, "overlap_events": True, "single_submit": False},
     }
+    return _with(leanest, job.settings)
+
+
+def _with(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with others in their place or beside them; a section for another device replaces a whole one."""
+    merged = dict(settings)
+    for name, value in more.items():
+        before = merged.get(name)
+        merged[name] = value
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            device = before.get("device")
+            merged[name] = _with(before, value) if value.get("device", device) == device else value
+    return merged
 
 
 def _import_ours() -> None:

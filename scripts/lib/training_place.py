@@ -1,0 +1,108 @@
+"""Where benches let processes train that may be killed: a directory of the checkout's drive, gone with the bench.
+
+Knows which Python has which system, and what a training takes of the drive. Trains nothing itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+
+import bench
+import env
+from memory_group import GroupUnavailableError
+from trained_apart import Job, Ran, parameters_of, train_apart
+
+__all__ = [
+    "CONTEXT",
+    "DEEPSPEED",
+    "GIB",
+    "NVME_BYTES",
+    "OURS",
+    "PACKAGES",
+    "PLAIN",
+    "RIVAL",
+    "SYSTEM_OF",
+    "Place",
+    "nvme_bytes",
+]
+
+RIVAL = "deepspeed==0.19.8"
+PACKAGES = (env.TORCH, "numpy", "ninja", "setuptools", "wheel", RIVAL)
+OURS, PLAIN, DEEPSPEED = "ours", "plain torch", "DeepSpeed"
+SYSTEM_OF = MappingProxyType({OURS: "ours", PLAIN: "plain", DEEPSPEED: "deepspeed"})
+CONTEXT = 256  # bytes of text in a step
+GIB = 1 << 30
+NVME_BYTES = 20  # per parameter: states, gradient, and the values of a model that is being made
+
+
+def nvme_bytes(job: Job, host: int = 0) -> int:
+    """Return what a training takes of its drive at most, with so much of the host."""
+    return NVME_BYTES * parameters_of(job.width, job.depth, job.context) + GIB // 2 - host
+
+
+class Place:
+    """Where the trainings happen: a directory of the checkout's drive, gone with the bench."""
+
+    def __init__(self, until_end: ExitStack) -> None:
+        self.threads = len(os.sched_getaffinity(0))
+        self._folder = Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="bench-ram-", dir=env.BUILD)))
+
+    def job(self, name: str, width: int, depth: int, steps: int) -> Job:
+        """Return a training on the project's texts, which are written down: every process is to read the same."""
+        from tiny_gpt import corpus
+
+        text = self._folder / "text"
+        if not text.exists():
+            text.write_bytes(bytes(corpus(env.ROOT).tolist()))
+        nvme = self._folder / "nvme"
+        return Job(SYSTEM_OF[name], width, depth, CONTEXT, steps, self.threads, str(text), str(nvme))
+
+    def run(self, job: Job, log: str, *, within_s: float, limit_bytes: int | None) -> Ran:
+        """Train, with the drive as it was before and after.
+
+        Raises:
+            UnavailableError: that cannot be done here.
+        """
+        python, environ = self._python(job)
+        folder = Path(job.folder)
+        self._check_room(self._drive_bytes(job))
+        env.LOGS.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        try:
+            return train_apart(python, environ, job, log=env.LOGS / log, within_s=within_s, limit_bytes=limit_bytes)
+        except GroupUnavailableError as reason:
+            raise bench.UnavailableError(str(reason)) from None
+        finally:
+            shutil.rmtree(folder)
+
+    def _drive_bytes(self, job: Job) -> int:
+        """Return what it may take of the drive: what its budget says, or what DeepSpeed writes."""
+        limits: Mapping[str, int] = job.settings.get("budget", {}).get("nvme", {})
+        return sum(limits.values()) or (nvme_bytes(job) if job.system == "deepspeed" else 0)
+
+    def _check_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self._folder).free
+        if needed > free:
+            raise bench.UnavailableError(
+                f"it takes {needed / 1e9:.1f} GB of the drive of {env.BUILD}, where {free / 1e9:.1f} GB are free; make "
+                f"{(needed - free) / 1e9:.1f} GB of room, or let build/ be a link to a drive that has it"
+            )
+
+    def _python(self, job: Job) -> tuple[Path, dict[str, str]]:
+        python, environ = Path(sys.executable), dict(os.environ)
+        if job.system == "deepspeed":
+            try:
+                python = env.rival_venv("deepspeed", PACKAGES)
+            except env.EnvironmentMissingError as problem:
+                raise bench.UnavailableError(f"{RIVAL} cannot be installed: {str(problem).splitlines()[0]}") from None
+            extensions = str(env.BUILD / "torch_extensions")
+            environ = {**env.child_env(python.parents[1]), "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
+        environ["OMP_NUM_THREADS"] = str(job.threads)
+        return python, environ
