@@ -587,7 +587,8 @@ def test_under_a_small_memlock_limit_a_queue_works_and_one_warning_says_what_it_
         return
     (warning,) = told["warnings"]
     assert warning.startswith(f"deepnvme uses {told['backend']}: ")
-    assert warning.count("limit on locked memory (ulimit -l)") == 1
+    refused = warning.count("io_uring_setup")  # twice, where this CPU can use liburing
+    assert warning.count("limit on locked memory (ulimit -l)") == refused > 0
     assert told["places"] == [str(open_folder / "program.py")]
 
 
