@@ -194,6 +194,7 @@ class _Originals:
 
     def __init__(self, parameters: Sequence[ModelParameter], built: BuiltModel | None) -> None:
         self._built = built
+        self._converted: dict[torch.dtype, torch.Tensor] = {}  # one for all: many would leave holes in malloc's heap
         self._values = {
             each.number: each.parameter.detach().reshape(-1) for each in parameters if not self.on_drives(each)
         }
@@ -209,9 +210,18 @@ class _Originals:
         elif values.dtype == each.parameter.dtype and values.device.type == "cpu":
             self._built.read_into(each.parameter, first_element, values)
         else:
+            dtype = each.parameter.dtype
+            room = self._room_for(dtype)
             for start in range(0, values.numel(), _CONVERTED):
                 piece = values[start : start + _CONVERTED]
-                piece.copy_(self._built.piece(each.parameter, first_element + start, piece.numel()))
+                read = room[: piece.numel()]
+                self._built.read_into(each.parameter, first_element + start, read)
+                piece.copy_(read)
+
+    def _room_for(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._converted:
+            self._converted[dtype] = torch.empty(_CONVERTED, dtype=dtype, device="cpu")
+        return self._converted[dtype]
 
     def release(self, parameters: Iterable[ModelParameter]) -> None:
         """Have none of them any more: the engine has."""
