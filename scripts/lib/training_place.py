@@ -39,7 +39,7 @@ OURS, PLAIN, DEEPSPEED = "ours", "plain torch", "DeepSpeed"
 SYSTEM_OF = MappingProxyType({OURS: "ours", PLAIN: "plain", DEEPSPEED: "deepspeed"})
 CONTEXT = 256  # bytes of text in a step
 GIB = 1 << 30
-NVME_BYTES = 20  # per parameter: states, gradient, and the values of a model that is being made
+NVME_BYTES = 21  # per parameter: states, gradient, the values of a model that is being made, and room between them
 
 
 def nvme_bytes(job: Job, host: int = 0) -> int:

@@ -115,7 +115,7 @@ class AioBackend final : public Backend {
         for (;;) {
             submit();
             const std::size_t count = reap(out);
-            const bool woken = wait == Wait::some && woken_.exchange(false);
+            const bool woken = wait != Wait::none && woken_.exchange(false);
             if (count > 0 || woken || wait == Wait::none) return count;
             // What the kernel had no room for is tried again soon, as nothing says when there is room.
             sleep_until_signalled(pushed_.empty() ? -1 : 1);

@@ -150,7 +150,7 @@ class FaultBackend final : public Backend {
         take(Wait::none);
         for (;;) {
             const std::size_t count = deliver(out);
-            const bool woken = wait == Wait::some && take_wake();
+            const bool woken = wait != Wait::none && take_wake();
             if (count > 0 || woken || wait == Wait::none) return count;
             if (const auto due = next_due()) {
                 sleep_until(in_inner_ > 0 ? std::min(*due, Clock::now() + slice) : *due);

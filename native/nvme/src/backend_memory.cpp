@@ -30,7 +30,7 @@ class MemoryBackend final : public Backend {
     [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> out, Wait wait) override {
         for (const Request& request : pushed_) done_.push_back({request.token, execute(request)});
         pushed_.clear();
-        if (wait == Wait::some) {
+        if (wait != Wait::none) {
             if (done_.empty()) woken_.wait(false);
             woken_.store(false);
         }

@@ -55,7 +55,7 @@ class ThreadsBackend final : public Backend {
             work_added_.notify_one();
         }
         pushed_.clear();
-        if (wait == Wait::some) {
+        if (wait != Wait::none) {
             progress_.wait(lock, [this] { return !done_.empty() || woken_; });
             woken_ = false;
         }

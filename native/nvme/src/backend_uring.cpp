@@ -28,6 +28,10 @@ constexpr std::array<std::uint32_t, 4> setup_ladder = {
     0,
 };
 
+// So many completions at once halve what waking costs. The rest has to keep the drive at work meanwhile.
+constexpr unsigned several = 2;
+constexpr unsigned least_beside_several = 3;
+
 // Linux 5.13: from then on buffers can be registered while the wake-up's read is in flight.
 constexpr std::uint32_t required_feature = uring::feature_rsrc_tags;
 
@@ -75,11 +79,10 @@ class RingBackend final : public Backend {
     [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> out, Wait wait) override {
         for (;;) {
             if (!wake_armed_) arm_wake();
-            const bool blocks = wait == Wait::some && !woken_;
-            const bool has_room = enter(blocks);
+            const bool has_room = enter(wait == Wait::none || woken_ ? 0 : least_of(wait));
             const std::size_t count = reap(out);
             if (count > 0 || woken_ || wait == Wait::none) {
-                if (wait == Wait::some) woken_ = false;
+                if (wait != Wait::none) woken_ = false;
                 return count;
             }
             // Nothing says when the kernel has room again.
@@ -149,11 +152,16 @@ class RingBackend final : public Backend {
         ++unsubmitted_;
     }
 
-    // Submits what was added and, with `blocks`, waits for a completion. False when the kernel had no room
-    // for all: completions have to be taken before it is tried again.
-    [[nodiscard]] bool enter(bool blocks) {
-        while (blocks || unsubmitted_ > 0) {
-            const int result = functions_.submit_and_wait(&ring_, blocks ? 1 : 0);
+    // How many completions to wait for.
+    [[nodiscard]] unsigned least_of(Wait wait) const noexcept {
+        return wait == Wait::several && pending_ >= several + least_beside_several ? several : 1;
+    }
+
+    // Submits what was added and waits for so many completions. False when the kernel had no room for all:
+    // completions have to be taken before it is tried again.
+    [[nodiscard]] bool enter(unsigned least) {
+        while (least > 0 || unsubmitted_ > 0) {
+            const int result = functions_.submit_and_wait(&ring_, least);
             if (result == -EINTR) continue;
             if (result == -EAGAIN || result == -EBUSY) return false;
             if (result < 0) throw_error(-result, "io_uring_enter");

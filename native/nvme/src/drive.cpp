@@ -201,7 +201,7 @@ Wait Drive::how_to_wait() {
     const bool idle = waiting_.empty() && parked_.empty() && issued_.empty();
     if (!inbox_.empty() || arenas_seen_ != arenas_asked_ || (stopping_ && idle)) return Wait::none;
     sleeping_ = true;
-    return Wait::some;
+    return waiting_.empty() ? Wait::some : Wait::several;  // the drive has all that it has room for
 }
 
 // Registered buffers can change only while nothing is in flight; issue() waits for that.

@@ -50,8 +50,10 @@ struct Completion {
 };
 
 enum class Wait : std::uint8_t {
-    none,  // take what has completed, do not block
-    some,  // block until at least one completion is there or wake() was called since the last return
+    none,     // take what has completed, do not block
+    some,     // block until at least one completion is there or wake() was called since the last return
+    several,  // as some, but a backend may sleep through one completion, and through a wake() until the next:
+              // for a caller that has nothing to hand over and enough in flight, whom each waking costs
 };
 
 class Backend {
@@ -81,7 +83,7 @@ class Backend {
     // Hands everything pushed to the kernel, then fills `out` (which has room for at least one) with what has
     // completed and returns how many; the rest stays for the next call. A request that the kernel refuses is
     // completed with its -errno: nothing pushed is ever lost. EINTR, EAGAIN and EBUSY of the submitting call
-    // itself are handled here. A wake() is used up by the Wait::some that returns after it, never by
+    // itself are handled here. A wake() is used up by the waiting call that returns after it, never by
     // Wait::none. Throws std::system_error only when the backend as a whole is broken; what was in flight
     // then is still drained by the destructor.
     [[nodiscard]] virtual std::size_t submit_and_reap(std::span<Completion> out, Wait wait) = 0;
