@@ -19,7 +19,6 @@ from deepnvme.extents import PAGE
 from deepnvme.probing import find_mount, read_mounts
 from infinity_engine.accel import Accelerator, StreamKind, open_accelerator
 from infinity_engine.config import Checksum, EngineConfig, Precision, Recording
-from infinity_engine.engine.buffers import SCRATCH
 from infinity_engine.engine.built import BuiltModel, originals_of
 from infinity_engine.engine.deferred import subgroups_of
 from infinity_engine.engine.engine import Deferral, Engine, EngineParts
@@ -32,7 +31,7 @@ from infinity_engine.engine.modules import ModuleParameters, check_modules
 from infinity_engine.engine.outgoing import Outgoing
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
 from infinity_engine.engine.scaling import LossScale
-from infinity_engine.engine.sizing import Demand, Plan, Sizing
+from infinity_engine.engine.sizing import sizing_of, wish_of
 from infinity_engine.engine.states import StateKeeper, piece_numbers
 from infinity_engine.engine.swapping import SwappedStates
 from infinity_engine.errors import CapacityError, ConfigError
@@ -42,6 +41,9 @@ from infinity_engine.optim import FloatFormat, HostKernels, UpdateThreads, rules
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Budget, Capacity, ResolvedBudget, Tier
 from infinity_engine.plan.step import Home
+from infinity_engine.sim.buffers import SCRATCH
+from infinity_engine.sim.placing import Plan, place
+from infinity_engine.sim.sizing import Demand, Sizing
 from infinity_engine.storage import SwapFile
 from infinity_engine.telemetry import NullTelemetry, Telemetry
 from infinity_engine.tiering import ShardRecord
@@ -96,11 +98,11 @@ def _parts(
         )
     frozen = collect_frozen(model, trained)
     built = originals_of(model)
-    sizing = Sizing.of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
+    sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
     budget = _budget(config, accelerator, built)
     queue = _queue(config, budget, queue, resources)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) if queue is not None else 0
-    plan = sizing.plan(config, policy, budget, io_bytes=io_bytes)
+    plan = place(sizing, wish_of(config, policy), budget, io_bytes=io_bytes)
     at_home = plan.steps.parameters is not Tier.DEVICE
     if at_home:
         check_modules(model)

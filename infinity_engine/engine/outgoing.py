@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from infinity_engine.accel import Event
-from infinity_engine.engine.buffers import GRADIENT_SLOTS, SUM, gradient_slot
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.errors import CapacityError, TransferError
 from infinity_engine.memory import Lease
 from infinity_engine.plan.ops import Lane
+from infinity_engine.sim.buffers import GRADIENT_SLOTS, SUM, gradient_slot
 from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
 
 __all__ = ["Outgoing"]

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity_engine.engine.buffers import BufferLayout, buffer_slot
 from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo
 from infinity_engine.memory import Lease
 from infinity_engine.optim import Subgroup
 from infinity_engine.plan.ops import Lane, LoadStates, StoreStates
+from infinity_engine.sim.buffers import BufferLayout, buffer_slot
 from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
 
 __all__ = ["SwappedStates", "Visit"]

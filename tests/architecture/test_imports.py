@@ -24,6 +24,7 @@ WITHOUT_TORCH = (
     "infinity_engine.optim.policies",
     "infinity_engine.plan",
     "infinity_engine.sim",
+    "infinity_engine.sim.placing",
     "infinity_engine.sim.simulate",
     "infinity_engine.storage",
     "infinity_engine.machine",

@@ -21,10 +21,12 @@ from infinity_engine.accel import Accelerator
 from infinity_engine.config import EngineConfig, ParametersAt, Precision
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.optimizers import Lion
-from infinity_engine.engine.sizing import Plan, Sizing
+from infinity_engine.engine.sizing import wish_of
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.optim import FloatFormat, Formats, cut_into_subgroups
 from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, ResolvedBudget
+from infinity_engine.sim.placing import Plan, place
+from infinity_engine.sim.sizing import Sizing
 from infinity_engine.storage import Hop, Place, SwapFile
 from support.nvme_training import RATES, Bits, Case, bits_of, emulated, opened
 from support.small_models import MODELS, Task
@@ -250,7 +252,8 @@ def test_what_stays_in_memory_has_room_there_whatever_the_budget(
     )
 
     def plan(host: int) -> Plan:
-        return sizing.plan(config, None, ResolvedBudget(device=8 << 30, host=host, nvme={"/a": 1 << 40}), io_bytes=0)
+        budget = ResolvedBudget(device=8 << 30, host=host, nvme={"/a": 1 << 40})
+        return place(sizing, wish_of(config, None), budget, io_bytes=0)
 
     with pytest.raises(CapacityError) as refused:
         plan(1)

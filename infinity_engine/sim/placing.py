@@ -1,0 +1,246 @@
+"""Which plan a budget allows, and what of it rests on the drives: what is best is tried first.
+
+Pure: asks policies and adds up bytes. Called by the engine, which carries out what it says, and by the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, policy_for
+from infinity_engine.optim.policy import OffloadPolicy
+from infinity_engine.plan import Auto, NvmeStreamed, Rates, ResolvedBudget, Strategy, Tier
+from infinity_engine.plan.step import Home, StepPlan
+from infinity_engine.sim.buffers import BufferLayout, Resting
+from infinity_engine.sim.sizing import Demand, Sizing
+
+__all__ = ["Plan", "Wish", "place"]
+
+_MOST_TRIES = 4  # to find a plan whose buffers fit what it lets be updated where
+_MOST_BUFFERS = 4  # two filled ahead, one updated, one emptied
+_NOTHING = Resting()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What is asked for, as settings say it: EngineConfig has the defaults."""
+
+    strategy: Strategy
+    tiers: tuple[Tier, ...]
+    """Where parameters may stay, what is best first."""
+    accumulation_steps: int
+    small_bytes: int
+    """Parameters of fewer bytes stay in memory."""
+    rates: Rates
+    policy: OffloadPolicy | None = None
+    """Takes the place of the strategy's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A plan, what it takes, and what of it rests on the drives."""
+
+    steps: StepPlan
+    demand: Demand
+    resting: Resting = field(default_factory=Resting)
+    layouts: Mapping[int, BufferLayout] = field(default_factory=lambda: MappingProxyType({}))
+    """Of the subgroups of which some does."""
+
+
+def place(sizing: Sizing, wish: Wish, budget: ResolvedBudget, *, io_bytes: int) -> Plan:
+    """Return the plan that the policy or the strategy makes, what it takes, and what rests on drives.
+
+    Where that is left open, parameters stay on the device if all fits with them there, else on the host; and nothing
+    rests on drives that has room elsewhere. `io_bytes` of the host are what using the drives takes.
+
+    Raises:
+        CapacityError: a tier cannot hold what it would have to.
+        ConfigError: something is to rest on drives, and the budget has none; or the policy makes no sound plan.
+    """
+    return _Placing(sizing, wish, budget, io_bytes).plan()
+
+
+@dataclass(frozen=True, slots=True)
+class _Placing:
+    """The search for one plan."""
+
+    sizing: Sizing
+    wish: Wish
+    budget: ResolvedBudget
+    io_bytes: int
+
+    def plan(self) -> Plan:
+        wish, budget = self.wish, self.budget
+        streams = isinstance(wish.strategy, NvmeStreamed)
+        if (streams or wish.tiers == (Tier.NVME,)) and not budget.nvme:
+            raise ConfigError(
+                field="budget.nvme",
+                value=None,
+                expected='directories of drives and their sizes, such as {"/mnt/nvme": "400GiB"}, for what rests there',
+            )
+        refused: CapacityError | None = None
+        for parameters, on_drives in self._choices():
+            try:
+                if on_drives or parameters is Tier.NVME:
+                    return self._plan_with_drives(parameters, states=on_drives)
+                plan = self._plan(parameters)
+                if budget.nvme:  # else the ledger says what is missing
+                    self._check_host(plan.demand)
+            except CapacityError as error:
+                refused = refused or error
+            else:
+                return plan
+        assert refused is not None, "there is a choice"
+        raise refused
+
+    def _choices(self) -> Iterator[tuple[Tier, bool]]:
+        """Yield where parameters and states may be, what is best first: parameters' tier, and states on the drives."""
+        wish = self.wish
+        tiers = [tier for tier in wish.tiers if tier is not Tier.HOST or not self.sizing.unified] or [Tier.DEVICE]
+        may_rest = isinstance(wish.strategy, NvmeStreamed)
+        must_rest = may_rest or (isinstance(wish.strategy, Auto) and wish.policy is None)
+        for on_drives in (False, True):
+            for tier in tiers:
+                drives = on_drives or tier is Tier.NVME
+                if (may_rest and not on_drives) or (drives and not self.budget.nvme) or (on_drives and not must_rest):
+                    continue
+                yield tier, on_drives
+
+    def _plan(
+        self,
+        parameters: Tier,
+        *,
+        resting: Resting = _NOTHING,
+        layouts: Mapping[int, BufferLayout] = MappingProxyType({}),
+        buffers: int = 0,
+    ) -> Plan:
+        sizing, wish = self.sizing, self.wish
+        limits = replace(sizing.limits(self.budget, parameters), host_buffers=buffers)
+        specs = [sizing.spec(each, layouts.get(each.index)) for each in sizing.subgroups]
+
+        def made(by: OffloadPolicy) -> Plan:
+            steps = by(specs, wish.rates, limits)
+            demand = sizing.demand(steps, self.budget, resting, layouts)
+            return Plan(steps=steps, demand=demand, resting=resting, layouts=layouts)
+
+        if wish.policy is not None:
+            return made(wish.policy)
+        if not isinstance(wish.strategy, Auto):
+            return made(policy_for(wish.strategy))
+        if not sizing.unified and not resting.states:
+            try:
+                return made(DEVICE_ONLY)
+            except CapacityError:
+                pass
+        return made(HOST_ONLY)
+
+    # --- drives ---------------------------------------------------------------------------------------------------
+
+    def _plan_with_drives(self, parameters: Tier, *, states: bool) -> Plan:
+        """Return the plan that keeps as much in memory as there is room for, what is needed first before the rest."""
+        sizing, budget = self.sizing, self.budget
+        small = max(self.wish.small_bytes, 1)
+        values = frozenset(
+            number for number, nbytes in enumerate(sizing.parameters) if parameters is Tier.NVME and nbytes >= small
+        )
+        resting = Resting(
+            states=frozenset(each.index for each in sizing.subgroups) if states else frozenset(),
+            values=values,
+            small_bytes=small,
+        )
+        micro_batches = self.wish.accumulation_steps
+        choices = [(buffers, 0) for buffers in range(_MOST_BUFFERS, 1, -1)]
+        if states:
+            choices += [(buffers, micro_batches) for buffers in range(_MOST_BUFFERS, 0, -1)]
+        refused: CapacityError | None = None
+        for buffers, gradients in choices:
+            tried = replace(resting, gradients=gradients)
+            try:
+                plan = self._settled(parameters, resting=tried, buffers=buffers)
+                self._check_host(plan.demand, self.io_bytes)
+            except CapacityError as error:
+                refused = error
+                continue
+            if not states:
+                return self._with_room(plan)
+            left = budget.host - self.io_bytes - sizing.held_on_host(plan.demand)
+            kept = self._kept(
+                plan, left - (plan.demand.fetched if sizing.unified else 0)
+            )  # room to compute with, first
+            while kept:
+                fewer = replace(tried, states=tried.states - frozenset(kept))
+                plan_of_fewer = self._settled(parameters, resting=fewer, buffers=buffers)
+                if sizing.held_on_host(plan_of_fewer.demand) + self.io_bytes <= budget.host:
+                    plan = plan_of_fewer
+                    break
+                kept = kept[: len(kept) // 2]  # the policy lets others be updated where this takes more
+            return self._with_room(plan)
+        assert refused is not None, "there is a choice"
+        raise refused
+
+    def _settled(self, parameters: Tier, *, resting: Resting, buffers: int) -> Plan:
+        """Return the plan whose buffers fit what it lets be updated where, which decides what passes them."""
+        sizing = self.sizing
+        homes = {each.index: Home.HOST for each in sizing.subgroups}
+        for _ in range(_MOST_TRIES):
+            rests = replace(resting, states=sizing.with_states(resting.states, homes, parameters))
+            layouts = {
+                each.index: sizing.layout(each, rests, homes[each.index], parameters) for each in sizing.subgroups
+            }
+            passing = MappingProxyType({index: each for index, each in layouts.items() if each.nbytes})
+            plan = self._plan(parameters, resting=rests, layouts=passing, buffers=buffers)
+            found = plan.steps.homes()
+            if found == homes:
+                return plan
+            homes = found
+        raise ConfigError(
+            field="strategy",
+            value=self.wish.strategy.name,
+            expected="one that says which part visits the device, such as "
+            "NvmeStreamed(update=Interleaved(share=0.5)): what is best changes with what passes the host",
+        )
+
+    def _kept(self, plan: Plan, left: int) -> list[int]:
+        """Return the subgroups whose states have room in so many bytes of the host: what is needed first, first."""
+        kept: list[int] = []
+        homes = plan.steps.homes()
+        for each in self.sizing.subgroups:
+            if each.index not in plan.resting.states:
+                continue
+            there, here = (
+                self.sizing.on_host_beside_drives(
+                    each, homes[each.index], plan.steps.parameters, plan.resting, rests=rests
+                )
+                for rests in (True, False)
+            )
+            left -= here - there
+            if left < 0:
+                break
+            kept.append(each.index)
+        return kept
+
+    def _with_room(self, plan: Plan) -> Plan:
+        """Return the plan with what the host has left as room for parameters that come from the drives."""
+        sizing = self.sizing
+        if not sizing.unified or not plan.resting.values:
+            return plan
+        left = self.budget.host - self.io_bytes - sizing.held_on_host(plan.demand)
+        passing = sum(nbytes for number, nbytes in enumerate(sizing.parameters) if number in plan.resting.values)
+        more = max(min(left, passing - plan.demand.fetched), 0)
+        demand = replace(plan.demand, device=plan.demand.device + more, fetched=plan.demand.fetched + more)
+        return replace(plan, demand=demand)
+
+    def _check_host(self, demand: Demand, io_bytes: int = 0) -> None:
+        asked = self.sizing.held_on_host(demand) + io_bytes
+        if asked > self.budget.host:
+            raise CapacityError(
+                tier=Tier.HOST.name,
+                asked=asked,
+                free=self.budget.host,
+                limit=self.budget.host,
+                change="raise the budget's host, lower subgroup_numel, or let more rest on drives: give the budget "
+                'nvme directories, and set strategy="nvme_streamed" and parameters="nvme"',
+            )

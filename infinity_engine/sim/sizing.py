@@ -1,0 +1,335 @@
+"""What there is to be held for one model and one optimizer, and the bytes that a plan takes of each tier: arithmetic.
+
+Pure: of sizes, before anything is made or moved. The engine makes its memory by it, the planner answers with it. Which
+plan is taken is for placing.py to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from infinity_engine.errors import CapacityError
+from infinity_engine.memory.layout import Layout, Request, layout
+from infinity_engine.optim import FloatFormat, Formats, Subgroup, cut_into_subgroups
+from infinity_engine.optim.policy import Limits
+from infinity_engine.plan import ResolvedBudget, Tier
+from infinity_engine.plan.step import BytesPerParameter, Home, StepPlan, SubgroupSpec
+from infinity_engine.sim.buffers import (
+    GRADIENT_SLOTS,
+    SCRATCH,
+    SUM,
+    BufferLayout,
+    Resting,
+    buffer_slot,
+    gradient_slot,
+)
+from infinity_engine.units import align_up
+
+__all__ = ["Demand", "Sizing", "cut"]
+
+_PAGE = 4096
+_BEFORE, _BACKWARD, _UPDATE = range(3)  # when buffers live
+_PASSING = 4  # of the largest parameters, so many pass the host at once
+_MOST_SCRATCH = 8 << 20
+_SPARE = 8 * _PAGE  # for each place on the drives, of which there may be up to eight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """The bytes that a plan takes of each tier.
+
+    `fetched` of the device's are for parameters that modules fetch, `window` beside the host's for those that pass it.
+    `slots` has the places of the host's buffers, which are those of `buffer_slot`, `gradient_slot` and SCRATCH.
+    """
+
+    host: int
+    device: int
+    fetched: int
+    window: int = 0
+    nvme: int = 0
+    slots: Layout | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """What there is to be held for one model and one optimizer."""
+
+    subgroups: tuple[Subgroup, ...]
+    formats: Formats
+    state_names: tuple[str, ...]
+    parameters: tuple[int, ...]
+    """The bytes that modules compute with, of each parameter, those that are frozen at the end."""
+    deepest: int
+    """The most of these bytes that modules within one another need at the same time."""
+    unified: bool
+    sums: bool = True
+    """Whether gradients of several micro-batches are added up."""
+    own: bool = False
+    """Whether modules go on with the memory that parameters have already, which is their user's."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of one element as modules compute with it."""
+        return (self.formats.parameter or FloatFormat.FP32).nbytes
+
+    # --- what plans are made of -------------------------------------------------------------------------------------
+
+    def spec(self, subgroup: Subgroup, layout: BufferLayout | None) -> SubgroupSpec:
+        """Return a subgroup as plans see it, where it passes a buffer laid out so, or none."""
+        if layout is None:
+            return SubgroupSpec(index=subgroup.index, numel=subgroup.numel, first_use=subgroup.index)
+        return SubgroupSpec(
+            index=subgroup.index,
+            numel=subgroup.numel,
+            first_use=subgroup.index,
+            buffer_bytes=layout.nbytes,
+            load_bytes=layout.load_bytes,
+            store_bytes=layout.store_bytes,
+        )
+
+    def limits(self, budget: ResolvedBudget, parameters: Tier) -> Limits:
+        """Return what a plan may take of the device where its parameters stay in that tier."""
+        weights = BytesPerParameter(states=4 * (1 + len(self.state_names)), parameter=self.width)
+        if self.unified:  # Nothing visits another memory, so nothing is staged.
+            everything = sum(subgroup.numel for subgroup in self.subgroups) * weights.states
+            return Limits(
+                resident_bytes=everything,
+                staging_bytes=3 * everything,
+                per_parameter=weights,
+                parameters=parameters,
+            )
+        at_home = parameters is not Tier.DEVICE
+        left = budget.device - self._on_their_way - (0 if at_home else sum(self.parameters))
+        resident = left - self.deepest if at_home else left
+        if resident < 0:
+            change = "raise the budget's device, or take a smaller model: modules compute with all parameters there"
+            if at_home:
+                change = "raise the budget's device: modules that run within one another need so much at once"
+            raise CapacityError(
+                tier=Tier.DEVICE.name,
+                asked=budget.device - resident,
+                free=budget.device,
+                limit=budget.device,
+                change=change,
+            )
+        return Limits(
+            resident_bytes=resident,
+            staging_bytes=left,
+            per_parameter=weights,
+            parameters=parameters,
+            update_bytes=self.width if at_home and self.formats.parameter is not None else 0,
+        )
+
+    def with_states(self, indices: Set[int], homes: Mapping[int, Home], parameters: Tier) -> frozenset[int]:
+        """Return those of these subgroups that have states on the host, which may rest on drives."""
+        return frozenset(
+            each.index
+            for each in self.subgroups
+            if each.index in indices
+            and homes[each.index] is not Home.RESIDENT
+            and self.states_bytes(each, homes[each.index], parameters)
+        )
+
+    def layout(self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier) -> BufferLayout:
+        """Return where the things of a subgroup lie in a host buffer, of which so much rests on the drives."""
+        on_host = home is Home.HOST or self.unified
+        in_place = self.in_place(home, parameters)
+        return BufferLayout.of(
+            subgroup,
+            resting if on_host else replace(resting, gradients=0),
+            streams=len(self.state_names) + (0 if in_place else 1),
+            width=self.width,
+            in_place=in_place,
+            copies=parameters is Tier.DEVICE and home is Home.HOST and not self.unified and self.width < 4,
+        )
+
+    def in_place(self, home: Home, parameters: Tier) -> bool:
+        """Tell whether values are the masters of a subgroup; StateKeeper goes by the same rule."""
+        here = Home.RESIDENT if parameters is Tier.DEVICE else Home.HOST
+        return self.formats.parameter is None and (self.unified or home is here)
+
+    # --- bytes ------------------------------------------------------------------------------------------------------
+
+    def demand(
+        self, plan: StepPlan, budget: ResolvedBudget, resting: Resting, layouts: Mapping[int, BufferLayout]
+    ) -> Demand:
+        """Return what a plan takes of each tier.
+
+        Raises:
+            CapacityError: the device cannot hold what it would have to.
+        """
+        if resting.states or resting.values:
+            return self._demand_with_drives(plan, budget, resting, layouts)
+        at_home = plan.parameters is Tier.HOST
+        homes = plan.homes()
+        device = sum(
+            self._states(each.numel, in_place=not at_home) + (each.numel * self.width if at_home else 0)
+            for each in self.subgroups
+            if homes[each.index] is Home.RESIDENT and not self.unified
+        )
+        host = sum(self._on_host(each, homes[each.index], at_home=at_home) for each in self.subgroups)
+        if at_home:
+            host += sum(align_up(nbytes, _PAGE) for nbytes in self.parameters)
+        fetched = 0
+        if self.unified:
+            device = 0 if self.own else sum(self.parameters)  # beside the masters
+        else:
+            device += self._on_their_way
+            fetched = max(min(budget.device - device, sum(self.parameters)), self.deepest) if at_home else 0
+            staged = sum(plan.staging_bytes)
+            device += max(staged, fetched) if at_home else staged + sum(self.parameters)
+            if device > budget.device:
+                change = "raise the budget's device, or keep fewer states there"
+                raise CapacityError(
+                    tier=Tier.DEVICE.name, asked=device, free=budget.device, limit=budget.device, change=change
+                )
+        return Demand(host=align_up(max(host, 1), _PAGE), device=device, fetched=fetched)
+
+    def held_on_host(self, demand: Demand) -> int:
+        """Return what of a demand the budget of the host is for."""
+        return demand.host + demand.window + (demand.device if self.unified else 0)
+
+    def states_bytes(self, subgroup: Subgroup, home: Home, parameters: Tier) -> int:
+        """Return the bytes of a subgroup's masters, where they are not in place, and moments."""
+        return 4 * subgroup.numel * (len(self.state_names) + (0 if self.in_place(home, parameters) else 1))
+
+    def on_host_beside_drives(
+        self, subgroup: Subgroup, home: Home, parameters: Tier, resting: Resting, *, rests: bool
+    ) -> int:
+        """Return what a subgroup that is no resident takes of the host, where its states do or do not rest on drives.
+
+        That is its states, its gradients, and what its update writes for a device that has memory of its own.
+        """
+        nbytes = 0 if rests else align_up(self.states_bytes(subgroup, home, parameters), _PAGE)
+        if home is Home.HOST or self.unified:
+            nbytes += sum(self._gradient_on_host(each.numel, resting, rests=rests) for each in subgroup.segments)
+            copied = parameters is Tier.DEVICE and not self.unified and self.formats.parameter is not None
+            nbytes += align_up(self.width * subgroup.numel, _PAGE) if copied and not rests else 0
+        return nbytes
+
+    def _demand_with_drives(
+        self, plan: StepPlan, budget: ResolvedBudget, resting: Resting, layouts: Mapping[int, BufferLayout]
+    ) -> Demand:
+        homes = plan.homes()
+        at_home = plan.parameters is not Tier.DEVICE
+        host = device = 0
+        for each in self.subgroups:
+            home = homes[each.index]
+            states = self.states_bytes(each, home, plan.parameters)
+            if home is Home.RESIDENT and not self.unified:
+                device += states + (each.numel * self.width if at_home else 0)
+                continue
+            rests = each.index in resting.states
+            host += self.on_host_beside_drives(each, home, plan.parameters, resting, rests=rests)
+        nvme = sum(
+            self._on_drives(each, layouts[each.index], resting) for each in self.subgroups if each.index in layouts
+        )
+        passing = [nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values]
+        nvme += sum(align_up(nbytes, _PAGE) + _SPARE for nbytes in passing)
+        staying = sum(nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values)
+        slots = self._slots(plan, resting, max(passing, default=0))
+        host += slots.nbytes
+        fetched = window = 0
+        if self.unified:
+            device += 0 if self.own else staying
+        else:
+            device += self._on_their_way
+            if at_home:
+                host += sum(
+                    align_up(nbytes, _PAGE)
+                    for number, nbytes in enumerate(self.parameters)
+                    if number not in resting.values
+                )
+        if at_home:
+            every = sum(passing) if self.unified else sum(self.parameters)
+            room = min(every, 2 * self.deepest) if self.unified else min(budget.device - device, every)
+            fetched = max(room, min(self.deepest, every))
+            if not self.unified and passing:
+                window = sum(sorted(align_up(nbytes, _PAGE) for nbytes in passing)[-_PASSING:])
+        staged = sum(plan.staging_bytes)
+        device += max(staged, fetched) if at_home else staged + (0 if self.unified else staying)
+        if device > budget.device and not self.unified:
+            change = "raise the budget's device, or keep fewer states there"
+            raise CapacityError(
+                tier=Tier.DEVICE.name, asked=device, free=budget.device, limit=budget.device, change=change
+            )
+        return Demand(
+            host=align_up(max(host, 1), _PAGE),
+            device=device,
+            fetched=fetched,
+            window=window,
+            nvme=align_up(nvme, _PAGE),
+            slots=slots,
+        )
+
+    def _slots(self, plan: StepPlan, resting: Resting, largest_value: int) -> Layout:
+        """Return the places of buffers: those of an update are where gradients pass in a backward."""
+        requests = [
+            Request(buffer_slot(number), nbytes, first=_UPDATE, last=_UPDATE)
+            for number, nbytes in enumerate(plan.buffer_bytes)
+        ]
+        if resting.gradients:
+            numel = max(segment.numel for each in self.subgroups for segment in each.segments)
+            wire = align_up(self.width * numel, _PAGE)
+            count = max(GRADIENT_SLOTS, resting.gradients)
+            requests += [
+                Request(gradient_slot(number), wire, first=_BACKWARD, last=_BACKWARD) for number in range(count)
+            ]
+            if resting.gradients > 1:
+                requests.append(Request(SUM, align_up(4 * numel, _PAGE), first=_BACKWARD, last=_BACKWARD))
+        if largest_value:
+            scratch = min(align_up(largest_value, _PAGE), _MOST_SCRATCH)
+            requests.append(Request(SCRATCH, scratch, first=_BEFORE, last=_BEFORE))
+        return layout(requests)
+
+    def _gradient_on_host(self, numel: int, resting: Resting, *, rests: bool) -> int:
+        """Return what a piece of a gradient takes of the host, with the sum of several."""
+        nbytes = self.width * numel
+        if rests and resting.gradients and nbytes >= resting.small_bytes:
+            return 0
+        return align_up(nbytes, _PAGE) + (align_up(4 * numel, _PAGE) if self.sums else 0)
+
+    def _on_drives(self, subgroup: Subgroup, layout: BufferLayout, resting: Resting) -> int:
+        """Return what states and gradients take there, in whole pages; a place may be in pieces on several drives."""
+        gradients = sum(
+            resting.gradients * (align_up(self.width * subgroup.segments[number].numel, _PAGE) + _SPARE)
+            for number in layout.gradients
+        )
+        return align_up(layout.states_bytes, _PAGE) + _SPARE + gradients
+
+    def _on_host(self, subgroup: Subgroup, home: Home, *, at_home: bool) -> int:
+        if self.unified:
+            return align_up(self._states(subgroup.numel, in_place=True), _PAGE)
+        if home is Home.RESIDENT:
+            return 0
+        if home is Home.VISITING:
+            return align_up(self._states(subgroup.numel, in_place=False), _PAGE)
+        # Its gradient, the sum of several, what its update writes for the device; pieces begin on pages of their own.
+        each = (self.width + 4 + (0 if at_home else self.width)) * subgroup.numel
+        states = align_up(self._states(subgroup.numel, in_place=at_home), _PAGE)
+        return states + each + _PAGE * (1 + 2 * len(subgroup.segments))
+
+    def _states(self, numel: int, *, in_place: bool) -> int:
+        """Return the bytes of states; where masters may be in place, fp32 parameters are the masters."""
+        return 4 * numel * (len(self.state_names) + (0 if in_place and self.formats.parameter is None else 1))
+
+    @property
+    def _on_their_way(self) -> int:
+        """Bytes of gradients that are on the device until they have gone down."""
+        return 2 * self.width * max((subgroup.numel for subgroup in self.subgroups), default=0)
+
+
+def cut(
+    numels: Sequence[int], subgroup_numel: int, *, width: int, small_bytes: int | None = None
+) -> tuple[Subgroup, ...]:
+    """Return the subgroups of parameters of these sizes, of whose elements each has `width` bytes to compute with.
+
+    Where drives may be used, those of parameters of fewer than `small_bytes`, which stay in memory, come first.
+    """
+    if small_bytes is None:
+        return cut_into_subgroups(numels, subgroup_numel)
+    small = [numel if width * numel < small_bytes else 0 for numel in numels]
+    large = [numel - less for numel, less in zip(numels, small, strict=True)]
+    found = [each for kind in (small, large) for each in cut_into_subgroups(kind, subgroup_numel)]
+    return tuple(replace(each, index=index) for index, each in enumerate(found))
