@@ -112,6 +112,17 @@ def _whole(at_least: int) -> _Kind:
     return _Kind(words, read)
 
 
+def _flag() -> _Kind:
+    words = "True or False"
+
+    def read(place: str, given: object) -> bool:
+        if not isinstance(given, bool):
+            raise ConfigError(field=place, value=given, expected=words)
+        return given
+
+    return _Kind(words, read)
+
+
 def _positive() -> _Kind:
     words = "a positive number"
     return _Kind(words, lambda place, given: positive(given, field=place, expected=words))
@@ -227,6 +238,13 @@ class StorageConfig(_Settings):
         default=65536,
         metadata=_about(
             _whole(0), "parameters of fewer bytes stay in memory, as a page and an I/O cost more than they"
+        ),
+    )
+    early_updates: bool = field(
+        default=False,
+        metadata=_about(
+            _flag(),
+            "update what rests on drives in the backward already, to places of its own (larger-than-ram.md)",
         ),
     )
 

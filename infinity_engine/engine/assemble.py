@@ -21,6 +21,7 @@ from infinity_engine.accel import Accelerator, StreamKind, open_accelerator
 from infinity_engine.config import Checksum, EngineConfig, Precision, Recording
 from infinity_engine.engine.built import BuiltModel, originals_of
 from infinity_engine.engine.deferred import subgroups_of
+from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.engine import Deferral, Engine, EngineParts
 from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.engine.gradients import GradientKeeper, Kept, Piece
@@ -96,6 +97,7 @@ def _parts(
             value=config.accelerator.value,
             expected="cpu: this version does not update on a GPU yet (CHANGELOG.md, Known gaps)",
         )
+    _check_early_updates(config, unified=accelerator.unified)
     frozen = collect_frozen(model, trained)
     built = originals_of(model)
     sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
@@ -149,10 +151,7 @@ def _parts(
         originals.release(everything)
         for parameter, values in shown:
             parameter.data = values
-    outgoing = None
-    if plan.resting.gradients:
-        assert swap is not None, "gradients rest on drives that there are"
-        outgoing = Outgoing(swap, lanes, plan.resting.gradients)
+    gradients = _gradients(config, trained, sizing, plan, lanes=lanes, swap=swap)
     fetcher = modules = None
     if at_home:
         demand = plan.demand
@@ -167,15 +166,9 @@ def _parts(
         trained=trained,
         frozen=frozen,
         plan=plan.steps,
-        gradients=GradientKeeper(
-            [each.name for each in trained],
-            [each.numel for each in trained],
-            _pieces(sizing, plan, len(trained)),
-            lanes,
-            outgoing,
-            sums_early=config.max_grad_norm is not None or sizing.formats.parameter is FloatFormat.FP16,
-        ),
+        gradients=gradients,
         states=states,
+        early=_early_updates(sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes),
         fetcher=fetcher,
         modules=modules,
         deferral=_deferral(sizing, plan, records),
@@ -188,6 +181,29 @@ def _parts(
         ledger=ledger,
         hooks=hooks,
         resources=ExitStack(),
+    )
+
+
+def _gradients(
+    config: EngineConfig,
+    trained: Sequence[TrainedParameter],
+    sizing: Sizing,
+    plan: Plan,
+    *,
+    lanes: Lanes,
+    swap: SwapFile | None,
+) -> GradientKeeper:
+    outgoing = None
+    if plan.resting.gradients:
+        assert swap is not None, "gradients rest on drives that there are"
+        outgoing = Outgoing(swap, lanes, plan.resting.gradients)
+    return GradientKeeper(
+        [each.name for each in trained],
+        [each.numel for each in trained],
+        _pieces(sizing, plan, len(trained)),
+        lanes,
+        outgoing,
+        sums_early=config.max_grad_norm is not None or sizing.formats.parameter is FloatFormat.FP16,
     )
 
 
@@ -320,7 +336,62 @@ def _swapped(
         in_place=sizing.formats.parameter is None,
         pieces=piece_numbers(sizing.subgroups),
         lanes=lanes,
+        early=_early(plan),
     )
+
+
+def _early(plan: Plan) -> list[int]:
+    """Return the subgroups that may be updated in a backward, in the order in which modules use them."""
+    return [index for index, layout in plan.layouts.items() if plan.resting.early and layout.may_be_early]
+
+
+def _early_updates(
+    sizing: Sizing,
+    plan: Plan,
+    *,
+    gradients: GradientKeeper,
+    states: StateKeeper,
+    swapped: SwappedStates | None,
+    lanes: Lanes,
+) -> EarlyUpdates | None:
+    order = _early(plan)
+    if not order:
+        return None
+    assert swapped is not None, "what is early rests on drives"
+    assert sizing.formats.parameter is not None, "fp32 parameters, which are masters, are not updated early"
+    numbers, chosen = piece_numbers(sizing.subgroups), set(order)
+    early = EarlyUpdates(
+        states,
+        swapped,
+        lanes.meter,
+        order=order[::-1],
+        segments={
+            (segment.parameter, numbers[each.index][number]): (each.index, number)
+            for each in sizing.subgroups
+            if each.index in chosen
+            for number, segment in enumerate(each.segments)
+        },
+        buffers=plan.resting.early,
+        format_=sizing.formats.parameter,
+        keep=gradients.keep,
+    )
+    gradients.ask_first(early.take)
+    return early
+
+
+def _check_early_updates(config: EngineConfig, *, unified: bool) -> None:
+    """Refuse updates in a backward where they would not be exact, or cannot be made."""
+    if not config.storage.early_updates:
+        return
+    expected = None
+    if config.precision not in {Precision.BF16, Precision.BF16_AUTOCAST}:
+        expected = f'False with precision "{config.precision.value}": it is for "bf16" and "bf16_autocast"'
+    elif config.max_grad_norm is not None:
+        expected = "False with max_grad_norm: the norm of gradients is not known before the last of them has come"
+    elif not unified:
+        expected = "False with an accelerator that has memory of its own: this version updates early on the cpu only"
+    if expected is not None:
+        raise ConfigError(field="storage.early_updates", value=True, expected=expected)
 
 
 def _budget(config: EngineConfig, accelerator: Accelerator, built: BuiltModel | None) -> ResolvedBudget:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from infinity_engine.engine.deferred import DeferredUpdate
+from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.fetching import FetchingStats, ParameterFetcher
 from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.hooks import Hooks
@@ -30,7 +31,7 @@ from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.states import StateKeeper, StepInputs
 from infinity_engine.errors import ConfigError
 from infinity_engine.memory import Ledger, Usage
-from infinity_engine.optim import GradientNorm, gradient_factor, rules_of
+from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.schedule import Executor, Walk
 from infinity_engine.telemetry import Telemetry, Timeline
@@ -61,6 +62,7 @@ class EngineParts:
     fetcher: ParameterFetcher | None  # both None where parameters stay on the device
     modules: ModuleParameters | None
     deferral: Deferral | None  # None: an update ends in its step
+    early: EarlyUpdates | None  # None: an update begins in its step
     scale: LossScale
     autocast: torch.dtype | None  # what torch.autocast is to choose beside fp32; None: it is not used
     accumulation_steps: int
@@ -125,6 +127,7 @@ class Engine:
         """Compute the gradients of `loss`, which with fp16 is scaled first."""
         self._check_whole()
         self._begin()
+        self._begin_early()
         if loss.numel() != 1:
             expected = "a tensor of one element, as Tensor.backward() needs"
             raise ConfigError(field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected)
@@ -139,6 +142,8 @@ class Engine:
         try:
             with self._parts.telemetry.timed("backward"):
                 scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
+                if self._parts.early is not None:
+                    self._parts.early.go_on()
         finally:
             self._scaling = False
 
@@ -193,6 +198,8 @@ class Engine:
     def zero_grad(self) -> None:
         """Drop the gradients that have come, as if there had been no backward."""
         self._check_whole()
+        if self._parts.early is not None:
+            self._parts.early.drop()
         self._parts.gradients.clear()
         self._micro_batches = 0
 
@@ -202,6 +209,12 @@ class Engine:
         What torch.nn.utils.clip_grad_norm_ is for: that one sees no gradients here.
         """
         self._check_whole()
+        if self._parts.early is not None:
+            raise ConfigError(
+                field="storage.early_updates",
+                value=True,
+                expected="False where gradients are clipped: some updates are made before the norm is known",
+            )
         self._parts.gradients.settle()
         norm = self._norm().norm(self._unscale())
         self._clip_to = float(max_norm)
@@ -210,6 +223,8 @@ class Engine:
     def _update(self) -> StepResult:
         parts = self._parts
         rules = rules_of(self.optimizer)
+        self._check_early(rules)
+        self._settle_early()
         parts.gradients.settle()
         unscale, used = self._unscale(), parts.scale.value
         norm = None
@@ -226,6 +241,10 @@ class Engine:
             parts.modules.let_go()
             parts.fetcher.give_up()
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
+        if parts.early is not None:
+            places = parts.states.adopt(parts.early.end())
+            if parts.fetcher is not None:
+                parts.fetcher.moved(places)
         self._walk = self._executor.begin(parts.plan)
         if parts.deferral is None or parts.fetcher is None:
             self._end_update()
@@ -239,6 +258,29 @@ class Engine:
         parts.scale.step_made()
         self._clip_to = parts.max_grad_norm
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
+
+    def _begin_early(self) -> None:
+        """Begin to update what is complete, in the backward of the last micro-batch."""
+        parts = self._parts
+        last = self._micro_batches == parts.accumulation_steps - 1
+        if parts.early is not None and parts.early.inputs is None and last:
+            parts.gradients.settle()  # those of earlier micro-batches are read
+            parts.early.begin(StepInputs(parts.gradients, rules_of(self.optimizer), self._unscale()))
+
+    def _check_early(self, rules: Sequence[Rule]) -> None:
+        """Refuse hyperparameters that are others than those with which updates were made in the backward."""
+        early = self._parts.early
+        if early is not None and early.inputs is not None and list(early.inputs.rules) != list(rules):
+            raise RuntimeError(
+                "hyperparameters were changed between backward() and step(), and with storage.early_updates the "
+                "backward has used them: change them after step() or before backward(). Call zero_grad(), which takes "
+                "the update back, and do the step's backward again, or set them as they were"
+            )
+
+    def _settle_early(self) -> None:
+        """Let no early update be under way: what is not made yet is left to the step."""
+        if self._parts.early is not None:
+            self._parts.early.settle()
 
     def _defer(self, walk: Walk) -> None:
         """Let what is left of an update wait until modules need it."""
@@ -304,6 +346,7 @@ class Engine:
                 expected="a dense gradient: use sparse=False",
             )
         self._check_whole()  # the gradients of an update that was deferred make way
+        self._begin_early()
         if self._parts.scale.value != 1.0 and not self._scaling:
             raise RuntimeError(
                 "with fp16 the loss has to be scaled before its gradients are computed: call engine.backward(loss), "
@@ -337,6 +380,7 @@ class Engine:
         known = [self._known[id(each)] for each in wanted if id(each) in self._known]
         for each in known:
             each.check_untouched()
+        self._settle_early()
         self._parts.gradients.start_writing()
         fetcher = self._parts.fetcher
         with nullcontext() if fetcher is None else fetcher.gathered([each.number for each in known]):
@@ -383,6 +427,7 @@ class Engine:
             expected = "a parameter that the optimizer was made of and that requires a gradient"
             raise ConfigError(field="parameter", value=f"one of shape {tuple(parameter.shape)}", expected=expected)
         number = known.number
+        self._settle_early()
         self._parts.gradients.start_writing()
         flat = self._parts.states.state_of(number)
         shaped: dict[str, torch.Tensor | int] = {name: values.view(parameter.shape) for name, values in flat.items()}
@@ -450,6 +495,8 @@ class Engine:
             if self._parts.modules is not None:
                 self._parts.modules.let_go()
             self._parts.hooks.remove()
+            if self._parts.early is not None:
+                self._parts.early.drop()
             self._parts.gradients.clear()
             self._parts.resources.close()
             if failed is not None:

@@ -26,7 +26,7 @@ from infinity_engine.memory import Event, Lease, PinnedPool, Views
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
 from infinity_engine.schedule import TraceFollower, Use, choose_fetches, farthest_first
-from infinity_engine.storage import SwapFile, Transfer
+from infinity_engine.storage import Place, SwapFile, Transfer
 from infinity_engine.tiering import Mover, ShardRecord, Source
 
 __all__ = ["FetchingStats", "ParameterFetcher"]
@@ -196,6 +196,11 @@ class ParameterFetcher:
     def follow(self, update: DeferredUpdate | None) -> None:
         """Fetch nothing from here on that this update has not made yet; None: all of it is made."""
         self._update = update
+
+    def moved(self, places: Mapping[int, Place]) -> None:
+        """Note that the current values of these rest at other places; nothing of them is here."""
+        for number, place in places.items():
+            self._records[number].arrived(Tier.NVME, place)
 
     def changed(self, numbers: Iterable[int]) -> None:
         """Note that the values of these are others now, at home."""

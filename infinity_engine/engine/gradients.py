@@ -29,8 +29,10 @@ from infinity_engine.optim import Stream as Values
 from infinity_engine.plan.ops import Lane
 from infinity_engine.storage import Hop, IOEvent, Place
 
-__all__ = ["GradientKeeper", "Kept", "Piece", "added_up"]
+__all__ = ["GradientKeeper", "Kept", "Piece", "Taker", "added_up"]
 
+Taker = Callable[[int, int, torch.Tensor, FloatFormat, int], bool]
+"""Tells whether it has taken a piece of a gradient: (parameter, piece, bytes, format, how many came before it)."""
 _Sums = npt.NDArray[np.float64]
 _ADDING = "addition of gradients"
 
@@ -129,6 +131,15 @@ class GradientKeeper:
                     event.wait()
         return sums.total()
 
+    def ask_first(self, taker: Taker) -> None:
+        """Let somebody take pieces that would go to the drives; what it takes counts as if it were there."""
+        for parameter, slots in enumerate(self._slots):
+            slots.ask_first(parameter, taker)
+
+    def keep(self, parameter: int, piece: int, memory: memoryview) -> None:
+        """Write the newest gradient of a piece, which was taken and is in this memory, to the drives after all."""
+        self._slots[parameter].keep(piece, memory)
+
     def clear(self) -> None:
         """Drop all gradients."""
         if self._outgoing is not None:
@@ -181,6 +192,14 @@ class _Slots:
 
     def formats(self, number: int) -> tuple[FloatFormat, ...]:
         return self._drive_slot(number).formats
+
+    def ask_first(self, parameter: int, taker: Taker) -> None:
+        for number, slot in self._on_host.items():
+            if isinstance(slot, _DriveSlot):
+                slot.ask_first(partial(taker, parameter, number))
+
+    def keep(self, number: int, memory: memoryview) -> None:
+        self._drive_slot(number).keep(memory)
 
     def _drive_slot(self, number: int) -> _DriveSlot:
         slot = self._on_host[number]
@@ -325,6 +344,7 @@ class _DriveSlot:
 
     def __init__(self, name: str, piece: Piece, lanes: Lanes, outgoing: Outgoing, *, sums_early: bool) -> None:
         self.formats: tuple[FloatFormat, ...] = ()
+        self._taker: Callable[[torch.Tensor, FloatFormat, int], bool] | None = None
         self._what = f"gradient of {name}"
         self._piece = piece
         self._lanes = lanes
@@ -336,14 +356,14 @@ class _DriveSlot:
 
     def take(self, gradient: torch.Tensor) -> None:
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
-        if self._sum is not None or len(self.formats) == self._outgoing.micro_batches:
-            self._add(piece, Values.of(gradient).format)
-            return
         count, format_ = len(self.formats), Values.of(gradient).format
-        if count < len(self._places) and self._places[count].nbytes != piece.numel():
-            self._outgoing.release(self._places.pop(count))
-        if count == len(self._places):
-            self._places.append(self._outgoing.allocate(piece.numel()))
+        if self._taker is not None and self._taker(piece, format_, count):
+            self.formats += (format_,)
+            return
+        if self._sum is not None or count == self._outgoing.micro_batches:
+            self._add(piece, format_)
+            return
+        self._make_place(count, piece.numel())
         lease = self._outgoing.lease()
         made = _download(self._lanes, piece, lease)
         self._block_sums = None
@@ -352,6 +372,24 @@ class _DriveSlot:
             self._block_sums = self._lanes.kernels.block_sums(values)
         self._outgoing.send(lease, made, self._places[count], what=self._what)
         self.formats += (format_,)
+
+    def ask_first(self, taker: Callable[[torch.Tensor, FloatFormat, int], bool]) -> None:
+        """Let somebody else take what comes: (bytes, format, how many came before it)."""
+        self._taker = taker
+
+    def _make_place(self, count: int, nbytes: int) -> None:
+        """Have a place of so many bytes for the gradient of a micro-batch, those before which have theirs."""
+        if count < len(self._places) and self._places[count].nbytes != nbytes:
+            self._outgoing.release(self._places.pop(count))
+        if count == len(self._places):
+            self._places.append(self._outgoing.allocate(nbytes))
+
+    def keep(self, memory: memoryview) -> None:
+        """Write the newest, which is in this memory, after all."""
+        count = len(self.formats) - 1
+        nbytes = self.formats[count].nbytes * self._piece.numel
+        self._make_place(count, nbytes)
+        self._outgoing.write_now(memory[:nbytes], self._places[count], what=self._what)
 
     def read(self, into: Sequence[memoryview], start: int = 0) -> list[Hop]:
         return [

@@ -81,6 +81,7 @@ def wish_of(config: EngineConfig, policy: OffloadPolicy | None) -> Wish:
         accumulation_steps=config.accumulation_steps,
         small_bytes=config.storage.small_bytes,
         rates=config.rates or Rates(),
+        early_updates=config.storage.early_updates,
         policy=policy,
     )
 

@@ -36,7 +36,7 @@ from infinity_engine.plan.ops import (
     UploadStates,
 )
 from infinity_engine.plan.step import Home, StepPlan
-from infinity_engine.storage import IOEvent
+from infinity_engine.storage import IOEvent, Place
 
 __all__ = ["StateKeeper", "StepInputs", "piece_numbers"]
 
@@ -324,6 +324,28 @@ class StateKeeper:
         if self._swapped is not None:
             self._swapped.end_step()
 
+    # --- before a step --------------------------------------------------------------------------------------------
+
+    def update_early(self, index: int, inputs: StepInputs) -> list[int]:
+        """Update a subgroup that is in a buffer; return the step counts that it has once it is adopted."""
+        held = self._held[index]
+        state = self._state_in(self._states_of(held), held, held.steps)
+        op = UpdateOnHost(subgroup=index, params=held.subgroup.numel)
+        self._apply(op, held, state, self._targets(held), inputs)
+        return list(state.steps)
+
+    def adopt(self, made: Mapping[int, Sequence[int]]) -> dict[int, Place]:
+        """Let updates that were made early be this step's; return where the values of parameters are now."""
+        if not made:
+            return {}
+        assert self._swapped is not None, "what is updated early rests on drives"
+        for index, steps in made.items():
+            self._held[index].steps[:] = steps
+            self._done.add(index)
+        return self._swapped.adopt(made)
+
+    # --- in a step ------------------------------------------------------------------------------------------------
+
     @property
     def begun(self) -> bool:
         """Whether a step was begun and not ended: some of what modules compute with may be new, and the rest old."""
@@ -402,23 +424,27 @@ class StateKeeper:
         assert inputs is not None, "a step has begun"
         if held.subgroup.index in self._done:
             return
+        self._apply(op, held, state, targets, inputs)
+        if not arrives:
+            self._note_update(held, state.steps)
+
+    def _apply(
+        self, op: UpdateOp, held: _Held, state: SubgroupState, targets: Sequence[Values | None], inputs: StepInputs
+    ) -> None:
         segments = held.subgroup.segments
         update = update_records(
             state,
             rules=[inputs.rules[self._trained[segment.parameter].group] for segment in segments],
-            gradients=[self._gradient(held, number) for number in range(len(segments))],
+            gradients=[self._gradient(held, number, inputs) for number in range(len(segments))],
             parameters=targets,
             gradient_factor=inputs.gradient_factor,
         )
         self._lanes.meter.updates(op, partial(self._lanes.kernels.update, update))
         state.steps[:] = update.steps
-        if not arrives:
-            self._note_update(held, state.steps)
 
-    def _gradient(self, held: _Held, number: int) -> Values | None:
+    def _gradient(self, held: _Held, number: int, inputs: StepInputs) -> Values | None:
         """Return the gradient of a segment where its update runs."""
-        inputs, visit = self._inputs, self._visit(held)
-        assert inputs is not None, "a step has begun"
+        visit = self._visit(held)
         segment, piece = held.subgroup.segments[number], held.pieces[number]
         if visit is None or number not in visit.layout.gradients:
             return inputs.gradients.values(segment.parameter, piece)

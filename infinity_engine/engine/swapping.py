@@ -18,7 +18,7 @@ from infinity_engine.engine.meter import Cargo
 from infinity_engine.memory import Lease
 from infinity_engine.optim import Subgroup
 from infinity_engine.plan.ops import Lane, LoadStates, StoreStates
-from infinity_engine.sim.buffers import BufferLayout, buffer_slot
+from infinity_engine.sim.buffers import BufferLayout, buffer_slot, early_slot
 from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
 
 __all__ = ["SwappedStates", "Visit"]
@@ -58,12 +58,17 @@ class Visit:
         """Return the bytes of a segment's gradient of one micro-batch; with -1, those for the sum of several."""
         return self.buffer.flat()[self.layout.gradients[segment][micro_batch] :][:nbytes]
 
+    def gradient_memory(self, segment: int, micro_batch: int) -> memoryview:
+        """Return the memory that begins with that gradient."""
+        return self.buffer.memory()[self.layout.gradients[segment][micro_batch] :]
+
 
 class SwappedStates:
     """The places of states on the drives, and where the values of parameters rest that do: `values`, by number.
 
     `width` is the bytes of a value, `in_place` says that values are masters as well. `pieces` has, by the index of
-    each subgroup, which piece of its parameter each segment is.
+    each subgroup, which piece of its parameter each segment is. `early` are the subgroups that may be updated before
+    their step, to new places.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class SwappedStates:
         layouts: Mapping[int, BufferLayout],
         values: Mapping[int, Place],
         *,
+        early: Collection[int] = (),
         names: Callable[[int], str],
         width: int,
         in_place: bool,
@@ -82,7 +88,7 @@ class SwappedStates:
         self._swap = swap
         self._subgroups = {each.index: each for each in subgroups}
         self._layouts = layouts
-        self._values = values
+        self._values = dict(values)
         self._names = names
         self._width = width
         self._in_place = in_place
@@ -94,6 +100,15 @@ class SwappedStates:
             index: swap.allocate(layout.states_bytes, holder=f"states of {self._about(index)}")
             for index, layout in layouts.items()
             if layout.states_bytes
+        }
+        self._new_places = {
+            index: swap.allocate(layouts[index].states_bytes, holder=f"new states of {self._about(index)}")
+            for index in sorted(early)
+        }
+        parameters = {segment.parameter for index in early for segment in self._subgroups[index].segments}
+        self._new_values = {
+            parameter: swap.allocate(values[parameter].nbytes, holder=f"new values of {names(parameter)}")
+            for parameter in sorted(parameters)
         }
 
     # --- a step ---------------------------------------------------------------------------------------------------
@@ -124,19 +139,20 @@ class SwappedStates:
             return None
         layout = self._layouts[op.subgroup]
         visit = self._visits[op.subgroup] = Visit(layout, self._buffers[op.buffer], wanted)
-        if not wanted:
-            return None
+        return self._read(op, visit, gradients) if wanted else None
+
+    def _read(self, op: LoadStates, visit: Visit, gradients: GradientKeeper) -> IOEvent:
         hops = self._reads(op.subgroup, visit)
-        self._count(Lane.NVME_READ, Cargo.STATES, layout.states_bytes, op)
+        self._count(Lane.NVME_READ, Cargo.STATES, visit.layout.states_bytes, op)
         if self._in_place:
-            self._count(Lane.NVME_READ, Cargo.PARAMETERS, self._nbytes_of_values(op.subgroup, wanted), op)
+            self._count(Lane.NVME_READ, Cargo.PARAMETERS, self._nbytes_of_values(op.subgroup, visit.wanted), op)
         moved = 0
-        memory = visit.buffer.memory()
-        for number in wanted:
-            if number in layout.gradients:
+        memory, places = visit.buffer.memory(), visit.layout.gradients
+        for number in visit.wanted:
+            if number in places:
                 segment = self._subgroups[op.subgroup].segments[number]
-                several = len(layout.gradients[number]) > 1
-                into = [memory[at:] for at in layout.gradients[number][: -1 if several else None]]
+                several = len(places[number]) > 1
+                into = [memory[at:] for at in places[number][: -1 if several else None]]
                 read = gradients.read(segment.parameter, self._pieces[op.subgroup][number], into)
                 hops += read
                 moved += len(read) * self._width * segment.numel
@@ -171,6 +187,47 @@ class SwappedStates:
                 visit.store(None)
         return stored
 
+    # --- before a step --------------------------------------------------------------------------------------------
+
+    def load_early(self, index: int, buffer: int, gradients: GradientKeeper) -> IOEvent:
+        """Begin to read a subgroup, and what there is of its gradients, into a buffer for early updates."""
+        layout, segments = self._layouts[index], self._subgroups[index].segments
+        lease = self._lanes.host.lease_planned(early_slot(buffer))
+        visit = self._visits[index] = Visit(layout, lease, range(len(segments)))
+        try:
+            return self._read(LoadStates(subgroup=index, nbytes=layout.load_bytes, buffer=buffer), visit, gradients)
+        except BaseException:
+            self.leave_early(index)
+            raise
+
+    def here(self, index: int) -> Visit:
+        """Return the visit of a subgroup that is in a buffer."""
+        return self._visits[index]
+
+    def store_early(self, index: int, buffer: int) -> IOEvent:
+        """Begin to write a subgroup that was updated to its new places."""
+        visit = self._visits[index]
+        hops = self._state_hops(index, visit, self._swap.write, self._new_places)
+        hops += self._value_hops(index, visit, self._swap.write, self._new_values)
+        op = StoreStates(subgroup=index, nbytes=visit.layout.store_bytes, buffer=buffer)
+        self._count(Lane.NVME_WRITE, Cargo.STATES, visit.layout.states_bytes, op)
+        self._count(Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(index, visit.wanted), op)
+        return IOEvent(hops)
+
+    def leave_early(self, index: int) -> None:
+        """Give the buffer of a subgroup back, which nobody reads or writes any more."""
+        self._visits.pop(index).buffer.close()
+
+    def adopt(self, indices: Collection[int]) -> dict[int, Place]:
+        """Let what was written early be what there is; return the new places of values, by parameter."""
+        for index in indices:
+            self._places[index], self._new_places[index] = self._new_places[index], self._places[index]
+        parameters = {segment.parameter for index in indices for segment in self._subgroups[index].segments}
+        for parameter in parameters:
+            old = self._values[parameter]
+            self._values[parameter], self._new_values[parameter] = self._new_values[parameter], old
+        return {parameter: self._values[parameter] for parameter in parameters}
+
     # --- outside of steps -----------------------------------------------------------------------------------------
 
     def borrowed(self, index: int) -> Visit:
@@ -198,8 +255,9 @@ class SwappedStates:
     def close(self) -> None:
         """Give all memory and room back."""
         self.end_step()
-        while self._places:
-            self._swap.release(self._places.popitem()[1])
+        for places in (self._places, self._new_places, self._new_values):
+            while places:
+                self._swap.release(places.popitem()[1])
 
     # --- what goes where ------------------------------------------------------------------------------------------
 
@@ -210,20 +268,24 @@ class SwappedStates:
     def _writes(self, index: int, visit: Visit) -> list[Hop]:
         return self._state_hops(index, visit, self._swap.write) + self._value_hops(index, visit, self._swap.write)
 
-    def _state_hops(self, index: int, visit: Visit, move: Callable[..., Hop]) -> list[Hop]:
+    def _state_hops(
+        self, index: int, visit: Visit, move: Callable[..., Hop], places: Mapping[int, Place] | None = None
+    ) -> list[Hop]:
         nbytes = visit.layout.states_bytes
         if not nbytes:
             return []
         what = f"states of {self._about(index)}"
-        return [move(self._places[index], visit.buffer.memory()[:nbytes], what=what)]
+        return [move((places or self._places)[index], visit.buffer.memory()[:nbytes], what=what)]
 
-    def _value_hops(self, index: int, visit: Visit, move: Callable[..., Hop]) -> list[Hop]:
+    def _value_hops(
+        self, index: int, visit: Visit, move: Callable[..., Hop], places: Mapping[int, Place] | None = None
+    ) -> list[Hop]:
         memory, hops = visit.buffer.memory(), []
         for number, at in visit.layout.values.items():
             if number in visit.wanted:
                 segment = self._subgroups[index].segments[number]
                 start, nbytes = (self._width * each for each in (segment.first_element, segment.numel))
-                place = self._values[segment.parameter].part(start, nbytes)
+                place = (places or self._values)[segment.parameter].part(start, nbytes)
                 hops.append(move(place, memory[at : at + nbytes], what=self._names(segment.parameter)))
         return hops
 

@@ -14,7 +14,7 @@ from deepnvme.extents import PAGE
 from infinity_engine.optim import Subgroup
 from infinity_engine.units import align_up
 
-__all__ = ["GRADIENT_SLOTS", "SCRATCH", "SUM", "BufferLayout", "Resting", "buffer_slot", "gradient_slot"]
+__all__ = ["GRADIENT_SLOTS", "SCRATCH", "SUM", "BufferLayout", "Resting", "buffer_slot", "early_slot", "gradient_slot"]
 
 GRADIENT_SLOTS = 3
 """How many gradients are on their way to the drives at once: one made, two being written."""
@@ -27,6 +27,11 @@ SUM = "sum of gradients"
 def buffer_slot(number: int) -> str:
     """Return what a host buffer of the plan is called in the pool's layout."""
     return f"buffer {number} for states"
+
+
+def early_slot(number: int) -> str:
+    """Return what a host buffer for updates in a backward is called there."""
+    return f"buffer {number} for early updates"
 
 
 def gradient_slot(number: int) -> str:
@@ -46,6 +51,8 @@ class Resting:
     """For how many micro-batches those of these subgroups have a place there; 0: they stay in memory."""
     small_bytes: int = 0
     """Of fewer bytes are gradients that stay in memory all the same."""
+    early: int = 0
+    """How many host buffers there are for updates in a backward; 0: there are no such updates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +67,15 @@ class BufferLayout:
     copies: int
     values: Mapping[int, int]
     gradients: Mapping[int, tuple[int, ...]]
+    segments: int
     nbytes: int
     load_bytes: int
     store_bytes: int
+
+    @property
+    def may_be_early(self) -> bool:
+        """Whether all of the subgroup rests on drives, so that it can be updated in a backward, to other places."""
+        return bool(self.states_bytes) and self.values.keys() == self.gradients.keys() == set(range(self.segments))
 
     @classmethod
     def of(
@@ -98,6 +111,7 @@ class BufferLayout:
             copies=copies_at,
             values=MappingProxyType(values),
             gradients=MappingProxyType(gradients),
+            segments=len(subgroup.segments),
             nbytes=at,
             load_bytes=load,
             store_bytes=store,

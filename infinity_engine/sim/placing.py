@@ -21,6 +21,7 @@ __all__ = ["Plan", "Wish", "place"]
 
 _MOST_TRIES = 4  # to find a plan whose buffers fit what it lets be updated where
 _MOST_BUFFERS = 4  # two filled ahead, one updated, one emptied
+_EARLY_BUFFERS = 4  # as many, for updates in a backward
 _NOTHING = Resting()
 
 
@@ -35,6 +36,8 @@ class Wish:
     small_bytes: int
     """Parameters of fewer bytes stay in memory."""
     rates: Rates
+    early_updates: bool = False
+    """Whether subgroups that rest on drives are updated in a backward."""
     policy: OffloadPolicy | None = None
     """Takes the place of the strategy's."""
 
@@ -152,12 +155,13 @@ class _Placing:
             small_bytes=small,
         )
         micro_batches = self.wish.accumulation_steps
-        choices = [(buffers, 0) for buffers in range(_MOST_BUFFERS, 1, -1)]
+        early = _EARLY_BUFFERS if self.wish.early_updates and states else 0
+        choices = [] if early else [(buffers, 0) for buffers in range(_MOST_BUFFERS, 1, -1)]
         if states:
             choices += [(buffers, micro_batches) for buffers in range(_MOST_BUFFERS, 0, -1)]
         refused: CapacityError | None = None
         for buffers, gradients in choices:
-            tried = replace(resting, gradients=gradients)
+            tried = replace(resting, gradients=gradients, early=early)
             try:
                 plan = self._settled(parameters, resting=tried, buffers=buffers)
                 self._check_host(plan.demand, self.io_bytes)

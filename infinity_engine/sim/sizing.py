@@ -22,6 +22,7 @@ from infinity_engine.sim.buffers import (
     BufferLayout,
     Resting,
     buffer_slot,
+    early_slot,
     gradient_slot,
 )
 from infinity_engine.units import align_up
@@ -227,8 +228,14 @@ class Sizing:
         )
         passing = [nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values]
         nvme += sum(align_up(nbytes, _PAGE) + _SPARE for nbytes in passing)
+        early = [each for each in self.subgroups if each.index in layouts and layouts[each.index].may_be_early]
+        if resting.early:
+            nvme += sum(align_up(layouts[each.index].states_bytes, _PAGE) + _SPARE for each in early)
+            again = {segment.parameter for each in early for segment in each.segments}
+            nvme += sum(align_up(self.parameters[number], _PAGE) + _SPARE for number in again)
         staying = sum(nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values)
-        slots = self._slots(plan, resting, max(passing, default=0))
+        largest = max((layouts[each.index].nbytes for each in early), default=0)
+        slots = self._slots(plan, resting, largest_value=max(passing, default=0), largest_early=largest)
         host += slots.nbytes
         fetched = window = 0
         if self.unified:
@@ -263,7 +270,7 @@ class Sizing:
             slots=slots,
         )
 
-    def _slots(self, plan: StepPlan, resting: Resting, largest_value: int) -> Layout:
+    def _slots(self, plan: StepPlan, resting: Resting, *, largest_value: int, largest_early: int) -> Layout:
         """Return the places of buffers: those of an update are where gradients pass in a backward."""
         requests = [
             Request(buffer_slot(number), nbytes, first=_UPDATE, last=_UPDATE)
@@ -278,6 +285,11 @@ class Sizing:
             ]
             if resting.gradients > 1:
                 requests.append(Request(SUM, align_up(4 * numel, _PAGE), first=_BACKWARD, last=_BACKWARD))
+        if largest_early:
+            requests += [
+                Request(early_slot(number), largest_early, first=_BACKWARD, last=_BACKWARD)
+                for number in range(resting.early)
+            ]
         if largest_value:
             scratch = min(align_up(largest_value, _PAGE), _MOST_SCRATCH)
             requests.append(Request(SCRATCH, scratch, first=_BEFORE, last=_BEFORE))

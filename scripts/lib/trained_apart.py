@@ -77,6 +77,8 @@ class Step:
 
     loss: float
     seconds: dict[str, float]
+    within: dict[str, float] = field(default_factory=dict)
+    """What of them its system says it waited, and did beside computing, by cause."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,8 @@ class _Trainer:
     tiers: Callable[[], dict[str, tuple[int, int]]] = dict
     report: Callable[[], str] = str
     """What the system says of its last step."""
+    within: Callable[[], dict[str, float]] = dict
+    """The seconds that it waited in its last step, and did beside computing, by cause."""
 
 
 System = Callable[[Job, "Callable[[], TinyGPT]"], _Trainer]
@@ -269,7 +273,7 @@ def _step(trainer: _Trainer, batch: tuple[torch.Tensor, torch.Tensor], begins: C
     trainer.update()
     times.append(time.perf_counter())
     took = (end - start for start, end in pairwise(times))
-    return Step(loss.item(), dict(zip(PHASES, took, strict=True)))
+    return Step(loss.item(), dict(zip(PHASES, took, strict=True)), trainer.within())
 
 
 def _gpt(width: int, depth: int, context: int) -> TinyGPT:
@@ -335,7 +339,12 @@ def _ours(job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
     def tiers() -> dict[str, tuple[int, int]]:
         return {usage.directory or usage.tier.name: (usage.peak_held, usage.limit) for usage in engine.usage()}
 
-    return _Trainer(model, engine, engine.backward, engine.step, digests, tiers, lambda: str(engine.report()))
+    def within() -> dict[str, float]:
+        report = engine.report()
+        updates = {f"updates on {lane.value}": use.seconds or 0.0 for lane, use in report.updates.items() if use.params}
+        return {wait.value: seconds for wait, seconds in report.waits.items()} | updates
+
+    return _Trainer(model, engine, engine.backward, engine.step, digests, tiers, lambda: str(engine.report()), within)
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

@@ -46,6 +46,7 @@ class Case:
     device: int | str = "32MiB"
     small_bytes: int = 256
     subgroup_numel: int = 4096
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def opened(case: Case, on: Accelerator | None, drive: Path | None, **more: Any) 
         subgroup_numel=case.subgroup_numel,
         update_threads=2,
         parameters=case.parameters,
-        storage={"small_bytes": case.small_bytes},
+        storage={"small_bytes": case.small_bytes, "early_updates": case.early},
         budget=budget,
         **more,
     ) as engine:

@@ -1,0 +1,280 @@
+"""Updates that are made in the backward: the same bits, whatever is in time, and nothing counts before its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity_engine
+from deepnvme import FaultPlan, IOQueue
+from deepnvme.faults import Requests
+from infinity_engine.engine.engine import Engine
+from infinity_engine.engine.meter import Cargo
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.plan import NvmeStreamed
+from infinity_engine.plan.ops import Lane
+from support.nvme_training import Bits, Case, Trained, bits_of, made, opened, train, trained
+from support.small_models import MODELS, Task
+
+LATE = Case(strategy=NvmeStreamed(), parameters="nvme", precision="bf16")
+EARLY = replace(LATE, early=True, host=17_400_000)
+INITIALIZING = {Requests.READS: 0, Requests.WRITES: 50}  # requests that it takes at most
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+@cache
+def in_memory(case: Case) -> Trained:
+    return trained(replace(case, early=False, host="256MiB", parameters="auto", strategy=Case().strategy), None, None)
+
+
+def assert_same(one: Bits, other: Bits) -> None:
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different
+
+
+@contextmanager
+def early(case: Case, drive: Path, **more: Any) -> Iterator[tuple[Engine, Task]]:
+    """Open an engine, after a step, in which the order of modules was recorded."""
+    with opened(case, None, drive, **more) as (engine, task):
+        train(engine, task, replace(case, steps=1))
+        yield engine, task
+
+
+def gradient_bytes(engine: Engine) -> int:
+    links = engine.report().links
+    return sum(links[lane].nbytes.get(Cargo.GRADIENTS, 0) for lane in (Lane.NVME_READ, Lane.NVME_WRITE))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_autocast"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_updates_in_the_backward_give_the_same_bits(
+    model: str, accumulation: int, precision: str, tmp_path: Path
+) -> None:
+    case = replace(EARLY, model=model, accumulation=accumulation, precision=precision, steps=4)
+    found = trained(case, None, tmp_path)
+    assert found.losses == in_memory(replace(case, host=0)).losses
+    assert_same(found.bits, in_memory(replace(case, host=0)).bits)
+
+
+def test_gradients_that_find_their_subgroup_in_a_buffer_do_not_go_to_the_drives(tmp_path: Path) -> None:
+    with opened(EARLY, None, tmp_path) as (engine, task):
+        train(engine, task, EARLY)
+        with_setting = gradient_bytes(engine)
+    with opened(replace(EARLY, early=False, host=17_050_000), None, tmp_path) as (engine, task):
+        train(engine, task, EARLY)
+        assert with_setting < gradient_bytes(engine) / 2
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_drive_that_is_late_by_chance_changes_no_bits(seed: int, tmp_path: Path) -> None:
+    plan = FaultPlan(seed=seed).delay(probability=0.5, delay_us=3000)
+    case = replace(EARLY, accumulation=2, steps=4, host=17_500_000)
+    with IOQueue(faults=plan) as queue, opened(case, None, tmp_path, queue=queue) as (engine, task):
+        losses = train(engine, task, case)
+        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+    assert losses == in_memory(replace(case, host=0)).losses
+
+
+def test_before_its_step_an_update_is_not_to_be_seen_and_afterwards_it_is_the_same(tmp_path: Path) -> None:
+    case = replace(EARLY, steps=2)
+    with early(case, tmp_path) as (engine, task):
+        before = bits_of(engine, task)
+        engine.backward(engine(task.batch(1)))
+        assert_same(bits_of(engine, task), before)
+        with torch.no_grad():
+            loss = engine(task.batch(1)).item()
+        assert loss == in_memory(replace(case, host=0)).losses[1]
+        engine.step()
+        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+
+
+def test_zero_grad_takes_updates_back(tmp_path: Path) -> None:
+    case = replace(EARLY, steps=2)
+    with early(case, tmp_path) as (engine, task):
+        before = bits_of(engine, task)
+        engine.backward(engine(task.batch(7)))
+        engine.zero_grad()
+        assert_same(bits_of(engine, task), before)
+        train(engine, task, replace(case, steps=1), first=1)
+        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+
+
+def test_a_backward_that_fails_half_way_leaves_the_old_version(tmp_path: Path) -> None:
+    case = replace(EARLY, steps=2)
+
+    class StopError(Exception):
+        pass
+
+    def stop(_gradient: torch.Tensor) -> None:
+        raise StopError
+
+    with early(case, tmp_path) as (engine, task):
+        before = bits_of(engine, task)
+        first = next(module for module in task.modules() if isinstance(module, torch.nn.Embedding))
+        handle = first.register_forward_hook(lambda _m, _i, output: output.register_hook(stop) and None)
+        with pytest.raises(StopError):
+            engine.backward(engine(task.batch(7)))
+        handle.remove()
+        engine.zero_grad()
+        assert_same(bits_of(engine, task), before)
+        train(engine, task, replace(case, steps=1), first=1)
+        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+
+
+def test_closing_between_backward_and_step_leaves_the_old_version(tmp_path: Path) -> None:
+    with early(EARLY, tmp_path) as (engine, task):
+        before = engine.state_dict()
+        engine.backward(engine(task.batch(7)))
+    assert_same({name: value.detach() for name, value in task.state_dict().items()}, before)
+
+
+def test_hyperparameters_that_change_after_the_backward_are_refused(tmp_path: Path) -> None:
+    case = replace(EARLY, steps=2)
+    with early(case, tmp_path) as (engine, task):
+        group = engine.optimizer.param_groups[0]
+        lr = group["lr"]
+        engine.backward(engine(task.batch(1)))
+        group["lr"] = lr / 2
+        with pytest.raises(RuntimeError, match=r"changed between backward\(\) and step\(\)"):
+            engine.step()
+        group["lr"] = lr
+        engine.step()
+        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+
+
+def test_a_second_backward_before_a_step_is_refused_and_can_be_taken_back(tmp_path: Path) -> None:
+    case = replace(EARLY, steps=2)
+    with early(case, tmp_path) as (engine, task):
+        before = bits_of(engine, task)
+        engine.backward(engine(task.batch(1)))
+        largest = [each for each in task.parameters() if each.numel() > 1000][-1]  # what is used first, is kept
+        with engine.gathered([largest]), pytest.raises(RuntimeError, match=r"one backward\(\) for each micro-batch"):
+            engine.backward(largest.float().sum())
+        engine.zero_grad()
+        assert_same(bits_of(engine, task), before)
+        train(engine, task, replace(case, steps=1), first=1)
+        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+
+
+@pytest.mark.parametrize("requests", [Requests.READS, Requests.WRITES])
+@pytest.mark.parametrize("every", [31, 61, 97])
+def test_where_each_nth_io_fails_nothing_is_lost_or_half_done(requests: Requests, every: int, tmp_path: Path) -> None:
+    case = replace(EARLY, steps=6)
+    plan = FaultPlan(seed=every)
+    for nth in range(INITIALIZING[requests] + 1, 2000, every):
+        plan.fail(nth=nth, requests=requests)
+    told = 0
+    with (
+        IOQueue(faults=plan) as queue,
+        suppress(OSError),  # closing reads as well
+        opened(case, None, tmp_path, queue=queue) as (engine, task),
+    ):
+        for seed in range(case.steps):
+            for _ in range(100):
+                try:
+                    if engine.steps == seed:
+                        engine.zero_grad()
+                        engine.backward(engine(task.batch(seed)))
+                        engine.step()
+                    break
+                except (OSError, RuntimeError):
+                    told += 1
+                    finish(engine)
+        bits = patiently(engine.state_dict)
+        for name, parameter in task.named_parameters():
+            state = patiently(partial(engine.state_of, parameter))
+            bits.update({f"{name}: {key}": torch.as_tensor(value) for key, value in state.items()})
+    assert told
+    assert_same(bits, in_memory(replace(case, host=0)).bits)
+
+
+def patiently(action: Callable[[], Any]) -> Any:
+    """Do it until it succeeds."""
+    last: Exception | None = None
+    for _ in range(100):
+        try:
+            return action()
+        except (OSError, RuntimeError) as error:
+            last = error
+    raise AssertionError("it never succeeds") from last
+
+
+def finish(engine: Engine) -> None:
+    """Go on with a step that was interrupted, until it is made."""
+    for _ in range(100):
+        try:
+            engine.zero_grad()
+        except RuntimeError as error:
+            if "call step() again" not in str(error):
+                continue
+            try:
+                engine.step()
+            except (OSError, RuntimeError):
+                continue
+            return
+        except OSError:
+            continue
+        else:
+            return
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"precision": "fp32"}, 'precision "fp32"'),
+        ({"precision": "fp16"}, 'precision "fp16"'),
+        ({"clip": 1.0}, "max_grad_norm"),
+    ],
+)
+def test_where_updates_in_the_backward_would_not_be_exact_they_are_refused(
+    settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words), opened(replace(EARLY, **settings), None, tmp_path):
+        pass
+
+
+def test_clipping_by_hand_is_refused(tmp_path: Path) -> None:
+    with early(EARLY, tmp_path) as (engine, task):
+        engine.backward(engine(task.batch(1)))
+        with pytest.raises(ConfigError, match="clipped"):
+            engine.clip_grad_norm_(1.0)
+
+
+def test_what_fits_in_memory_is_updated_in_its_step(tmp_path: Path) -> None:
+    case = replace(EARLY, strategy=Case().strategy, parameters="auto", host="256MiB", steps=2)
+    found = trained(case, None, None)
+    assert_same(found.bits, in_memory(replace(case, host=0)).bits)
+
+
+def test_new_places_count_against_the_budget_of_the_drives(tmp_path: Path) -> None:
+    task, optimizer = made("gpt")
+    limit = 400_000
+    with pytest.raises(CapacityError, match="NVME"):
+        infinity_engine.initialize(
+            task,
+            optimizer,
+            strategy=NvmeStreamed(),
+            parameters="nvme",
+            precision="bf16",
+            subgroup_numel=4096,
+            storage={"small_bytes": 256, "early_updates": True},
+            budget={"host": 17_400_000, "nvme": {str(tmp_path): limit}},
+        )
