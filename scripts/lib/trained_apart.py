@@ -89,7 +89,8 @@ class Result:
     baseline_bytes: int
     """Resident when everything is imported and one block was computed with, before the model is made."""
     computing_bytes: int
-    """What torch took to compute that block forward and backward, beyond its parameters: activations, gradients."""
+    """What torch takes to compute forward and backward, beyond parameters: what that block took, and what every other
+    block keeps of a forward to be recomputed from."""
     peak_bytes: int
     """Resident at the most, by the end of the last step."""
     read_bytes: int
@@ -284,7 +285,7 @@ def _gpt(width: int, depth: int, context: int) -> TinyGPT:
 
 
 def _computing_bytes(job: Job) -> int:
-    """Compute one block, with which torch loads what it loads with the first one; return what that took."""
+    """Compute one block, with which torch loads what it loads with the first one; return what all of them take."""
     import torch
 
     before = torch.get_default_dtype()
@@ -298,7 +299,8 @@ def _computing_bytes(job: Job) -> int:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         resting = memory_bytes("VmRSS")
         model(tokens).float().mean().backward()
-    return memory_bytes("VmHWM") - resting
+    kept = (job.depth - 1) * job.context * job.width * torch.bfloat16.itemsize
+    return memory_bytes("VmHWM") - resting + kept
 
 
 def _drive_bytes() -> dict[str, int]:

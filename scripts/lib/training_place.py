@@ -105,4 +105,5 @@ class Place:
             extensions = str(env.BUILD / "torch_extensions")
             environ = {**env.child_env(python.parents[1]), "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
         environ["OMP_NUM_THREADS"] = str(job.threads)
+        environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # else glibc keeps more and more of what torch has freed
         return python, environ
