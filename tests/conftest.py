@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy machine")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Let torch compute the same bits each time."""
+    from support.determinism import deterministic_compute  # imports torch, which not every test's environment has
+
+    with deterministic_compute():
+        yield
 
 
 @pytest.fixture(scope="session")

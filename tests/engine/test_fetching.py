@@ -36,16 +36,7 @@ WIDTH = 8
 Bits = dict[str, torch.Tensor]
 Loss = Callable[[Engine, torch.Tensor], torch.Tensor]
 Fault = Callable[[StreamKind], Exception | None]
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def emulated(seed: int = 0, fault: Fault | None = None) -> VirtualAccelerator:

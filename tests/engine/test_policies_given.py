@@ -38,16 +38,7 @@ def thirds(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> S
 
 
 POLICIES = (*BUILT_IN, thirds, algorithm1(3))
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def model() -> Task:

@@ -5,7 +5,6 @@ Each plan is given the least host budget that it can be made with, so that every
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,16 +27,7 @@ TWO_MEMORIES = [
     ("nvme", HostOnly()),
 ]
 PLACES = [*[("cpu", *each) for each in ONE_MEMORY], *[("emulated", *each) for each in TWO_MEMORIES]]
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @cache
