@@ -19,21 +19,12 @@ from deepnvme import FaultPlan, IOQueue
 from deepnvme.faults import Requests
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
-from infinity_engine.plan import NvmeStreamed
 from support.nvme_disks import DiskUnavailableError, tmpfs
-from support.nvme_training import Case, Trained, emulated, made, opened, trained
+from support.nvme_training import STREAMED, Case, Trained, emulated, made, opened, trained
 from support.small_models import Task
 
 Result = TypeVar("Result")
-CASE = Case(
-    precision="bf16",
-    clip=0.05,
-    strategy=NvmeStreamed(),
-    parameters="nvme",
-    host=17_100_000,
-    steps=3,
-)
-"""Little enough of the host that states and gradients rest on the drives as well."""
+CASE = STREAMED
 BEFORE_TRAINING = {Requests.READS: 0, Requests.WRITES: 50}
 """So many requests `initialize` may take, whose failure is another test's."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +16,23 @@ import infinity_engine
 from infinity_engine.accel import Accelerator, Emulation, emulated_accelerator
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError
-from infinity_engine.plan import DriveRates, HostOnly, Rates, Strategy
+from infinity_engine.plan import DriveRates, HostOnly, NvmeStreamed, Rates, Strategy
 from infinity_engine.plan.ops import LoadStates
 from support.small_models import MODELS, Task
 
-__all__ = ["RATES", "Case", "Trained", "bits_of", "emulated", "made", "opened", "train", "trained"]
+__all__ = [
+    "RATES",
+    "STREAMED",
+    "Case",
+    "Trained",
+    "bits_of",
+    "digest_of",
+    "emulated",
+    "made",
+    "opened",
+    "train",
+    "trained",
+]
 
 RATES = Rates(
     h2d_bytes_per_s=5e9,
@@ -47,6 +60,10 @@ class Case:
     small_bytes: int = 256
     subgroup_numel: int = 4096
     early: bool = False
+
+
+STREAMED = Case(precision="bf16", clip=0.05, strategy=NvmeStreamed(), parameters="nvme", host=17_100_000, steps=3)
+"""Little enough of the host that states and gradients rest on the drives as well."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,15 @@ def bits_of(engine: Engine, task: Task) -> Bits:
             state = engine.state_of(parameter)
             bits.update({f"{name}: {key}": torch.as_tensor(value) for key, value in state.items()})
     return bits
+
+
+def digest_of(bits: Bits) -> str:
+    """Return what is the same in two processes if and only if all bits are."""
+    digest = hashlib.sha256()
+    for name, each in sorted(bits.items()):
+        digest.update(name.encode())
+        digest.update(each.contiguous().view(-1).view(torch.uint8).numpy().data if each.numel() else b"")
+    return digest.hexdigest()
 
 
 def train(engine: Engine, task: Task, case: Case, *, first: int = 0) -> list[float]:
