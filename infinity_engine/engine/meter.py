@@ -17,7 +17,7 @@ from infinity_engine.accel.operation import Operation
 from infinity_engine.engine.outcome import StepResult
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.plan.ops import Lane, UpdateOp
-from infinity_engine.schedule.executor import WAIT_FOR_OPS
+from infinity_engine.schedule.executor import WAIT_FOR_OPS, WAIT_FOR_READS, WAIT_FOR_WRITES
 from infinity_engine.telemetry import NullTelemetry, Telemetry
 
 __all__ = [
@@ -52,7 +52,9 @@ class Wait(Enum):
 
     PARAMETERS = "wait for parameters"  # that a module needs, or for room for them
     GRADIENTS = "wait for gradients"  # on their way to where they are added up or used, or for room for them
-    OPS = WAIT_FOR_OPS  # of the update, or for room for what they move
+    READS = WAIT_FOR_READS  # from the drives, of what the update needs
+    WRITES = WAIT_FOR_WRITES  # to them, of what it has made
+    OPS = WAIT_FOR_OPS  # of the update, other ones, or for room for what they move
 
 
 def carried(lane: Lane, cargo: Cargo) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Protocol
 
 from infinity_engine.accel import Event as StreamEvent
@@ -22,10 +23,12 @@ from infinity_engine.plan.ops import Lane, Op
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.telemetry import Telemetry
 
-__all__ = ["WAIT_FOR_OPS", "Carrier", "Executor", "Walk"]
+__all__ = ["WAIT_FOR_OPS", "WAIT_FOR_READS", "WAIT_FOR_WRITES", "Carrier", "Executor", "Walk"]
 
 WAIT_FOR_OPS = "wait for ops"
-_DRIVES = frozenset({Lane.NVME_READ, Lane.NVME_WRITE})
+WAIT_FOR_READS = "wait for reads"
+WAIT_FOR_WRITES = "wait for writes"
+_DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAIT_FOR_WRITES})
 
 
 class Carrier(Protocol):
@@ -221,7 +224,7 @@ class Walk:
             if event.done():
                 event.wait()  # which raises what failed
             else:
-                with self._telemetry.timed(WAIT_FOR_OPS):
+                with self._telemetry.timed(_DRIVES.get(self._plan.ops[number].lane, WAIT_FOR_OPS)):
                     event.wait()
         except Exception as error:
             raise _OpError(number, error) from error

@@ -177,7 +177,8 @@ def test_the_host_waits_for_gradients_and_for_what_goes_up_after_the_update() ->
         train(made)
 
         report = made.report()
-        assert report.waits == {Wait.PARAMETERS: 0.0, Wait.GRADIENTS: seconds(NBYTES), Wait.OPS: seconds(NBYTES)}
+        waited = {wait: time for wait, time in report.waits.items() if time}
+        assert waited == {Wait.GRADIENTS: seconds(NBYTES), Wait.OPS: seconds(NBYTES)}
         assert report.seconds == pytest.approx(2 * seconds(NBYTES))
 
 

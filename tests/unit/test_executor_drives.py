@@ -17,7 +17,8 @@ from infinity_engine.optim.policy import Limits, OffloadPolicy
 from infinity_engine.plan import BytesPerParameter, DriveRates, Lane, Op, Rates, StepPlan, SubgroupSpec, Tier
 from infinity_engine.plan.ops import LoadStates, StoreStates
 from infinity_engine.schedule import Executor, Walk
-from infinity_engine.telemetry import NullTelemetry
+from infinity_engine.schedule.executor import WAIT_FOR_READS, WAIT_FOR_WRITES
+from infinity_engine.telemetry import NullTelemetry, Telemetry
 
 RATES = Rates(
     host_update_params_per_s=1e9,
@@ -208,3 +209,28 @@ def test_an_interrupt_leaves_nothing_under_way_and_ends_the_walk(plan: StepPlan,
     assert all(event is None or event.waited for event in carrier.events.values())
     with pytest.raises(RuntimeError, match="interrupted"):
         walk.finish()
+
+
+def test_what_is_waited_for_is_recorded_as_reads_or_as_writes() -> None:
+    class Drives:
+        def carry_out(self, op: Op, after: Sequence[object]) -> Late | None:
+            return None if op.lane is Lane.HOST else Late(float("inf"), [])
+
+    specs = [
+        SubgroupSpec(index=at, numel=10, first_use=at, buffer_bytes=120, load_bytes=120, store_bytes=120)
+        for at in range(5)
+    ]
+    limits = Limits(
+        resident_bytes=0,
+        staging_bytes=0,
+        staging_sets=1,
+        per_parameter=BytesPerParameter(states=12, parameter=2),
+        parameters=Tier.HOST,
+        host_buffers=2,
+    )
+    telemetry = Telemetry(keep_steps=1, keep_spans=100)
+
+    Executor(Drives(), telemetry).run(HOST_ONLY(specs, RATES, limits))
+
+    waits = [span.name for span in telemetry.timeline().between_steps]
+    assert sorted(waits) == [WAIT_FOR_READS] * 5 + [WAIT_FOR_WRITES] * 5
