@@ -17,10 +17,11 @@ import torch
 from deepnvme import IOQueue
 from deepnvme.extents import PAGE
 from deepnvme.probing import find_mount, read_mounts
-from infinity_engine.accel import Accelerator, StreamKind, open_accelerator
+from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
 from infinity_engine.config import Checksum, EngineConfig, Precision, Recording
 from infinity_engine.engine.built import BuiltModel, originals_of
 from infinity_engine.engine.deferred import subgroups_of
+from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.engine import Deferral, Engine, EngineParts
 from infinity_engine.engine.fetching import ParameterFetcher
@@ -40,7 +41,7 @@ from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool, return_freed_memory
 from infinity_engine.optim import FloatFormat, HostKernels, UpdateThreads, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
-from infinity_engine.plan import Budget, Capacity, ResolvedBudget, Tier
+from infinity_engine.plan import Budget, Capacity, DriveRates, ResolvedBudget, Tier
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.buffers import SCRATCH
 from infinity_engine.sim.placing import Plan, place
@@ -178,6 +179,7 @@ def _parts(
         max_grad_norm=config.max_grad_norm,
         telemetry=telemetry,
         meter=lanes.meter,
+        drives=DriveMeter(telemetry, swap, _drive_rates(config, accelerator)),
         ledger=ledger,
         hooks=hooks,
         resources=ExitStack(),
@@ -582,6 +584,11 @@ def _leave(parameter: torch.nn.Parameter, lease: Lease) -> None:
     """Let a parameter have ordinary memory again, and give the lease back."""
     parameter.data = parameter.data.clone()
     lease.close()
+
+
+def _drive_rates(config: EngineConfig, accelerator: Accelerator) -> Mapping[str, DriveRates]:
+    """Return the drives' calibrated rates, none where time is computed: drives take no time there."""
+    return {} if config.rates is None or isinstance(accelerator, VirtualAccelerator) else config.rates.nvme
 
 
 def _telemetry(config: EngineConfig, accelerator: Accelerator) -> Telemetry:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from infinity_engine.engine.deferred import DeferredUpdate
+from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.fetching import FetchingStats, ParameterFetcher
 from infinity_engine.engine.gradients import GradientKeeper
@@ -69,6 +70,7 @@ class EngineParts:
     max_grad_norm: float | None
     telemetry: Telemetry
     meter: Meter
+    drives: DriveMeter
     ledger: Ledger
     hooks: Hooks
     resources: ExitStack
@@ -187,6 +189,7 @@ class Engine:
         if parts.fetcher is not None:
             parts.fetcher.end_step()
         fetching = self.fetching()
+        parts.drives.count()
         parts.meter.end_step(result, in_time=fetching.in_time, late=fetching.late)
         self._recording = False
         if result.outcome is Outcome.UPDATED and not counted:
@@ -468,7 +471,7 @@ class Engine:
                 "there is no step to report on: expected one that step() has ended, and the setting "
                 "telemetry.recording to be on while it ran"
             )
-        return report_of(ended[-1], self.usage())
+        return report_of(ended[-1], self.usage(), self._parts.drives.uses(ended[-1]))
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""

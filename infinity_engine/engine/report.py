@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import cast
 
+from infinity_engine.engine.drives import DriveUse
 from infinity_engine.engine.meter import IN_TIME, LATE, MICRO_BATCHES, Cargo, Wait, busy, carried, peak_of, updated
 from infinity_engine.engine.outcome import Outcome
 from infinity_engine.memory import Usage
@@ -65,7 +67,8 @@ class StepReport:
     """One step in figures; as text, a table. `device` says what the times are worth: an emulated device has its own.
 
     `waits` are the seconds in which the host waited, and are within the phases' own. `links` has those that carried
-    something. Of the fetched parameters, those in time were there or under way when they were asked for.
+    something. Of the fetched parameters, those in time were there or under way when they were asked for. `drives` is by
+    directory.
     """
 
     index: int
@@ -81,6 +84,7 @@ class StepReport:
     updates: Mapping[Lane, UpdateUse]
     parameters_in_time: int
     parameters_late: int
+    drives: Mapping[str, DriveUse]
     peaks: tuple[Peak, ...]
 
     def __str__(self) -> str:
@@ -93,6 +97,7 @@ class StepReport:
             *((lane.value, _link(use)) for lane, use in self.links.items()),
             *((f"updates on {lane.value}", _update(use)) for lane, use in self.updates.items() if use.params),
             *self._fetched(),
+            *((f"drive {directory}", _drive(use)) for directory, use in self.drives.items()),
             *(
                 (f"peak of {peak.name}", f"{format_bytes(peak.nbytes)} of {format_bytes(peak.limit)}")
                 for peak in self.peaks
@@ -112,8 +117,10 @@ class StepReport:
         return [("parameters fetched", f"{self.parameters_in_time} in time, {self.parameters_late} late")]
 
 
-def report_of(step: StepRecord, usage: Sequence[Usage]) -> StepReport:
-    """Return the figures of a step that has ended; `usage` has the budgets."""
+def report_of(
+    step: StepRecord, usage: Sequence[Usage], drives: Mapping[str, DriveUse] = MappingProxyType({})
+) -> StepReport:
+    """Return the figures of a step that has ended; `usage` has the budgets, `drives` what each directory did in it."""
     assert step.end_ns is not None, "the step has ended"
     seconds = (step.end_ns - step.start_ns) / 1e9
     notes, counted = step.notes, step.counters
@@ -131,6 +138,7 @@ def report_of(step: StepRecord, usage: Sequence[Usage]) -> StepReport:
         updates={op.lane: _update_use(op, counted) for op in _UPDATES},
         parameters_in_time=counted.get(IN_TIME, 0),
         parameters_late=counted.get(LATE, 0),
+        drives=drives,
         peaks=tuple(_peak(step, each) for each in usage),
     )
 
@@ -166,6 +174,12 @@ def _link(use: LinkUse) -> str:
     carried = ", ".join(f"{cargo.value} {format_bytes(nbytes)}" for cargo, nbytes in use.nbytes.items() if nbytes)
     rate = "" if use.bytes_per_s is None else f"; {format_rate(use.bytes_per_s)} {use.over.value}"
     return f"{carried or 'nothing'}{rate}"
+
+
+def _drive(use: DriveUse) -> str:
+    share = "" if use.calibrated_share is None else f"; {use.calibrated_share:.0%} of its calibrated bandwidth"
+    moved = f"{format_bytes(use.read_bytes)} read, {format_bytes(use.written_bytes)} written"
+    return f"{moved}{share}; {format_bytes(use.written_in_all)} written in all"
 
 
 def _update(use: UpdateUse) -> str:

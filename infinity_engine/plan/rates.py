@@ -29,6 +29,18 @@ class DriveRates:
     def __post_init__(self) -> None:
         _check_rates(self, field="DriveRates")
 
+    def seconds(self, read_bytes: int, written_bytes: int) -> float | None:
+        """Return what so many bytes take at these rates, both at once as far as that was measured; None: not known."""
+        both = 0 if self.mixed_bytes_per_s is None else min(read_bytes, written_bytes)
+        parts = (
+            (2 * both, self.mixed_bytes_per_s),
+            (read_bytes - both, self.read_bytes_per_s),
+            (written_bytes - both, self.write_bytes_per_s),
+        )
+        if any(nbytes and rate is None for nbytes, rate in parts):
+            return None
+        return sum(nbytes / rate for nbytes, rate in parts if rate is not None)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:

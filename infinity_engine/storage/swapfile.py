@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from deepnvme import IOQueue, Member, Volume, VolumeError, VolumeFullError
 from deepnvme.buffers import Memory
@@ -23,7 +24,7 @@ from infinity_engine.plan import Tier
 from infinity_engine.storage.transfer import IOHop
 from infinity_engine.units import align_down
 
-__all__ = ["Place", "SwapFile"]
+__all__ = ["Place", "SwapFile", "Traffic"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -43,6 +44,13 @@ class Place:
     def part(self, start: int, nbytes: int) -> Place:
         """Return where `nbytes` of them from `start` on lie; a part begins on a page."""
         return Place(slices(self.extents, start, nbytes))
+
+
+class Traffic(NamedTuple):
+    """The bytes that were read from and written to one directory."""
+
+    read_bytes: int
+    written_bytes: int
 
 
 class SwapFile:
@@ -122,6 +130,11 @@ class SwapFile:
     def free_bytes(self) -> int:
         """Bytes of the pages that are not in use."""
         return self._volume.free_bytes
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Return what was submitted since it was made, by directory. A closed one still knows."""
+        members = zip(self._directories, self._volume.stats(), strict=True)
+        return {directory: Traffic(stats.read_bytes, stats.written_bytes) for directory, stats in members}
 
     def grow(self, sizes: Mapping[str, int]) -> None:
         """Take more of the drives: so many bytes, in whole pages, of each directory named. Keeps what lies there.

@@ -356,3 +356,17 @@ class Places(RuleBasedStateMachine):
 
 Places.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 TestPlaces = Places.TestCase
+
+
+def test_the_bytes_that_were_moved_are_known_by_directory_also_when_it_is_closed(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for each in (here, there):
+        each.mkdir()
+    with SwapFile({str(here): 1 << 20, str(there): 1 << 20}, ledger(here, there)) as swap:
+        place = swap.allocate(3 * PAGE, holder="weights")
+        swap.write(place, memoryview(bytes(3 * PAGE))).wait()
+        swap.read(place, memoryview(bytearray(3 * PAGE))).wait()
+
+    traffic = swap.traffic()
+    assert traffic.keys() == {str(here), str(there)}
+    assert sorted(traffic.values()) == [(0, 0), (3 * PAGE, 3 * PAGE)]

@@ -140,3 +140,20 @@ def test_a_wrong_mapping_is_refused_by_its_dotted_path(mapping: dict[str, object
 def test_what_is_no_mapping_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^rates: expected a mapping"):
         Rates.from_mapping([1])
+
+
+def test_a_drive_takes_the_time_of_what_it_reads_and_writes_at_once_and_of_the_rest() -> None:
+    drive = DriveRates(read_bytes_per_s=10, write_bytes_per_s=4, mixed_bytes_per_s=8)
+
+    assert drive.seconds(50, 16) == 32 / 8 + 34 / 10
+    assert drive.seconds(0, 16) == 4
+    assert drive.seconds(0, 0) == 0
+
+
+def test_where_the_rate_of_both_at_once_is_not_known_they_take_their_times_one_after_the_other() -> None:
+    assert DriveRates(read_bytes_per_s=10, write_bytes_per_s=4).seconds(50, 16) == 9
+
+
+def test_what_a_drive_takes_is_not_known_where_a_rate_that_it_needs_is_not() -> None:
+    assert DriveRates(read_bytes_per_s=10).seconds(50, 16) is None
+    assert DriveRates(read_bytes_per_s=10).seconds(50, 0) == 5

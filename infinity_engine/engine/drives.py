@@ -1,0 +1,74 @@
+"""`DriveMeter`: what one engine reads from and writes to each of its directories, counted step by step.
+
+Asks the swap file, which counts all that it submits; moves nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from infinity_engine.plan import DriveRates
+from infinity_engine.storage import SwapFile, Traffic
+from infinity_engine.telemetry import StepRecord, Telemetry
+
+__all__ = ["DriveMeter", "DriveUse"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriveUse:
+    """What one directory had to do in a step, and what the engine has written there in all, its beginning included.
+
+    `calibrated_share` is how much of the step's time the bytes take at the drive's calibrated rates, None where these
+    are not known: near 1, the step takes as long as the drive does.
+    """
+
+    read_bytes: int
+    written_bytes: int
+    written_in_all: int
+    calibrated_share: float | None
+
+
+class DriveMeter:
+    """Counts for one engine, whose `swap` is None where nothing rests on drives. `rates` are those of directories."""
+
+    def __init__(self, telemetry: Telemetry, swap: SwapFile | None, rates: Mapping[str, DriveRates]) -> None:
+        self._telemetry = telemetry
+        self._swap = swap
+        self._rates = rates
+        self._counted: dict[str, Traffic] = {}
+        self.count()
+
+    def count(self) -> None:
+        """Count what was read and written since this was called last, in the step that is recorded."""
+        for directory, now in self._traffic().items():
+            before = self._counted.get(directory, Traffic(0, 0))
+            self._telemetry.counter(_read_from(directory)).add(now.read_bytes - before.read_bytes)
+            self._telemetry.counter(_written_to(directory)).add(now.written_bytes - before.written_bytes)
+            self._counted[directory] = now
+
+    def uses(self, step: StepRecord) -> dict[str, DriveUse]:
+        """Return what each directory had to do in a step that has ended."""
+        return {directory: self._use(directory, now, step) for directory, now in self._counted.items()}
+
+    def _use(self, directory: str, now: Traffic, step: StepRecord) -> DriveUse:
+        read, written = (step.counters.get(name(directory), 0) for name in (_read_from, _written_to))
+        rates, ns = self._rates.get(directory), (step.end_ns or step.start_ns) - step.start_ns
+        takes = None if rates is None else rates.seconds(read, written)
+        return DriveUse(
+            read_bytes=read,
+            written_bytes=written,
+            written_in_all=now.written_bytes,
+            calibrated_share=None if takes is None or not ns else takes * 1e9 / ns,
+        )
+
+    def _traffic(self) -> Mapping[str, Traffic]:
+        return {} if self._swap is None else self._swap.traffic()
+
+
+def _read_from(directory: str) -> str:
+    return f"bytes read from {directory}"
+
+
+def _written_to(directory: str) -> str:
+    return f"bytes written to {directory}"

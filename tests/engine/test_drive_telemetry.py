@@ -1,0 +1,93 @@
+"""What a step did with the drives can be read afterwards: of each of them, and against what it can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity_engine
+from infinity_engine.engine.engine import Engine
+from infinity_engine.engine.report import StepReport
+from infinity_engine.plan import DriveRates
+from infinity_engine.plan.ops import Lane
+from support.nvme_training import RATES, STREAMED, made
+from support.small_models import Task
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+
+@contextmanager
+def on_drives(*drives: Path, host: int = 17_100_000, **settings: Any) -> Iterator[tuple[Engine, Task]]:
+    """Open an engine with states, gradients and parameters on these drives."""
+    task, optimizer = made("gpt")
+    for drive in drives:
+        drive.mkdir()
+    given: dict[str, Any] = {
+        "accelerator": "cpu",
+        "strategy": STREAMED.strategy,
+        "parameters": "nvme",
+        "precision": "bf16",
+        "subgroup_numel": 4096,
+        "storage": {"small_bytes": 256},
+        "budget": {"host": host, "nvme": {str(drive): "64MiB" for drive in drives}},
+    }
+    with infinity_engine.initialize(task, optimizer, **{**given, **settings}) as engine:
+        yield engine, task
+
+
+def step(engine: Engine, task: Task, seed: int) -> StepReport:
+    engine.backward(engine(task.batch(seed)))
+    engine.step()
+    return engine.report()
+
+
+def test_the_bytes_of_each_drive_are_those_that_the_links_carried(tmp_path: Path) -> None:
+    drives = [tmp_path / "a", tmp_path / "b"]
+    with on_drives(*drives) as (engine, task):
+        for seed in range(3):
+            report = step(engine, task, seed)
+
+            assert list(report.drives) == [str(drive) for drive in drives]
+            moved = {lane: sum(use.nbytes.values()) for lane, use in report.links.items()}
+            assert sum(use.read_bytes for use in report.drives.values()) == moved[Lane.NVME_READ] > 0
+            assert sum(use.written_bytes for use in report.drives.values()) == moved[Lane.NVME_WRITE] > 0
+    assert all(use.written_in_all for use in report.drives.values())
+
+
+def test_what_was_written_in_all_has_what_the_engine_began_with_and_what_each_step_wrote(tmp_path: Path) -> None:
+    drive = tmp_path / "a"
+    with on_drives(drive) as (engine, task):
+        first = step(engine, task, 0).drives[str(drive)]
+        second = step(engine, task, 1).drives[str(drive)]
+
+    assert first.written_in_all > first.written_bytes > 0
+    assert second.written_in_all == first.written_in_all + second.written_bytes
+
+
+def test_a_drive_is_compared_with_its_calibrated_rates(tmp_path: Path) -> None:
+    known = DriveRates(read_bytes_per_s=3e9, write_bytes_per_s=1e9, mixed_bytes_per_s=2e9)
+    rates = replace(RATES, nvme={str(tmp_path / "a"): known})
+    with on_drives(tmp_path / "a", tmp_path / "b", rates=rates) as (engine, task):
+        report = step(engine, task, 0)
+
+    calibrated, unknown = report.drives.values()
+    takes = known.seconds(calibrated.read_bytes, calibrated.written_bytes)
+    assert takes
+    assert calibrated.calibrated_share == pytest.approx(takes / report.seconds)
+    assert unknown.calibrated_share is None
+
+
+def test_a_report_without_drives_has_none_and_one_with_drives_shows_each(tmp_path: Path) -> None:
+    with on_drives(strategy="host_only", parameters="auto") as (engine, task):
+        assert "drive" not in str(step(engine, task, 0))
+    rates = replace(RATES, nvme={str(tmp_path / "a"): DriveRates(read_bytes_per_s=1.0, write_bytes_per_s=1.0)})
+    with on_drives(tmp_path / "a", rates=rates) as (engine, task):
+        shown = str(step(engine, task, 0))
+
+    [line] = [line for line in shown.splitlines() if line.startswith("drive ")]
+    assert line.startswith(f"drive {tmp_path / 'a'}  ")
