@@ -86,6 +86,7 @@ class ParameterFetcher:
         self._holders: dict[int, int] = {}  # how many there are of each
         self._taken = 0
         self._update: DeferredUpdate | None = None
+        self._unused: set[int] = set()  # what was fetched and has not been needed since
         self._ahead = 0  # all that is needed before this position of the trace is here, or on its way
         self._fetched = self._fetched_bytes = self._in_time = self._late = 0
         where = lanes.accelerator.torch_device
@@ -108,12 +109,14 @@ class ParameterFetcher:
         """
         if not self._trace.saw(use):
             self._ahead = self._trace.at
+        self._count_needs(use.parameters)
         self.hold(use.parameters)
         try:
             if self._update is not None:
                 self._update.go_on()
                 self._update.make(use.parameters)
             self._provide(use.parameters)
+            self._unused.difference_update(use.parameters)
             self._fetch_ahead()
         finally:
             self.let_go(use.parameters)
@@ -296,6 +299,13 @@ class ParameterFetcher:
         )
         return False
 
+    def _count_needs(self, numbers: Iterable[int]) -> None:
+        """Count parameters on the drives that somebody begins to need: left here by another use, or read for this."""
+        for number in numbers:
+            if self._homes[number] is Tier.NVME and number not in self._holders:
+                found = number in self._here and number not in self._unused
+                self._lanes.meter.needs(Cargo.PARAMETERS, self._nbytes[number], found=found)
+
     # --- several parameters ---------------------------------------------------------------------------------------
 
     def _provide(self, numbers: Iterable[int]) -> None:
@@ -408,6 +418,7 @@ class ParameterFetcher:
             transfer = self._mover.move(record, self._there, into=lease)
             self._count(Lane.NVME_READ, number, transfer)
         self._here[number] = _Here(lease, transfer)
+        self._unused.add(number)
         self._taken += self._nbytes[number]
         self._fetched += 1
         self._fetched_bytes += self._nbytes[number]
@@ -462,6 +473,7 @@ class ParameterFetcher:
     def _forget(self, number: int) -> None:
         """Note that a parameter, whose transfer has ended, is not here any more."""
         here = self._here.pop(number)
+        self._unused.discard(number)
         self._taken -= self._nbytes[number]
         self._ahead = min(self._ahead, self._trace.next_use(number))
         with suppress(Exception):

@@ -21,15 +21,18 @@ from infinity_engine.schedule.executor import WAIT_FOR_OPS, WAIT_FOR_READS, WAIT
 from infinity_engine.telemetry import NullTelemetry, Telemetry
 
 __all__ = [
+    "FOUND",
     "IN_TIME",
     "LATE",
     "MICRO_BATCHES",
+    "MISSING",
     "Cargo",
     "Meter",
     "Wait",
     "busy",
     "carried",
     "clock_of",
+    "needed",
     "peak_of",
     "updated",
 ]
@@ -37,6 +40,8 @@ __all__ = [
 MICRO_BATCHES = "micro-batches"
 IN_TIME = "parameters in time"
 LATE = "parameters late"
+FOUND = "found in memory"
+MISSING = "read from drives"
 
 
 class Cargo(Enum):
@@ -60,6 +65,11 @@ class Wait(Enum):
 def carried(lane: Lane, cargo: Cargo) -> str:
     """Return what the counter of the bytes is called that a link was given of one kind."""
     return f"{lane.value} bytes of {cargo.value}"
+
+
+def needed(cargo: Cargo, found: str) -> str:
+    """Return what the counter of bytes is called that were needed and were `FOUND` in memory, or `MISSING` there."""
+    return f"bytes of {cargo.value} {found}"
 
 
 def busy(lane: Lane, unit: str) -> str:
@@ -120,6 +130,10 @@ class Meter:
         if self._on:
             self._telemetry.counter(carried(lane, cargo)).add(nbytes)
             self._note(event, _Submitted(name, lane, fields, nbytes))
+
+    def needs(self, cargo: Cargo, nbytes: int, *, found: bool) -> None:
+        """Count what could rest on drives and was needed: it was in memory already, or had to be read."""
+        self._telemetry.counter(needed(cargo, FOUND if found else MISSING)).add(nbytes)
 
     def works(self, event: Event, *, name: str, **fields: object) -> None:
         """Note work that the device was given, whose end is `event`."""

@@ -12,14 +12,27 @@ from types import MappingProxyType
 from typing import cast
 
 from infinity_engine.engine.drives import DriveUse
-from infinity_engine.engine.meter import IN_TIME, LATE, MICRO_BATCHES, Cargo, Wait, busy, carried, peak_of, updated
+from infinity_engine.engine.meter import (
+    FOUND,
+    IN_TIME,
+    LATE,
+    MICRO_BATCHES,
+    MISSING,
+    Cargo,
+    Wait,
+    busy,
+    carried,
+    needed,
+    peak_of,
+    updated,
+)
 from infinity_engine.engine.outcome import Outcome
 from infinity_engine.memory import Usage
 from infinity_engine.plan.ops import Lane, UpdateOnDevice, UpdateOnHost, UpdateOp
 from infinity_engine.telemetry import StepRecord
 from infinity_engine.units import format_bytes, format_rate
 
-__all__ = ["LinkUse", "Over", "Peak", "StepReport", "UpdateUse", "report_of"]
+__all__ = ["Hits", "LinkUse", "Over", "Peak", "StepReport", "UpdateUse", "report_of"]
 
 _PHASES = ("forward", "backward", "update")
 _LINKS = (Lane.H2D, Lane.D2H, Lane.NVME_READ, Lane.NVME_WRITE)
@@ -54,6 +67,14 @@ class UpdateUse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Hits:
+    """Of the bytes that were needed and could rest on drives, those in memory already, and those read from drives."""
+
+    found: int
+    missing: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
     """The most that a tier, or a directory of NVMe, ever held until the step's end, against its budget."""
 
@@ -67,8 +88,8 @@ class StepReport:
     """One step in figures; as text, a table. `device` says what the times are worth: an emulated device has its own.
 
     `waits` are the seconds in which the host waited, and are within the phases' own. `links` has those that carried
-    something. Of the fetched parameters, those in time were there or under way when they were asked for. `drives` is by
-    directory.
+    something. Of the fetched parameters, those in time were there or under way when they were asked for. `hits` are
+    of what could rest on drives, where something does; `drives` is by directory.
     """
 
     index: int
@@ -84,6 +105,7 @@ class StepReport:
     updates: Mapping[Lane, UpdateUse]
     parameters_in_time: int
     parameters_late: int
+    hits: Mapping[Cargo, Hits]
     drives: Mapping[str, DriveUse]
     peaks: tuple[Peak, ...]
 
@@ -97,6 +119,7 @@ class StepReport:
             *((lane.value, _link(use)) for lane, use in self.links.items()),
             *((f"updates on {lane.value}", _update(use)) for lane, use in self.updates.items() if use.params),
             *self._fetched(),
+            *self._found(),
             *((f"drive {directory}", _drive(use)) for directory, use in self.drives.items()),
             *(
                 (f"peak of {peak.name}", f"{format_bytes(peak.nbytes)} of {format_bytes(peak.limit)}")
@@ -115,6 +138,10 @@ class StepReport:
         if not self.parameters_in_time + self.parameters_late:
             return []
         return [("parameters fetched", f"{self.parameters_in_time} in time, {self.parameters_late} late")]
+
+    def _found(self) -> list[tuple[str, str]]:
+        each = ", ".join(f"{cargo.value} {_share(hits)}" for cargo, hits in self.hits.items())
+        return [("found in memory", each)] if each else []
 
 
 def report_of(
@@ -138,6 +165,7 @@ def report_of(
         updates={op.lane: _update_use(op, counted) for op in _UPDATES},
         parameters_in_time=counted.get(IN_TIME, 0),
         parameters_late=counted.get(LATE, 0),
+        hits={cargo: hits for cargo in Cargo if (hits := _hits(cargo, counted)) is not None},
         drives=drives,
         peaks=tuple(_peak(step, each) for each in usage),
     )
@@ -146,6 +174,11 @@ def report_of(
 def _carried(lane: Lane, counted: Mapping[str, int]) -> dict[Cargo, int]:
     names = {cargo: carried(lane, cargo) for cargo in Cargo}
     return {cargo: counted[name] for cargo, name in names.items() if name in counted}
+
+
+def _hits(cargo: Cargo, counted: Mapping[str, int]) -> Hits | None:
+    found, missing = (counted.get(needed(cargo, where), 0) for where in (FOUND, MISSING))
+    return Hits(found=found, missing=missing) if found + missing else None
 
 
 def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse:
@@ -180,6 +213,10 @@ def _drive(use: DriveUse) -> str:
     share = "" if use.calibrated_share is None else f"; {use.calibrated_share:.0%} of its calibrated bandwidth"
     moved = f"{format_bytes(use.read_bytes)} read, {format_bytes(use.written_bytes)} written"
     return f"{moved}{share}; {format_bytes(use.written_in_all)} written in all"
+
+
+def _share(hits: Hits) -> str:
+    return f"{format_bytes(hits.found)} of {format_bytes(hits.found + hits.missing)}"
 
 
 def _update(use: UpdateUse) -> str:

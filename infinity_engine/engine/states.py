@@ -440,6 +440,9 @@ class StateKeeper:
             gradient_factor=inputs.gradient_factor,
         )
         self._lanes.meter.updates(op, partial(self._lanes.kernels.update, update))
+        if self._swapped is not None:
+            nbytes = self._nbytes(held.subgroup, held.home)
+            self._lanes.meter.needs(Cargo.STATES, nbytes, found=held.lease is not None)
         state.steps[:] = update.steps
 
     def _gradient(self, held: _Held, number: int, inputs: StepInputs) -> Values | None:

@@ -12,6 +12,7 @@ import pytest
 
 import infinity_engine
 from infinity_engine.engine.engine import Engine
+from infinity_engine.engine.meter import Cargo
 from infinity_engine.engine.report import StepReport
 from infinity_engine.plan import DriveRates
 from infinity_engine.plan.ops import Lane
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @contextmanager
-def on_drives(*drives: Path, host: int = 17_100_000, **settings: Any) -> Iterator[tuple[Engine, Task]]:
+def on_drives(*drives: Path, host: int | str = 17_100_000, **settings: Any) -> Iterator[tuple[Engine, Task]]:
     """Open an engine with states, gradients and parameters on these drives."""
     task, optimizer = made("gpt")
     for drive in drives:
@@ -91,3 +92,38 @@ def test_a_report_without_drives_has_none_and_one_with_drives_shows_each(tmp_pat
 
     [line] = [line for line in shown.splitlines() if line.startswith("drive ")]
     assert line.startswith(f"drive {tmp_path / 'a'}  ")
+
+
+def test_states_that_an_update_needs_were_in_memory_or_had_to_be_read(tmp_path: Path) -> None:
+    with on_drives(tmp_path / "a", host=17_400_000, parameters="device") as (engine, task):
+        for seed in range(2):
+            report = step(engine, task, seed)
+
+            states = report.hits[Cargo.STATES]
+            params = sum(use.params for use in report.updates.values())
+            assert states.found + states.missing == 12 * params
+            assert states.missing == report.links[Lane.NVME_READ].nbytes[Cargo.STATES] > 0
+            assert states.found > 0
+
+
+def test_parameters_are_found_where_an_earlier_use_has_left_them_and_else_read(tmp_path: Path) -> None:
+    needed = set()
+    for name, host in (("little", "17100000 B"), ("much", "64MiB")):
+        with on_drives(tmp_path / name, host=host) as (engine, task):
+            step(engine, task, 0)
+            report = step(engine, task, 1)  # which begins and ends with as many fetched ahead
+
+        hits = report.hits[Cargo.PARAMETERS]
+        assert hits.missing == report.links[Lane.NVME_READ].nbytes[Cargo.PARAMETERS] > 0
+        needed.add(hits.found + hits.missing)
+    assert len(needed) == 1
+    on_the_drives = sum(2 * each.numel() for each in task.parameters() if 2 * each.numel() >= 256)
+    assert hits.missing == on_the_drives  # once in the forward: the backward finds all of them
+
+
+def test_nothing_is_found_where_nothing_rests_on_drives(tmp_path: Path) -> None:
+    with on_drives(strategy="host_only", parameters="auto") as (engine, task):
+        report = step(engine, task, 0)
+
+    assert report.hits == {}
+    assert "found in memory" not in str(report)
