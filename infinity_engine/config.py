@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Auto, Budget, Rates, Strategy, parse_strategy
-from infinity_engine.plan.mappings import known_mapping
+from infinity_engine.plan.mappings import Directories, known_mapping
 from infinity_engine.plan.strategy import STRATEGIES
-from infinity_engine.units import positive
+from infinity_engine.units import parse_bytes, positive
 
 __all__ = [
     "Accelerator",
@@ -162,6 +162,25 @@ def _rates() -> _Kind:
     return _Kind("Rates, or a mapping of them", read)
 
 
+def _bytes_of_drives() -> _Kind:
+    words = "bytes, as a number or text such as '600TB', or a mapping from directories to them"
+
+    def read(place: str, given: object) -> int | Directories[int]:
+        if isinstance(given, Mapping):
+            return Directories({name: size(f"{place}[{name!r}]", each) for name, each in given.items()}, field=place)
+        return size(place, given)
+
+    def size(place: str, given: object) -> int:
+        if isinstance(given, bool) or not isinstance(given, int | str):
+            raise ConfigError(field=place, value=given, expected=words)
+        nbytes = parse_bytes(given, field=place)
+        if not nbytes:
+            raise ConfigError(field=place, value=given, expected="more than 0 bytes")
+        return nbytes
+
+    return _Kind(words, read)
+
+
 def _strategy() -> _Kind:
     names = ", ".join(kind.name for kind in STRATEGIES)
     return _Kind(
@@ -192,6 +211,8 @@ def _plain(value: object) -> object:
         return value.value
     if isinstance(value, Strategy):
         return value.to_plain()
+    if isinstance(value, Directories):
+        return dict(value)
     return value.to_mapping() if isinstance(value, Budget | Rates | _Settings) else value
 
 
@@ -245,6 +266,13 @@ class StorageConfig(_Settings):
         metadata=_about(
             _flag(),
             "update what rests on drives in the backward already, to places of its own (larger-than-ram.md)",
+        ),
+    )
+    endurance: int | Mapping[str, int] | None = field(
+        default=None,
+        metadata=_about(
+            _or_none(_bytes_of_drives()),
+            "what may be written to each drive in its life (its TBW); reports and warnings compare with it",
         ),
     )
 

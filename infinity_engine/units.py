@@ -24,6 +24,7 @@ __all__ = [
     "align_down",
     "align_up",
     "format_bytes",
+    "format_decimal_bytes",
     "format_rate",
     "parse_bytes",
     "parse_rate",
@@ -63,6 +64,11 @@ def format_bytes(nbytes: int) -> str:
     Rounded to three decimals: parse_bytes gives the same number back whenever those are exact.
     """
     return _format(Fraction(nbytes), _BINARY)
+
+
+def format_decimal_bytes(nbytes: int) -> str:
+    """Return `nbytes` as short text in decimal units, such as "1.5 TB", in which drives are sold and rated."""
+    return _format(Fraction(nbytes), _DECIMAL)
 
 
 def parse_rate(rate: object, *, field: str = "rate") -> float:

@@ -103,6 +103,7 @@ def _parts(
     built = originals_of(model)
     sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
     budget = _budget(config, accelerator, built)
+    rated = _endurance(config, budget)
     queue = _queue(config, budget, queue, resources)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) if queue is not None else 0
     plan = place(sizing, wish_of(config, policy), budget, io_bytes=io_bytes)
@@ -179,7 +180,7 @@ def _parts(
         max_grad_norm=config.max_grad_norm,
         telemetry=telemetry,
         meter=lanes.meter,
-        drives=DriveMeter(telemetry, swap, _drive_rates(config, accelerator)),
+        drives=DriveMeter(telemetry, swap, rates=_drive_rates(config, accelerator), rated=rated),
         ledger=ledger,
         hooks=hooks,
         resources=ExitStack(),
@@ -589,6 +590,17 @@ def _leave(parameter: torch.nn.Parameter, lease: Lease) -> None:
 def _drive_rates(config: EngineConfig, accelerator: Accelerator) -> Mapping[str, DriveRates]:
     """Return the drives' calibrated rates, none where time is computed: drives take no time there."""
     return {} if config.rates is None or isinstance(accelerator, VirtualAccelerator) else config.rates.nvme
+
+
+def _endurance(config: EngineConfig, budget: ResolvedBudget) -> Mapping[str, int]:
+    """Return what may be written to each directory of the budget of which that was stated."""
+    stated = config.storage.endurance
+    if not isinstance(stated, Mapping):
+        return {} if stated is None else dict.fromkeys(budget.nvme, stated)
+    unknown = [directory for directory in stated if directory not in budget.nvme]
+    if unknown:
+        raise ConfigError.unknown_name(field="storage.endurance", name=unknown[0], known=budget.nvme)
+    return {directory: stated[directory] for directory in budget.nvme if directory in stated}
 
 
 def _telemetry(config: EngineConfig, accelerator: Accelerator) -> Telemetry:

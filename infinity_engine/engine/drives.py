@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from infinity_engine.engine.wear import Endurance, Wear
 from infinity_engine.plan import DriveRates
 from infinity_engine.storage import SwapFile, Traffic
 from infinity_engine.telemetry import StepRecord, Telemetry
@@ -27,17 +28,29 @@ class DriveUse:
     written_bytes: int
     written_in_all: int
     calibrated_share: float | None
+    endurance: Endurance | None  # None: it was not stated
 
 
 class DriveMeter:
-    """Counts for one engine, whose `swap` is None where nothing rests on drives. `rates` are those of directories."""
+    """Counts for one engine, whose `swap` is None where nothing rests on drives.
 
-    def __init__(self, telemetry: Telemetry, swap: SwapFile | None, rates: Mapping[str, DriveRates]) -> None:
+    Of directories, `rates` has what they can do, and `rated` how much may be written to them: of some, or none.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        swap: SwapFile | None,
+        *,
+        rates: Mapping[str, DriveRates],
+        rated: Mapping[str, int],
+    ) -> None:
         self._telemetry = telemetry
         self._swap = swap
         self._rates = rates
         self._counted: dict[str, Traffic] = {}
         self.count()
+        self._wear = Wear(rated, self._written())
 
     def count(self) -> None:
         """Count what was read and written since this was called last, in the step that is recorded."""
@@ -46,6 +59,10 @@ class DriveMeter:
             self._telemetry.counter(_read_from(directory)).add(now.read_bytes - before.read_bytes)
             self._telemetry.counter(_written_to(directory)).add(now.written_bytes - before.written_bytes)
             self._counted[directory] = now
+
+    def warn_of_wear(self) -> None:
+        """Warn where much was written of what a drive is rated for."""
+        self._wear.warn(self._written())
 
     def uses(self, step: StepRecord) -> dict[str, DriveUse]:
         """Return what each directory had to do in a step that has ended."""
@@ -60,7 +77,11 @@ class DriveMeter:
             written_bytes=written,
             written_in_all=now.written_bytes,
             calibrated_share=None if takes is None or not ns else takes * 1e9 / ns,
+            endurance=self._wear.endurance(directory, now.written_bytes),
         )
+
+    def _written(self) -> dict[str, int]:
+        return {directory: traffic.written_bytes for directory, traffic in self._counted.items()}
 
     def _traffic(self) -> Mapping[str, Traffic]:
         return {} if self._swap is None else self._swap.traffic()

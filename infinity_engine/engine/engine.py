@@ -196,6 +196,7 @@ class Engine:
             self._counted = self._walk is not None
             self._steps += 1
             self._tell_optimizer()
+        parts.drives.warn_of_wear()
         return result
 
     def zero_grad(self) -> None:

@@ -30,7 +30,7 @@ from infinity_engine.engine.outcome import Outcome
 from infinity_engine.memory import Usage
 from infinity_engine.plan.ops import Lane, UpdateOnDevice, UpdateOnHost, UpdateOp
 from infinity_engine.telemetry import StepRecord
-from infinity_engine.units import format_bytes, format_rate
+from infinity_engine.units import format_bytes, format_decimal_bytes, format_rate
 
 __all__ = ["Hits", "LinkUse", "Over", "Peak", "StepReport", "UpdateUse", "report_of"]
 
@@ -121,6 +121,7 @@ class StepReport:
             *self._fetched(),
             *self._found(),
             *((f"drive {directory}", _drive(use)) for directory, use in self.drives.items()),
+            *((f"wear of {directory}", _wear(use)) for directory, use in self.drives.items()),
             *(
                 (f"peak of {peak.name}", f"{format_bytes(peak.nbytes)} of {format_bytes(peak.limit)}")
                 for peak in self.peaks
@@ -211,8 +212,12 @@ def _link(use: LinkUse) -> str:
 
 def _drive(use: DriveUse) -> str:
     share = "" if use.calibrated_share is None else f"; {use.calibrated_share:.0%} of its calibrated bandwidth"
-    moved = f"{format_bytes(use.read_bytes)} read, {format_bytes(use.written_bytes)} written"
-    return f"{moved}{share}; {format_bytes(use.written_in_all)} written in all"
+    return f"{format_bytes(use.read_bytes)} read, {format_bytes(use.written_bytes)} written{share}"
+
+
+def _wear(use: DriveUse) -> str:
+    endurance = "" if use.endurance is None else f", {use.endurance}"
+    return f"{format_decimal_bytes(use.written_in_all)} written in all{endurance}"
 
 
 def _share(hits: Hits) -> str:

@@ -14,8 +14,10 @@ import infinity_engine
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.meter import Cargo
 from infinity_engine.engine.report import StepReport
+from infinity_engine.errors import ConfigError
 from infinity_engine.plan import DriveRates
 from infinity_engine.plan.ops import Lane
+from infinity_engine.units import TB
 from support.nvme_training import RATES, STREAMED, made
 from support.small_models import Task
 
@@ -127,3 +129,46 @@ def test_nothing_is_found_where_nothing_rests_on_drives(tmp_path: Path) -> None:
 
     assert report.hits == {}
     assert "found in memory" not in str(report)
+
+
+def test_what_was_written_is_compared_with_what_the_drive_is_rated_for_and_warned_of(tmp_path: Path) -> None:
+    little, much = tmp_path / "little", tmp_path / "much"
+    storage = {"small_bytes": 256, "endurance": {f"{little}/": "2MB", str(much): "600TB"}}
+    with on_drives(little, much, storage=storage) as (engine, task):
+        with pytest.warns(RuntimeWarning, match=rf"to {little}, .*of the 2 MB that its drive is rated for") as warned:
+            report = step(engine, task, 0)
+        assert len(warned) == 1
+        assert warned[0].filename == __file__
+        worn, fresh = (report.drives[str(drive)].endurance for drive in (little, much))
+
+    assert worn is not None
+    assert fresh is not None
+    assert worn.share == report.drives[str(little)].written_in_all / 2_000_000
+    assert (worn.rated_bytes, fresh.rated_bytes) == (2_000_000, 600 * TB)
+    [line] = [line for line in str(report).splitlines() if line.startswith(f"wear of {little}")]
+    assert line.endswith(str(worn))
+
+
+def test_one_rating_is_that_of_every_directory(tmp_path: Path) -> None:
+    drives = [tmp_path / "a", tmp_path / "b"]
+    with on_drives(*drives, storage={"small_bytes": 256, "endurance": "600TB"}) as (engine, task):
+        report = step(engine, task, 0)
+
+    assert [use.endurance.rated_bytes for use in report.drives.values() if use.endurance] == [600 * TB] * 2
+
+
+def test_the_rating_of_a_directory_that_is_not_used_is_refused(tmp_path: Path) -> None:
+    storage = {"endurance": {str(tmp_path / "b"): "600TB"}}
+    with (
+        pytest.raises(ConfigError, match=rf"^storage\.endurance: expected one of {tmp_path}/a "),
+        on_drives(tmp_path / "a", storage=storage),
+    ):
+        pass
+
+
+def test_wear_is_warned_of_where_nothing_is_recorded(tmp_path: Path) -> None:
+    storage = {"small_bytes": 256, "endurance": 1000}
+    with on_drives(tmp_path / "a", storage=storage, telemetry={"recording": "off"}) as (engine, task):
+        engine.backward(engine(task.batch(0)))
+        with pytest.warns(RuntimeWarning, match="of the 1 KB that its drive is rated for"):
+            engine.step()

@@ -34,7 +34,7 @@ from infinity_engine.plan import (
     NvmeStreamed,
     StaticSplit,
 )
-from infinity_engine.units import GiB
+from infinity_engine.units import TB, GiB
 
 PATIENT = settings(deadline=None)
 
@@ -65,7 +65,12 @@ CONFIGS = st.builds(
     accumulation_steps=WHOLE,
     max_grad_norm=st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
     subgroup_numel=WHOLE,
-    storage=st.builds(StorageConfig, backend=st.sampled_from(Backend), checksum=st.none() | st.sampled_from(Checksum)),
+    storage=st.builds(
+        StorageConfig,
+        backend=st.sampled_from(Backend),
+        checksum=st.none() | st.sampled_from(Checksum),
+        endurance=st.none() | WHOLE | st.dictionaries(st.sampled_from(["/mnt/a", "/mnt/b"]), WHOLE),
+    ),
     telemetry=st.builds(TelemetryConfig, recording=st.sampled_from(Recording), keep_steps=WHOLE, keep_spans=WHOLE),
 )
 
@@ -137,6 +142,28 @@ def test_a_mapping_may_say_enums_by_value_and_sizes_as_text() -> None:
         storage=StorageConfig(backend=Backend.URING, checksum=Checksum.OFF),
         telemetry=TelemetryConfig(recording=Recording.OFF),
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [("600TB", 600 * TB), (5, 5), ({"/mnt/a/": "1.5 TB", "/mnt/b": 7}, {"/mnt/a": 3 * TB // 2, "/mnt/b": 7})],
+)
+def test_what_drives_are_rated_for_is_stated_of_all_or_of_each(given: object, read: object) -> None:
+    assert EngineConfig.from_keywords(storage={"endurance": given}).storage.endurance == read
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (0, r"^storage\.endurance: expected more than 0 bytes, got 0"),
+        (True, r"^storage\.endurance: expected bytes, as a number or text such as '600TB', or a mapping"),
+        ({"/mnt/a": "600 TBW"}, r"^storage\.endurance\['/mnt/a'\]: expected a unit"),
+        ({"/mnt/a": 1, "/mnt/a/": 2}, r"^storage\.endurance: expected each directory once"),
+    ],
+)
+def test_what_drives_are_rated_for_is_a_size(given: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig.from_keywords(storage={"endurance": given})
 
 
 def test_a_mapping_may_hold_values_that_are_made_already() -> None:

@@ -20,6 +20,7 @@ from infinity_engine.units import (
     align_down,
     align_up,
     format_bytes,
+    format_decimal_bytes,
     format_rate,
     parse_bytes,
     parse_rate,
@@ -187,6 +188,10 @@ def test_a_shown_size_never_fills_a_larger_unit_than_its_own(nbytes: int) -> Non
 
     assert Fraction(number) >= 1
     assert Fraction(number) < 1024 or unit == "TiB"
+
+
+def test_what_a_drive_is_rated_for_is_shown_in_decimal_units() -> None:
+    assert [format_decimal_bytes(nbytes) for nbytes in (0, 999, 1500, 600 * TB)] == ["0 B", "999 B", "1.5 KB", "600 TB"]
 
 
 # --- rates ---
