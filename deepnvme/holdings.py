@@ -91,11 +91,11 @@ class Holdings:
 
     def name(self, records: Mapping[str, Record]) -> Iterable[str]:
         """Let these tensors have these names, in place of what has them."""
+        self._need(records.values())  # first: interrupted anywhere, no name has space that is given to others
         for name, record in records.items():
             if name in self._tensors:
                 self._unname(name)
             self._tensors[name] = record
-        self._need(records.values())
         self.changed = True
         return records
 

@@ -24,6 +24,9 @@ from deepnvme.volume import Volume
 
 __all__ = ["NamedTensors"]
 
+_KNOWN = frozenset({"array", "builtins", "deepnvme.arrays", "mmap", "numpy", "torch", "torch.nn.parameter"})
+"""Modules of the types that are described without running anybody's code."""
+
 
 class NamedTensors:
     """What a store holds, and the way to its bytes."""
@@ -84,9 +87,14 @@ class NamedTensors:
         """Write tensors, then let `name` do what follows of it, in one step; it raises before it changes anything."""
         with self.changing():  # now, and not after all was written
             pass
-        # Whatever becomes of `tensors` meanwhile: they are described while the drives are busy.
+        # Whatever becomes of `tensors` meanwhile: they are described while the drives are busy. Except for what may run
+        # the caller's code, which may want from this store what waits for the staging memory that is taken by then.
         given = {check_name(each): tensor for each, tensor in tensors.items()}
-        records = self.io.write(_described(each, tensor, description) for each, tensor in given.items())
+        foreign = {each: tensor for each, tensor in given.items() if type(tensor).__module__ not in _KNOWN}
+        first = {each: _described(each, tensor, description) for each, tensor in foreign.items()}
+        records = self.io.write(
+            first.get(each) or _described(each, tensor, description) for each, tensor in given.items()
+        )
         with self.lock:
             try:
                 self._check_open()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import deepcopy
 from enum import Enum
@@ -384,10 +384,10 @@ class TensorStore:
         self._tensors.io.refuse_if_forked()
         return self._commit(self._threads.writes())
 
-    def _commit(self, before: Iterable[Future[Any]]) -> int:
+    def _commit(self, before: Iterable[Future[Any] | threading.Lock]) -> int:
         if self.durability is Durability.NONE:
             raise ValueError("a swap store has no commits: use TensorStore.create()")
-        wait(before)
+        self._threads.wait_for(before)
         with self._committing:
             last = self._commits.generation
             with self._tensors.changing() as holdings:

@@ -7,9 +7,9 @@ Called by the store, from any thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from deepnvme.errors import ClosedError
@@ -41,7 +41,7 @@ class StoreThreads:
         self._lock = threading.Lock()
         self._readers = ThreadPoolExecutor(_READERS, f"{self._name}-reader")
         self._writer = ThreadPoolExecutor(1, f"{self._name}-writer")  # of two puts of a name the later one wins
-        self._writes: set[Future[Any]] = set()  # those under way, on whichever thread
+        self._writes: weakref.WeakSet[threading.Lock] = weakref.WeakSet()  # those under way, on whichever thread
         self._queued: set[Future[Any]] = set()  # those begun here
 
     def read(self, work: Callable[[], _T]) -> StoreFuture[_T]:
@@ -70,24 +70,31 @@ class StoreThreads:
         future.add_done_callback(self._queued.discard)
         return future
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Let commits that begin during the block wait for its end."""
-        under_way: Future[None] = Future()
+    def writing(self) -> threading.Lock:
+        """Return what is held for the length of a write: commits that begin meanwhile wait for its end.
+
+        A lock, which ends with its block whatever Ctrl-C interrupts, where a note that is taken back may stay.
+        """
+        under_way = threading.Lock()
         with self._lock:
             self._writes.add(under_way)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._writes.discard(under_way)
-            under_way.set_result(None)
+        return under_way
 
-    def writes(self) -> set[Future[Any]]:
+    def writes(self) -> set[Future[Any] | threading.Lock]:
         """Return the writes that have begun, on the thread that writes those under way: what is queued comes after."""
         with self._lock:
             on_writer = threading.current_thread().name.startswith(f"{self._name}-writer")
-            return set(self._writes) if on_writer else self._writes | self._queued
+            return {*self._writes} if on_writer else {*self._writes, *self._queued}
+
+    @staticmethod
+    def wait_for(writes: Iterable[Future[Any] | threading.Lock]) -> None:
+        """Wait until these have ended, however."""
+        for each in writes:
+            if isinstance(each, Future):
+                wait((each,))
+            else:
+                with each:
+                    pass
 
     @property
     def is_current(self) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 
-from deepnvme.arrays import Storable
+from deepnvme.arrays import Scattered, Storable
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.checksum import CHECKSUM_BYTES, checksums_of
 from deepnvme.copying import gather, scatter
@@ -100,10 +100,11 @@ class TensorIO:
         taken += extents  # from here on a failure gives the space back
         pipeline.wait_for_room()
         memory = tensor.gathered().memory  # now: a copy takes memory no longer than its writing
-        if self._summing:
+        if self._summing and not isinstance(tensor, Scattered):
             return Record(tensor.code, tensor.shape, extents, self._store_summed(extents, memory, pipeline))
+        # A copy is one step, as all of it is held until its last byte is written, and the next one waits for that.
         self._store(extents, memory, pipeline.start(memory.nbytes))
-        return Record(tensor.code, tensor.shape, extents, None)
+        return Record(tensor.code, tensor.shape, extents, checksums_of(memory) if self._summing else None)
 
     def _store_summed(self, extents: Sequence[Extent], memory: Memory, pipeline: Pipeline) -> tuple[int, ...]:
         """Write in pieces, and sum each while it is on its way."""

@@ -24,8 +24,19 @@ import numpy as np
 import pytest
 import torch
 
-from deepnvme import Access, ClosedError, FaultPlan, IOFuture, IOQueue, NVMeError, Requests, WhenFull, tensor_io
-from deepnvme.arrays import Returns, empty
+from deepnvme import (
+    Access,
+    ClosedError,
+    FaultPlan,
+    IOFuture,
+    IOQueue,
+    NVMeError,
+    Requests,
+    WhenFull,
+    pipeline,
+    tensor_io,
+)
+from deepnvme.arrays import Description, Returns, Scattered, empty
 from deepnvme.errors import PoisonedError, StoreError, VolumeError, VolumeFullError, VolumeLockedError
 from deepnvme.extents import Extent, whole_pages
 from deepnvme.manifest import ManifestError, encode, parse
@@ -217,6 +228,55 @@ def test_names_are_those_of_the_tensors_whatever_becomes_of_the_mapping_meanwhil
     tensors["third"] = b"333"
     store.put_many(tensors)
     assert contents(store) == {"first": b"1", "second": b"22", "third": b"333"}
+
+
+class Lazy:
+    """An array that is read from a store when somebody looks at it."""
+
+    def __init__(self, store: TensorStore, name: str) -> None:
+        self.store, self.name = store, name
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        self.array = self.store.get(self.name)
+        interface: dict[str, Any] = self.array.__array_interface__
+        return interface
+
+
+def test_arrays_that_read_the_store_when_they_are_looked_at_can_be_put_into_it(
+    store: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_io, "RUN_BYTES", 4 * PAGE)  # so that 100 tensors take all staging memory
+    store.put_many({f"a{number}": filled(PAGE, number) for number in range(100)})
+    lazy = {f"b{number}": Lazy(store, f"a{number}") for number in range(100)}
+    putting = threading.Thread(target=store.put_many, args=[lazy], daemon=True)
+    putting.start()
+    putting.join(TIMEOUT_S)
+    assert not putting.is_alive()
+    assert [value_of(store.get(name)) for name in lazy] == [*range(100)]
+
+
+def test_a_put_that_was_interrupted_as_it_began_is_waited_for_by_no_commit(store: TensorStore) -> None:
+    class Interrupting:
+        """A lock in which Ctrl-C comes once it was let go."""
+
+        def __enter__(self) -> None:
+            locks[0].acquire()
+
+        def __exit__(self, *_: object) -> None:
+            threads._lock = locks[0]
+            locks[0].release()
+            raise KeyboardInterrupt
+
+    threads = store._threads
+    locks = [threads._lock]
+    threads._lock = Interrupting()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        store.put("a", b"1")
+    committing = threading.Thread(target=store.commit, daemon=True)
+    committing.start()
+    committing.join(TIMEOUT_S)
+    assert not committing.is_alive()
 
 
 @pytest.mark.parametrize("rates", [(1.0, 1.0), (3.0, 1.0)])
@@ -1413,6 +1473,31 @@ def test_a_state_holds_tensors_that_have_to_be_copied_first(place: list[Path], q
         got = store.get_state("state")["it"]
     assert (got.shape, got.dtype) == (given.shape, given.dtype)
     assert np.array_equal(np.asarray(got), np.asarray(torch.as_tensor(given).detach().resolve_conj().resolve_neg()))
+
+
+@pytest.mark.parametrize("checksum", Checksum)
+def test_the_copy_of_a_large_tensor_is_gone_before_the_next_one_is_made(
+    tmp_path: Path, checksum: Checksum, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_io, "_PIECE_BYTES", MIB)
+    monkeypatch.setattr(pipeline, "_MOST_BYTES", 2 * MIB)
+    copies: list[weakref.ref[object]] = []
+    gathered = Scattered.gathered
+
+    def counted(tensor: Scattered) -> Description:
+        assert not any(copy() for copy in copies), "two copies at once"
+        made = gathered(tensor)
+        copies.append(weakref.ref(made.memory.holder))
+        return made
+
+    monkeypatch.setattr(Scattered, "gathered", counted)
+    late = FaultPlan().delay(delay_us=20_000, every=1, requests=Requests.WRITES)
+    with (
+        IOQueue(BACKEND, faults=late) as queue,
+        TensorStore.swap([tmp_path], 24 * MIB, queue=queue, checksum=checksum) as store,
+    ):
+        store.put_state("state", [np.zeros(8 * MIB, np.uint8)[::2] for _ in range(3)])
+    assert len(copies) == 3
 
 
 @pytest.mark.parametrize("name", scattered())

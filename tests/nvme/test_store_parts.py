@@ -48,6 +48,25 @@ def test_space_is_given_back_when_neither_name_nor_reader_nor_commit_needs_it() 
     assert space.free == [record(1)]
 
 
+class Interrupted(dict[str, Record]):
+    """Records of which the first has got its name when Ctrl-C comes."""
+
+    def items(self) -> Any:
+        yield next(iter(super().items()))
+        raise KeyboardInterrupt
+
+
+def test_space_of_a_name_is_never_given_back_though_naming_was_interrupted() -> None:
+    space = Space()
+    holdings = space.holdings
+    with pytest.raises(KeyboardInterrupt):
+        holdings.name(Interrupted(a=record(1), b=record(2)))
+    holdings.let_go(holdings.hold(holdings.names))
+    holdings.not_committed(holdings.begin_commit())
+    assert "a" in holdings
+    assert space.free == []
+
+
 def test_a_commit_that_failed_holds_nothing_and_one_in_doubt_everything() -> None:
     space = Space()
     holdings = space.holdings
@@ -168,9 +187,8 @@ def test_a_commit_waits_for_what_is_queued_and_for_what_other_threads_write() ->
     threads, go = StoreThreads(), threading.Event()
     queued = threads.write(go.wait)
     with threads.writing():
-        before = threads.writes()
-        assert queued in before
-        assert len(before) == 2
+        assert queued in threads.writes()
+        assert len(threads.writes()) == 2
     assert threads.writes() == {queued}
     go.set()
     queued.result(TIMEOUT_S)
@@ -181,7 +199,7 @@ def test_a_commit_waits_for_what_is_queued_and_for_what_other_threads_write() ->
 
 def test_on_the_thread_that_writes_what_is_queued_behind_is_not_waited_for() -> None:
     threads, go = StoreThreads(), threading.Event()
-    seen: Future[set[Future[Any]]] = Future()
+    seen: Future[set[Any]] = Future()
     threads.write(go.wait).add_done_callback(lambda _: seen.set_result(threads.writes()))
     behind = threads.write(lambda: None)
     go.set()
