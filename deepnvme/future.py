@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["SLICE_S", "IOFuture", "Waiter", "awaited"]
 
 _T = TypeVar("_T")
-SLICE_S = 0.05
+SLICE_S = 0.1
 """How long one call may wait in native code. Python runs signal handlers between calls: so long may Ctrl-C take."""
 # Of concurrent.futures.Future._state.
 _FINISHED = "FINISHED"
