@@ -210,8 +210,10 @@ class Accelerator(ABC):
         """
 
     @abstractmethod
-    def allocate(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
         """Return a buffer whose content is undefined, aligned to 64 bytes at least.
+
+        Beside it, at most `idle_bytes` of what was given back may be kept for buffers to come.
 
         Raises:
             CapacityError: the device has not so many free bytes.
@@ -220,6 +222,9 @@ class Accelerator(ABC):
     @abstractmethod
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back. Every event of an operation that uses it must have passed; views of it are dead."""
+
+    def forget_idle(self) -> None:  # noqa: B027  # most keep nothing
+        """Keep nothing of what was given back."""
 
     @abstractmethod
     def memory(self) -> DeviceBytes:

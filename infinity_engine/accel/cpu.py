@@ -1,11 +1,14 @@
 """The host as its own device: DEVICE and HOST are one memory, so there is nothing to copy, and work happens at once.
 
-Starts no thread and keeps no memory: a buffer is an ordinary tensor's. DEVICE's bytes count as HOST's, which is the
-business of whoever keeps the budgets.
+Starts no thread: a buffer is an ordinary tensor's. Memory that was given back is kept for buffers of the same size as
+far as its owner allows, because new pages cost as much time as filling them. DEVICE's bytes count as HOST's, which is
+the business of whoever keeps the budgets.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -16,11 +19,13 @@ from infinity_engine.accel.operation import Failure, Operation, Work
 from infinity_engine.accel.ordered import OrderedAccelerator
 from infinity_engine.errors import CapacityError
 from infinity_engine.machine.memory import probe_memory
+from infinity_engine.units import align_up
 
 __all__ = ["CpuAccelerator"]
 
 
-_LARGE = 64 << 10  # from here on, memory begins on a page and goes back to the system at once
+_LARGE = 64 << 10  # from here on, memory begins on a page
+_PAGE = 4096
 
 
 class CpuAccelerator(OrderedAccelerator[Operation]):
@@ -32,6 +37,7 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
     def __init__(self) -> None:
         super().__init__(Operation)
         self.torch_device = torch.device("cpu")
+        self._pages = _Pages()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, stream: Stream, after: Sequence[Event] = ()) -> Event:
         """Refuse: there is nothing to copy."""
@@ -40,12 +46,14 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
             "Check `unified` before a copy, and use the bytes where they are"
         )
 
-    def allocate(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
         """Return a buffer in host memory."""
         if nbytes < 1:
             raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")
         try:
-            return Buffer(_pages(nbytes) if nbytes >= _LARGE else torch.empty(nbytes, dtype=torch.uint8))
+            if nbytes < _LARGE:
+                return Buffer(torch.empty(nbytes, dtype=torch.uint8))
+            return Buffer(self._pages.take(nbytes, idle_bytes))
         except (RuntimeError, MemoryError, OSError) as error:  # torch has no class of its own for this
             free, total = self.memory()
             raise CapacityError(
@@ -55,6 +63,10 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back."""
         buffer.release()
+
+    def forget_idle(self) -> None:
+        """Give idle memory back to the system."""
+        self._pages.keep_at_most(0)
 
     def memory(self) -> DeviceBytes:
         """Return how much host memory this process may use, and how much of it nobody has taken."""
@@ -87,6 +99,36 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
         return True
 
 
-def _pages(nbytes: int) -> torch.Tensor:
-    """Return memory that drives can read into without a copy."""
-    return torch.frombuffer(Pool(nbytes).buffer(nbytes), dtype=torch.uint8)
+class _Pages:
+    """Memory that drives can read into without a copy; what nobody has views of is idle, and can be had again."""
+
+    def __init__(self) -> None:
+        self._idle: deque[Pool] = deque()  # what went back last, last
+        self._returned: deque[Pool] = deque()  # by finalizers, which may run anywhere
+
+    def take(self, nbytes: int, idle_bytes: int) -> torch.Tensor:
+        """Return so many bytes; at most `idle_bytes` stay idle beside them."""
+        self._catch_up()
+        pool = next((each for each in reversed(self._idle) if each.capacity == align_up(nbytes, _PAGE)), None)
+        if pool is None:
+            self.keep_at_most(idle_bytes)
+            pool = Pool(nbytes)
+        else:
+            self._idle.remove(pool)
+            self.keep_at_most(idle_bytes)
+        memory = pool.buffer(nbytes)
+        weakref.finalize(memory, self._returned.append, pool).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def keep_at_most(self, nbytes: int) -> None:
+        """Give idle memory back to the system, what has been idle longest first, until at most so much is left."""
+        self._catch_up()
+        left = sum(pool.capacity for pool in self._idle)
+        while left > nbytes:
+            left -= self._idle.popleft().capacity
+
+    def _catch_up(self) -> None:
+        while self._returned:
+            pool = self._returned.popleft()
+            if pool.free_bytes == pool.capacity:
+                self._idle.append(pool)

@@ -84,7 +84,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         """Return torch's own stream, for what is launched without `run`."""
         return self._streams[self._lane(stream).stream]
 
-    def allocate(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
         """Return a buffer whose content is undefined."""
         if nbytes < 1:
             raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")

@@ -142,7 +142,7 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         self._memory = EmulatedMemory(emulation.capacity_bytes)
         self._timeline: deque[OperationRecord] = deque(maxlen=emulation.timeline_kept)
 
-    def allocate(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> Buffer:
         """Return a buffer of NaN."""
         return Buffer(self._memory.allocate(nbytes))
 

@@ -50,11 +50,17 @@ _Buffer = TypeVar("_Buffer", bound=SharedBacking)
 class Allocator(Protocol[_Buffer]):
     """The part of an accelerator that is needed here."""
 
-    def allocate(self, nbytes: int) -> _Buffer:
-        """Return a new buffer of the device's memory; raise CapacityError where there is none."""
+    def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> _Buffer:
+        """Return a buffer of the device's memory; raise CapacityError where there is none.
+
+        Beside it, at most `idle_bytes` of what was given back may be kept for buffers to come.
+        """
 
     def free(self, buffer: _Buffer) -> None:
         """Take it back."""
+
+    def forget_idle(self) -> None:
+        """Keep nothing of what was given back."""
 
 
 class Cache(Protocol):
@@ -120,6 +126,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
                 while self._closing:
                     self._closing[0].wait()
                     self._let_go(self._closing.popleft())
+            self._accelerator.forget_idle()
 
     @property
     def kept_bytes(self) -> int:
@@ -133,7 +140,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
             return None
         self.reservation.hold(nbytes)
         try:
-            buffer = self._accelerator.allocate(nbytes)
+            buffer = self._accelerator.allocate(nbytes, idle_bytes=self._free_bytes())
         except BaseException as failure:
             self.reservation.release(nbytes)
             # Free bytes that lie in pieces, or that others took: what is closing may make room.

@@ -105,11 +105,14 @@ class CountingDevice:
             array = torch.empty(self.nbytes, dtype=torch.uint8).numpy()
             return torch.from_numpy(array), array
 
-    def allocate(self, nbytes: int) -> CountingDevice.Bytes:
+    def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> CountingDevice.Bytes:
         return self.Bytes(nbytes)
 
     def free(self, buffer: CountingDevice.Bytes) -> None:
         self.freed.append(buffer.nbytes)
+
+    def forget_idle(self) -> None:
+        """There is none."""
 
 
 class FragmentedDevice(CountingDevice):
@@ -120,7 +123,7 @@ class FragmentedDevice(CountingDevice):
         self.failure = failure
         self.refusals = 1
 
-    def allocate(self, nbytes: int) -> CountingDevice.Bytes:
+    def allocate(self, nbytes: int, *, idle_bytes: int = 0) -> CountingDevice.Bytes:
         if self.refusals:
             self.refusals -= 1
             raise self.failure
