@@ -19,6 +19,6 @@ def crc32c(data: object, crc: int = 0) -> int:
     return _native.crc32c(data, crc)
 
 
-def checksums_of(memory: Memory) -> tuple[int, ...]:
-    """Return the checksums of a tensor's bytes."""
-    return tuple(_native.crc32c_pieces(memory.address, memory.nbytes, CHECKSUM_BYTES))
+def checksums_of(memory: Memory, nbytes: int = CHECKSUM_BYTES) -> tuple[int, ...]:
+    """Return the checksums of a tensor's bytes, one for each `nbytes` of them."""
+    return tuple(_native.crc32c_pieces(memory.address, memory.nbytes, nbytes))

@@ -73,7 +73,7 @@ class Backend(Enum):
 class Checksum(Enum):
     """How swapped bytes are checked when they are read back."""
 
-    CRC32C = "crc32c"  # A crc32c for each chunk: a damaged one is an error.
+    CRC32C = "crc32c"  # A crc32c for each block, kept in host memory: a damaged one is an error.
     OFF = "off"  # Not at all.
 
 
@@ -252,7 +252,7 @@ class StorageConfig(_Settings):
         default=None,
         metadata=_about(
             _or_none(_member(Checksum)),
-            "how swapped bytes are checked when read back; None: as deepnvme does by default",
+            "how swapped bytes are checked when read back; None: off",
         ),
     )
     small_bytes: int = field(

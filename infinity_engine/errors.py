@@ -12,6 +12,7 @@ Imports nothing of the package; called by everybody.
       IllegalTransition                     a shard cannot go from this residency to that one
       TraceMismatch                         another module ran than the trace says
       TransferError(OSError)                an I/O or a copy failed
+        DamageError                         swapped bytes came back as others than were written
       CollectiveError                       a collective of several ranks failed
       CheckpointError                       a checkpoint cannot be used
         ManifestMismatch                    it describes something else than was asked for
@@ -34,6 +35,7 @@ __all__ = [
     "ChecksumError",
     "CollectiveError",
     "ConfigError",
+    "DamageError",
     "IllegalTransition",
     "IncompleteCheckpoint",
     "InfinityError",
@@ -193,6 +195,27 @@ class TransferError(InfinityError, OSError):
         return (
             f"{what}{self.path}: {self.strerror} (errno {self.errno}) at offset {self.offset}: "
             f"asked for {_size(self.asked)}, {_size(self.done)} done"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class DamageError(TransferError):
+    """Bytes that were swapped out came back as others: their checksums are not those of what was written.
+
+    They begin at `offset` of `path`; those that lie elsewhere are in `others`, as (path, offset).
+    """
+
+    expected: int
+    found: int
+    others: tuple[tuple[str, int], ...] = ()
+
+    def _message(self) -> str:
+        what = f"{self.what}: " if self.what else ""
+        others = "".join(f", which go on in {path} at offset {offset}" for path, offset in self.others)
+        return (
+            f"{what}{self.path}: {_size(self.asked)} at offset {self.offset}{others} are damaged: "
+            f"their crc32c is {self.found:#010x}, that of what was written was {self.expected:#010x}. "
+            "Try once more; if they stay so, check the drive and the memory, and begin again from the last checkpoint"
         )
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from deepnvme import Checksum as Summing
 from deepnvme import IOQueue
+from deepnvme.checksum import CHECKSUM_BYTES
 from deepnvme.extents import PAGE
 from deepnvme.probing import find_mount, read_mounts
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
@@ -39,7 +41,7 @@ from infinity_engine.engine.swapping import SwappedStates
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool, return_freed_memory
-from infinity_engine.optim import FloatFormat, HostKernels, UpdateThreads, rules_of
+from infinity_engine.optim import NORM_BLOCK, FloatFormat, HostKernels, UpdateThreads, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Budget, Capacity, DriveRates, ResolvedBudget, Tier
 from infinity_engine.plan.step import Home
@@ -105,13 +107,14 @@ def _parts(
     budget = _budget(config, accelerator, built)
     rated = _endurance(config, budget)
     queue = _queue(config, budget, queue, resources)
-    io_bytes = SwapFile.host_bytes(budget.nvme, queue) if queue is not None else 0
+    sums_bytes = _sums_bytes(config, sizing)
+    io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
     plan = place(sizing, wish_of(config, policy), budget, io_bytes=io_bytes)
     at_home = plan.steps.parameters is not Tier.DEVICE
     if at_home:
         check_modules(model)
     ledger = Ledger(budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)
-    swap = _swap(plan, ledger, budget, queue, resources)
+    swap = _swap(plan, ledger, budget, queue, resources, sums_bytes=sums_bytes)
     host, on_device = _pools(plan.demand, ledger, accelerator, resources)
     passing = _passing(plan.demand, ledger, resources)
     _serve((host, passing), swap)
@@ -255,21 +258,21 @@ class _Originals:
 
 def _queue(config: EngineConfig, budget: ResolvedBudget, queue: IOQueue | None, resources: ExitStack) -> IOQueue | None:
     """Return the queue for the budget's drives, None where it has none."""
-    if config.storage.checksum is Checksum.CRC32C:
-        raise ConfigError(
-            field="storage.checksum",
-            value=config.storage.checksum.value,
-            expected="None or off: this version does not check swapped bytes yet (CHANGELOG.md, Known gaps)",
-        )
     if not budget.nvme:
         return None
     return queue or resources.enter_context(IOQueue(config.storage.backend.value))
 
 
 def _swap(
-    plan: Plan, ledger: Ledger, budget: ResolvedBudget, queue: IOQueue | None, resources: ExitStack
+    plan: Plan,
+    ledger: Ledger,
+    budget: ResolvedBudget,
+    queue: IOQueue | None,
+    resources: ExitStack,
+    *,
+    sums_bytes: int,
 ) -> SwapFile | None:
-    """Take what the plan needs of each directory, as its budget is to all of them."""
+    """Take what the plan needs of each directory, as its budget is to all of them; of the host, for checksums."""
     needed = plan.demand.nvme
     if not needed:
         return None
@@ -287,7 +290,25 @@ def _swap(
         )
     _warn_of_memory(sizes)
     SwapFile.remove_stale(sizes)  # of killed runs; what a living one uses stays
-    return resources.enter_context(SwapFile(sizes, ledger, queue=queue))
+    sums = resources.enter_context(ledger.reserve(Tier.HOST, sums_bytes, holder="checksums of swapped bytes"))
+    sums.hold(sums_bytes)
+    resources.callback(sums.release, sums_bytes)
+    checksum = Summing.CRC32C if sums_bytes else Summing.NONE
+    return resources.enter_context(SwapFile(sizes, ledger, queue=queue, checksum=checksum))
+
+
+def _sums_bytes(config: EngineConfig, sizing: Sizing) -> int:
+    """Return what the checksums of all that could rest on drives take of the host at most; 0 where there are none."""
+    if config.storage.checksum is not Checksum.CRC32C:
+        return 0
+    versions = 2 if config.storage.early_updates else 1
+    blocks = versions * sum(-(-nbytes // (NORM_BLOCK * sizing.width)) for nbytes in sizing.parameters)
+    for subgroup in sizing.subgroups:
+        states = 4 * (1 + len(sizing.state_names)) * subgroup.numel
+        gradients = sizing.width * subgroup.numel
+        blocks += versions * (states // CHECKSUM_BYTES + 1)
+        blocks += config.accumulation_steps * (gradients // CHECKSUM_BYTES + len(subgroup.segments))
+    return 4 * blocks
 
 
 def _warn_of_memory(directories: Iterable[str]) -> None:
@@ -552,7 +573,8 @@ def _go_to_drives(
 ) -> ShardRecord:
     """Let values rest on the drives, in a place of their own; they go there in pieces."""
     dtype = _computed_dtype(each, sizing)
-    place = swap.allocate(each.numel * dtype.itemsize, holder=each.name)
+    block = NORM_BLOCK * dtype.itemsize if isinstance(each, TrainedParameter) else CHECKSUM_BYTES  # as subgroups cut it
+    place = swap.allocate(each.numel * dtype.itemsize, holder=each.name, block_bytes=block)
     with lanes.host.lease_planned(SCRATCH) as scratch:
         most = scratch.nbytes // dtype.itemsize
         for first in range(0, each.numel, most):

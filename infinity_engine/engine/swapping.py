@@ -16,7 +16,7 @@ from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo
 from infinity_engine.memory import Lease
-from infinity_engine.optim import Subgroup
+from infinity_engine.optim import NORM_BLOCK, Subgroup
 from infinity_engine.plan.ops import Lane, LoadStates, StoreStates
 from infinity_engine.sim.buffers import BufferLayout, buffer_slot, early_slot
 from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
@@ -107,7 +107,11 @@ class SwappedStates:
         }
         parameters = {segment.parameter for index in early for segment in self._subgroups[index].segments}
         self._new_values = {
-            parameter: swap.allocate(values[parameter].nbytes, holder=f"new values of {names(parameter)}")
+            parameter: swap.allocate(
+                values[parameter].nbytes,
+                holder=f"new values of {names(parameter)}",
+                block_bytes=NORM_BLOCK * width,  # as subgroups cut it
+            )
             for parameter in sorted(parameters)
         }
 

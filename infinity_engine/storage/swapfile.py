@@ -10,17 +10,21 @@ import errno
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from deepnvme import IOQueue, Member, Volume, VolumeError, VolumeFullError
-from deepnvme.buffers import Memory
+from deepnvme import Checksum, IOQueue, Member, Volume, VolumeError, VolumeFullError
+from deepnvme.buffers import Memory, memory_of
+from deepnvme.checksum import CHECKSUM_BYTES
 from deepnvme.extents import PAGE, Extent, slices
-from infinity_engine.errors import CapacityError, ConfigError
+from deepnvme.member import DATA
+from infinity_engine.errors import CapacityError, ConfigError, DamageError
 from infinity_engine.memory.ledger import Ledger, Reservation
 from infinity_engine.plan import Tier
+from infinity_engine.storage.checksums import BlockSums
 from infinity_engine.storage.transfer import IOHop
 from infinity_engine.units import align_down
 
@@ -32,9 +36,11 @@ _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where `nbytes` lie on the drives."""
+    """Where `nbytes` lie on the drives; `sums` are of what they are a part of, from its byte `start` on."""
 
     extents: tuple[Extent, ...]
+    sums: BlockSums | None = field(default=None, compare=False, repr=False)
+    start: int = field(default=0, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -42,8 +48,10 @@ class Place:
         return sum(extent.nbytes for extent in self.extents)
 
     def part(self, start: int, nbytes: int) -> Place:
-        """Return where `nbytes` of them from `start` on lie; a part begins on a page."""
-        return Place(slices(self.extents, start, nbytes))
+        """Return where `nbytes` of them from `start` on lie; a part begins on a page, and with checksums on a block."""
+        if self.sums is not None:
+            self.sums.check_cut(self.start + start, nbytes)
+        return Place(slices(self.extents, start, nbytes), self.sums, self.start + start)
 
 
 class Traffic(NamedTuple):
@@ -58,7 +66,8 @@ class SwapFile:
 
     `rates` are the directories' speeds beside one another, in any unit; measured where they are not given. `queue` is
     used where given and stays open; otherwise the swap file has its own. What the queue may take for itself, to copy
-    through, counts as HOST; two swap files with one queue both count it. A context manager.
+    through, counts as HOST; two swap files with one queue both count it. With a `checksum`, what is read is compared
+    with what was written. A context manager.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class SwapFile:
         holder: str = "swap file",
         rates: Mapping[str, float] | None = None,
         queue: IOQueue | None = None,
+        checksum: Checksum = Checksum.NONE,
     ) -> None:
         if not sizes:
             raise ConfigError(field="sizes of the swap file", value=dict(sizes), expected="at least one directory")
@@ -84,6 +94,7 @@ class SwapFile:
         self._directories = tuple(sizes)
         self._ledger = ledger
         self._holder = holder
+        self._checksum = checksum
         self._holders: dict[Place, str] = {}
         self._reservations: list[Reservation] = []
         self.queue = IOQueue() if queue is None else queue
@@ -163,14 +174,15 @@ class SwapFile:
             raise
         self._reservations += reserved
 
-    def allocate(self, nbytes: int, *, holder: str) -> Place:
-        """Take room for `nbytes`.
+    def allocate(self, nbytes: int, *, holder: str, block_bytes: int = CHECKSUM_BYTES) -> Place:
+        """Take room for `nbytes`, which are written and read as a whole, or in parts of so many `block_bytes`.
 
         Raises:
             CapacityError: there is not so much. Nothing was taken.
         """
+        sums = BlockSums(nbytes, block_bytes) if self._checksum is Checksum.CRC32C else None
         try:
-            place = Place(self._volume.allocate(nbytes))
+            place = Place(self._volume.allocate(nbytes), sums)
         except VolumeFullError as full:
             held: dict[str, int] = {}
             for taken, name in self._holders.items():
@@ -194,12 +206,21 @@ class SwapFile:
         self._holders.pop(place, None)
 
     def read(self, place: Place, into: memoryview | Memory, *, what: str = "") -> IOHop:
-        """Begin to read all of `place`; an error says `what` it is."""
-        return IOHop(self._volume.pread(place.extents, into), what)
+        """Begin to read all of `place`; an error says `what` it is.
+
+        With checksums, who waits for it first compares, before anybody changes what was read.
+        """
+        futures = self._volume.pread(place.extents, into)
+        if place.sums is None:
+            return IOHop(futures, what)
+        return IOHop(futures, what, partial(self._damage, place, place.sums, memory_of(into, writable=True), what))
 
     def write(self, place: Place, source: memoryview | Memory, *, what: str = "") -> IOHop:
         """Begin to write all of `place`; an error says `what` it is."""
-        return IOHop(self._volume.pwrite(place.extents, source), what)
+        futures = self._volume.pwrite(place.extents, source)
+        if place.sums is not None:
+            place.sums.put(place.start, memory_of(source, writable=False))
+        return IOHop(futures, what)
 
     def close(self) -> None:
         """Wait for reads and writes, and remove the files. Again: does nothing, or goes on where it was interrupted."""
@@ -215,6 +236,25 @@ class SwapFile:
     ) -> None:
         """Close."""
         self.close()
+
+    def _damage(self, place: Place, sums: BlockSums, memory: Memory, what: str) -> DamageError | None:
+        """Return the error for what was read into this memory, None where it is what was written."""
+        damage = sums.damage(place.start, memory)
+        if damage is None:
+            return None
+        lies = slices(place.extents, damage.start - place.start, damage.nbytes)
+        (path, offset), *others = [(str(self._volume.directories[each.member] / DATA), each.offset) for each in lies]
+        return DamageError(
+            errno=errno.EBADMSG,
+            path=path,
+            offset=offset,
+            asked=damage.nbytes,
+            done=damage.nbytes,
+            what=what,
+            expected=damage.expected,
+            found=damage.found,
+            others=tuple(others),
+        )
 
     def _reserve_host(self, directories: Iterable[str], ledger: Ledger, holder: str) -> None:
         """Count what the queue takes for each drive when something has to be copied: seldom, but then all of it."""

@@ -33,11 +33,21 @@ class Hop(Protocol):
 
 
 class IOHop:
-    """Reads or writes that belong together: the pieces of one buffer on several drives."""
+    """Reads or writes that belong together: the pieces of one buffer on several drives.
 
-    def __init__(self, futures: Sequence[IOFuture[int]], what: str = "") -> None:
+    `check` is called when all of them have ended well; it returns what is wrong with what was read.
+    """
+
+    def __init__(
+        self,
+        futures: Sequence[IOFuture[int]],
+        what: str = "",
+        check: Callable[[], TransferError | None] | None = None,
+    ) -> None:
         self._futures = futures
         self._what = what
+        self._check = check
+        self._wrong: TransferError | None = None
 
     def done(self) -> bool:
         """Tell whether all of them have ended."""
@@ -53,8 +63,18 @@ class IOHop:
             except (NVMeError, CancelledError) as error:
                 failed = failed or error
         if failed is not None:
+            self._check = None  # it holds the memory that was to be read into
             raise _as_transfer_error(failed, self._what) from failed.with_traceback(None)  # its frames hold the buffers
+        self._look()
+        if self._wrong is not None:
+            raise self._wrong.with_traceback(None)  # else it would grow each time
         return moved
+
+    def _look(self) -> None:
+        """Check what was read, once: whoever has waited may change it."""
+        if self._check is not None:
+            self._wrong = self._check()
+            self._check = None  # after it: an interrupted one is done again
 
 
 class IOEvent:

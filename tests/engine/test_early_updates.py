@@ -74,6 +74,12 @@ def test_updates_in_the_backward_give_the_same_bits(
     assert_same(found.bits, in_memory(replace(case, host=0)).bits)
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_with_checksums_updates_in_the_backward_give_the_same_bits(accumulation: int, tmp_path: Path) -> None:
+    case = replace(EARLY, accumulation=accumulation, checksum="crc32c", steps=4)
+    assert_same(trained(case, None, tmp_path).bits, in_memory(replace(case, host=0)).bits)
+
+
 def test_gradients_that_find_their_subgroup_in_a_buffer_do_not_go_to_the_drives(tmp_path: Path) -> None:
     with opened(EARLY, None, tmp_path) as (engine, task):
         train(engine, task, EARLY)

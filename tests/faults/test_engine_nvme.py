@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import pytest
@@ -18,9 +19,10 @@ import infinity_engine
 from deepnvme import FaultPlan, IOQueue
 from deepnvme.faults import Requests
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import CapacityError, ConfigError, TransferError
+from infinity_engine.errors import CapacityError, ConfigError, DamageError, TransferError
+from infinity_engine.storage import IOHop, Place, SwapFile
 from support.nvme_disks import DiskUnavailableError, tmpfs
-from support.nvme_training import STREAMED, Case, Trained, emulated, made, opened, trained
+from support.nvme_training import STREAMED, Case, Trained, bits_of, emulated, made, opened, trained
 from support.small_models import Task
 
 Result = TypeVar("Result")
@@ -82,10 +84,12 @@ def cause_of(error: BaseException) -> TransferError:
 @pytest.mark.parametrize("accelerator", ["cpu", "emulated"])
 @pytest.mark.parametrize("requests", [Requests.READS, Requests.WRITES])
 @pytest.mark.parametrize("every", [31, 61, 97])
+@pytest.mark.parametrize("checksum", ["off", "crc32c"])
 def test_where_each_nth_io_fails_training_goes_on_and_ends_with_the_same_bits(
-    accelerator: str, requests: Requests, every: int, tmp_path: Path
+    checksum: str, accelerator: str, requests: Requests, every: int, tmp_path: Path
 ) -> None:
     torch.set_num_threads(1)
+    case = replace(CASE, checksum=checksum, host=CASE.host if checksum == "off" else 17_110_000)
     on = emulated(every) if accelerator == "emulated" else None
     told: list[BaseException] = []
     plan = FaultPlan(seed=every)
@@ -95,9 +99,9 @@ def test_where_each_nth_io_fails_training_goes_on_and_ends_with_the_same_bits(
     with (
         IOQueue(faults=plan) as queue,
         suppress(TransferError),
-        opened(CASE, on, tmp_path, queue=queue) as (engine, task),
+        opened(case, on, tmp_path, queue=queue) as (engine, task),
     ):
-        for seed in range(CASE.steps):
+        for seed in range(case.steps):
             one_step(engine, task, seed, told)
         bits = patiently(engine.state_dict, told)
         for name, parameter in task.named_parameters():
@@ -181,3 +185,99 @@ def test_a_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
             pytest.skip(str(reason))
         with pytest.warns(RuntimeWarning, match="is on tmpfs: what rests there is in host memory"):
             until_end.enter_context(opened(CASE, None, folder))
+
+
+# --- bytes that a drive returns as others ----------------------------------------------------------------------------
+
+KINDS = MappingProxyType({"states": "states of subgroup", "parameters": "embed.weight", "gradients": "gradient of "})
+
+
+class BadRead:
+    """Lets the first read of a kind find a bit flipped on the drive, which is as it was afterwards."""
+
+    def __init__(self, kind: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.what = ""
+        self.offset = 0
+        self._begins_with = KINDS[kind]
+        self._drive = drive
+        self._read = SwapFile.read
+
+        def read(swap: SwapFile, place: Place, into: memoryview, *, what: str = "") -> IOHop:
+            return self._read_badly_once(swap, place, into, what)
+
+        monkeypatch.setattr(SwapFile, "read", read)
+
+    @property
+    def path(self) -> Path:
+        [path] = self._drive.glob("*/data")
+        return path
+
+    def _read_badly_once(self, swap: SwapFile, place: Place, into: memoryview, what: str) -> IOHop:
+        if self.what or not what.startswith(self._begins_with):
+            return self._read(swap, place, into, what=what)
+        last = place.extents[-1]
+        self.what, self.offset = what, last.offset + last.nbytes - 1
+        flip(self.path, self.offset)
+        hop = self._read(swap, place, into, what=what)
+        while not hop.done():
+            pass
+        flip(self.path, self.offset)
+        return hop
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        [byte] = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "emulated"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bit_that_a_drive_returns_flipped_is_told_and_training_goes_on_to_the_same_bits(
+    kind: str, accelerator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    on = emulated(1) if accelerator == "emulated" else None
+    host = 16_980_000 if on is None else 17_120_000  # so little that gradients rest on the drives as well
+    told: list[BaseException] = []
+    with opened(replace(CASE, checksum="crc32c", host=host), on, tmp_path) as (engine, task):
+        one_step(engine, task, 0, told)
+        assert told == []
+        bad, path = BadRead(kind, tmp_path, monkeypatch), str(next(tmp_path.glob("*/data")))
+        for seed in range(1, CASE.steps):
+            one_step(engine, task, seed, told)
+        bits = bits_of(engine, task)
+    if on is not None:
+        on.close()
+
+    assert told
+    for error in told:
+        damage = cause_of(error)
+        assert isinstance(damage, DamageError)
+        assert (damage.what, damage.path) == (bad.what, path)
+        assert damage.offset <= bad.offset < damage.offset + damage.asked
+        assert damage.expected != damage.found
+    assert [name for name, each in bits.items() if not torch.equal(undisturbed().bits[name], each)] == []
+
+
+def test_what_a_drive_has_damaged_for_good_is_told_each_time_and_all_else_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    with opened(replace(CASE, checksum="crc32c"), None, tmp_path) as (engine, task):
+        one_step(engine, task, 0, [])
+        expected = bits_of(engine, task)
+        bad = BadRead("states", tmp_path, monkeypatch)
+        with pytest.raises(DamageError, match=r"^states of subgroup 1 \(position, embed\.weight"):
+            engine.state_of(task.get_parameter("embed.weight"))
+        flip(bad.path, bad.offset)
+        for name in ("position", "embed.weight"):
+            with pytest.raises(DamageError, match=r"^states of subgroup 1 "):
+                engine.state_of(task.get_parameter(name))
+        master = engine.state_of(task.get_parameter("blocks.1.attention.qkv.weight"))["master"]
+        values = engine.state_dict()
+
+    assert torch.equal(torch.as_tensor(master), expected["blocks.1.attention.qkv.weight: master"])
+    assert [name for name, each in values.items() if not torch.equal(each, expected[name])] == []

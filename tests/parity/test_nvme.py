@@ -66,6 +66,24 @@ def test_wherever_things_rest_the_bits_are_the_same(
     same(got, in_memory(case))
 
 
+@pytest.mark.parametrize(("accelerator", "parameters", "strategy"), PLACES, ids=str)
+@pytest.mark.parametrize(("precision", "accumulation", "clip"), [("fp32", 1, None), ("bf16", 3, 0.05)])
+def test_with_checksums_the_bits_are_the_same(
+    accelerator: str,
+    parameters: str,
+    strategy: Strategy,
+    precision: str,
+    accumulation: int,
+    clip: float | None,
+    tmp_path: Path,
+) -> None:
+    case = Case(precision=precision, accumulation=accumulation, clip=clip)
+    on = emulated(accumulation) if accelerator == "emulated" else None
+    placed = replace(case, parameters=parameters, strategy=strategy, checksum="crc32c")
+
+    same(trained(placed, on, tmp_path), in_memory(case))
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("accelerator", ["cpu", "emulated"])
 def test_every_model_is_trained_alike_from_drives(model: str, accelerator: str, tmp_path: Path) -> None:

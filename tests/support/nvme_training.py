@@ -60,6 +60,7 @@ class Case:
     small_bytes: int = 256
     subgroup_numel: int = 4096
     early: bool = False
+    checksum: str = "off"
 
 
 STREAMED = Case(precision="bf16", clip=0.05, strategy=NvmeStreamed(), parameters="nvme", host=17_100_000, steps=3)
@@ -114,7 +115,7 @@ def opened(case: Case, on: Accelerator | None, drive: Path | None, **more: Any) 
         subgroup_numel=case.subgroup_numel,
         update_threads=2,
         parameters=case.parameters,
-        storage={"small_bytes": case.small_bytes, "early_updates": case.early},
+        storage={"small_bytes": case.small_bytes, "early_updates": case.early, "checksum": case.checksum},
         budget=budget,
         **more,
     ) as engine:

@@ -15,6 +15,7 @@ from infinity_engine.errors import (
     ChecksumError,
     CollectiveError,
     ConfigError,
+    DamageError,
     IllegalTransition,
     IncompleteCheckpoint,
     InfinityError,
@@ -36,6 +37,7 @@ EXAMPLES = (
     ManifestMismatch(path="/ckpt", entry="wte.weight shape", expected=(4, 8), found=(4, 9)),
     IncompleteCheckpoint(path="/ckpt", missing=("rank0.bin", "rank1.bin")),
     ChecksumError(path="/ckpt", entry="wte.weight", offset=4096, expected=0xBEEF, found=0xDEAD),
+    DamageError(errno=errno.EBADMSG, path="/mnt/a/swap", offset=4096, asked=8192, done=8192, expected=1, found=2),
 )
 
 
@@ -259,7 +261,7 @@ def test_a_collective_error_names_op_rank_and_group() -> None:
     assert str(EXAMPLES[6]).startswith("all_gather failed on rank 2 of group layers.3. ")
 
 
-@pytest.mark.parametrize("error", EXAMPLES[8:], ids=kind)
+@pytest.mark.parametrize("error", EXAMPLES[8:-1], ids=kind)
 def test_whatever_is_wrong_with_a_checkpoint_is_a_checkpoint_error_that_names_it(error: InfinityError) -> None:
     assert isinstance(error, CheckpointError)
     assert str(error).startswith("checkpoint /ckpt")
@@ -282,3 +284,24 @@ def test_an_incomplete_checkpoint_names_all_files_where_they_are_few() -> None:
 def test_a_checksum_error_names_the_bad_place_and_both_sums() -> None:
     assert "wte.weight is damaged at or after offset 4096" in str(EXAMPLES[10])
     assert "0x0000dead, written was 0x0000beef" in str(EXAMPLES[10])
+
+
+def test_a_damage_error_is_a_transfer_error_that_names_the_place_both_sums_and_where_it_goes_on() -> None:
+    error = DamageError(
+        errno=errno.EBADMSG,
+        path="/a/data",
+        offset=4096,
+        asked=8192,
+        done=8192,
+        what="wte.weight",
+        expected=0xBEEF,
+        found=0xDEAD,
+        others=(("/b/data", 12288),),
+    )
+
+    assert isinstance(error, TransferError)
+    assert error.filename == "/a/data"
+    assert str(error).startswith(
+        "wte.weight: /a/data: 8192 B (8.00 KiB) at offset 4096, which go on in /b/data at offset 12288 are damaged: "
+        "their crc32c is 0x0000dead, that of what was written was 0x0000beef. Try once more"
+    )

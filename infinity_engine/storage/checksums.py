@@ -1,0 +1,62 @@
+"""`BlockSums`: the crc32c of each block of what was written to one place, to compare with what is read.
+
+Arithmetic over memory; knows no files. Blocks are counted from the place's first byte, so what is written or read in
+parts is cut where a block begins.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import NamedTuple
+
+from deepnvme.buffers import Memory
+from deepnvme.checksum import checksums_of
+
+__all__ = ["BlockDamage", "BlockSums"]
+
+
+class BlockDamage(NamedTuple):
+    """A block that is not as it was written: `nbytes` from `start` on of the place."""
+
+    start: int
+    nbytes: int
+    expected: int
+    found: int
+
+
+class BlockSums:
+    """The sums of `nbytes`, for each `block_bytes`; four bytes of host memory each."""
+
+    def __init__(self, nbytes: int, block_bytes: int) -> None:
+        self._nbytes = nbytes
+        self._block = block_bytes
+        self._sums = array("I", bytes(4 * -(-nbytes // block_bytes)))
+
+    def check_cut(self, start: int, nbytes: int) -> None:
+        """Raise ValueError unless these are whole blocks."""
+        end = start + nbytes
+        if start % self._block or (end % self._block and end != self._nbytes):
+            raise ValueError(
+                f"bytes {start} to {end} of {self._nbytes} cannot be checked by themselves: they are not whole blocks "
+                f"of {self._block} B"
+            )
+
+    def put(self, start: int, memory: Memory) -> None:
+        """Note what was written from `start` on."""
+        sums = self._of(memory)
+        first = start // self._block
+        self._sums[first : first + len(sums)] = sums
+
+    def damage(self, start: int, memory: Memory) -> BlockDamage | None:
+        """Return the first block of what was read from `start` on that is not as it was written."""
+        sums = self._of(memory)
+        first = start // self._block
+        written = self._sums[first : first + len(sums)]
+        if sums == written:
+            return None
+        at = next(place for place, pair in enumerate(zip(sums, written, strict=True)) if pair[0] != pair[1])
+        begins = at * self._block
+        return BlockDamage(start + begins, min(self._block, memory.nbytes - begins), written[at], sums[at])
+
+    def _of(self, memory: Memory) -> array[int]:
+        return array("I", checksums_of(memory, self._block))
