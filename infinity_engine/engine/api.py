@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from infinity_engine.config import EngineConfig
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from deepnvme import IOQueue
     from infinity_engine.accel import Accelerator
     from infinity_engine.engine.engine import Engine
+    from infinity_engine.engine.progress import Progress
     from infinity_engine.optim import Rule
     from infinity_engine.optim.policy import OffloadPolicy
 
@@ -29,6 +30,7 @@ def initialize(
     device: Accelerator | None = None,
     policy: OffloadPolicy | str | None = None,
     queue: IOQueue | None = None,
+    progress: Callable[[Progress], object] | None = None,
     **settings: object,
 ) -> Engine:
     """Wrap `model` and `optimizer` so that their states live where the budget allows; return the engine to train with.
@@ -39,7 +41,8 @@ def initialize(
     such as an emulated one; it stays open, and the setting `accelerator` is not used. `policy` takes the place of the
     setting `strategy`: a policy of your own, or the name of a built-in one, such as "eq1". It is asked once, with the
     subgroups, the `rates` and what the budget leaves of the device; its plan is that of every update. `queue` is a
-    deepnvme.IOQueue to use for the budget's drives, which stays open; else the engine has one of its own.
+    deepnvme.IOQueue to use for the budget's drives, which stays open; else the engine has one of its own. `progress`,
+    such as print, is told now and then how far parameters and states are on their way to where they stay.
 
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.
@@ -59,6 +62,7 @@ def initialize(
         device=device,
         policy=_policy(policy, chosen),
         queue=queue,
+        progress=progress,
     )
 
 

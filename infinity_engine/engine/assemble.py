@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,7 @@ from infinity_engine.engine.meter import Meter, clock_of
 from infinity_engine.engine.modules import ModuleParameters, check_modules
 from infinity_engine.engine.outgoing import Outgoing
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
+from infinity_engine.engine.progress import Progress, Teller
 from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.sizing import sizing_of, wish_of
 from infinity_engine.engine.states import StateKeeper, piece_numbers
@@ -64,11 +65,12 @@ def assemble(
     device: Accelerator | None,
     policy: OffloadPolicy | None,
     queue: IOQueue | None,
+    progress: Callable[[Progress], object] | None,
 ) -> Engine:
     """Return an engine; `device` and `queue` are used where given, and stay open. `initialize` says what is raised."""
-    resources = ExitStack()
+    resources, teller = ExitStack(), Teller(progress)
     try:
-        parts = _parts(model, optimizer, config, device, resources, policy=policy, queue=queue)
+        parts = _parts(model, optimizer, config, device, resources, policy=policy, queue=queue, teller=teller)
         engine = Engine(parts)
     except BaseException:
         with suppress(Exception):  # what holds views of what is closed here is the error that is raised
@@ -88,6 +90,7 @@ def _parts(
     *,
     policy: OffloadPolicy | None,
     queue: IOQueue | None,
+    teller: Teller,
 ) -> EngineParts:
     rules = rules_of(optimizer)
     trained = collect_parameters(model, optimizer)
@@ -137,7 +140,7 @@ def _parts(
     originals = _Originals(everything, built)
     with _model_kept(model, everything):
         records, shown = _place(
-            everything, sizing, plan, lanes=lanes, swap=swap, originals=originals, resources=resources
+            everything, sizing, plan, lanes=lanes, swap=swap, originals=originals, resources=resources, teller=teller
         )
         _cast_buffers(model, sizing)
         swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
@@ -152,7 +155,7 @@ def _parts(
             resting=plan.resting.states,
         )
         resources.callback(states.close)
-        states.begin(originals.fill, rules)
+        states.begin(originals.fill, rules, teller)
         originals.release(everything)
         for parameter, values in shown:
             parameter.data = values
@@ -521,6 +524,7 @@ def _place(
     swap: SwapFile | None,
     originals: _Originals,
     resources: ExitStack,
+    teller: Teller,
 ) -> tuple[dict[int, ShardRecord], list[tuple[torch.nn.Parameter, torch.Tensor]]]:
     """Bring the values of parameters to where they stay; return the records of those that modules fetch.
 
@@ -529,14 +533,17 @@ def _place(
     records = {}
     shown = []
     on_host = plan.steps.parameters is not Tier.DEVICE and not lanes.accelerator.unified
-    for each in parameters:
-        if each.number in plan.resting.values:
-            assert swap is not None, "what rests on drives has a place there"
-            records[each.number] = _go_to_drives(each, sizing, lanes, swap, originals)
-        elif on_host and each.numel:
-            records[each.number] = _go_home(each, sizing, lanes, originals, resources)
-        elif not on_host:
-            shown.append((each.parameter, _on_device(each, sizing, lanes, originals, resources)))
+    with teller.part("placing parameters", sum(_nbytes(each, sizing) for each in parameters)) as placed:
+        for each in parameters:
+            if each.number in plan.resting.values:
+                assert swap is not None, "what rests on drives has a place there"
+                records[each.number] = _go_to_drives(each, sizing, lanes, swap, originals, placed=placed)
+                continue
+            if on_host and each.numel:
+                records[each.number] = _go_home(each, sizing, lanes, originals, resources)
+            elif not on_host:
+                shown.append((each.parameter, _on_device(each, sizing, lanes, originals, resources)))
+            placed(_nbytes(each, sizing))
     return records, shown
 
 
@@ -569,9 +576,15 @@ def _go_home(
 
 
 def _go_to_drives(
-    each: ModelParameter, sizing: Sizing, lanes: Lanes, swap: SwapFile, originals: _Originals
+    each: ModelParameter,
+    sizing: Sizing,
+    lanes: Lanes,
+    swap: SwapFile,
+    originals: _Originals,
+    *,
+    placed: Callable[[int], None],
 ) -> ShardRecord:
-    """Let values rest on the drives, in a place of their own; they go there in pieces."""
+    """Let values rest on the drives, in a place of their own; they go there in pieces, which `placed` is told of."""
     dtype = _computed_dtype(each, sizing)
     block = NORM_BLOCK * dtype.itemsize if isinstance(each, TrainedParameter) else CHECKSUM_BYTES  # as subgroups cut it
     place = swap.allocate(each.numel * dtype.itemsize, holder=each.name, block_bytes=block)
@@ -582,8 +595,14 @@ def _go_to_drives(
             nbytes = numel * dtype.itemsize
             originals.fill(each, first, scratch.tensor(dtype)[:numel])
             swap.write(place.part(first * dtype.itemsize, nbytes), scratch.memory()[:nbytes], what=each.name).wait()
+            placed(nbytes)
     each.rest_on_drives(dtype)
     return ShardRecord(each.name, place)
+
+
+def _nbytes(each: ModelParameter, sizing: Sizing) -> int:
+    """Return the bytes that modules compute with of a parameter."""
+    return each.numel * _computed_dtype(each, sizing).itemsize
 
 
 def _computed_dtype(each: ModelParameter, sizing: Sizing) -> torch.dtype:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from infinity_engine.engine.built import BuiltModel
 from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.originals import Originals, first_sizes
+from infinity_engine.engine.progress import Teller
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget
 from infinity_engine.storage import SwapFile
@@ -63,34 +64,40 @@ _GET_DATA, _SET_DATA = _T.data.__get__, _T.data.__set__  # type: ignore[attr-def
 
 
 @contextmanager
-def building(budget: ResolvedBudget, cache: int | None) -> Iterator[BuiltModel]:
+def building(budget: ResolvedBudget, cache: int | None, teller: Teller) -> Iterator[BuiltModel]:
     """Let what modules get as parameters in the body live on the drives. See `init_context` for what is raised."""
     if _open() is not None:
         raise RuntimeError(
             "an init_context is open in this thread already: build the whole model in one `with init_context(...)`"
         )
     with ExitStack() as failed:
-        built, originals = opened(budget, cache, failed)
-        mode = _Building(originals)
-        failed.callback(lambda: built.guard(mode.modules()))  # what was built by then, and has no values
-        hooks = Hooks()
-        hooks.on_registration(mode.gets_parameter, mode.gets_submodule)
-        try:
-            with mode:
-                yield built
-        finally:
-            hooks.remove()
-        mode.finish()
-        built.guard(each for each in mode.modules() if any(parameter in built for parameter in each.parameters()))
+        with teller.part("building on the drives", None) as written:
+            built, originals = opened(budget, cache, failed, written)
+            mode = _Building(originals)
+            failed.callback(lambda: built.guard(mode.modules()))  # what was built by then, and has no values
+            hooks = Hooks()
+            hooks.on_registration(mode.gets_parameter, mode.gets_submodule)
+            try:
+                with mode:
+                    yield built
+            finally:
+                hooks.remove()
+            mode.finish()
+            built.guard(each for each in mode.modules() if any(parameter in built for parameter in each.parameters()))
         failed.pop_all()
 
 
-def opened(budget: ResolvedBudget, cache: int | None, failed: ExitStack) -> tuple[BuiltModel, Originals]:
-    """Return an empty one, with files in each directory of the budget; `failed` gives all of it back."""
+def opened(
+    budget: ResolvedBudget, cache: int | None, failed: ExitStack, written: Callable[[int], None]
+) -> tuple[BuiltModel, Originals]:
+    """Return an empty one, with files in each directory of the budget; `failed` gives all of it back.
+
+    `written` is told of the bytes of each parameter that leaves host memory.
+    """
     ledger = Ledger(budget)
     swap = SwapFile(first_sizes(budget.nvme), ledger, holder="values of a model")
     failed.callback(swap.close)
-    originals = Originals(swap, ledger, budget.nvme, cache)
+    originals = Originals(swap, ledger, budget.nvme, cache, written)
     built = BuiltModel(originals, swap, ledger)
     failed.callback(built.close)
     return built, originals

@@ -6,7 +6,7 @@ Import torch, native code and the rest of the engine when they are used, and not
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,18 +19,24 @@ if TYPE_CHECKING:
     import torch
 
     from infinity_engine.engine.built import BuiltModel
+    from infinity_engine.engine.progress import Progress
 
 __all__ = ["init_context", "load_into"]
 
 
 @contextmanager
-def init_context(*, budget: Budget | Mapping[str, object], cache: int | str | None = None) -> Iterator[BuiltModel]:
+def init_context(
+    *,
+    budget: Budget | Mapping[str, object],
+    cache: int | str | None = None,
+    progress: Callable[[Progress], object] | None = None,
+) -> Iterator[BuiltModel]:
     """Build the model in the body so that its parameters go to the drives as it grows: same seed, same bits.
 
     `budget` is that of `initialize`, with one directory of NVMe at least; the device's part is not used. `cache` is how
     many bytes, as a number or text such as "2GiB", parameters take of the host's budget while the model is built: by
     default a quarter of what I/O leaves of it. Only what one call needs, or somebody has views of, is more; never more
-    than the budget.
+    than the budget. `progress`, such as print, is told now and then how many bytes were written to the drives.
 
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.
@@ -42,18 +48,24 @@ def init_context(*, budget: Budget | Mapping[str, object], cache: int | str | No
     resolved = _resolved(budget)
     size = None if cache is None else parse_bytes(cache, field="cache of init_context")
     from infinity_engine.engine.building import building
+    from infinity_engine.engine.progress import Teller
 
-    with building(resolved, size) as built:
+    with building(resolved, size, Teller(progress)) as built:
         yield built
 
 
 def load_into(
-    model: torch.nn.Module, directory: str | os.PathLike[str], budget: Budget | Mapping[str, object]
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    budget: Budget | Mapping[str, object],
+    *,
+    progress: Callable[[Progress], object] | None = None,
 ) -> BuiltModel:
     """Fill a model on the meta device from the safetensors files of a directory, by way of the drives.
 
     The parameters stay the objects that they are, and their values go piece by piece from the files to the budget's
     directories; buffers get ordinary memory. A number is converted where the model has another dtype than the file.
+    `progress`, such as print, is told now and then how many bytes are there.
 
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.
@@ -65,8 +77,9 @@ def load_into(
     require_torch("infinity_engine.load_into")
     resolved = _resolved(budget)
     from infinity_engine.engine.loading import load
+    from infinity_engine.engine.progress import Teller
 
-    return load(model, directory, resolved)
+    return load(model, directory, resolved, Teller(progress))
 
 
 def _resolved(given: object) -> ResolvedBudget:

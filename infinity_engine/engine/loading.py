@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from deepnvme.safetensors import SafetensorsEntry
 from infinity_engine.engine.building import opened
 from infinity_engine.engine.built import BuiltModel
 from infinity_engine.engine.original import absent
+from infinity_engine.engine.progress import Teller
 from infinity_engine.errors import ConfigError, TransferError
 from infinity_engine.plan import ResolvedBudget, Tier
 from infinity_engine.storage import IOHop, Place, SwapFile
@@ -73,11 +74,13 @@ class _Target:
         return self.tensor.numel() < 2
 
 
-def load(model: torch.nn.Module, directory: str | os.PathLike[str], budget: ResolvedBudget) -> BuiltModel:
+def load(
+    model: torch.nn.Module, directory: str | os.PathLike[str], budget: ResolvedBudget, teller: Teller
+) -> BuiltModel:
     """Fill `model`. See `load_into` for what is raised."""
     targets = _targets(model, _found(Path(directory)), str(directory))
     with ExitStack() as failed:
-        built, originals = opened(budget, 0, failed)
+        built, originals = opened(budget, 0, failed, lambda _: None)
         places = [originals.allocate(each.nbytes, each.names[0]) if each.is_streamed else None for each in targets]
         originals.settle(room=sum(each.nbytes for each in targets if each.is_small))
         queue = built.swap.queue
@@ -85,7 +88,9 @@ def load(model: torch.nn.Module, directory: str | os.PathLike[str], budget: Reso
             own = queue.settings_for(directory).inflight_bytes
             opens.enter_context(built.ledger.reserve(Tier.HOST, own + _SLOTS_BYTES, holder="pieces of files"))
             files = {path: opens.enter_context(queue.open(path)) for path in {each.source.path for each in targets}}
-            _stream(_pieces(targets, places, files), built.swap)
+            total = sum(each.nbytes for each in targets if each.is_streamed)
+            with teller.part("loading values", total) as written:
+                _stream(_pieces(targets, places, files), built.swap, written)
             values = [
                 absent(each.tensor) if each.is_streamed else _read(each, files[each.source.path]) for each in targets
             ]
@@ -220,15 +225,17 @@ class _Slot:
         self._piece = piece
         self._hop = _begin(piece.file, self._values(piece), piece.offset, piece.name)
 
-    def write(self, swap: SwapFile) -> None:
-        """Begin to write the piece, if one was read."""
+    def write(self, swap: SwapFile) -> int:
+        """Begin to write the piece, if one was read; return its bytes."""
         piece, self._piece = self._piece, None
-        if piece is not None:
-            self.wait()
-            values = self._values(piece)
-            if piece.target != piece.source:
-                values = self._cast[: piece.place.nbytes].view(piece.target).copy_(values)
-            self._hop = swap.write(piece.place, memory_of(values, writable=False), what=piece.name)
+        if piece is None:
+            return 0
+        self.wait()
+        values = self._values(piece)
+        if piece.target != piece.source:
+            values = self._cast[: piece.place.nbytes].view(piece.target).copy_(values)
+        self._hop = swap.write(piece.place, memory_of(values, writable=False), what=piece.name)
+        return piece.place.nbytes
 
     def wait(self) -> None:
         """Wait for what is under way."""
@@ -240,8 +247,10 @@ class _Slot:
         return self._raw[: piece.numel * piece.source.itemsize].view(piece.source)
 
 
-def _stream(pieces: Iterable[_Piece], swap: SwapFile) -> None:
+def _stream(pieces: Iterable[_Piece], swap: SwapFile, written: Callable[[int], None]) -> None:
     """Move pieces to their places: half of the slots are read into while the others are written.
+
+    `written` is told of the bytes of each.
 
     Raises:
         TransferError: a file could not be read, or a drive not be written.
@@ -250,10 +259,10 @@ def _stream(pieces: Iterable[_Piece], swap: SwapFile) -> None:
     try:
         for piece in pieces:
             slots[0].read(piece)
-            slots[_SLOTS // 2].write(swap)
+            written(slots[_SLOTS // 2].write(swap))
             slots.rotate(1)
         for slot in reversed(slots):
-            slot.write(swap)
+            written(slot.write(swap))
         for slot in slots:
             slot.wait()
     finally:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -42,13 +42,21 @@ class Originals:
 
     Without `cache` it is a quarter of what is free of the host's budget.
 
-    `budget` says how many bytes of each directory `swap` may grow to.
+    `budget` says how many bytes of each directory `swap` may grow to. `written` is told of those that were written.
     """
 
-    def __init__(self, swap: SwapFile, ledger: Ledger, budget: Mapping[str, int], cache: int | None) -> None:
+    def __init__(
+        self,
+        swap: SwapFile,
+        ledger: Ledger,
+        budget: Mapping[str, int],
+        cache: int | None,
+        written: Callable[[int], None],
+    ) -> None:
         self._swap = swap
         self._ledger = ledger
         self._budget = dict(budget)
+        self._written = written
         self._originals: dict[int, Original] = {}
         self._here: dict[int, None] = {}  # by parameters' ids, the one that was used last at the end
         self._in_use: frozenset[int] = frozenset()
@@ -278,6 +286,7 @@ class Originals:
             original.lies_at(self.allocate(nbytes, original.name))
         with self._copying(parameter):
             original.store(parameter, self._swap)
+        self._written(nbytes)
         if not original.leave(parameter):
             return False
         self._remember_shown(original)

@@ -18,6 +18,7 @@ from infinity_engine.engine.gradients import GradientKeeper, added_up
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import TrainedParameter
+from infinity_engine.engine.progress import Teller
 from infinity_engine.engine.swapping import SwappedStates, Visit
 from infinity_engine.memory import Lease
 from infinity_engine.optim import FloatFormat, Formats, Rule, Segment, Subgroup, SubgroupState, update_records
@@ -173,8 +174,13 @@ class StateKeeper:
         flat = self._trained[segment.parameter].values.view(torch.uint8)
         return flat[width * segment.first_element :][: width * segment.numel]
 
-    def begin(self, originals: _Originals, rules: Sequence[Rule]) -> None:
+    def begin(self, originals: _Originals, rules: Sequence[Rule], teller: Teller) -> None:
         """Write the first masters and states: fp32 values as `originals` has them, and what each rule begins with."""
+        total = sum(self._nbytes(held.subgroup, held.home) for held in self._held.values())
+        with teller.part("making optimizer states", total) as made:
+            self._begin(originals, rules, made)
+
+    def _begin(self, originals: _Originals, rules: Sequence[Rule], made: Callable[[int], None]) -> None:
         writing: deque[IOEvent] = deque()
         buffers, count = len(self._plan.buffer_bytes), 0
         for held in self._held.values():
@@ -188,6 +194,7 @@ class StateKeeper:
                 count += 1
                 self._fill(held, visit.states(), originals, rules)
                 writing.append(self._swapped.give_back(held.subgroup.index, visit))
+            made(self._nbytes(held.subgroup, held.home))
         while writing:
             writing.popleft().wait()
 
