@@ -204,13 +204,13 @@ class EarlyUpdates:
             for segment, micro_batch in early.arrived.items():
                 self._keep(*self._pieces[subgroup, segment], visit.gradient_memory(segment, micro_batch))
         finally:
-            self._wait_for(early.loading)
+            self._wait_for(early.loading, Wait.READS)
             self._leave(subgroup, None)
 
-    def _wait_for(self, event: IOEvent | None) -> None:
+    def _wait_for(self, event: IOEvent | None, wait: Wait) -> None:
         """Wait for the end of I/O, whichever."""
         if event is not None:
-            with self._meter.waits(Wait.OPS), suppress(TransferError):
+            with self._meter.waits(wait), suppress(TransferError):
                 event.wait()
 
     # --- after it -------------------------------------------------------------------------------------------------
@@ -225,14 +225,14 @@ class EarlyUpdates:
             return
         self._window.left.clear()
         for subgroup, early in list(self._early.items()):
-            self._wait_for(early.loading)
+            self._wait_for(early.loading, Wait.READS)
             self._advance(subgroup, early)
             if subgroup not in self._early:
                 continue
             if early.steps is None:
                 self._abandon(subgroup)
                 continue
-            self._wait_for(early.storing)
+            self._wait_for(early.storing, Wait.WRITES)
             assert early.storing is not None, "what was updated is stored"
             try:
                 early.storing.wait()
@@ -250,7 +250,7 @@ class EarlyUpdates:
         """Forget the backward and what was made in it."""
         if self._window is not None:
             for subgroup, early in list(self._early.items()):
-                self._wait_for(early.loading)
-                self._wait_for(early.storing)
+                self._wait_for(early.loading, Wait.READS)
+                self._wait_for(early.storing, Wait.WRITES)
                 self._leave(subgroup, None)
             self._window = None

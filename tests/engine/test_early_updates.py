@@ -26,16 +26,7 @@ from support.small_models import MODELS, Task
 LATE = Case(strategy=NvmeStreamed(), parameters="nvme", precision="bf16")
 EARLY = replace(LATE, early=True, host=17_400_000)
 INITIALIZING = {Requests.READS: 0, Requests.WRITES: 50}  # requests that it takes at most
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @cache
