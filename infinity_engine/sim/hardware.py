@@ -1,0 +1,468 @@
+"""What known machines can do, by the papers that used them and their vendors' sheets: each number with its source.
+
+Pure data, and its one use: the Rates of one rank while others of its node work too. Measures nothing; calibration gives
+the rates of the machine at hand. Read by the papers' experiments, by scale.py and by planners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from math import inf
+from types import MappingProxyType
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan.rates import DriveRates, Rates
+from infinity_engine.units import GB, GiB
+
+__all__ = [
+    "DESKTOP_4090",
+    "DGX2",
+    "GH200",
+    "H200_NODE",
+    "HOST_UPDATE_BYTES",
+    "JLSE_H100",
+    "MACHINES",
+    "V100_NODE",
+    "VISIT_BYTES",
+    "Drives",
+    "Gpu",
+    "Host",
+    "HostLink",
+    "Machine",
+    "machine",
+]
+
+
+HOST_UPDATE_BYTES = 32
+"""Bytes of host memory that Adam on the CPU reads and writes for a parameter, as the bound counts them."""
+VISIT_BYTES = 24
+"""Bytes of host memory that a parameter's states take when they visit the device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU. Work is of 16 bits, dense; `achieved_flops_per_s` is what training of large models gets of the peak."""
+
+    name: str
+    memory_bytes: int
+    peak_flops_per_s: float
+    hbm_bytes_per_s: float
+    update_params_per_s: float
+    achieved_flops_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLink:
+    """The link of each GPU to its host; `duplex` rates are those of each way while the other one is busy as well.
+
+    `node_bytes_per_s` is what all links of a node carry at once, each way: None where each GPU has its whole link while
+    the others use theirs.
+    """
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    duplex_h2d_bytes_per_s: float | None = None
+    duplex_d2h_bytes_per_s: float | None = None
+    node_bytes_per_s: float | None = None
+
+    def share(self, ranks: int) -> tuple[float, float]:
+        """Return what one of so many ranks gets, up and down, while all of them use their links."""
+        most = self._most(ranks)
+        return min(self.h2d_bytes_per_s, most), min(self.d2h_bytes_per_s, most)
+
+    def duplex_share(self, ranks: int) -> tuple[float | None, float | None]:
+        """Return the same while all of them use both ways, None where that is not known."""
+        most = self._most(ranks)
+        up, down = (
+            None if rate is None else min(rate, most)
+            for rate in (self.duplex_h2d_bytes_per_s, self.duplex_d2h_bytes_per_s)
+        )
+        return up, down
+
+    def _most(self, ranks: int) -> float:
+        return inf if self.node_bytes_per_s is None else self.node_bytes_per_s / ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """The host memory and CPUs of one node. `downscale_params_per_s` is fp32 turned into 16 bits, by one rank."""
+
+    memory_bytes: int
+    dram_bytes_per_s: float
+    update_params_per_s: float
+    downscale_params_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drives:
+    """The drives of one node together."""
+
+    capacity_bytes: int
+    read_bytes_per_s: float | None = None
+    write_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """One node, or many that are alike. `gpu_gpu_bytes_per_s` is one GPU's, `network_bytes_per_s` one node's, one way.
+
+    `sources` says of each number, by its dotted name, where it is from and whose it is: one rank's or one node's.
+    """
+
+    name: str
+    title: str
+    gpus: int
+    gpu: Gpu
+    link: HostLink
+    host: Host
+    sources: Mapping[str, str]
+    drives: Drives | None = None
+    gpu_gpu_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
+
+    def numbers(self) -> Iterator[tuple[str, float]]:
+        """Yield the dotted name and the value of each number that is known."""
+        named = {item.name: getattr(self, item.name) for item in fields(self)}
+        for part in ("gpu", "link", "host", "drives"):
+            value = named[part]
+            named |= {f"{part}.{item.name}": getattr(value, item.name) for item in fields(value)} if value else {}
+        yield from ((name, value) for name, value in named.items() if isinstance(value, int | float))
+
+    def rates(self, ranks: int | None = None) -> Rates:
+        """Return what one rank gets while so many ranks of a node work; by default one for each GPU.
+
+        Raises:
+            ConfigError: a node has no GPU for so many ranks.
+        """
+        count = self.check_ranks(self.gpus if ranks is None else ranks)
+        h2d, d2h = self.link.share(count)
+        duplex_h2d, duplex_d2h = self.link.duplex_share(count)
+        return Rates(
+            h2d_bytes_per_s=h2d,
+            d2h_bytes_per_s=d2h,
+            duplex_h2d_bytes_per_s=duplex_h2d,
+            duplex_d2h_bytes_per_s=duplex_d2h,
+            dram_bytes_per_s=self.host.dram_bytes_per_s / count,
+            host_update_params_per_s=self.host.update_params_per_s / count,
+            device_update_params_per_s=self.gpu.update_params_per_s,
+            nvme={} if self.drives is None else {self.drives_name: _drive_rates(self.drives, count)},
+        )
+
+    def check_ranks(self, ranks: int) -> int:
+        """Return `ranks` if one node has a GPU for each of them."""
+        if not 1 <= ranks <= self.gpus:
+            expected = f"1 to {self.gpus}: a node of {self.title} has so many GPUs"
+            raise ConfigError(field="ranks", value=ranks, expected=expected)
+        return ranks
+
+    def wire_bytes_per_s(self, nodes: int) -> float:
+        """Return what one GPU gets of the others' parts in a collective: inside its node, or over the network.
+
+        A byte enters each node once, so all GPUs of a node get what its network carries.
+
+        Raises:
+            ConfigError: this machine has no such wire that is known.
+        """
+        rate = self.gpu_gpu_bytes_per_s if nodes == 1 else self.network_bytes_per_s
+        if rate is None:
+            name, known = ("gpu_gpu_bytes_per_s", "1 GPU") if nodes == 1 else ("network_bytes_per_s", "1 node")
+            raise ConfigError(field=f"{self.name}.{name}", value=None, expected=f"a rate, to use more than {known}")
+        return rate
+
+    def drive_bytes_per_s(self, ranks: int) -> tuple[float, float]:
+        """Return what one of so many ranks of a node reads and writes, over its own link at most.
+
+        Raises:
+            ConfigError: this machine has no drives whose rates are known.
+        """
+        drives = self.drives
+        if drives is None or drives.read_bytes_per_s is None or drives.write_bytes_per_s is None:
+            raise ConfigError(field=f"{self.name}.drives", value=drives, expected="drives with their rates")
+        up, down = self.link.h2d_bytes_per_s, self.link.d2h_bytes_per_s
+        return min(drives.read_bytes_per_s / ranks, up), min(drives.write_bytes_per_s / ranks, down)
+
+    @property
+    def drive_capacity_bytes(self) -> int:
+        """What the drives of a node hold, 0 where there are none."""
+        return 0 if self.drives is None else self.drives.capacity_bytes
+
+    @property
+    def drives_name(self) -> str:
+        """What the node's drives are called in Rates."""
+        return f"{self.name} drives"
+
+
+def machine(name: str) -> Machine:
+    """Return the machine of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in MACHINES:
+        raise ConfigError.unknown_name(field="machine", name=name, known=MACHINES)
+    return MACHINES[name]
+
+
+def _drive_rates(drives: Drives, ranks: int) -> DriveRates:
+    read, write = (
+        None if rate is None else rate / ranks for rate in (drives.read_bytes_per_s, drives.write_bytes_per_s)
+    )
+    return DriveRates(read_bytes_per_s=read, write_bytes_per_s=write)
+
+
+_BILLION = 10**9
+_TERA = 10**12
+# Adam on a GPU reads and writes master and moments, reads a 16-bit gradient, writes a 16-bit parameter.
+_GPU_UPDATE_BYTES = 28
+
+_ZI = "ZeRO-Infinity"
+_DOS = "Deep Optimizer States"
+_PEAK_GPU = "computed, a peak: HBM rate over the 28 bytes that Adam touches for a parameter; one GPU's"
+_PEAK_HOST = "computed, a peak: DRAM rate over the 32 bytes that Adam touches for a parameter; the node's"
+_MFU = "Megatron-LM's README: 41% model FLOP utilisation on H100 for its smallest models, of 989.4 TFLOP/s; one GPU's"
+_H100_CLASS = "as measured on JLSE, whose CPUs have as much DRAM bandwidth; the node's"
+
+_H100_PEAK = 989.4 * _TERA
+_H100_ACHIEVED = 0.41 * _H100_PEAK
+
+DGX2 = Machine(
+    name="dgx2",
+    title="DGX-2 (16 V100 of 32 GB)",
+    gpus=16,
+    gpu=Gpu(
+        name="V100 SXM3 32 GB",
+        memory_bytes=32 * GiB,
+        peak_flops_per_s=125 * _TERA,
+        achieved_flops_per_s=70 * _TERA,
+        hbm_bytes_per_s=900 * GB,
+        update_params_per_s=900 * GB / _GPU_UPDATE_BYTES,
+    ),
+    link=HostLink(h2d_bytes_per_s=12 * GB, d2h_bytes_per_s=12 * GB, node_bytes_per_s=16 * 3 * GB),
+    host=Host(
+        memory_bytes=1536 * GiB,
+        dram_bytes_per_s=256 * GB,
+        update_params_per_s=256 * GB / HOST_UPDATE_BYTES,
+    ),
+    drives=Drives(capacity_bytes=28 * _TERA, read_bytes_per_s=16 * 1.6 * GB, write_bytes_per_s=16 * 1.6 * GB),
+    gpu_gpu_bytes_per_s=150 * GB,
+    network_bytes_per_s=100 * GB,
+    sources=MappingProxyType(
+        {
+            "gpus": f"{_ZI}, section 8.1",
+            "gpu.memory_bytes": f"{_ZI}, section 8.1; one GPU's",
+            "gpu.peak_flops_per_s": "NVIDIA V100 data sheet, tensor cores; one GPU's",
+            "gpu.achieved_flops_per_s": f"{_ZI}, Table 3: achievable peak of 0.07 PFLOP/s; one GPU's",
+            "gpu.hbm_bytes_per_s": f"{_ZI}, Figure 2b prints 600-900 GB/s, of which this is the peak; one GPU's",
+            "gpu.update_params_per_s": _PEAK_GPU,
+            "link.h2d_bytes_per_s": f"{_ZI}, Figure 2b: one GPU that reads alone",
+            "link.d2h_bytes_per_s": f"{_ZI}, Figure 2b, taken to be as fast down as up: one GPU alone",
+            "link.node_bytes_per_s": f"{_ZI}, Figure 2b: 3.0 GB/s for each of 16 GPUs; the node's",
+            "host.memory_bytes": f"{_ZI}, Figure 2b: 1.5 TB; the node's",
+            "host.dram_bytes_per_s": "Intel Xeon Platinum 8168: 2 x 6 channels of DDR4-2666, a peak; the node's",
+            "host.update_params_per_s": _PEAK_HOST,
+            "drives.capacity_bytes": f"{_ZI}, Figure 2b; the node's",
+            "drives.read_bytes_per_s": f"{_ZI}, Figure 2b: 1.6 GB/s for each of 16 GPUs; the node's",
+            "drives.write_bytes_per_s": f"{_ZI}, Figure 2b, which gives reads and writes one number; the node's",
+            "gpu_gpu_bytes_per_s": f"{_ZI}, Figure 2b prints 150-300 GB/s inside a node; one GPU's",
+            "network_bytes_per_s": f"{_ZI}, section 8.1: 800 Gb/s (Figure 2b: 60-100 GB/s); the node's",
+        }
+    ),
+)
+
+JLSE_H100 = Machine(
+    name="jlse_h100",
+    title="JLSE node (4 H100 of 80 GB)",
+    gpus=4,
+    gpu=Gpu(
+        name="H100 SXM5 80 GB",
+        memory_bytes=80 * GiB,
+        peak_flops_per_s=_H100_PEAK,
+        achieved_flops_per_s=_H100_ACHIEVED,
+        hbm_bytes_per_s=3350 * GB,
+        update_params_per_s=25 * _BILLION,
+    ),
+    link=HostLink(
+        h2d_bytes_per_s=55 * GB,
+        d2h_bytes_per_s=55 * GB,
+        duplex_h2d_bytes_per_s=55 * GB,
+        duplex_d2h_bytes_per_s=55 * GB,
+    ),
+    host=Host(
+        memory_bytes=512 * GiB,
+        dram_bytes_per_s=614.4 * GB,
+        update_params_per_s=8 * _BILLION,
+        downscale_params_per_s=62 * GB / 4,
+    ),
+    drives=Drives(capacity_bytes=3 * _TERA),
+    gpu_gpu_bytes_per_s=133 * GB,
+    sources=MappingProxyType(
+        {
+            "gpus": f"{_DOS}, section 5.1",
+            "gpu.memory_bytes": f"{_DOS}, section 5.1; one GPU's",
+            "gpu.peak_flops_per_s": "NVIDIA H100 data sheet, SXM5, dense; one GPU's",
+            "gpu.achieved_flops_per_s": _MFU,
+            "gpu.hbm_bytes_per_s": "NVIDIA H100 data sheet, SXM5; one GPU's",
+            "gpu.update_params_per_s": f"{_DOS}, section 1: ~100 G/s for the node's four; one GPU's",
+            "link.h2d_bytes_per_s": f"{_DOS}, section 5.1: ~55 GB/s, each GPU on a link of its own; one GPU's",
+            "link.d2h_bytes_per_s": f"{_DOS}, section 5.1: ~55 GB/s, each GPU on a link of its own; one GPU's",
+            "link.duplex_h2d_bytes_per_s": f"{_DOS}, section 4.1: full duplex, no rate of its own; one GPU's",
+            "link.duplex_d2h_bytes_per_s": f"{_DOS}, section 4.1: full duplex, no rate of its own; one GPU's",
+            "host.memory_bytes": f"{_DOS}, section 5.1; the node's",
+            "host.dram_bytes_per_s": "Intel Xeon Platinum 8468: 2 x 8 channels of DDR5-4800, a peak; the node's",
+            "host.update_params_per_s": f"{_DOS}, section 1: ~8 G/s; the node's",
+            "host.downscale_params_per_s": f"{_DOS}, Table 1: 62 GB/s, 4 bytes for a parameter; one rank's",
+            "drives.capacity_bytes": f"{_DOS}, section 5.1: 2 of 1.5 TB, no rates given; the node's",
+            "gpu_gpu_bytes_per_s": f"{_DOS}, section 5.1: NVLink, one way; one GPU's",
+        }
+    ),
+)
+
+V100_NODE = Machine(
+    name="v100_node",
+    title="node with 4 V100 of 32 GB",
+    gpus=4,
+    gpu=Gpu(
+        name="V100 32 GB",
+        memory_bytes=32 * GiB,
+        peak_flops_per_s=125 * _TERA,
+        hbm_bytes_per_s=900 * GB,
+        update_params_per_s=35 * _BILLION,
+    ),
+    link=HostLink(h2d_bytes_per_s=12 * GB, d2h_bytes_per_s=12 * GB),
+    host=Host(
+        memory_bytes=192 * GiB,
+        dram_bytes_per_s=256 * GB,
+        update_params_per_s=2 * _BILLION,
+        downscale_params_per_s=8.7 * _BILLION,
+    ),
+    sources=MappingProxyType(
+        {
+            "gpus": f"{_DOS}, section 5.4",
+            "gpu.memory_bytes": f"{_DOS}, section 5.4; one GPU's",
+            "gpu.peak_flops_per_s": "NVIDIA V100 data sheet, tensor cores; one GPU's",
+            "gpu.hbm_bytes_per_s": "NVIDIA V100 data sheet, a peak; one GPU's",
+            "gpu.update_params_per_s": f"{_DOS}, section 5.4: 35 G/s; read as one GPU's: its HBM allows 32",
+            "link.h2d_bytes_per_s": f"{_DOS}, section 5.4: B of 3 G params/s of 4 bytes; one GPU's",
+            "link.d2h_bytes_per_s": f"{_DOS}, section 5.4: B of 3 G params/s of 4 bytes; one GPU's",
+            "host.memory_bytes": f"{_DOS}, section 5.4; the node's",
+            "host.dram_bytes_per_s": "Intel Xeon Gold 6152: 2 x 6 channels of DDR4-2666, a peak; the node's",
+            "host.update_params_per_s": f"{_DOS}, section 5.4: 2 G/s; read as the node's, as on JLSE",
+            "host.downscale_params_per_s": f"{_DOS}, section 5.4: 8.7 G/s; read as one rank's, as on JLSE",
+        }
+    ),
+)
+
+H200_NODE = Machine(
+    name="h200_node",
+    title="DGX H200 (8 H200 of 141 GB)",
+    gpus=8,
+    gpu=Gpu(
+        name="H200 SXM 141 GB",
+        memory_bytes=141 * GB,
+        peak_flops_per_s=_H100_PEAK,
+        achieved_flops_per_s=_H100_ACHIEVED,
+        hbm_bytes_per_s=4800 * GB,
+        update_params_per_s=4800 * GB / _GPU_UPDATE_BYTES,
+    ),
+    link=HostLink(h2d_bytes_per_s=55 * GB, d2h_bytes_per_s=55 * GB),
+    host=Host(memory_bytes=2048 * GiB, dram_bytes_per_s=614.4 * GB, update_params_per_s=8 * _BILLION),
+    drives=Drives(capacity_bytes=30_720 * GB, read_bytes_per_s=8 * 6.5 * GB, write_bytes_per_s=8 * 3.5 * GB),
+    gpu_gpu_bytes_per_s=450 * GB,
+    network_bytes_per_s=400 * GB,
+    sources=MappingProxyType(
+        {
+            "gpus": "NVIDIA DGX H200 data sheet",
+            "gpu.memory_bytes": "NVIDIA H200 data sheet; one GPU's",
+            "gpu.peak_flops_per_s": "NVIDIA H200 data sheet, dense; one GPU's",
+            "gpu.achieved_flops_per_s": f"{_MFU}; the H200 computes as fast",
+            "gpu.hbm_bytes_per_s": "NVIDIA H200 data sheet; one GPU's",
+            "gpu.update_params_per_s": _PEAK_GPU,
+            "link.h2d_bytes_per_s": f"PCIe 5 x16, as {_DOS} measured it on JLSE; one GPU's",
+            "link.d2h_bytes_per_s": f"PCIe 5 x16, as {_DOS} measured it on JLSE; one GPU's",
+            "host.memory_bytes": "NVIDIA DGX H200 data sheet; the node's",
+            "host.dram_bytes_per_s": "Intel Xeon Platinum 8480C: 2 x 8 channels of DDR5-4800, a peak; the node's",
+            "host.update_params_per_s": _H100_CLASS,
+            "drives.capacity_bytes": "NVIDIA DGX H200 data sheet: 8 of 3.84 TB; the node's",
+            "drives.read_bytes_per_s": "assumed: 6.5 GB/s a drive, as PCIe 4 data-centre drives are sold; the node's",
+            "drives.write_bytes_per_s": "assumed: 3.5 GB/s a drive, as PCIe 4 data-centre drives are sold; the node's",
+            "gpu_gpu_bytes_per_s": "NVIDIA H200 data sheet: NVLink 900 GB/s both ways, so half; one GPU's",
+            "network_bytes_per_s": "NVIDIA DGX H200 data sheet: 8 x 400 Gb/s for computing; the node's",
+        }
+    ),
+)
+
+DESKTOP_4090 = Machine(
+    name="desktop_4090",
+    title="desktop with one RTX 4090",
+    gpus=1,
+    gpu=Gpu(
+        name="RTX 4090 24 GB",
+        memory_bytes=24 * GiB,
+        peak_flops_per_s=165.2 * _TERA,
+        hbm_bytes_per_s=1008 * GB,
+        update_params_per_s=1008 * GB / _GPU_UPDATE_BYTES,
+    ),
+    link=HostLink(h2d_bytes_per_s=25 * GB, d2h_bytes_per_s=25 * GB),
+    host=Host(memory_bytes=64 * GiB, dram_bytes_per_s=89.6 * GB, update_params_per_s=89.6 * GB / HOST_UPDATE_BYTES),
+    drives=Drives(capacity_bytes=2 * _TERA, read_bytes_per_s=7.45 * GB, write_bytes_per_s=6.9 * GB),
+    sources=MappingProxyType(
+        {
+            "gpus": "assumed",
+            "gpu.memory_bytes": "NVIDIA RTX 4090 specifications; one GPU's",
+            "gpu.peak_flops_per_s": "NVIDIA Ada white paper: BF16, sums in FP32, dense; one GPU's",
+            "gpu.hbm_bytes_per_s": "NVIDIA RTX 4090 specifications; one GPU's",
+            "gpu.update_params_per_s": _PEAK_GPU,
+            "link.h2d_bytes_per_s": f"{_DOS}, section 4.1: achievable on PCIe 4; one GPU's",
+            "link.d2h_bytes_per_s": f"{_DOS}, section 4.1: achievable on PCIe 4; one GPU's",
+            "host.memory_bytes": "assumed; the node's",
+            "host.dram_bytes_per_s": "two channels of DDR5-5600, a peak; the node's",
+            "host.update_params_per_s": _PEAK_HOST,
+            "drives.capacity_bytes": "assumed: one drive; the node's",
+            "drives.read_bytes_per_s": "Samsung 990 PRO 2 TB data sheet, sequential; the node's",
+            "drives.write_bytes_per_s": "Samsung 990 PRO 2 TB data sheet, sequential; the node's",
+        }
+    ),
+)
+
+GH200 = Machine(
+    name="gh200",
+    title="GH200 Grace Hopper (96 GB HBM3, 480 GB LPDDR5X)",
+    gpus=1,
+    gpu=Gpu(
+        name="H100 of a GH200, 96 GB",
+        memory_bytes=96 * GB,
+        peak_flops_per_s=_H100_PEAK,
+        achieved_flops_per_s=_H100_ACHIEVED,
+        hbm_bytes_per_s=4000 * GB,
+        update_params_per_s=4000 * GB / _GPU_UPDATE_BYTES,
+    ),
+    link=HostLink(
+        h2d_bytes_per_s=450 * GB,
+        d2h_bytes_per_s=450 * GB,
+        duplex_h2d_bytes_per_s=450 * GB,
+        duplex_d2h_bytes_per_s=450 * GB,
+    ),
+    host=Host(memory_bytes=480 * GB, dram_bytes_per_s=512 * GB, update_params_per_s=512 * GB / HOST_UPDATE_BYTES),
+    sources=MappingProxyType(
+        {
+            "gpus": "NVIDIA GH200 data sheet",
+            "gpu.memory_bytes": "NVIDIA GH200 data sheet; one GPU's",
+            "gpu.peak_flops_per_s": "NVIDIA GH200 data sheet, dense; one GPU's",
+            "gpu.achieved_flops_per_s": f"{_MFU}; its GPU is an H100",
+            "gpu.hbm_bytes_per_s": "NVIDIA GH200 data sheet; one GPU's",
+            "gpu.update_params_per_s": _PEAK_GPU,
+            "link.h2d_bytes_per_s": "NVIDIA GH200 data sheet: NVLink-C2C 900 GB/s both ways, so half; one GPU's",
+            "link.d2h_bytes_per_s": "NVIDIA GH200 data sheet: NVLink-C2C 900 GB/s both ways, so half; one GPU's",
+            "link.duplex_h2d_bytes_per_s": "NVIDIA GH200 data sheet: 900 GB/s is both ways together; one GPU's",
+            "link.duplex_d2h_bytes_per_s": "NVIDIA GH200 data sheet: 900 GB/s is both ways together; one GPU's",
+            "host.memory_bytes": "NVIDIA GH200 data sheet; the node's",
+            "host.dram_bytes_per_s": "NVIDIA GH200 data sheet: up to 512 GB/s, a peak (less with 480 GB); the node's",
+            "host.update_params_per_s": _PEAK_HOST,
+        }
+    ),
+)
+
+MACHINES: Mapping[str, Machine] = MappingProxyType(
+    {known.name: known for known in (DGX2, JLSE_H100, V100_NODE, H200_NODE, DESKTOP_4090, GH200)}
+)

@@ -1,0 +1,57 @@
+"""docs/papers.md keeps its word: its tables are what the experiments give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infinity_engine.sim.papers import deep_optimizer_states, zero_infinity
+from infinity_engine.sim.papers.comparison import Comparison, Status
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/papers.md").read_text()
+PAPERS = {
+    "ZeRO-Infinity": zero_infinity.experiments(),
+    "Deep Optimizer States": deep_optimizer_states.experiments(),
+}
+EACH_PAPER = pytest.mark.parametrize(("paper", "comparisons"), PAPERS.items(), ids=list(PAPERS))
+
+
+def rows(paper: str, *, cells: int) -> list[str]:
+    """Return the rows of the tables of so many cells in the part about a paper, without their heads."""
+    part = PAGE.split(f"\n## {paper}\n")[1].split("\n## ")[0]
+    lines = [line for line in part.splitlines() if line.startswith("|") and line.count("|") == cells + 1]
+    return [line for line in lines if not line.startswith(("| | ", "| reading ", "|---"))]
+
+
+def unmatched(comparisons: tuple[Comparison, ...]) -> Iterator[str]:
+    for one in comparisons:
+        for cell in one.cells if one.names != ("readings",) else ():
+            if cell.status in {Status.DEVIATES, Status.INCONSISTENT}:
+                ours = f"{cell.published_text} | {cell.ours_text} | {cell.deviation:+.0%}"
+                yield f"| {one.names[0].capitalize()} | {cell.what} | {ours} |"
+
+
+@EACH_PAPER
+def test_every_experiment_is_there_with_its_counts(paper: str, comparisons: tuple[Comparison, ...]) -> None:
+    assert rows(paper, cells=6) == [
+        f"| {', '.join(one.names).capitalize()}: {one.title} | {len(one.cells)} | "
+        + " | ".join(str(one.count()[status]) for status in Status)
+        + " |"
+        for one in comparisons
+    ]
+
+
+@EACH_PAPER
+def test_everything_that_does_not_match_is_there(paper: str, comparisons: tuple[Comparison, ...]) -> None:
+    assert rows(paper, cells=5) == list(unmatched(comparisons))
+
+
+def test_the_main_result_is_there_in_every_reading() -> None:
+    readings = PAPERS["Deep Optimizer States"][-1]
+
+    assert readings.names == ("readings",)
+    assert rows("Deep Optimizer States", cells=3) == [
+        f"| {cell.what} | {cell.ours_text} | {cell.deviation:+.0%} |" for cell in readings.cells
+    ]

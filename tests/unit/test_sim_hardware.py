@@ -1,0 +1,108 @@
+"""Descriptions of machines: every number has a source, and ranks of a node share what the node has once."""
+
+from __future__ import annotations
+
+import pytest
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan import Rates
+from infinity_engine.sim import Resource, update_bound
+from infinity_engine.sim.hardware import (
+    DESKTOP_4090,
+    DGX2,
+    HOST_UPDATE_BYTES,
+    JLSE_H100,
+    MACHINES,
+    VISIT_BYTES,
+    HostLink,
+    Machine,
+    machine,
+)
+
+ALL = pytest.mark.parametrize("known", MACHINES.values(), ids=list(MACHINES))
+
+
+@ALL
+def test_each_number_has_a_source_and_each_source_a_number(known: Machine) -> None:
+    assert set(known.sources) == {name for name, _ in known.numbers()}
+    assert all(known.sources.values())
+
+
+@ALL
+def test_each_rate_says_whose_it_is(known: Machine) -> None:
+    rates = [source for name, source in known.sources.items() if name.endswith("_per_s")]
+
+    assert [it for it in rates if not any(whose in it for whose in ("one GPU", "one rank", "the node's"))] == []
+
+
+@ALL
+def test_ranks_of_a_node_have_its_cpu_memory_and_drives_between_them(known: Machine) -> None:
+    one, all_ranks = known.rates(1), known.rates()
+
+    for name in ("host_update_params_per_s", "dram_bytes_per_s"):
+        assert getattr(all_ranks, name) == pytest.approx(getattr(one, name) / known.gpus)
+    assert all_ranks.device_update_params_per_s == one.device_update_params_per_s
+
+
+@ALL
+def test_its_rates_bound_an_update(known: Machine) -> None:
+    assert update_bound(known.rates()).speedup >= 1
+
+
+def test_links_are_shared_only_where_the_node_carries_less_than_they_do() -> None:
+    assert DGX2.link.share(1) == (12e9, 12e9)
+    assert DGX2.link.share(4) == (12e9, 12e9)
+    assert DGX2.link.share(16) == (3e9, 3e9)
+    assert JLSE_H100.link.share(4) == (55e9, 55e9)
+
+
+def test_links_that_are_busy_both_ways_are_shared_too() -> None:
+    link = HostLink(h2d_bytes_per_s=30, d2h_bytes_per_s=20, duplex_h2d_bytes_per_s=25, node_bytes_per_s=40)
+
+    assert link.duplex_share(1) == (25, None)
+    assert link.duplex_share(2) == (20, None)
+    assert JLSE_H100.rates().duplex_h2d_bytes_per_s == 55e9
+
+
+def test_a_link_can_be_slower_down_than_up() -> None:
+    assert HostLink(h2d_bytes_per_s=30, d2h_bytes_per_s=20, node_bytes_per_s=50).share(2) == (25, 20)
+
+
+def test_a_rank_reads_drives_over_its_own_link_at_most() -> None:
+    assert DGX2.drive_bytes_per_s(1) == (12e9, 12e9)
+    assert DGX2.drive_bytes_per_s(16) == pytest.approx((1.6e9, 1.6e9))
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match="1 to 4"):
+        JLSE_H100.rates(5)
+
+
+def test_an_unknown_machine_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="nearest: dgx2"):
+        machine("dgx_2")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_wire_that_is_not_known_is_refused(nodes: int) -> None:
+    with pytest.raises(ConfigError, match="a rate, to use more than 1"):
+        DESKTOP_4090.wire_bytes_per_s(nodes)
+
+
+def test_drives_without_rates_are_refused() -> None:
+    with pytest.raises(ConfigError, match="drives with their rates"):
+        JLSE_H100.drive_bytes_per_s(1)
+
+
+def test_bytes_of_host_memory_are_those_that_the_bound_counts() -> None:
+    slow = Rates(
+        h2d_bytes_per_s=1e12,
+        d2h_bytes_per_s=1e12,
+        host_update_params_per_s=1e12,
+        device_update_params_per_s=1e12,
+        dram_bytes_per_s=1.0,
+    )
+    dram = next(line for line in update_bound(slow).lines if line.resource is Resource.DRAM)
+
+    assert dram.at_zero == HOST_UPDATE_BYTES
+    assert dram.at_zero + dram.slope == VISIT_BYTES
