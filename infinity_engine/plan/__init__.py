@@ -4,6 +4,15 @@ Pure data, no torch, no I/O. Everything above speaks in these; they know nothing
 """
 
 from infinity_engine.plan.budget import Budget, Capacity, Percent, ResolvedBudget
+from infinity_engine.plan.calibration import (
+    CALIBRATION_VERSION,
+    Calibration,
+    DriveFigures,
+    Figure,
+    HostUpdateFigures,
+    LinkFigures,
+    Unit,
+)
 from infinity_engine.plan.extent import Extent
 from infinity_engine.plan.ops import (
     CopyOp,
@@ -37,21 +46,27 @@ from infinity_engine.plan.timing import LaneClocks, OpTime
 
 __all__ = [
     "ADAM_BYTES",
+    "CALIBRATION_VERSION",
     "Auto",
     "Budget",
     "BytesPerParameter",
+    "Calibration",
     "Capacity",
     "CopyOp",
     "DeviceOnly",
     "DownloadParameters",
     "DownloadStates",
+    "DriveFigures",
     "DriveRates",
     "Extent",
+    "Figure",
     "Home",
     "HostOnly",
+    "HostUpdateFigures",
     "Interleaved",
     "Lane",
     "LaneClocks",
+    "LinkFigures",
     "LoadStates",
     "NvmeStreamed",
     "Op",
@@ -66,6 +81,7 @@ __all__ = [
     "Strategy",
     "SubgroupSpec",
     "Tier",
+    "Unit",
     "UpdateOnDevice",
     "UpdateOnHost",
     "UpdateOp",

@@ -1,4 +1,4 @@
-"""Mappings as plans and settings read them: keys that are known, and directories of which each has one spelling.
+"""Mappings as plans and settings read them: frozen, with keys that are known, or of directories, each in one spelling.
 
 Pure data; looks at no path on disk. Called by whatever reads or holds a mapping that somebody else wrote.
 """
@@ -11,32 +11,24 @@ from typing import TypeVar
 
 from infinity_engine.errors import ConfigError
 
-__all__ = ["Directories", "known_mapping"]
+__all__ = ["Directories", "FrozenMapping", "known_mapping"]
 
+_Key = TypeVar("_Key")
 _Value_co = TypeVar("_Value_co", covariant=True)
 
 
-class Directories(Mapping[str, _Value_co]):
-    """One value for each of some directories, in the order given; frozen and hashable.
-
-    Spellings of a directory that differ only in slashes and dots name the same one, which may be given only once.
-    """
+class FrozenMapping(Mapping[_Key, _Value_co]):
+    """A mapping in the order given that cannot be changed; hashable where its values are."""
 
     __slots__ = ("_values",)
 
-    def __init__(self, given: Mapping[str, _Value_co], *, field: str) -> None:
-        values: dict[str, _Value_co] = {}
-        for directory, value in given.items():
-            spelling = _one_spelling(directory, field=field)
-            if spelling in values:
-                raise ConfigError(field=field, value=directory, expected=f"each directory once; {spelling!r} is given")
-            values[spelling] = value
-        self._values = values
+    def __init__(self, given: Mapping[_Key, _Value_co]) -> None:
+        self._values = dict(given)
 
-    def __getitem__(self, directory: str) -> _Value_co:
-        return self._values[_spelling(directory)]
+    def __getitem__(self, key: _Key) -> _Value_co:
+        return self._values[key]
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[_Key]:
         return iter(self._values)
 
     def __len__(self) -> int:
@@ -47,6 +39,27 @@ class Directories(Mapping[str, _Value_co]):
 
     def __repr__(self) -> str:
         return repr(self._values)
+
+
+class Directories(FrozenMapping[str, _Value_co]):
+    """One value for each of some directories.
+
+    Spellings of a directory that differ only in slashes and dots name the same one, which may be given only once.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, given: Mapping[str, _Value_co], *, field: str) -> None:
+        values: dict[str, _Value_co] = {}
+        for directory, value in given.items():
+            spelling = _one_spelling(directory, field=field)
+            if spelling in values:
+                raise ConfigError(field=field, value=directory, expected=f"each directory once; {spelling!r} is given")
+            values[spelling] = value
+        super().__init__(values)
+
+    def __getitem__(self, directory: str) -> _Value_co:
+        return super().__getitem__(_spelling(directory))
 
 
 def known_mapping(mapping: object, *, field: str, known: Iterable[str]) -> Mapping[str, object]:

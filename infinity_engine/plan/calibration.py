@@ -1,0 +1,434 @@
+"""What was measured of a machine, figure by figure, and the Rates that follow for one optimizer and some drives.
+
+Pure data with a versioned JSON form; a figure that was not measured says why. Measures nothing and opens no file:
+`infinity_engine.calibration` does. Planners, reports and the command line read it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any, TypeVar
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan.mappings import Directories, FrozenMapping, known_mapping
+from infinity_engine.plan.rates import DriveRates, Rates
+from infinity_engine.units import positive
+
+__all__ = [
+    "CALIBRATION_VERSION",
+    "Calibration",
+    "DriveFigures",
+    "Figure",
+    "HostUpdateFigures",
+    "LinkFigures",
+    "Unit",
+]
+
+CALIBRATION_VERSION = 1
+"""Of the JSON form: raised when a figure changes its meaning or goes."""
+
+_Value = TypeVar("_Value")
+
+
+class Unit(Enum):
+    """What a figure counts per second."""
+
+    BYTES = "bytes/s"
+    PARAMETERS = "parameters/s"
+    FLOPS = "flop/s"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """The median of some rounds, the least and the most of them; or no number, and the reason why there is none."""
+
+    unit: Unit
+    median: float | None = None
+    least: float | None = None
+    most: float | None = None
+    rounds: int = 0
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.least, self.median, self.most)
+        if self.reason is not None:
+            sound = bool(self.reason) and numbers == (None, None, None) and self.rounds == 0
+        else:
+            sound = (
+                self.rounds >= 1
+                and all(isinstance(each, int | float) for each in numbers)
+                and 0 < numbers[0] <= numbers[1] <= numbers[2] <= sys.float_info.max  # type: ignore[operator]
+            )
+        if not sound:
+            expected = "0 < least <= median <= most of 1 round or more, or a reason and no number"
+            raise ConfigError(field="Figure", value=(*numbers, self.rounds, self.reason), expected=expected)
+
+    @classmethod
+    def of(cls, samples: Sequence[float], unit: Unit) -> Figure:
+        """Return the figure of what each round gave."""
+        return cls(
+            unit=unit,
+            median=statistics.median(samples),
+            least=min(samples),
+            most=max(samples),
+            rounds=len(samples),
+        )
+
+    @classmethod
+    def missing(cls, reason: str, unit: Unit) -> Figure:
+        """Return the figure of what could not be measured."""
+        return cls(unit=unit, reason=reason)
+
+    @classmethod
+    def from_mapping(cls, mapping: object, *, field: str, unit: Unit) -> Figure:
+        """Return the figure that a JSON-like `mapping` says, which has to be of this unit."""
+        given = dict(known_mapping(mapping, field=field, known=_names(cls)))
+        said = given.pop("unit", None)
+        if said != unit.value:
+            raise ConfigError(field=f"{field}.unit", value=said, expected=f"the unit {unit.value}")
+        numbers = {name: given[name] for name in ("median", "least", "most") if given.get(name) is not None}
+        for name, number in numbers.items():
+            numbers[name] = positive(number, field=f"{field}.{name}")
+        rounds, reason = given.get("rounds"), given.get("reason")
+        if isinstance(rounds, bool) or not isinstance(rounds, int):
+            raise ConfigError(field=f"{field}.rounds", value=rounds, expected="a whole number")
+        if not isinstance(reason, str | None):
+            raise ConfigError(field=f"{field}.reason", value=reason, expected="text, or none")
+        return cls(unit=unit, rounds=rounds, reason=reason, **numbers)  # type: ignore[arg-type]
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return it as from_mapping reads it, ready for JSON."""
+        return {**{name: getattr(self, name) for name in _names(type(self))}, "unit": self.unit.value}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkFigures:
+    """Bytes per second between host and device: alone, both ways at once, and that while the host updates as well."""
+
+    h2d: Figure
+    d2h: Figure
+    duplex_h2d: Figure
+    duplex_d2h: Figure
+    h2d_beside_updates: Figure
+    d2h_beside_updates: Figure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostUpdateFigures:
+    """Parameters per second that a number of threads updates: undisturbed, and while bytes go over both links."""
+
+    alone: Figure
+    beside_copies: Figure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriveFigures:
+    """Of the drive behind one directory. Mixed: as many bytes read as written at once, counted together."""
+
+    drive: Mapping[str, str]  # what was measured: the drive's identity, and how it was used
+    read: Figure
+    write: Figure
+    mixed: Figure
+    mixed_beside_updates: Figure  # while all threads update
+    host_updates: Mapping[str, Mapping[int, Figure]]  # by optimizer and threads, while the drive reads and writes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "drive", FrozenMapping(self.drive))
+        object.__setattr__(self, "host_updates", _frozen(self.host_updates))
+
+    @classmethod
+    def from_mapping(cls, mapping: object, *, field: str) -> DriveFigures:
+        """Return the figures that a JSON-like `mapping` says; errors name the place in it, below `field`."""
+        given = _whole(mapping, field, _names(cls))
+        return cls(
+            drive=_texts(given["drive"], f"{field}.drive"),
+            host_updates=_table(
+                given["host_updates"],
+                f"{field}.host_updates",
+                lambda row, place: _table(row, place, _figure(Unit.PARAMETERS), key=_count),
+            ),
+            **{name: _figure(Unit.BYTES)(given[name], f"{field}.{name}") for name in _DRIVE_FIGURES},
+        )
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return them as from_mapping reads them, ready for JSON."""
+        return {
+            "drive": dict(self.drive),
+            **{name: getattr(self, name).to_mapping() for name in _DRIVE_FIGURES},
+            "host_updates": {
+                rule: {str(threads): figure.to_mapping() for threads, figure in row.items()}
+                for rule, row in self.host_updates.items()
+            },
+        }
+
+
+_DRIVE_FIGURES = ("read", "write", "mixed", "mixed_beside_updates")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """All figures of one machine, its device and some directories, as one process gets them.
+
+    Updates are of 16-bit parameters with fp32 masters and states, with gradients of 16 bits: 28 bytes of memory traffic
+    per parameter with Adam. Optimizers go by the names "adamw", "adam", "lion", "adagrad" and "sgd" (with momentum),
+    dtypes by "fp32" and "bf16".
+    """
+
+    machine: Mapping[str, str]  # what tells this machine, its device and its software from others
+    date: str  # of the measurement, as in ISO 8601
+    memory_bytes: int  # that the measured updates went through: a cache that holds more makes them too fast
+    links: LinkFigures
+    dram: Mapping[int, Figure]  # reads and writes added up, by the number of threads that sweep
+    host_updates: Mapping[str, Mapping[int, HostUpdateFigures]]  # by optimizer and threads
+    device_updates: Mapping[str, Figure]  # by optimizer
+    matmul: Mapping[str, Figure]  # by dtype, on the device that modules compute on
+    all_gather: Figure
+    reduce_scatter: Figure
+    drives: Mapping[str, DriveFigures] = field(default_factory=dict)  # by directory
+
+    def __post_init__(self) -> None:
+        for name in ("machine", "dram", "device_updates", "matmul"):
+            object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
+        object.__setattr__(self, "host_updates", _frozen(self.host_updates))
+        object.__setattr__(self, "drives", Directories(self.drives, field="Calibration.drives"))
+
+    @classmethod
+    def from_mapping(cls, mapping: object, *, field: str = "calibration") -> Calibration:
+        """Return the calibration that a JSON-like `mapping` says; errors name the place in it, below `field`.
+
+        Raises:
+            ConfigError: something is missing or wrong, or the mapping is of another version than this one writes.
+        """
+        version = mapping.get("version") if isinstance(mapping, Mapping) else CALIBRATION_VERSION
+        if isinstance(version, bool) or version != CALIBRATION_VERSION:
+            expected = f"version {CALIBRATION_VERSION}, the one that this release reads: run `infinity calibrate` again"
+            raise ConfigError(field=f"{field}.version", value=version, expected=expected)
+        given = _whole(mapping, field, ("version", *_names(cls)))
+        nbytes = given["memory_bytes"]
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+            raise ConfigError(field=f"{field}.memory_bytes", value=nbytes, expected="a whole number of bytes")
+        drives = _table(
+            given["drives"], f"{field}.drives", lambda drive, place: DriveFigures.from_mapping(drive, field=place)
+        )
+        return cls(
+            machine=_texts(given["machine"], f"{field}.machine"),
+            date=str(given["date"]),
+            memory_bytes=nbytes,
+            links=_record(LinkFigures, given["links"], f"{field}.links", Unit.BYTES),
+            dram=_table(given["dram"], f"{field}.dram", _figure(Unit.BYTES), key=_count),
+            host_updates=_table(
+                given["host_updates"],
+                f"{field}.host_updates",
+                lambda row, place: _table(
+                    row,
+                    place,
+                    lambda each, below: _record(HostUpdateFigures, each, below, Unit.PARAMETERS),
+                    key=_count,
+                ),
+            ),
+            device_updates=_table(given["device_updates"], f"{field}.device_updates", _figure(Unit.PARAMETERS)),
+            matmul=_table(given["matmul"], f"{field}.matmul", _figure(Unit.FLOPS)),
+            all_gather=_figure(Unit.BYTES)(given["all_gather"], f"{field}.all_gather"),
+            reduce_scatter=_figure(Unit.BYTES)(given["reduce_scatter"], f"{field}.reduce_scatter"),
+            drives=Directories(drives, field=f"{field}.drives"),
+        )
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return it as from_mapping reads it, ready for JSON."""
+        return {
+            "version": CALIBRATION_VERSION,
+            "machine": dict(self.machine),
+            "date": self.date,
+            "memory_bytes": self.memory_bytes,
+            "links": _plain(self.links),
+            "dram": {str(threads): figure.to_mapping() for threads, figure in self.dram.items()},
+            "host_updates": {
+                rule: {str(threads): _plain(each) for threads, each in row.items()}
+                for rule, row in self.host_updates.items()
+            },
+            "device_updates": {rule: figure.to_mapping() for rule, figure in self.device_updates.items()},
+            "matmul": {dtype: figure.to_mapping() for dtype, figure in self.matmul.items()},
+            "all_gather": self.all_gather.to_mapping(),
+            "reduce_scatter": self.reduce_scatter.to_mapping(),
+            "drives": {directory: drive.to_mapping() for directory, drive in self.drives.items()},
+        }
+
+    def with_drives(self, drives: Mapping[str, DriveFigures]) -> Calibration:
+        """Return the same with these directories, in place of those that it has."""
+        return replace(self, drives=drives)
+
+    def rates(
+        self,
+        *,
+        optimizer: str = "adamw",
+        threads: int | None = None,
+        directories: Iterable[str] | None = None,
+        beside_io: bool = False,
+        beside_copies: bool = False,
+    ) -> Rates:
+        """Return the medians as rates, for updates by `threads` (by default as many as were measured at most).
+
+        `directories` are those to use, by default all that were measured. `beside_io` gives what updates and drives
+        get while both work, `beside_copies` what updates and links get: each disturbance adds its time per parameter,
+        and a drive or link is slowed as it was while all threads updated. A number of threads that was not measured is
+        placed between its neighbours on a straight line.
+
+        Raises:
+            ConfigError: an optimizer or a directory was not measured, or there are no threads.
+        """
+        if optimizer not in self.host_updates:
+            raise ConfigError.unknown_name(field="optimizer", name=optimizer, known=self.host_updates)
+        if threads is not None and threads < 1:
+            raise ConfigError(field="threads", value=threads, expected="1 or more")
+        drives = self._drives(directories)
+        updates = self.host_updates[optimizer]
+        count = max(updates, default=1) if threads is None else threads
+        others: list[Mapping[int, Figure]] = []
+        if beside_copies:
+            others.append({number: each.beside_copies for number, each in updates.items()})
+        if beside_io:
+            others += [drive.host_updates.get(optimizer, {}) for drive in drives.values()]
+        alone = _at({number: each.alone for number, each in updates.items()}, count)
+        links = self.links
+        h2d = _slowed(links.h2d_beside_updates, links.duplex_h2d) if beside_copies else 1.0
+        d2h = _slowed(links.d2h_beside_updates, links.duplex_d2h) if beside_copies else 1.0
+        device = self.device_updates.get(optimizer)
+        return Rates(
+            h2d_bytes_per_s=_times(links.h2d, h2d),
+            d2h_bytes_per_s=_times(links.d2h, d2h),
+            duplex_h2d_bytes_per_s=_times(links.duplex_h2d, h2d),
+            duplex_d2h_bytes_per_s=_times(links.duplex_d2h, d2h),
+            dram_bytes_per_s=max((each.median for each in self.dram.values() if each.median), default=None),
+            host_update_params_per_s=_beside(alone, [_at(other, count) for other in others]),
+            device_update_params_per_s=None if device is None else device.median,
+            nvme={name: _drive_rates(drive, beside_updates=beside_io) for name, drive in drives.items()},
+        )
+
+    def flops_per_s(self, dtype: str) -> float | None:
+        """Return the rate of matrix products in "fp32" or "bf16" where modules compute, None where not measured."""
+        if dtype not in self.matmul:
+            raise ConfigError.unknown_name(field="dtype", name=dtype, known=self.matmul)
+        return self.matmul[dtype].median
+
+    def _drives(self, directories: Iterable[str] | None) -> Mapping[str, DriveFigures]:
+        if directories is None:
+            return self.drives
+        wanted = tuple(directories)
+        for directory in wanted:
+            if directory not in self.drives:
+                expected = f"a directory that was measured: run `infinity calibrate --directory {directory}`"
+                raise ConfigError(field="directories", value=directory, expected=expected)
+        return {directory: self.drives[directory] for directory in wanted}
+
+
+# --- rates out of figures ---
+
+
+def _at(figures: Mapping[int, Figure], threads: int) -> float | None:
+    """Return what so many threads get: measured, or between the neighbours; more than the most get as much as those."""
+    known = sorted((number, figure.median) for number, figure in figures.items() if figure.median is not None)
+    if not known:
+        return None
+    below = [pair for pair in known if pair[0] <= threads]
+    above = [pair for pair in known if pair[0] >= threads]
+    if not below:
+        return known[0][1] * threads / known[0][0]
+    if not above or below[-1] == above[0]:
+        return below[-1][1]
+    (few, less), (many, more) = below[-1], above[0]
+    return less + (more - less) * (threads - few) / (many - few)
+
+
+def _beside(alone: float | None, disturbed: Iterable[float | None]) -> float | None:
+    """Return a rate under several disturbances, of each of which the rate beside it alone is known."""
+    if alone is None:
+        return None
+    lost_s = sum(max(1 / rate - 1 / alone, 0.0) for rate in disturbed if rate is not None)
+    return 1 / (1 / alone + lost_s) if lost_s else alone
+
+
+def _slowed(disturbed: Figure, alone: Figure) -> float:
+    """Return the part of its rate that is left to something; all of it where that was not measured."""
+    if disturbed.median is None or alone.median is None:
+        return 1.0
+    return min(disturbed.median / alone.median, 1.0)
+
+
+def _times(figure: Figure, part: float) -> float | None:
+    return None if figure.median is None else figure.median * part
+
+
+def _drive_rates(drive: DriveFigures, *, beside_updates: bool) -> DriveRates:
+    part = _slowed(drive.mixed_beside_updates, drive.mixed) if beside_updates else 1.0
+    return DriveRates(
+        read_bytes_per_s=_times(drive.read, part),
+        write_bytes_per_s=_times(drive.write, part),
+        mixed_bytes_per_s=_times(drive.mixed, part),
+    )
+
+
+# --- mappings in and out ---
+
+
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
+
+
+def _frozen(table: Mapping[str, Mapping[int, _Value]]) -> Mapping[str, Mapping[int, _Value]]:
+    return FrozenMapping({key: FrozenMapping(row) for key, row in table.items()})
+
+
+def _plain(record: LinkFigures | HostUpdateFigures) -> dict[str, object]:
+    return {name: getattr(record, name).to_mapping() for name in _names(type(record))}
+
+
+def _whole(mapping: object, field: str, names: Sequence[str]) -> Mapping[str, object]:
+    """Return a mapping that has all of these names and no other."""
+    given = known_mapping(mapping, field=field, known=names)
+    for name in names:
+        if name not in given:
+            raise ConfigError(field=f"{field}.{name}", value=None, expected="a value: it is missing")
+    return given
+
+
+def _texts(mapping: object, field: str) -> dict[str, str]:
+    return {key: str(value) for key, value in _mapping(mapping, field).items()}
+
+
+def _table(
+    mapping: object,
+    field: str,
+    read: Callable[[object, str], _Value],
+    *,
+    key: Callable[[str, str], Any] = lambda text, _: text,
+) -> dict[Any, _Value]:
+    given = _mapping(mapping, field)
+    return {key(text, field): read(value, f"{field}[{text!r}]") for text, value in given.items()}
+
+
+def _mapping(mapping: object, field: str) -> Mapping[str, object]:
+    if not isinstance(mapping, Mapping) or not all(isinstance(key, str) for key in mapping):
+        raise ConfigError(field=field, value=mapping, expected="a mapping with text as its keys")
+    return mapping
+
+
+def _count(text: str, field: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+        raise ConfigError(field=field, value=text, expected="numbers of threads as keys, such as '8'")
+    return int(text)
+
+
+def _figure(unit: Unit) -> Callable[[object, str], Figure]:
+    return lambda mapping, place: Figure.from_mapping(mapping, field=place, unit=unit)
+
+
+_Record = TypeVar("_Record", LinkFigures, HostUpdateFigures)
+
+
+def _record(kind: type[_Record], mapping: object, field: str, unit: Unit) -> _Record:
+    given = _whole(mapping, field, _names(kind))
+    return kind(**{name: _figure(unit)(value, f"{field}.{name}") for name, value in given.items()})

@@ -1,0 +1,55 @@
+"""A calibration with round numbers: four threads, one drive, a device, and something lost to every disturbance."""
+
+from __future__ import annotations
+
+from infinity_engine.plan import Calibration, DriveFigures, Figure, HostUpdateFigures, LinkFigures, Unit
+
+__all__ = ["calibration", "drive", "figure"]
+
+
+def calibration() -> Calibration:
+    """Return it."""
+    return Calibration(
+        machine={"cpu": "Imaginary 9000", "cores": "4"},
+        date="2026-11-22T12:00:00+00:00",
+        memory_bytes=1 << 27,
+        links=LinkFigures(
+            h2d=figure(10e9),
+            d2h=figure(8e9),
+            duplex_h2d=figure(9e9),
+            duplex_d2h=figure(7e9),
+            h2d_beside_updates=figure(6e9),
+            d2h_beside_updates=figure(7.5e9),
+        ),
+        dram={1: figure(15e9), 2: figure(30e9), 4: figure(29e9)},
+        host_updates={
+            "adamw": {1: _updates(0.5e9, 0.4e9), 2: _updates(0.9e9, 0.6e9), 4: _updates(1.2e9, 0.8e9)},
+            "sgd": {1: _updates(1e9, 0.8e9)},
+        },
+        device_updates={"adamw": figure(25e9, Unit.PARAMETERS)},
+        matmul={"fp32": figure(100e9, Unit.FLOPS), "bf16": figure(200e9, Unit.FLOPS)},
+        all_gather=Figure.missing("one rank", Unit.BYTES),
+        reduce_scatter=Figure.missing("one rank", Unit.BYTES),
+        drives={"/mnt/a": drive()},
+    )
+
+
+def drive() -> DriveFigures:
+    """Return the figures of a drive beside which a sixth of the updates' rate, and half of its own, is lost."""
+    return DriveFigures(
+        drive={"drive": "serial 1"},
+        read=figure(3e9),
+        write=figure(2e9),
+        mixed=figure(2.4e9),
+        mixed_beside_updates=figure(1.2e9),
+        host_updates={"adamw": {4: figure(1.0e9, Unit.PARAMETERS)}},
+    )
+
+
+def figure(median: float, unit: Unit = Unit.BYTES) -> Figure:
+    """Return a figure of three rounds."""
+    return Figure.of([median * 0.9, median, median * 1.1], unit)
+
+
+def _updates(alone: float, beside_copies: float) -> HostUpdateFigures:
+    return HostUpdateFigures(alone=figure(alone, Unit.PARAMETERS), beside_copies=figure(beside_copies, Unit.PARAMETERS))
