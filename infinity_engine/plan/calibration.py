@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from infinity_engine.errors import ConfigError
@@ -35,11 +36,12 @@ _Value = TypeVar("_Value")
 
 
 class Unit(Enum):
-    """What a figure counts per second."""
+    """What a figure counts."""
 
     BYTES = "bytes/s"
     PARAMETERS = "parameters/s"
     FLOPS = "flop/s"
+    PART = "of the rate alone"  # no rate itself: what is left of one beside other work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +109,10 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkFigures:
-    """Bytes per second between host and device: alone, both ways at once, and that while the host updates as well."""
+    """Bytes per second between host and device, alone and both ways at once; what of the latter is left beside updates.
+
+    Beside updates by all threads, that is.
+    """
 
     h2d: Figure
     d2h: Figure
@@ -119,7 +124,7 @@ class LinkFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostUpdateFigures:
-    """Parameters per second that a number of threads updates: undisturbed, and while bytes go over both links."""
+    """Parameters per second that a number of threads updates; what is left of it while bytes go over both links."""
 
     alone: Figure
     beside_copies: Figure
@@ -133,8 +138,8 @@ class DriveFigures:
     read: Figure
     write: Figure
     mixed: Figure
-    mixed_beside_updates: Figure  # while all threads update
-    host_updates: Mapping[str, Mapping[int, Figure]]  # by optimizer and threads, while the drive reads and writes
+    mixed_beside_updates: Figure  # the part of it that is left while all threads update
+    host_updates: Mapping[str, Mapping[int, Figure]]  # by optimizer and threads: the part left beside reads and writes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drive", FrozenMapping(self.drive))
@@ -149,16 +154,16 @@ class DriveFigures:
             host_updates=_table(
                 given["host_updates"],
                 f"{field}.host_updates",
-                lambda row, place: _table(row, place, _figure(Unit.PARAMETERS), key=_count),
+                lambda row, place: _table(row, place, _figure(Unit.PART), key=_count),
             ),
-            **{name: _figure(Unit.BYTES)(given[name], f"{field}.{name}") for name in _DRIVE_FIGURES},
+            **_figures(_DRIVE_UNITS, given, field),
         )
 
     def to_mapping(self) -> dict[str, object]:
         """Return them as from_mapping reads them, ready for JSON."""
         return {
             "drive": dict(self.drive),
-            **{name: getattr(self, name).to_mapping() for name in _DRIVE_FIGURES},
+            **{name: getattr(self, name).to_mapping() for name in _DRIVE_UNITS},
             "host_updates": {
                 rule: {str(threads): figure.to_mapping() for threads, figure in row.items()}
                 for rule, row in self.host_updates.items()
@@ -166,7 +171,16 @@ class DriveFigures:
         }
 
 
-_DRIVE_FIGURES = ("read", "write", "mixed", "mixed_beside_updates")
+_DRIVE_UNITS = MappingProxyType(
+    {"read": Unit.BYTES, "write": Unit.BYTES, "mixed": Unit.BYTES, "mixed_beside_updates": Unit.PART}
+)
+_LINK_UNITS = MappingProxyType(
+    {
+        **dict.fromkeys(("h2d", "d2h", "duplex_h2d", "duplex_d2h"), Unit.BYTES),
+        **dict.fromkeys(("h2d_beside_updates", "d2h_beside_updates"), Unit.PART),
+    }
+)
+_UPDATE_UNITS = MappingProxyType({"alone": Unit.PARAMETERS, "beside_copies": Unit.PART})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,7 +232,7 @@ class Calibration:
             machine=_texts(given["machine"], f"{field}.machine"),
             date=str(given["date"]),
             memory_bytes=nbytes,
-            links=_record(LinkFigures, given["links"], f"{field}.links", Unit.BYTES),
+            links=LinkFigures(**_record(_LINK_UNITS, given["links"], f"{field}.links")),
             dram=_table(given["dram"], f"{field}.dram", _figure(Unit.BYTES), key=_count),
             host_updates=_table(
                 given["host_updates"],
@@ -226,7 +240,7 @@ class Calibration:
                 lambda row, place: _table(
                     row,
                     place,
-                    lambda each, below: _record(HostUpdateFigures, each, below, Unit.PARAMETERS),
+                    lambda each, below: HostUpdateFigures(**_record(_UPDATE_UNITS, each, below)),
                     key=_count,
                 ),
             ),
@@ -273,9 +287,9 @@ class Calibration:
         """Return the medians as rates, for updates by `threads` (by default as many as were measured at most).
 
         `directories` are those to use, by default all that were measured. `beside_io` gives what updates and drives
-        get while both work, `beside_copies` what updates and links get: each disturbance adds its time per parameter,
-        and a drive or link is slowed as it was while all threads updated. A number of threads that was not measured is
-        placed between its neighbours on a straight line.
+        get while both work, `beside_copies` what updates and links get: each disturbance adds the time that it costs a
+        parameter, and a drive or link is slowed as it was while all threads updated. A number of threads that was not
+        measured is placed between its neighbours on a straight line.
 
         Raises:
             ConfigError: an optimizer or a directory was not measured, or there are no threads.
@@ -294,14 +308,14 @@ class Calibration:
             others += [drive.host_updates.get(optimizer, {}) for drive in drives.values()]
         alone = _at({number: each.alone for number, each in updates.items()}, count)
         links = self.links
-        h2d = _slowed(links.h2d_beside_updates, links.duplex_h2d) if beside_copies else 1.0
-        d2h = _slowed(links.d2h_beside_updates, links.duplex_d2h) if beside_copies else 1.0
+        h2d, d2h = links.h2d_beside_updates, links.d2h_beside_updates
+        up, down = (_left(h2d), _left(d2h)) if beside_copies else (1.0, 1.0)
         device = self.device_updates.get(optimizer)
         return Rates(
-            h2d_bytes_per_s=_times(links.h2d, h2d),
-            d2h_bytes_per_s=_times(links.d2h, d2h),
-            duplex_h2d_bytes_per_s=_times(links.duplex_h2d, h2d),
-            duplex_d2h_bytes_per_s=_times(links.duplex_d2h, d2h),
+            h2d_bytes_per_s=_times(links.h2d, up),
+            d2h_bytes_per_s=_times(links.d2h, down),
+            duplex_h2d_bytes_per_s=_times(links.duplex_h2d, up),
+            duplex_d2h_bytes_per_s=_times(links.duplex_d2h, down),
             dram_bytes_per_s=max((each.median for each in self.dram.values() if each.median), default=None),
             host_update_params_per_s=_beside(alone, [_at(other, count) for other in others]),
             device_update_params_per_s=None if device is None else device.median,
@@ -343,19 +357,16 @@ def _at(figures: Mapping[int, Figure], threads: int) -> float | None:
     return less + (more - less) * (threads - few) / (many - few)
 
 
-def _beside(alone: float | None, disturbed: Iterable[float | None]) -> float | None:
-    """Return a rate under several disturbances, of each of which the rate beside it alone is known."""
+def _beside(alone: float | None, parts: Iterable[float | None]) -> float | None:
+    """Return what is left of a rate under several disturbances, each of which leaves this part of it."""
     if alone is None:
         return None
-    lost_s = sum(max(1 / rate - 1 / alone, 0.0) for rate in disturbed if rate is not None)
-    return 1 / (1 / alone + lost_s) if lost_s else alone
+    return alone / (1.0 + sum(1 / min(part, 1.0) - 1 for part in parts if part is not None))
 
 
-def _slowed(disturbed: Figure, alone: Figure) -> float:
+def _left(part: Figure) -> float:
     """Return the part of its rate that is left to something; all of it where that was not measured."""
-    if disturbed.median is None or alone.median is None:
-        return 1.0
-    return min(disturbed.median / alone.median, 1.0)
+    return 1.0 if part.median is None else min(part.median, 1.0)
 
 
 def _times(figure: Figure, part: float) -> float | None:
@@ -363,7 +374,7 @@ def _times(figure: Figure, part: float) -> float | None:
 
 
 def _drive_rates(drive: DriveFigures, *, beside_updates: bool) -> DriveRates:
-    part = _slowed(drive.mixed_beside_updates, drive.mixed) if beside_updates else 1.0
+    part = _left(drive.mixed_beside_updates) if beside_updates else 1.0
     return DriveRates(
         read_bytes_per_s=_times(drive.read, part),
         write_bytes_per_s=_times(drive.write, part),
@@ -426,9 +437,10 @@ def _figure(unit: Unit) -> Callable[[object, str], Figure]:
     return lambda mapping, place: Figure.from_mapping(mapping, field=place, unit=unit)
 
 
-_Record = TypeVar("_Record", LinkFigures, HostUpdateFigures)
+def _figures(units: Mapping[str, Unit], given: Mapping[str, object], field: str) -> dict[str, Figure]:
+    return {name: _figure(unit)(given[name], f"{field}.{name}") for name, unit in units.items()}
 
 
-def _record(kind: type[_Record], mapping: object, field: str, unit: Unit) -> _Record:
-    given = _whole(mapping, field, _names(kind))
-    return kind(**{name: _figure(unit)(value, f"{field}.{name}") for name, value in given.items()})
+def _record(units: Mapping[str, Unit], mapping: object, field: str) -> dict[str, Figure]:
+    """Return the figures of a mapping that has nothing else."""
+    return _figures(units, _whole(mapping, field, tuple(units)), field)

@@ -18,13 +18,13 @@ def calibration() -> Calibration:
             d2h=figure(8e9),
             duplex_h2d=figure(9e9),
             duplex_d2h=figure(7e9),
-            h2d_beside_updates=figure(6e9),
-            d2h_beside_updates=figure(7.5e9),
+            h2d_beside_updates=figure(2 / 3, Unit.PART),
+            d2h_beside_updates=figure(1.05, Unit.PART),
         ),
         dram={1: figure(15e9), 2: figure(30e9), 4: figure(29e9)},
         host_updates={
-            "adamw": {1: _updates(0.5e9, 0.4e9), 2: _updates(0.9e9, 0.6e9), 4: _updates(1.2e9, 0.8e9)},
-            "sgd": {1: _updates(1e9, 0.8e9)},
+            "adamw": {1: _updates(0.5e9, 0.9), 2: _updates(0.9e9, 0.8), 4: _updates(1.2e9, 2 / 3)},
+            "sgd": {1: _updates(1e9, 0.8)},
         },
         device_updates={"adamw": figure(25e9, Unit.PARAMETERS)},
         matmul={"fp32": figure(100e9, Unit.FLOPS), "bf16": figure(200e9, Unit.FLOPS)},
@@ -35,14 +35,14 @@ def calibration() -> Calibration:
 
 
 def drive() -> DriveFigures:
-    """Return the figures of a drive beside which a sixth of the updates' rate, and half of its own, is lost."""
+    """Return the figures of a drive beside which a fifth of the updates' rate, and half of its own, is lost."""
     return DriveFigures(
         drive={"drive": "serial 1"},
         read=figure(3e9),
         write=figure(2e9),
         mixed=figure(2.4e9),
-        mixed_beside_updates=figure(1.2e9),
-        host_updates={"adamw": {4: figure(1.0e9, Unit.PARAMETERS)}},
+        mixed_beside_updates=figure(0.5, Unit.PART),
+        host_updates={"adamw": {4: figure(0.8, Unit.PART)}},
     )
 
 
@@ -51,5 +51,5 @@ def figure(median: float, unit: Unit = Unit.BYTES) -> Figure:
     return Figure.of([median * 0.9, median, median * 1.1], unit)
 
 
-def _updates(alone: float, beside_copies: float) -> HostUpdateFigures:
-    return HostUpdateFigures(alone=figure(alone, Unit.PARAMETERS), beside_copies=figure(beside_copies, Unit.PARAMETERS))
+def _updates(alone: float, part: float) -> HostUpdateFigures:
+    return HostUpdateFigures(alone=figure(alone, Unit.PARAMETERS), beside_copies=figure(part, Unit.PART))
