@@ -131,6 +131,7 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
     def __init__(self, kind: type[_Op], emulation: Emulation) -> None:
         super().__init__(kind)
         self.torch_device = torch.device("cpu")
+        self.emulation = emulation
         rates = emulation.rates
         self._ratios = {
             StreamKind.H2D: _ratio(rates.h2d_bytes_per_s, name="h2d_bytes_per_s"),

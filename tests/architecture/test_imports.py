@@ -17,6 +17,7 @@ WITHOUT_TORCH = (
     "deepnvme.compat",
     "deepnvme.store",
     "infinity_engine",
+    "infinity_engine.calibration",
     "infinity_engine.config",
     "infinity_engine.engine",
     "infinity_engine.memory",

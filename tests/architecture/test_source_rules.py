@@ -23,6 +23,7 @@ ROWS = (
     {"cli"},
     {"infinity_engine"},
     {"engine"},
+    {"calibration"},
     {"sim"},
     {"schedule", "optim", "activation", "tiling", "checkpoint"},
     {"tiering"},
@@ -32,10 +33,10 @@ ROWS = (
     {"errors", "units", "telemetry", "_native"},
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
-STRANGERS = ROWS[4]
+STRANGERS = ROWS[ROW["optim"]]
 IMPORTED_ONLY_BY = {"config": {"engine", "cli"}}
 
-TORCH_AT_TOP = {"engine", "accel", "activation", "tiling", "checkpoint", "partition"}
+TORCH_AT_TOP = {"engine", "calibration", "accel", "activation", "tiling", "checkpoint", "partition"}
 TORCH_NOWHERE = {"sim", "plan", "machine", "errors", "units", "telemetry", "config"}
 
 # What a dotted name matches, and the only files that may use it.

@@ -1,0 +1,265 @@
+"""Puts a calibration together: what was kept of this machine and its directories, and what is measured now.
+
+One process of a user measures at a time. Reports what it does through a function; prints nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from deepnvme import IOQueue, Pool
+from deepnvme.backends import choose_backend
+from deepnvme.profile import load_profile, settle
+from infinity_engine.calibration.cache import CalibrationCache
+from infinity_engine.calibration.drives import measure_drive
+from infinity_engine.calibration.effort import FULL, Effort, Part, thread_counts
+from infinity_engine.calibration.host import RULES, STATE_BYTES, HostPoint, HostUpdates
+from infinity_engine.calibration.identity import default_device, drive_identity, machine_identity, usable_cores
+from infinity_engine.plan import Calibration, DriveFigures, Figure, HostUpdateFigures, LinkFigures, Unit
+from infinity_engine.plan.mappings import Directories
+
+if TYPE_CHECKING:
+    from infinity_engine.accel import Accelerator
+
+__all__ = ["Kept", "calibrated", "kept_calibration"]
+
+_MATMUL_SHARE, _HOST_SHARE, _LINKS_SHARE, _DEVICE_SHARE, _DRIVES_SHARE = 0.1, 0.3, 0.15, 0.05, 0.4  # of the time
+_ONE_RANK = "one rank: nothing is gathered or scattered"
+_NO_DEVICE = "torch is not installed"
+_Report = Callable[[str], object]
+
+
+class Kept(Enum):
+    """What becomes of figures that were kept."""
+
+    USED = "used"  # only what is missing is measured
+    REPLACED = "replaced"  # everything is measured
+
+
+def kept_calibration(
+    directories: Iterable[str] = (),
+    *,
+    accelerator: Accelerator | None = None,
+    queue: IOQueue | None = None,
+    cache: CalibrationCache | None = None,
+) -> Calibration | None:
+    """Return what was kept of this machine and those of the directories that were measured; None where nothing was.
+
+    Without an accelerator and a queue, of those that an engine would have here by default. Measures nothing.
+
+    Raises:
+        OSError: there is no such directory.
+    """
+    cache = cache or CalibrationCache.of_user()
+    machine = cache.machine(machine_identity(_device(accelerator)))
+    if machine is None:
+        return None
+    found = {name: cache.drive(machine.machine, _drive(name, queue)) for name in directories}
+    return machine.with_drives({name: drive for name, drive in found.items() if drive is not None})
+
+
+def calibrated(
+    directories: Iterable[str] = (),
+    *,
+    accelerator: Accelerator | None,
+    queue: IOQueue | None = None,
+    effort: Effort = FULL,
+    kept: Kept = Kept.USED,
+    cache: CalibrationCache | None = None,
+    report: _Report = lambda _: None,
+) -> Calibration:
+    """Return the figures of this machine with `accelerator` and of these directories; measure what is not kept.
+
+    With None for an accelerator, which is for where torch is missing, links, device and matrix products are not
+    measured. `queue` is used for the drives where given, and stays open. What is measured is kept in `cache`, by
+    default the user's. `report` gets a line before each part of the work.
+
+    Raises:
+        OSError: a directory cannot be used, or an operation failed there. What was measured before is kept.
+    """
+    names = list(Directories(dict.fromkeys(directories), field="directories"))
+    cache = cache or CalibrationCache.of_user()
+    identity = machine_identity(_device(accelerator))
+    with ExitStack() as resources:
+        if queue is None and names:
+            queue = resources.enter_context(IOQueue())
+        drives = {} if queue is None else {name: _drive(name, queue) for name in names}
+        resources.enter_context(cache.alone(lambda: report("another process measures this machine: waiting for it")))
+        uses = kept is Kept.USED
+        bench = _Bench(effort, report)
+        machine = cache.machine(identity) if uses else None
+        if machine is None:
+            machine = bench.machine(identity, accelerator)
+            cache.keep_machine(machine)
+        found = {name: cache.drive(identity, drive) if uses else None for name, drive in drives.items()}
+        missing = [name for name, drive in found.items() if drive is None]
+        for name in missing:
+            assert queue is not None, "there is a queue for directories"
+            measured = bench.drive(name, drives[name], queue, effort.part(_DRIVES_SHARE / len(missing)))
+            found[name] = measured
+            cache.keep_drive(identity, measured)
+    return machine.with_drives({name: drive for name, drive in found.items() if drive is not None})
+
+
+class _Bench:
+    """Measures; takes its memory when it is needed first, after what needs none of it."""
+
+    def __init__(self, effort: Effort, report: _Report) -> None:
+        self._effort = effort
+        self._report = report
+        self._memory: _Memory | None = None
+
+    def machine(self, identity: Mapping[str, str], accelerator: Accelerator | None) -> Calibration:
+        """Measure all but drives."""
+        effort = self._effort
+        matmul = self._matmul(accelerator)
+        memory = self._taken()
+        self._report("updates of the host, and sweeps over its memory")
+        host = memory.updates.measure(effort.part(_HOST_SHARE))
+        links = _measured_links(accelerator, memory, effort, self._report)
+        return Calibration(
+            machine=identity,
+            date=datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds"),
+            memory_bytes=memory.updates.numel * STATE_BYTES,
+            links=links.figures,
+            dram={point.threads: figure for point, figure in host.items() if point.optimizer is None},
+            host_updates={
+                name: {
+                    point.threads: HostUpdateFigures(alone=figure, beside_copies=links.beside(point))
+                    for point, figure in host.items()
+                    if point.optimizer == name
+                }
+                for name in RULES
+            },
+            device_updates=self._device_updates(accelerator),
+            matmul=matmul,
+            all_gather=Figure.missing(_ONE_RANK, Unit.BYTES),
+            reduce_scatter=Figure.missing(_ONE_RANK, Unit.BYTES),
+        )
+
+    def drive(self, directory: str, identity: Mapping[str, str], queue: IOQueue, part: Part) -> DriveFigures:
+        """Measure the drive of a directory."""
+        memory = self._taken()
+        queue.use_pool(memory.pool)
+        try:
+            return measure_drive(
+                directory,
+                identity,
+                queue=queue,
+                memory=memory.io,
+                updates=memory.updates,
+                effort=self._effort,
+                part=part,
+                report=self._report,
+            )
+        finally:
+            queue.forget_pool(memory.pool)
+
+    def _taken(self) -> _Memory:
+        if self._memory is None:
+            self._memory = _Memory.of(self._effort)
+        return self._memory
+
+    def _matmul(self, accelerator: Accelerator | None) -> dict[str, Figure]:
+        if accelerator is None:
+            return {dtype: Figure.missing(_NO_DEVICE, Unit.FLOPS) for dtype in ("fp32", "bf16")}
+        from infinity_engine.calibration.device import measure_matmul
+
+        self._report("matrix products")
+        return measure_matmul(accelerator.torch_device, self._effort.part(_MATMUL_SHARE))
+
+    def _device_updates(self, accelerator: Accelerator | None) -> dict[str, Figure]:
+        if accelerator is None:
+            return {name: Figure.missing(_NO_DEVICE, Unit.PARAMETERS) for name in RULES}
+        from infinity_engine.calibration.device import measure_device_updates
+
+        self._report("updates of the device")
+        effort = self._effort
+        return measure_device_updates(accelerator, effort.update_bytes, effort.part(_DEVICE_SHARE))
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """The memory that everything but matrix products goes through: a part for updates, and one for I/O and copies."""
+
+    pool: Pool
+    updates: HostUpdates
+    io: memoryview
+
+    @classmethod
+    def of(cls, effort: Effort) -> _Memory:
+        pool = Pool(effort.update_bytes + effort.io_bytes)
+        updates = HostUpdates(pool, effort.update_bytes, thread_counts(usable_cores()))
+        return cls(pool, updates, pool.buffer(effort.io_bytes))
+
+
+@dataclass(frozen=True)
+class _LinkFigures:
+    """What was measured of links, and of updates beside copies over them."""
+
+    figures: LinkFigures
+    updates: Mapping[HostPoint, Figure]
+    reason: str
+
+    def beside(self, point: HostPoint) -> Figure:
+        """Return what updates get beside copies."""
+        return self.updates.get(point) or Figure.missing(self.reason, Unit.PART)
+
+
+def _measured_links(accelerator: Accelerator | None, memory: _Memory, effort: Effort, report: _Report) -> _LinkFigures:
+    if accelerator is None:
+        return _no_links(_NO_DEVICE)
+    from infinity_engine.accel import StreamKind
+    from infinity_engine.calibration.links import Links, NoLinksError, measure_beside_updates, measure_links
+
+    h2d, d2h = StreamKind.H2D, StreamKind.D2H
+    part = effort.part(_LINKS_SHARE / 2)
+    try:
+        with Links.open(accelerator, memory.io) as links:
+            report("copies between host and device")
+            found = measure_links(links, part)
+            reason = "the time of copies is computed: the host's work does not disturb them"
+            updates: Mapping[HostPoint, Figure] = {}
+            copies = {kind: Figure.missing(reason, Unit.PART) for kind in (h2d, d2h)}
+            if links.beside_updates:
+                report("updates of the host beside copies")
+                updates, copies = measure_beside_updates(links, memory.updates, part)
+    except NoLinksError as why:
+        return _no_links(str(why))
+    figures = LinkFigures(
+        h2d=found[(h2d,)][h2d],
+        d2h=found[(d2h,)][d2h],
+        duplex_h2d=found[(h2d, d2h)][h2d],
+        duplex_d2h=found[(h2d, d2h)][d2h],
+        h2d_beside_updates=copies[h2d],
+        d2h_beside_updates=copies[d2h],
+    )
+    return _LinkFigures(figures, updates, reason)
+
+
+def _no_links(reason: str) -> _LinkFigures:
+    rate, part = Figure.missing(reason, Unit.BYTES), Figure.missing(reason, Unit.PART)
+    figures = LinkFigures(
+        h2d=rate, d2h=rate, duplex_h2d=rate, duplex_d2h=rate, h2d_beside_updates=part, d2h_beside_updates=part
+    )
+    return _LinkFigures(figures, {}, reason)
+
+
+def _device(accelerator: Accelerator | None) -> str:
+    if accelerator is None:
+        return default_device()
+    from infinity_engine.calibration.device import device_identity
+
+    return device_identity(accelerator)
+
+
+def _drive(directory: str, queue: IOQueue | None) -> Mapping[str, str]:
+    if queue is not None:
+        return drive_identity(directory, backend=queue.backend, settings=queue.settings_for(directory))
+    settings = settle(load_profile().for_path(directory))
+    return drive_identity(directory, backend=choose_backend("auto"), settings=settings)

@@ -1,0 +1,83 @@
+"""What updates of the host and some other work lose to one another: each measured alone and with the other, in turn.
+
+The samples of a comparison follow one another, so that whatever else the machine does disturbs all of them alike.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from infinity_engine.calibration.effort import Part
+from infinity_engine.calibration.host import HostPoint, HostUpdates
+from infinity_engine.plan import Figure, Unit
+
+__all__ = ["Contention", "Pair", "Stops", "meanwhile", "measure_contention", "until"]
+
+_SAMPLES = 4  # of a comparison: updates alone, with the other, and alone again; the other alone
+_Result = TypeVar("_Result")
+Stops = Callable[[], bool]
+"""Tells work that goes on whether to stop."""
+
+
+@dataclass(frozen=True)
+class Pair(Generic[_Result]):
+    """What the other work did beside updates by all threads, and what it did alone."""
+
+    beside: _Result
+    alone: _Result
+
+
+@dataclass(frozen=True)
+class Contention(Generic[_Result]):
+    """The part of their rate that updates keep, for each point; and what the other work did."""
+
+    updates: dict[HostPoint, Figure]
+    others: list[Pair[_Result]]
+
+
+def measure_contention(
+    updates: HostUpdates, points: Sequence[HostPoint], work: Callable[[Stops], _Result], part: Part
+) -> Contention[_Result]:
+    """Measure the points beside `work`, which goes on until it is told to stop."""
+    others: list[Pair[_Result]] = []
+
+    def part_left(point: HostPoint, sample_s: float) -> float:
+        before = updates.rate(point, sample_s)
+        with meanwhile(work) as going_on:
+            beside = updates.rate(point, sample_s)
+        after = updates.rate(point, sample_s)
+        if point.threads == max(updates.counts):
+            others.append(Pair(going_on.result(), work(until(sample_s))))
+        else:
+            going_on.result()
+        return 2 * beside / (before + after)
+
+    found = part.in_turn(points, part_left, samples=_SAMPLES)
+    return Contention({point: Figure.of(parts, Unit.PART) for point, parts in found.items()}, others)
+
+
+def until(seconds: float) -> Stops:
+    """Return what stops work when so much time has passed."""
+    end = time.perf_counter() + seconds
+    return lambda: time.perf_counter() >= end
+
+
+@contextmanager
+def meanwhile(work: Callable[[Stops], _Result]) -> Iterator[Future[_Result]]:
+    """Let `work` go on in a thread while the body runs.
+
+    What it returned or raised is in the future that is yielded, once the body has ended.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="calibration") as executor:
+        future = executor.submit(work, stop.is_set)
+        try:
+            yield future
+        finally:
+            stop.set()

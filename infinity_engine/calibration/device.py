@@ -1,0 +1,161 @@
+"""How fast the device updates parameters and multiplies matrices.
+
+The update of a GPU has not run on one yet. What cannot be measured here has the reason in its figure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import MappingProxyType
+
+import torch
+
+from infinity_engine.accel import (
+    Accelerator,
+    Buffer,
+    PacedAccelerator,
+    StreamKind,
+    UpdateCost,
+    VirtualAccelerator,
+)
+from infinity_engine.calibration.effort import Part, repeated
+from infinity_engine.calibration.host import RULES, STATE_BYTES, steps_of, updates_state
+from infinity_engine.calibration.identity import gpu_device
+from infinity_engine.errors import CapacityError, MissingDependencyError
+from infinity_engine.optim import NORM_BLOCK, Stream
+from infinity_engine.plan import Figure, Unit
+from infinity_engine.units import align_down
+
+__all__ = ["DTYPES", "device_identity", "measure_device_updates", "measure_matmul"]
+
+DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
+_FEWEST_COLUMNS, _COLUMNS = 256, MappingProxyType({"cpu": 2048, "cuda": 4096})
+_LONG_ENOUGH_S = 0.01  # of one product
+_AT_ONCE = 8  # products or updates that a GPU is given at once, so that it seldom waits for the host
+
+
+def device_identity(accelerator: Accelerator) -> str:
+    """Return what tells a device from others, as machine_identity has it."""
+    if isinstance(accelerator, VirtualAccelerator | PacedAccelerator):
+        emulation = accelerator.emulation
+        return f"emulated, {emulation.clock.value} clock: {emulation.rates!r}"
+    return gpu_device() if accelerator.name == "cuda" else accelerator.name
+
+
+def measure_matmul(device: torch.device, part: Part) -> dict[str, Figure]:
+    """Measure products of square matrices, as large as take some time and little memory."""
+    products = {name: _product(device, dtype) for name, dtype in DTYPES.items()}
+
+    def flops(name: str, sample_s: float) -> float:
+        product, flop = products[name]
+        return repeated(product, flop, sample_s)
+
+    found = part.in_turn(list(DTYPES), flops)
+    return {name: Figure.of(samples, Unit.FLOPS) for name, samples in found.items()}
+
+
+def measure_device_updates(accelerator: Accelerator, nbytes: int, part: Part) -> dict[str, Figure]:
+    """Measure the updates of each optimizer on the device, in up to so many bytes of its memory."""
+    if accelerator.unified:
+        return _missing("device and host are one memory, so the host updates")
+    if accelerator.name == "emulated":
+        return _figures(_emulated(accelerator), part)
+    numel = align_down(min(nbytes, accelerator.memory().free // 2) // STATE_BYTES, NORM_BLOCK)
+    try:
+        buffer = accelerator.allocate(numel * STATE_BYTES)
+    except (CapacityError, ValueError) as problem:
+        return _missing(f"there is no room on the device: {problem}")
+    try:
+        return _figures(_on_gpu(accelerator, buffer, numel), part)
+    except MissingDependencyError as problem:
+        return _missing(str(problem))
+    finally:
+        accelerator.free(buffer)
+
+
+_Update = Callable[[str, float], float]
+
+
+def _figures(rate: _Update, part: Part) -> dict[str, Figure]:
+    found = part.in_turn(list(RULES), rate)
+    return {name: Figure.of(samples, Unit.PARAMETERS) for name, samples in found.items()}
+
+
+def _missing(reason: str) -> dict[str, Figure]:
+    return {name: Figure.missing(reason, Unit.PARAMETERS) for name in RULES}
+
+
+def _emulated(accelerator: Accelerator) -> _Update:
+    """Return what takes the time of an update on an emulated device, which is that of all rules."""
+    stream = accelerator.stream(StreamKind.COMPUTE)
+    params = 1 << 20
+
+    def clock() -> float:
+        return accelerator.now_ns / 1e9 if isinstance(accelerator, VirtualAccelerator) else time.perf_counter()
+
+    def update() -> None:
+        accelerator.run(lambda: None, stream=stream, cost=UpdateCost(params)).wait()
+
+    return lambda _, seconds: repeated(update, params, seconds, clock)
+
+
+def _on_gpu(accelerator: Accelerator, buffer: Buffer, numel: int) -> _Update:
+    """Return what updates states that lie in the buffer, by the kernels of a GPU."""
+    from infinity_engine.optim.cuda import CudaKernels
+
+    kernels = CudaKernels()  # says so where there is no cupy
+    import cupy
+
+    stream = accelerator.stream(StreamKind.COMPUTE)
+    widths = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
+    tensors, offset = [], 0
+    for dtype, value in zip(widths, (0.5, 0.01, 1e-4, 0.01, 0.5), strict=True):
+        tensors.append(buffer.tensor(dtype, numel, offset).fill_(value))
+        offset += numel * dtype.itemsize
+    master, first, second, gradient, parameter = map(Stream.of, tensors)
+    steps = {
+        name: steps_of(rule, updates_state(numel, master, (first, second)[: len(rule.states)]), gradient, parameter)
+        for name, rule in RULES.items()
+    }
+
+    def launched(name: str) -> None:
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            steps[name](kernels)
+
+    def rate(name: str, seconds: float) -> float:
+        def some() -> None:
+            cost = UpdateCost(numel)
+            events = [accelerator.run(lambda: launched(name), stream=stream, cost=cost) for _ in range(_AT_ONCE)]
+            events[-1].wait()
+
+        return repeated(some, numel * _AT_ONCE, seconds)
+
+    return rate
+
+
+def _product(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], None], int]:
+    """Return products that take long enough to be measured, and their floating-point operations."""
+    most = _COLUMNS[device.type]
+    times = _AT_ONCE if device.type == "cuda" else 1
+    columns = _FEWEST_COLUMNS
+    while True:
+        product, flop = _product_of(device, dtype, columns, times), 2 * columns**3 * times
+        product()
+        if columns >= most or flop / repeated(product, flop, 0.0) >= _LONG_ENOUGH_S:
+            return product, flop
+        columns *= 2
+
+
+def _product_of(device: torch.device, dtype: torch.dtype, columns: int, times: int) -> Callable[[], None]:
+    left, right = (torch.full((columns, columns), 0.5, dtype=dtype, device=device) for _ in range(2))
+    into = torch.empty_like(left)
+
+    def product() -> None:
+        with torch.no_grad():
+            for _ in range(times):
+                torch.mm(left, right, out=into)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return product

@@ -1,0 +1,143 @@
+"""How fast the drive behind a directory is read and written by a deepnvme queue, alone and beside updates of the host.
+
+Writes one file there, which is removed when it is done, has failed, or was told to end. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from deepnvme import File, IOQueue
+from deepnvme.cli.scratch import signals_are_exceptions, usable_directory
+from deepnvme.measure import Workload, cut, fill, pending_for, transfers
+from infinity_engine.calibration.contention import Stops, measure_contention, until
+from infinity_engine.calibration.effort import Effort, Part
+from infinity_engine.calibration.host import RULES, HostUpdates
+from infinity_engine.plan import DriveFigures, Figure, Unit
+from infinity_engine.units import MiB, format_bytes
+
+__all__ = ["FILE_PREFIX", "measure_drive"]
+
+FILE_PREFIX = "infinity-calibrate-"
+_OPERATION_BYTES = 4 * MiB
+_FILE_SHARE, _ALONE_SHARE, _BESIDE_SHARE = 0.15, 0.4, 0.45  # of the time for a directory
+_Report = Callable[[str], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DriveLoad:
+    """A file, and the memory that operations on it go through; as many are pending as there are buffers."""
+
+    file: File
+    file_bytes: int
+    buffers: Sequence[memoryview]
+
+    def bytes_per_s(self, workload: Workload, stops: Stops) -> float:
+        """Keep operations pending until told to stop, and one has ended; what ends after that does not count."""
+        verbs = (self.file.pread, self.file.pwrite)
+        course = transfers(workload, self.file_bytes, self.buffers[0].nbytes)
+        starts = (partial(verbs[writes], offset=offset) for writes, offset in course)
+        begun = last = time.perf_counter()
+        moved = 0
+        pending = deque((buffer, next(starts)(buffer)) for buffer in self.buffers)
+        while moved == 0 or not stops():
+            buffer, future = pending.popleft()
+            moved += future.result()
+            last = time.perf_counter()
+            pending.append((buffer, next(starts)(buffer)))
+        for _, future in pending:
+            future.result()
+        return moved / (last - begun)
+
+
+def measure_drive(
+    directory: str,
+    identity: Mapping[str, str],
+    *,
+    queue: IOQueue,
+    memory: memoryview,
+    updates: HostUpdates,
+    effort: Effort,
+    part: Part,
+    report: _Report,
+) -> DriveFigures:
+    """Measure a directory; what is moved lies in `memory`, which the queue's pool has.
+
+    Raises:
+        OSError: the directory cannot be used, has too little room, or an operation failed there.
+    """
+    place = usable_directory(Path(directory), effort.file_bytes)
+    operation_bytes = min(_OPERATION_BYTES, memory.nbytes // 2, effort.file_bytes)
+    pending = pending_for(operation_bytes, queue.settings_for(place).inflight_bytes)
+    buffers = cut(memory, operation_bytes, min(pending, memory.nbytes // operation_bytes))
+    for buffer in buffers:
+        fill(buffer)
+    with _scratch_file(place) as path, queue.open(path, "w", size=effort.file_bytes) as file:
+        report(f"{directory}: writing a file of {format_bytes(effort.file_bytes)}")
+        file_bytes = _write(file, buffers, effort.file_bytes, part.seconds * _FILE_SHARE)
+        load = _DriveLoad(file=file, file_bytes=file_bytes, buffers=buffers)
+        report(f"{directory}: reads, writes, both at once")
+        alone = _alone(load, part.share(_ALONE_SHARE))
+        report(f"{directory}: updates beside its reads and writes")
+        drive, beside = _beside(load, updates, part.share(_BESIDE_SHARE))
+    return DriveFigures(
+        drive=identity,
+        read=alone[Workload.READ],
+        write=alone[Workload.OVERWRITE],
+        mixed=alone[Workload.MIXED],
+        mixed_beside_updates=drive,
+        host_updates=beside,
+    )
+
+
+def _alone(load: _DriveLoad, part: Part) -> dict[Workload, Figure]:
+    """Return what is read, written, and moved both ways at once, while nothing else is done here."""
+    found = part.in_turn(tuple(Workload), lambda each, sample_s: load.bytes_per_s(each, until(sample_s)))
+    return {workload: Figure.of(samples, Unit.BYTES) for workload, samples in found.items()}
+
+
+def _beside(load: _DriveLoad, updates: HostUpdates, part: Part) -> tuple[Figure, dict[str, dict[int, Figure]]]:
+    """Return the parts that the drive, and that updates keep of their rates where both work."""
+    points = updates.points(RULES)
+    found = measure_contention(updates, points, partial(load.bytes_per_s, Workload.MIXED), part)
+    parts: dict[str, dict[int, Figure]] = {name: {} for name in RULES}
+    for point, left in found.updates.items():
+        parts[str(point.optimizer)][point.threads] = left
+    return Figure.of([pair.beside / pair.alone for pair in found.others], Unit.PART), parts
+
+
+def _write(file: File, buffers: Sequence[memoryview], nbytes: int, seconds: float) -> int:
+    """Write what there is time for of the file, at least one operation on each buffer; return how long it is then."""
+    end = time.perf_counter() + seconds
+    step = buffers[0].nbytes
+    written = 0
+    while written + step <= nbytes and (written == 0 or time.perf_counter() < end):
+        round_of = [(buffer, written + number * step) for number, buffer in enumerate(buffers)]
+        pending = [file.pwrite(buffer, offset) for buffer, offset in round_of if offset + step <= nbytes]
+        for future in pending:
+            future.result()
+        written += len(pending) * step
+    file.truncate(written)
+    file.sync().result()
+    return written
+
+
+@contextmanager
+def _scratch_file(directory: Path) -> Iterator[Path]:
+    """Yield an empty file that is gone afterwards, also after Ctrl-C, a signal to end, or an error."""
+    with signals_are_exceptions():
+        descriptor, name = tempfile.mkstemp(prefix=FILE_PREFIX, suffix=".tmp", dir=directory)
+        path = Path(name)
+        try:
+            os.close(descriptor)
+            yield path
+        finally:
+            path.unlink(missing_ok=True)

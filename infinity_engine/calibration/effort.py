@@ -1,0 +1,100 @@
+"""How much time and memory a calibration takes, and how often it measures each figure.
+
+Pure but for the work and the clocks that it is handed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from deepnvme.measure import in_turn
+from infinity_engine.errors import ConfigError
+from infinity_engine.units import GiB, MiB
+
+__all__ = ["FULL", "QUICK", "Effort", "Part", "repeated", "thread_counts"]
+
+_SAMPLING_SHARE = 0.8  # the rest is for what lies between samples, and for the last work of each
+_Point = TypeVar("_Point")
+_Result = TypeVar("_Result")
+_EACH_UP_TO = 4  # threads; beyond, two numbers for each doubling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What some measuring may take: so many seconds, for so many rounds of samples that are not too short."""
+
+    seconds: float
+    rounds: int
+    shortest_s: float
+
+    def share(self, share: float) -> Part:
+        """Return a share of it."""
+        return replace(self, seconds=self.seconds * share)
+
+    def in_turn(
+        self, points: Sequence[_Point], measure: Callable[[_Point, float], _Result], *, samples: int = 1
+    ) -> dict[_Point, list[_Result]]:
+        """Measure every point once per round; `measure` gets the seconds for each of the `samples` that it takes.
+
+        The first round is always whole; later ones stop when the time is up.
+        """
+        sample_s = self.sample_s(samples * len(points))
+        return in_turn(points, lambda point: measure(point, sample_s), rounds=self.rounds, seconds=self.seconds)
+
+    def sample_s(self, samples: int) -> float:
+        """Return how long each sample takes where there are so many in a round."""
+        return max(_SAMPLING_SHARE * self.seconds / (self.rounds * samples), self.shortest_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """What measuring may take: `seconds` in all, about, and the bytes of memory and of a file in each directory."""
+
+    seconds: float
+    rounds: int
+    update_bytes: int  # that updates go through
+    io_bytes: int  # that copies, reads and writes go through
+    file_bytes: int
+    shortest_s: float = 0.02  # of a sample
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory that is held at most, but for what a matrix product takes before all else."""
+        return self.update_bytes + self.io_bytes
+
+    def part(self, share: float) -> Part:
+        """Return what a share of the time allows."""
+        return Part(seconds=self.seconds * share, rounds=self.rounds, shortest_s=self.shortest_s)
+
+
+FULL = Effort(seconds=40.0, rounds=5, update_bytes=128 * MiB, io_bytes=64 * MiB, file_bytes=GiB)
+QUICK = Effort(seconds=4.0, rounds=3, update_bytes=32 * MiB, io_bytes=16 * MiB, file_bytes=64 * MiB)
+
+
+def thread_counts(cores: int) -> tuple[int, ...]:
+    """Return the numbers of threads to measure on so many cores: 1 2 3 4 6 8 12 16 24 and so on, and all of them."""
+    if cores < 1:
+        raise ConfigError(field="cores", value=cores, expected="1 or more")
+    counts = set(range(1, min(cores, _EACH_UP_TO) + 1))
+    step = _EACH_UP_TO
+    while step < cores:
+        counts |= {step + step // 2, 2 * step}
+        step *= 2
+    return (*sorted(count for count in counts if count < cores), cores)
+
+
+def repeated(
+    work: Callable[[], object], amount: int, seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Do `work` again and again for so long, at least once; return the rate of the `amount` that each time does."""
+    start = clock()
+    times = 0
+    while True:
+        work()
+        times += 1
+        passed = clock() - start
+        if passed >= seconds and passed > 0:
+            return amount * times / passed

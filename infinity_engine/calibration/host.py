@@ -1,0 +1,165 @@
+"""How fast this host updates and sweeps its memory, with each number of threads: the kernels of training on one state.
+
+Holds the memory that is measured on until it is forgotten. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+
+from deepnvme import Pool
+from infinity_engine import _native
+from infinity_engine.calibration.effort import Part, repeated
+from infinity_engine.errors import ConfigError
+from infinity_engine.optim import (
+    NORM_BLOCK,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    FloatFormat,
+    Formats,
+    HostKernels,
+    Lion,
+    Rule,
+    Segment,
+    Stream,
+    Subgroup,
+    SubgroupState,
+    Update,
+    UpdateThreads,
+    update_records,
+)
+from infinity_engine.plan import Figure, Unit
+from infinity_engine.units import align_down
+
+__all__ = [
+    "FORMATS",
+    "RULES",
+    "STATE_BYTES",
+    "SWEEP_BYTES",
+    "HostPoint",
+    "HostUpdates",
+    "Kernels",
+    "name_of",
+    "steps_of",
+    "updates_state",
+]
+
+_LR = 1e-6  # so small that values stay ordinary numbers however often they are updated
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "adamw": AdamW(lr=_LR),
+        "adam": Adam(lr=_LR),
+        "lion": Lion(lr=_LR),
+        "adagrad": Adagrad(lr=_LR),
+        "sgd": SGD(lr=_LR, momentum=0.9),
+    }
+)
+FORMATS = Formats(parameter=FloatFormat.BF16)
+STATE_BYTES = 16
+"""Of memory for each parameter: gradient and parameter of 16 bits, fp32 master, two fp32 states."""
+SWEEP_BYTES = 28
+"""Read and written for each parameter by a sweep, which goes through the memory as AdamW does: 16 and 12 of them."""
+
+
+class Kernels(Protocol):
+    """The kernels of the host or of a GPU."""
+
+    def update(self, update: Update) -> None:
+        """Carry out an update, or start it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPoint:
+    """What is measured: the updates of one optimizer, or with None the bare sweep, by so many threads."""
+
+    optimizer: str | None
+    threads: int
+
+
+class HostUpdates:
+    """One state in `pool`'s memory, as large as `nbytes` allow, and pools of as many threads as are measured."""
+
+    def __init__(self, pool: Pool, nbytes: int, threads: Iterable[int]) -> None:
+        self.numel = max(align_down(nbytes // STATE_BYTES, NORM_BLOCK), NORM_BLOCK)
+        self.counts = tuple(threads)
+        narrow = [pool.empty(self.numel, np.uint16) for _ in range(2)]
+        wide = [pool.empty(self.numel, np.float32) for _ in range(3)]
+        for values in narrow:
+            values.fill(np.float32(0.01).view(np.uint32) >> 16)
+        for values, value in zip(wide, (0.5, 0.01, 1e-4), strict=True):
+            values.fill(value)
+        self._gradient, self._parameter = (Stream.of(values, format=FloatFormat.BF16) for values in narrow)
+        master, first, second = map(Stream.of, wide)
+        self._kernels = {count: HostKernels(UpdateThreads.anywhere(count)) for count in self.counts}
+        self._steps = {
+            name: steps_of(
+                rule,
+                updates_state(self.numel, master, (first, second)[: len(rule.states)]),
+                self._gradient,
+                self._parameter,
+            )
+            for name, rule in RULES.items()
+        }
+        self._swept = update_records(
+            updates_state(self.numel, master, (first, second)),
+            rules=[RULES["adamw"]],
+            gradients=[self._gradient],
+            parameters=[self._parameter],
+        )
+
+    def points(self, optimizers: Iterable[str | None]) -> list[HostPoint]:
+        """Return a point for each of these with each number of threads."""
+        return [HostPoint(optimizer, count) for optimizer in optimizers for count in self.counts]
+
+    def measure(self, part: Part) -> dict[HostPoint, Figure]:
+        """Measure the sweep and every optimizer, with every number of threads."""
+        found = part.in_turn(self.points([None, *RULES]), self.rate)
+        return {
+            point: Figure.of(samples, Unit.BYTES if point.optimizer is None else Unit.PARAMETERS)
+            for point, samples in found.items()
+        }
+
+    def rate(self, point: HostPoint, seconds: float) -> float:
+        """Measure a point for so long: parameters per second, or bytes per second of a sweep."""
+        kernels = self._kernels[point.threads]
+        if point.optimizer is None:
+            records, threads, home = self._swept.records, kernels.threads.native, kernels.home
+            return repeated(lambda: _native.sweep(records, threads, home), self.numel * SWEEP_BYTES, seconds)
+        step = self._steps[point.optimizer]
+        return repeated(lambda: step(kernels), self.numel, seconds)
+
+
+def name_of(rule: Rule) -> str:
+    """Return what a calibration calls an optimizer.
+
+    Raises:
+        ConfigError: it measures no such one.
+    """
+    for name, known in RULES.items():
+        if type(known) is type(rule):
+            return name
+    raise ConfigError.unknown_name(field="optimizer", name=type(rule).__name__, known=RULES)
+
+
+def updates_state(numel: int, master: Stream, states: tuple[Stream, ...]) -> SubgroupState:
+    """Return a state of one segment."""
+    segment = Segment(parameter=0, first_element=0, numel=numel, offset=0)
+    return SubgroupState(subgroup=Subgroup(0, (segment,)), formats=FORMATS, master=master, states=states)
+
+
+def steps_of(rule: Rule, state: SubgroupState, gradient: Stream, parameter: Stream) -> Callable[[Kernels], None]:
+    """Return what makes one step of the rule, by the kernels of whoever has the memory."""
+
+    def step(kernels: Kernels) -> None:
+        update = update_records(state, rules=[rule], gradients=[gradient], parameters=[parameter])
+        kernels.update(update)
+        state.steps[:] = update.steps
+
+    return step

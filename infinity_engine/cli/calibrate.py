@@ -1,0 +1,239 @@
+"""`infinity calibrate`: measures what this machine and the drives of some directories can do, and keeps it.
+
+Progress goes to standard error. Exit status: 0 measured, 1 not, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deepnvme.cli.arguments import seconds_argument
+from infinity_engine.errors import InfinityError
+from infinity_engine.machine.packages import is_torch_new_enough, probe_packages
+from infinity_engine.plan import Calibration, Figure, Unit
+from infinity_engine.units import format_bytes
+
+__all__ = ["HELP", "NAME", "add_arguments", "run"]
+
+NAME = "calibrate"
+HELP = "Measure what this machine and its drives can do, in less than a minute, and keep it for every plan."
+_FAILED, _INTERRUPTED = 1, 130
+_STANDARD_OUTPUT = "-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `infinity calibrate`."""
+    parser.add_argument(
+        "--directory",
+        dest="directories",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="measure its drive too; the file made there is removed; may be given again",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all figures there as JSON; - for standard output, without the tables"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few seconds, in less memory: rough figures, which are not kept"
+    )
+    parser.add_argument("--seconds", type=seconds_argument, help="to take about that long (default: 40; quick: 4)")
+    parser.add_argument(
+        "--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="the device (default: %(default)s)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, keep, print."""
+    try:
+        with _warnings_as_lines():
+            measured, kept_in = _measured(options)
+        if options.json and options.json != _STANDARD_OUTPUT:
+            Path(options.json).write_text(_json(measured), encoding="utf-8")
+    except (OSError, InfinityError) as error:
+        _say(_what_happened(error))
+        return _FAILED
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return _INTERRUPTED
+    if options.json == _STANDARD_OUTPUT:
+        print(_json(measured), end="")
+    else:
+        _show(measured, kept_in)
+    return 0
+
+
+def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
+    """Return what was measured, and where it is kept."""
+    if options.json and options.json != _STANDARD_OUTPUT and not Path(options.json).absolute().parent.is_dir():
+        raise FileNotFoundError(f"{options.json} cannot be written: there is no such folder")
+    from infinity_engine.calibration import FULL, QUICK, CalibrationCache, Kept, calibrated  # needs the native modules
+
+    effort = QUICK if options.quick else FULL
+    if options.seconds is not None:
+        effort = replace(effort, seconds=options.seconds)
+    cache = CalibrationCache(None) if options.quick else CalibrationCache.of_user()
+    with contextlib.ExitStack() as resources:
+        accelerator = None
+        if is_torch_new_enough(probe_packages().torch or "0.0"):
+            from infinity_engine.accel import open_accelerator
+
+            accelerator = resources.enter_context(open_accelerator(options.accelerator))
+        measured = calibrated(
+            options.directories,
+            accelerator=accelerator,
+            effort=effort,
+            kept=Kept.REPLACED,
+            cache=cache,
+            report=lambda line: _say(f"measuring {line}"),
+        )
+    return measured, cache.folder
+
+
+def _json(measured: Calibration) -> str:
+    return json.dumps(measured.to_mapping(), indent=2) + "\n"
+
+
+def _say(line: str) -> None:
+    print(f"infinity: {line}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Say what the body warned of, each in one line, when it ends."""
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            yield
+        finally:
+            for warning in caught:
+                _say(f"warning: {warning.message}")
+
+
+def _what_happened(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+# --- tables ---
+
+
+class _Rows(NamedTuple):
+    """One table: a title with its unit, what the columns are, and the figures of each row, None where none was due."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Mapping[str, Sequence[Figure | None]]
+
+
+def _show(measured: Calibration, kept_in: Path | None) -> None:
+    console = Console(highlight=False)
+    machine = measured.machine
+    console.print(Text(f"{machine['cpu']}, {machine['cores']} cores; device: {machine['device']}"))
+    console.print(Text("Medians, with the least and the most of the rounds."))
+    for rows in _tables(measured):
+        console.print()
+        console.print(Text(rows.title, style="bold"))
+        reasons = _print_rows(console, rows)
+        for reason, names in reasons.items():
+            console.print(Text(f"not measured{': ' if names is None else f' {names}: '}{reason}"))
+    console.print()
+    memory = format_bytes(measured.memory_bytes)
+    console.print(Text(f"Updates and sweeps went through {memory}: caches that hold much of it make them too fast."))
+    console.print(Text("Not kept." if kept_in is None else f"Kept in {kept_in}."))
+
+
+def _tables(measured: Calibration) -> Iterator[_Rows]:
+    links, drives = measured.links, measured.drives
+    yield _Rows(
+        "Between host and device, GB/s",
+        ("alone", "both ways at once", "left beside updates"),
+        {
+            "to the device": (links.h2d, links.duplex_h2d, links.h2d_beside_updates),
+            "to the host": (links.d2h, links.duplex_d2h, links.d2h_beside_updates),
+        },
+    )
+    for name, drive in drives.items():
+        yield _Rows(
+            f"Drive of {name}, GB/s",
+            ("alone", "left beside updates"),
+            {
+                "reads": (drive.read, None),
+                "writes": (drive.write, None),
+                "both at once": (drive.mixed, drive.mixed_beside_updates),
+            },
+        )
+    yield _Rows("Host memory, GB/s", ("sweep",), {_threads(count): (each,) for count, each in measured.dram.items()})
+    yield _Rows(
+        "Updates on the host, billions of parameters per second",
+        ("alone", "left beside copies", *(f"left beside I/O in {name}" for name in drives)),
+        {
+            f"{name}, {_threads(count)}": (
+                each.alone,
+                each.beside_copies,
+                *(drive.host_updates[name][count] for drive in drives.values()),
+            )
+            for name, updates in measured.host_updates.items()
+            for count, each in updates.items()
+        },
+    )
+    yield _Rows(
+        "Updates on the device, billions of parameters per second",
+        ("alone",),
+        {name: (each,) for name, each in measured.device_updates.items()},
+    )
+    products = {dtype: (each,) for dtype, each in measured.matmul.items()}
+    yield _Rows("Matrix products on the device, Gflop/s", ("alone",), products)
+    yield _Rows(
+        "Between ranks, GB/s",
+        ("alone",),
+        {"all-gather": (measured.all_gather,), "reduce-scatter": (measured.reduce_scatter,)},
+    )
+
+
+def _print_rows(console: Console, rows: _Rows) -> dict[str, str | None]:
+    """Print the columns in which something was measured; return the reasons for the others, None where all are."""
+    missing: dict[str, list[str]] = {}
+    shown = []
+    for number, name in enumerate(rows.columns):
+        column = [figure for figures in rows.rows.values() if (figure := figures[number]) is not None]
+        if any(figure.reason is None for figure in column):
+            shown.append(number)
+        for reason in dict.fromkeys(figure.reason for figure in column if figure.reason is not None):
+            missing.setdefault(reason, []).append(name)
+    if shown:
+        table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
+        table.add_column("")
+        for number in shown:
+            table.add_column(rows.columns[number], justify="right")
+        for label, figures in rows.rows.items():
+            table.add_row(label, *(_cell(figures[number]) for number in shown))
+        console.print(table)
+    return {reason: ", ".join(names) if shown else None for reason, names in missing.items()}
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'' if count == 1 else 's'}"
+
+
+def _cell(figure: Figure | None) -> str:
+    """Return rates in billions, and parts in percent."""
+    if figure is None:
+        return ""
+    if figure.median is None or figure.least is None or figure.most is None:
+        return "-"
+    one, sign = (0.01, "%") if figure.unit is Unit.PART else (1e9, "")
+    median, least, most = (f"{each / one:.3g}" for each in (figure.median, figure.least, figure.most))
+    return f"{median}{sign} ({least} to {most})"

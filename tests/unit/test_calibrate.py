@@ -1,0 +1,565 @@
+"""Measuring a machine: every figure is positive or says why there is none, and nothing is left behind. No times."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepnvme import FaultPlan, IOQueue, Requests
+from deepnvme.cli.scratch import UnusableError
+from infinity_engine.accel import Clock, CpuAccelerator, Emulation, StreamKind, emulated_accelerator
+from infinity_engine.calibration import CalibrationCache, Effort, Kept, calibrated, identity, kept_calibration
+from infinity_engine.calibration import calibrate as module
+from infinity_engine.calibration.contention import meanwhile
+from infinity_engine.calibration.effort import Part, repeated, thread_counts
+from infinity_engine.calibration.host import RULES, name_of
+from infinity_engine.calibration.links import Links, measure_links
+from infinity_engine.cli.main import main
+from infinity_engine.errors import ConfigError
+from infinity_engine.optim import SGD, AdamW
+from infinity_engine.plan import Calibration, Figure, Rates, Unit
+from infinity_engine.units import MiB
+
+TINY = Effort(seconds=0.1, rounds=2, update_bytes=MiB, io_bytes=MiB, file_bytes=2 * MiB, shortest_s=0.001)
+RATES = Rates(h2d_bytes_per_s=1.2e9, d2h_bytes_per_s=1e9, device_update_params_per_s=20e9)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Give every test a cache of its own, and nothing by environment."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setenv("DEEPNVME_PROFILE", "")
+    monkeypatch.delenv("DEEPNVME_BACKEND", raising=False)
+    return tmp_path / "caches" / "infinity_engine" / "calibration"
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    """Return an empty directory to measure in."""
+    place = tmp_path / "drive"
+    place.mkdir()
+    return place
+
+
+@pytest.fixture
+def cpu() -> Iterator[CpuAccelerator]:
+    with CpuAccelerator() as accelerator:
+        yield accelerator
+
+
+def figures(part: Any) -> Iterator[Figure]:
+    """Yield every figure in a calibration, wherever it is."""
+    if isinstance(part, Figure):
+        yield part
+    elif dataclasses.is_dataclass(part):
+        for item in dataclasses.fields(part):
+            yield from figures(getattr(part, item.name))
+    elif hasattr(part, "values"):
+        for value in part.values():
+            yield from figures(value)
+
+
+# --- what is measured ---
+
+
+def test_every_figure_is_positive_or_says_why_there_is_none(cpu: CpuAccelerator, drive: Path) -> None:
+    measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
+
+    found = list(figures(measured))
+    reasons = {figure.reason for figure in found if figure.median is None}
+    assert len(found) > 30
+    assert all(figure.median is None or figure.median > 0 for figure in found)
+    assert reasons == {
+        "device and host are one memory, so nothing is copied",
+        "device and host are one memory, so the host updates",
+        "one rank: nothing is gathered or scattered",
+    }
+
+
+def test_what_is_measured_are_all_optimizers_with_each_number_of_threads(cpu: CpuAccelerator, drive: Path) -> None:
+    measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
+
+    counts = list(measured.dram)
+    assert counts[0] == 1
+    assert list(measured.host_updates) == list(measured.device_updates) == ["adamw", "adam", "lion", "adagrad", "sgd"]
+    for row in (*measured.host_updates.values(), *measured.drives[str(drive)].host_updates.values()):
+        assert list(row) == counts
+    assert list(measured.matmul) == ["fp32", "bf16"]
+
+
+def test_rates_follow_for_every_optimizer(cpu: CpuAccelerator, drive: Path) -> None:
+    measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
+
+    for optimizer in RULES:
+        rates = measured.rates(optimizer=optimizer, beside_io=True)
+        assert rates.host_update_params_per_s is not None
+        assert rates.dram_bytes_per_s is not None
+        assert None not in dataclasses.asdict(rates.nvme[str(drive)]).values()
+
+
+def test_a_calibration_that_was_measured_survives_the_way_through_json(cpu: CpuAccelerator, drive: Path) -> None:
+    measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
+
+    assert Calibration.from_mapping(json.loads(json.dumps(measured.to_mapping()))) == measured
+
+
+def test_links_are_measured_on_the_clock_of_an_emulated_device() -> None:
+    emulation = Emulation(rates=RATES, capacity_bytes=4 * MiB)
+    with emulated_accelerator(emulation) as device:
+        measured = calibrated(accelerator=device, effort=TINY)
+
+        links = measured.links
+        assert links.h2d.median == pytest.approx(1.2e9, rel=1e-3)
+        assert links.d2h.median == pytest.approx(1e9, rel=1e-3)
+        assert measured.device_updates["lion"].median == pytest.approx(20e9, rel=1e-3)
+        assert links.h2d_beside_updates.reason == (
+            "the time of copies is computed: the host's work does not disturb them"
+        )
+        assert device.memory().free == 4 * MiB
+
+
+@pytest.mark.parametrize("d2h", [0.4e9, 1e9, 2.9e9])
+def test_links_of_different_speeds_do_not_hold_one_another_up(d2h: float) -> None:
+    rates = dataclasses.replace(RATES, d2h_bytes_per_s=d2h)
+    with (
+        emulated_accelerator(Emulation(rates=rates, capacity_bytes=8 * MiB)) as device,
+        Links.open(device, memoryview(bytearray(8 * MiB))) as links,
+    ):
+        found = measure_links(links, Part(seconds=1.0, rounds=1, shortest_s=0.1))
+
+    for kinds, both in found.items():
+        for kind in kinds:
+            rate = rates.h2d_bytes_per_s if kind is StreamKind.H2D else rates.d2h_bytes_per_s
+            assert both[kind].median == pytest.approx(rate, rel=0.05)
+
+
+def test_where_a_device_takes_its_time_updates_are_measured_beside_copies() -> None:
+    emulation = Emulation(rates=RATES, capacity_bytes=4 * MiB, clock=Clock.REAL)
+    with emulated_accelerator(emulation) as device:
+        measured = calibrated(accelerator=device, effort=TINY)
+
+    assert None not in [figure.median for figure in figures(measured.links)]
+    assert all(each.beside_copies.median for row in measured.host_updates.values() for each in row.values())
+
+
+def test_a_device_without_room_has_no_links_to_measure() -> None:
+    with emulated_accelerator(Emulation(rates=RATES, capacity_bytes=4096)) as device:
+        measured = calibrated(accelerator=device, effort=TINY)
+
+    assert str(measured.links.h2d.reason).startswith("there is no room on the device")
+
+
+def test_without_torch_the_host_and_its_drives_are_measured(drive: Path) -> None:
+    measured = calibrated([str(drive)], accelerator=None, effort=TINY)
+
+    assert measured.host_updates["adamw"][1].alone.median
+    assert measured.drives[str(drive)].read.median
+    for figure in (measured.links.h2d, measured.matmul["bf16"], measured.device_updates["adamw"]):
+        assert figure.reason == "torch is not installed"
+
+
+def test_the_rules_have_the_names_of_a_calibration() -> None:
+    assert [name_of(rule) for rule in (AdamW(), SGD())] == ["adamw", "sgd"]
+    assert {name_of(rule) for rule in RULES.values()} == set(RULES)
+
+
+# --- what is kept ---
+
+
+def reported(*directories: Path, **arguments: Any) -> tuple[Calibration, list[str]]:
+    """Return what is measured or kept, and what was reported."""
+    lines: list[str] = []
+    with CpuAccelerator() as device:
+        found = calibrated(map(str, directories), accelerator=device, effort=TINY, report=lines.append, **arguments)
+    return found, lines
+
+
+def test_what_was_measured_is_not_measured_again(drive: Path) -> None:
+    measured, first = reported(drive)
+    again, second = reported(drive)
+
+    assert again == measured
+    assert first
+    assert second == []
+
+
+def test_what_is_to_be_replaced_is_measured_again(drive: Path) -> None:
+    reported(drive)
+    _, lines = reported(drive, kept=Kept.REPLACED)
+
+    assert any(line.startswith("updates of the host") for line in lines)
+    assert any(line.startswith(str(drive)) for line in lines)
+
+
+def test_for_another_directory_only_that_is_measured(drive: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    measured, _ = reported(drive)
+
+    both, lines = reported(drive, other)
+
+    assert all(line.startswith(str(other)) for line in lines)
+    assert list(both.drives) == [str(drive), str(other)]
+    assert both.drives[str(drive)] == measured.drives[str(drive)]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cores", "kernel", "torch", "device", "infinity_engine", "format"])
+def test_a_machine_that_has_changed_is_measured_again(name: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported(drive)
+    before = identity.machine_identity
+    monkeypatch.setattr(module, "machine_identity", lambda device: {**before(device), name: "changed"})
+
+    _, lines = reported(drive)
+
+    assert any(line.startswith("updates of the host") for line in lines)
+    assert any(line.startswith(str(drive)) for line in lines)
+
+
+def test_a_drive_that_has_changed_is_measured_again_and_the_machine_is_not(
+    drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported(drive)
+    before = identity.drive_identity
+    monkeypatch.setattr(module, "drive_identity", lambda *a, **k: {**before(*a, **k), "drive": "another"})
+
+    _, lines = reported(drive)
+
+    assert lines
+    assert all(line.startswith(str(drive)) for line in lines)
+
+
+def test_what_is_kept_is_found_without_measuring(drive: Path, cpu: CpuAccelerator, tmp_path: Path) -> None:
+    assert kept_calibration([str(drive)], accelerator=cpu) is None
+    measured, _ = reported(drive)
+    other = tmp_path / "other"
+    other.mkdir()
+
+    assert kept_calibration([str(drive)], accelerator=cpu) == measured
+    assert kept_calibration([str(drive), str(other)], accelerator=cpu) == measured
+    assert kept_calibration(accelerator=cpu) == measured.with_drives({})
+
+
+def test_a_spoilt_file_is_told_and_measured_again(drive: Path, folder: Path) -> None:
+    reported(drive)
+    for path in folder.glob("*.json"):
+        path.write_text(path.read_text()[:-20])
+
+    with pytest.warns(RuntimeWarning, match="is not used"):
+        _, lines = reported(drive)
+
+    assert lines
+    assert reported(drive)[1] == []
+
+
+# --- failures, and what is left behind ---
+
+
+def test_nothing_is_left_in_the_directory(drive: Path) -> None:
+    reported(drive)
+
+    assert list(drive.iterdir()) == []
+
+
+def test_nothing_is_written_but_in_the_directory_and_the_cache(drive: Path, folder: Path, tmp_path: Path) -> None:
+    reported(drive)
+
+    files = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path.parent for path in files} == {folder}
+
+
+def test_a_drive_is_measured_through_the_queue_that_is_given(drive: Path, cpu: CpuAccelerator) -> None:
+    with IOQueue("memory") as queue:
+        measured = calibrated([str(drive)], accelerator=cpu, queue=queue, effort=TINY)
+
+        assert queue.stats().drives
+    assert measured.drives[str(drive)].drive["backend"] == "memory"
+    assert measured.drives[str(drive)].mixed.median
+
+
+@pytest.mark.parametrize("requests", [Requests.READS, Requests.WRITES])
+@pytest.mark.parametrize("backend", ["memory", "auto"])
+def test_an_operation_that_fails_is_an_error_and_leaves_no_file(
+    backend: str, requests: Requests, drive: Path, cpu: CpuAccelerator
+) -> None:
+    with (
+        IOQueue(backend, faults=FaultPlan().fail(nth=3, requests=requests)) as queue,
+        pytest.raises(OSError, match="Input/output error"),
+    ):
+        calibrated([str(drive)], accelerator=cpu, queue=queue, effort=TINY)
+
+    assert list(drive.iterdir()) == []
+
+
+def test_what_goes_on_meanwhile_ends_with_the_body_and_tells_its_failure() -> None:
+    def work(stops: Callable[[], bool]) -> int:
+        while not stops():
+            time.sleep(0.001)
+        raise OSError("the drive is gone")
+
+    with meanwhile(work) as going_on:
+        assert not going_on.done()
+
+    with pytest.raises(OSError, match="the drive is gone"):
+        going_on.result()
+
+
+def test_what_goes_on_meanwhile_ends_with_a_body_that_fails() -> None:
+    def work(stops: Callable[[], bool]) -> int:
+        while not stops():
+            time.sleep(0.001)
+        return 7
+
+    with pytest.raises(KeyboardInterrupt), meanwhile(work) as going_on:
+        raise KeyboardInterrupt
+
+    assert going_on.result() == 7
+
+
+def test_what_was_measured_before_a_failure_is_kept(drive: Path) -> None:
+    with (
+        CpuAccelerator() as device,
+        IOQueue(faults=FaultPlan().fail(nth=3)) as queue,
+        pytest.raises(OSError, match="Input/output error"),
+    ):
+        calibrated([str(drive)], accelerator=device, queue=queue, effort=TINY)
+
+    _, lines = reported(drive)
+
+    assert all(line.startswith(str(drive)) for line in lines)
+
+
+@pytest.mark.parametrize("part", ["writing a file", "reads, writes", "updates beside"])
+def test_an_interrupt_leaves_no_file(part: str, drive: Path, cpu: CpuAccelerator) -> None:
+    def interrupt(line: str) -> None:
+        if part in line and line.startswith(str(drive)):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrated([str(drive)], accelerator=cpu, effort=TINY, report=interrupt)
+
+    assert list(drive.iterdir()) == []
+
+
+def test_a_directory_that_is_too_full_is_refused_with_what_it_would_need(drive: Path, cpu: CpuAccelerator) -> None:
+    effort = dataclasses.replace(TINY, file_bytes=2**50)
+
+    with pytest.raises(UnusableError, match=r"drive: the file to measure on needs 1024 TiB, and .* are free"):
+        calibrated([str(drive)], accelerator=cpu, effort=effort)
+
+
+def test_a_directory_that_cannot_be_written_is_refused(cpu: CpuAccelerator) -> None:
+    with pytest.raises(UnusableError, match="/proc: "):
+        calibrated(["/proc"], accelerator=cpu, effort=TINY)
+
+
+def test_a_directory_that_is_not_there_is_refused_before_anything_is_measured(drive: Path) -> None:
+    def report(line: str) -> None:
+        pytest.fail(line)
+
+    with CpuAccelerator() as device, pytest.raises(FileNotFoundError, match="nowhere"):
+        calibrated([str(drive / "nowhere")], accelerator=device, effort=TINY, report=report)
+
+
+# --- the memory that it takes ---
+
+MEASURED_MEMORY = """
+import sys
+import torch
+from infinity_engine.accel import CpuAccelerator
+from infinity_engine.calibration import FULL, CalibrationCache, calibrated
+from dataclasses import replace
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) << 10
+
+small = [torch.ones(64, 64, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+[each @ each for each in small]  # what torch loads when it multiplies first
+before = peak()
+with CpuAccelerator() as device:
+    effort = replace(FULL, seconds=1.0, rounds=1)
+    calibrated([sys.argv[1]], accelerator=device, effort=effort, cache=CalibrationCache(None))
+print(peak() - before)
+"""
+
+
+def test_measuring_takes_no_more_memory_than_it_says(drive: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED_MEMORY, str(drive)], capture_output=True, text=True, check=False, timeout=200
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 256 * MiB
+
+
+# --- efforts ---
+
+
+@given(st.integers(1, 2048))
+def test_thread_counts_go_from_one_to_all_cores_in_small_steps(cores: int) -> None:
+    counts = thread_counts(cores)
+
+    assert counts[0] == 1
+    assert counts[-1] == cores
+    assert all(one < other <= max(one + 1, 1.5 * one) for one, other in pairwise(counts))
+    assert len(counts) <= 24
+
+
+def test_few_cores_are_measured_one_by_one() -> None:
+    assert [thread_counts(cores) for cores in (1, 2, 4, 6)] == [(1,), (1, 2), (1, 2, 3, 4), (1, 2, 3, 4, 6)]
+    assert thread_counts(16) == (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+def test_no_cores_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^cores: expected 1 or more"):
+        thread_counts(0)
+
+
+def test_work_is_repeated_until_its_time_is_over() -> None:
+    ticks = count()
+    done: list[int] = []
+
+    rate = repeated(lambda: done.append(1), 10, 3.0, clock=lambda: float(next(ticks)))
+
+    assert len(done) == 3
+    assert rate == 10 * 3 / 3.0
+
+
+def test_work_is_done_once_at_least() -> None:
+    ticks = iter([0.0, 2.0])
+
+    assert repeated(lambda: None, 8, 0.0, clock=lambda: next(ticks)) == 4.0
+
+
+def test_samples_are_no_shorter_than_what_can_be_measured() -> None:
+    part = Part(seconds=10.0, rounds=2, shortest_s=0.25)
+
+    assert part.sample_s(4) == pytest.approx(1.0)
+    assert part.share(0.5).sample_s(4) == pytest.approx(0.5)
+    assert part.share(0.1).sample_s(4) == 0.25
+
+
+# --- the command ---
+
+
+def command(*arguments: object) -> subprocess.Popen[str]:
+    """Start `infinity calibrate` in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "infinity_engine.cli", "calibrate", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+
+
+def test_the_command_measures_prints_and_writes_all_figures(
+    drive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+
+    status = main(["calibrate", "--quick", "--seconds", "0.5", "--directory", str(drive), "--json", str(file)])
+
+    output, errors = capsys.readouterr()
+    measured = Calibration.from_mapping(json.loads(file.read_text()))
+    assert status == 0
+    assert list(measured.drives) == [str(drive)]
+    assert "adamw, 1 thread" in output
+    assert f"Drive of {drive}" in output
+    assert "not measured: one rank" in output
+    assert "Not kept." in output
+    assert "infinity: measuring matrix products\n" in errors
+    assert list(drive.iterdir()) == []
+
+
+def test_a_quick_calibration_is_not_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["calibrate", "--quick", "--seconds", "0.1"])
+
+    assert not folder.exists()
+    assert "Not kept." in capsys.readouterr().out
+
+
+def test_another_calibration_is_kept_and_says_where(
+    folder: Path, capsys: pytest.CaptureFixture[str], cpu: CpuAccelerator
+) -> None:
+    assert main(["calibrate", "--seconds", "0.1", "--accelerator", "cpu"]) == 0
+
+    assert f"Kept in {folder}." in capsys.readouterr().out.replace("\n", "")
+    assert kept_calibration(accelerator=cpu) is not None
+
+
+def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["calibrate", "--quick", "--seconds", "0.1", "--json", "-"])
+
+    assert status == 0
+    assert Calibration.from_mapping(json.loads(capsys.readouterr().out)).host_updates
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--directory", "/proc"], "infinity: /proc: "),
+        (["--directory", "/nowhere"], "infinity: /nowhere: No such file or directory"),
+        (["--json", "/nowhere/figures.json"], "infinity: /nowhere/figures.json cannot be written"),
+        (["--accelerator", "cuda"], "infinity: accelerator: expected a machine where torch sees a GPU"),
+        (["--directory", "a/../b"], "infinity: directories: expected a path without '..'"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_a_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["calibrate", "--quick", "--seconds", "0.1", *arguments])
+
+    errors = capsys.readouterr().err.splitlines()
+    assert status == 1
+    assert errors[-1].startswith(said)
+
+
+@pytest.mark.parametrize("arguments", [["--seconds", "0"], ["--directory"], ["--accelerator", "tpu"], ["DIR"]])
+def test_wrong_usage_gives_exit_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["calibrate", *arguments])
+
+    assert ended.value.code == 2
+    assert "usage: infinity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_the_command_and_leaves_no_file(number: signal.Signals, status: int, drive: Path) -> None:
+    running = command("--quick", "--seconds", "3", "--directory", drive)
+    try:
+        deadline = time.monotonic() + 250
+        while not list(drive.iterdir()) and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        running.send_signal(number)
+        _, errors = running.communicate(timeout=60)
+    finally:
+        running.kill()
+
+    assert running.returncode == status, errors
+    assert list(drive.iterdir()) == []
+
+
+def test_a_calibration_without_a_cache_leaves_nothing_there(folder: Path, cpu: CpuAccelerator) -> None:
+    calibrated(accelerator=cpu, effort=TINY, cache=CalibrationCache(None))
+
+    assert not folder.exists()
+
+
+def test_units_are_told_with_every_figure(cpu: CpuAccelerator) -> None:
+    measured = calibrated(accelerator=cpu, effort=TINY)
+
+    assert {figure.unit for figure in figures(measured.host_updates)} == {Unit.PARAMETERS, Unit.PART}
+    assert {figure.unit for figure in figures(measured.dram)} == {Unit.BYTES}
