@@ -6,6 +6,7 @@ Knows no tensor and starts nothing. Used by engine/ and cli/ only: everything be
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
@@ -181,6 +182,17 @@ def _bytes_of_drives() -> _Kind:
     return _Kind(words, read)
 
 
+def _calibration() -> _Kind:
+    words = "auto, off, or the path of a file that `infinity calibrate --json` wrote"
+
+    def read(place: str, given: object) -> str:
+        if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+            raise ConfigError(field=place, value=given, expected=words)
+        return os.fsdecode(given)
+
+    return _Kind(words, read)
+
+
 def _strategy() -> _Kind:
     names = ", ".join(kind.name for kind in STRATEGIES)
     return _Kind(
@@ -345,7 +357,16 @@ class EngineConfig(_Settings):
     )
     rates: Rates | None = field(
         default=None,
-        metadata=_about(_or_none(_rates()), "what this machine can do, where a strategy asks; None: nothing is known"),
+        metadata=_about(
+            _or_none(_rates()), "what this machine can do, where a strategy asks; None: as `calibration` says"
+        ),
+    )
+    calibration: str = field(
+        default="auto",
+        metadata=_about(
+            _calibration(),
+            "where rates are from that are not given; auto: kept from before, or measured now, once; off: nowhere",
+        ),
     )
     update_threads: int | None = field(
         default=None,

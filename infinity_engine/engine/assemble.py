@@ -22,6 +22,7 @@ from deepnvme.probing import find_mount, read_mounts
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
 from infinity_engine.config import Checksum, EngineConfig, Precision, Recording
 from infinity_engine.engine.built import BuiltModel, originals_of
+from infinity_engine.engine.calibrating import with_rates
 from infinity_engine.engine.deferred import subgroups_of
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
@@ -112,7 +113,8 @@ def _parts(
     queue = _queue(config, budget, queue, resources)
     sums_bytes = _sums_bytes(config, sizing)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
-    plan = place(sizing, wish_of(config, policy), budget, io_bytes=io_bytes)
+    rated_config = with_rates(config, policy, rules, accelerator=accelerator, budget=budget, queue=queue)
+    plan = place(sizing, wish_of(rated_config, policy), budget, io_bytes=io_bytes)
     at_home = plan.steps.parameters is not Tier.DEVICE
     if at_home:
         check_modules(model)

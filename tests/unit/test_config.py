@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -366,6 +367,17 @@ def test_the_constructor_checks_as_mappings_are_checked(make: Any, place: str) -
         make()
 
     assert caught.value.field == place
+
+
+@pytest.mark.parametrize("given", ["auto", "off", "figures.json", Path("/mnt/figures.json")])
+def test_a_calibration_is_a_word_or_a_path(given: object) -> None:
+    assert EngineConfig.from_mapping({"calibration": given}).calibration == str(given)
+
+
+@pytest.mark.parametrize("given", [None, "", 5, True, ["off"]])
+def test_what_is_no_path_is_no_calibration(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"^calibration: expected auto, off, or the path of a file that `infinity ca"):
+        EngineConfig.from_mapping({"calibration": given})
 
 
 # --- the table ---

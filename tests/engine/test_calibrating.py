@@ -1,0 +1,242 @@
+"""Where a strategy asks for rates and none are given, `initialize` takes what was calibrated, or measures it once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity_engine
+from infinity_engine.accel import Accelerator, Emulation, emulated_accelerator
+from infinity_engine.calibration import CalibrationCache, CalibrationWarning, Effort, calibrated
+from infinity_engine.calibration.device import device_identity
+from infinity_engine.calibration.identity import machine_identity
+from infinity_engine.engine import calibrating
+from infinity_engine.engine.calibrating import needs_rates
+from infinity_engine.engine.engine import Engine
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan import Calibration, Rates, parse_strategy
+from infinity_engine.units import GiB, MiB
+from support.calibrations import calibration
+
+TINY = Effort(seconds=0.1, rounds=1, update_bytes=MiB, io_bytes=MiB, file_bytes=2 * MiB, shortest_s=0.001)
+DEVICE = Rates(h2d_bytes_per_s=1.2e9, d2h_bytes_per_s=1e9, device_update_params_per_s=20e9)
+INTERLEAVED = {"strategy": "interleaved", "subgroup_numel": 4096, "precision": "bf16"}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CalibrationCache:
+    """Give every test a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.setenv("DEEPNVME_PROFILE", "")
+    return CalibrationCache.of_user()
+
+
+@pytest.fixture
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrating, "calibrated", lambda *_, **__: pytest.fail("it measures"))
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a calibration take little."""
+    monkeypatch.setattr(calibrating, "FULL", TINY)
+    monkeypatch.setattr(calibrating, "calibrated", lambda *a, **k: calibrated(*a, effort=TINY, **k))
+
+
+@pytest.fixture
+def device() -> Iterator[Accelerator]:
+    with emulated_accelerator(Emulation(rates=DEVICE, capacity_bytes=32 * MiB)) as accelerator:
+        yield accelerator
+
+
+@contextmanager
+def engine(device: Accelerator | None, **settings: Any) -> Iterator[Engine]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(6)))
+    budget = {"host": "64MiB", "device": "8MiB"}
+    given = {**INTERLEAVED, "update_threads": 2, "budget": budget, **settings}
+    with infinity_engine.initialize(model, "adamw", device=device, **given) as made:
+        yield made
+
+
+def kept_for(device: Accelerator, measured: Calibration) -> Calibration:
+    """Return the calibration as if it had been measured here."""
+    return dataclasses.replace(measured, machine=machine_identity(device_identity(device)))
+
+
+def both_ways(rates: Rates) -> Rates:
+    return dataclasses.replace(
+        rates, h2d_bytes_per_s=rates.duplex_h2d_bytes_per_s, d2h_bytes_per_s=rates.duplex_d2h_bytes_per_s
+    )
+
+
+# --- when ---
+
+
+@pytest.mark.parametrize(
+    ("strategy", "needs"),
+    [
+        ("interleaved", True),
+        ({"name": "nvme_streamed", "update": "interleaved"}, True),
+        ({"name": "interleaved", "share": 0.5}, False),
+        ({"name": "interleaved", "stride": 2}, False),
+        ({"name": "nvme_streamed", "update": {"name": "interleaved", "share": 0.5}}, False),
+        ("nvme_streamed", False),
+        ("host_only", False),
+        ("device_only", False),
+        ({"name": "static_split", "ratio": 0.5}, False),
+        ("auto", False),
+    ],
+)
+def test_only_what_leaves_the_share_open_needs_rates(strategy: object, needs: bool) -> None:
+    assert needs_rates(parse_strategy(strategy)) is needs
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+def test_rates_that_are_given_are_used(device: Accelerator) -> None:
+    with engine(device, rates=dataclasses.replace(DEVICE, host_update_params_per_s=1e9)) as made:
+        assert made.plan.ops
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+@pytest.mark.parametrize("settings", [{"calibration": "off"}, {"policy": "interleaved", "strategy": "auto"}])
+def test_without_a_calibration_a_rate_that_is_missing_is_told(settings: dict[str, Any], device: Accelerator) -> None:
+    with pytest.raises(ConfigError, match=r"Rates\.\w+: expected a rate"), engine(device, **settings):
+        pass
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+def test_where_device_and_host_are_one_memory_nothing_is_measured() -> None:
+    with pytest.raises(ConfigError, match=r"Rates\.\w+: expected a rate"), engine(None, accelerator="cpu"):
+        pass
+
+
+# --- from a file ---
+
+
+def test_a_file_that_the_command_wrote_gives_the_rates(device: Accelerator, tmp_path: Path) -> None:
+    measured = kept_for(device, calibration())
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps(measured.to_mapping()))
+    expected = both_ways(measured.rates(threads=2, beside_copies=True))
+
+    with engine(device, calibration=file) as made, engine(device, rates=expected) as told:
+        assert made.plan == told.plan
+
+
+def test_a_file_of_another_machine_is_used_and_told(device: Accelerator, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps(calibration().to_mapping()))
+
+    with (
+        pytest.warns(CalibrationWarning, match=r"is of another machine .*cpu: Imaginary 9000, here .*rates are used"),
+        engine(device, calibration=str(file)) as made,
+    ):
+        assert made.plan.ops
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"version": 9}'])
+def test_a_file_that_is_no_calibration_is_refused(content: str | None, device: Accelerator, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    if content is not None:
+        file.write_text(content)
+
+    with (
+        pytest.raises(ConfigError, match=r"^calibration: expected a file that `infinity calibrate --json` wrote"),
+        engine(device, calibration=str(file)),
+    ):
+        pass
+
+
+# --- kept, or measured ---
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+def test_what_was_kept_is_used(device: Accelerator, cache: CalibrationCache) -> None:
+    measured = kept_for(device, calibration())
+    cache.keep_machine(measured)
+    expected = both_ways(measured.rates(threads=2, directories=(), beside_copies=True))
+
+    with engine(device) as made, engine(device, rates=expected) as told:
+        assert made.plan == told.plan
+
+
+@pytest.mark.usefixtures("tiny")
+def test_what_was_not_kept_is_measured_once_and_said(device: Accelerator, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), engine(device) as first:
+        assert first.plan.ops
+    [said] = caplog.messages
+    assert said.startswith("measuring what this machine can do, in less than a minute; kept in ")
+
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), engine(device):
+        assert caplog.messages == []
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_drives_of_a_streamed_strategy_are_measured_too(
+    device: Accelerator, cache: CalibrationCache, tmp_path: Path
+) -> None:
+    place = tmp_path / "drive"
+    place.mkdir()
+    strategy = {"name": "nvme_streamed", "update": "interleaved"}
+    budget = {"host": "64MiB", "device": "8MiB", "nvme": {str(place): "64MiB"}}
+
+    with engine(device, strategy=strategy, budget=budget) as made:
+        assert made.plan.ops
+
+    assert cache.folder is not None
+    assert len(list(cache.folder.glob("drive-*.json"))) == 1
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+def test_a_host_budget_that_measuring_would_exceed_is_refused_with_what_to_do(device: Accelerator) -> None:
+    with (
+        pytest.raises(
+            ConfigError, match=r"^budget\.host: expected 192 MiB or more, .*`infinity calibrate` once before"
+        ),
+        engine(device),
+    ):
+        pass
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+def test_a_budget_of_a_drive_that_measuring_would_exceed_is_refused_with_what_to_do(
+    device: Accelerator, tmp_path: Path
+) -> None:
+    strategy = {"name": "nvme_streamed", "update": "interleaved"}
+    budget = {"host": GiB, "device": "8MiB", "nvme": {str(tmp_path): "64MiB"}}
+
+    with (
+        pytest.raises(ConfigError, match=r"^budget\.nvme\['.*'\]: expected 1 GiB or more, .*`infinity calibrate` once"),
+        engine(device, strategy=strategy, budget=budget),
+    ):
+        pass
+
+
+def test_a_drive_that_cannot_be_measured_is_refused_and_the_model_is_as_it_was(
+    device: Accelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("the drive is gone")
+
+    monkeypatch.setattr(calibrating, "calibrated", fail)
+    model = torch.nn.Linear(128, 128, bias=False)
+    before = model.weight
+    budget = {"host": GiB, "device": "8MiB", "nvme": {str(tmp_path): "2GiB"}}
+    strategy = {"name": "nvme_streamed", "update": "interleaved"}
+
+    with pytest.raises(ConfigError, match=r"^budget\.nvme: expected .*\(the drive is gone\); or give rates="):
+        infinity_engine.initialize(model, "adamw", device=device, strategy=strategy, budget=budget)
+
+    assert model.weight is before
+    assert not model.weight.isnan().any()
