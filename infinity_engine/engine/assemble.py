@@ -113,8 +113,12 @@ def _parts(
     queue = _queue(config, budget, queue, resources)
     sums_bytes = _sums_bytes(config, sizing)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
-    rated_config = with_rates(config, policy, rules, accelerator=accelerator, budget=budget, queue=queue)
-    plan = place(sizing, wish_of(rated_config, policy), budget, io_bytes=io_bytes)
+    plan = place(
+        sizing,
+        wish_of(with_rates(config, policy, rules, accelerator=accelerator, budget=budget, queue=queue), policy),
+        budget,
+        io_bytes=io_bytes,
+    )
     at_home = plan.steps.parameters is not Tier.DEVICE
     if at_home:
         check_modules(model)
