@@ -117,7 +117,7 @@ class _Pages:
             self._idle.remove(pool)
             self.keep_at_most(idle_bytes)
         memory = pool.buffer(nbytes)
-        weakref.finalize(memory, self._returned.append, pool).atexit = False
+        weakref.finalize(memory, self._returned.append, pool)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def keep_at_most(self, nbytes: int) -> None:
