@@ -221,15 +221,17 @@ class DamageError(TransferError):
 
 @dataclass(kw_only=True, eq=False)
 class CollectiveError(InfinityError):
-    """A collective of several ranks failed on this one."""
+    """A collective of several ranks failed on this one; `reason` says what is known of the others."""
 
     group: str
     rank: int
     op: str
+    reason: str = ""
 
     def _message(self) -> str:
+        known = f": {self.reason}" if self.reason else ""
         return (
-            f"{self.op} failed on rank {self.rank} of group {self.group}. "
+            f"{self.op} failed on rank {self.rank} of group {self.group}{known}. "
             "Look for the first error in the logs of all ranks: one that fails makes the others fail or hang"
         )
 

@@ -261,6 +261,14 @@ def test_a_collective_error_names_op_rank_and_group() -> None:
     assert str(EXAMPLES[6]).startswith("all_gather failed on rank 2 of group layers.3. ")
 
 
+def test_a_collective_error_says_what_is_known_of_the_others() -> None:
+    error = CollectiveError(group="ranks", rank=2, op="gather of layer c", reason="rank 1 has left with ValueError: no")
+
+    assert str(error).startswith(
+        "gather of layer c failed on rank 2 of group ranks: rank 1 has left with ValueError: no. "
+    )
+
+
 @pytest.mark.parametrize("error", EXAMPLES[8:-1], ids=kind)
 def test_whatever_is_wrong_with_a_checkpoint_is_a_checkpoint_error_that_names_it(error: InfinityError) -> None:
     assert isinstance(error, CheckpointError)
