@@ -1,0 +1,550 @@
+"""`Collectives`: one rank among others, and what they do together. The only caller of torch.distributed.
+
+Carries out rounds that others have laid out, in the order in which they were started, the same on every rank. Before
+data of a collective moves, the ranks tell one another which one it is: where they do not agree, or one does not answer
+in time, everyone gets a CollectiveError that says who, and nothing works after that. One thread calls it.
+
+[Note: what is under way goes on while somebody looks] Data of a collective starts to move when its rank polls or waits
+and sees the headers. So a rank must not block in other communication, of the user's own, while another waits for ours:
+ranks that run one program do both in one order, and do not.
+
+[Note: why headers] A collective whose ranks disagree hangs, ends the process or mixes up bytes, as backend and sizes
+will have it. A header of 256 bytes over Gloo costs one exchange on the host beside the data, which several collectives
+overlap (figures: docs/decisions/0014-many-ranks.md). It waits for the ranks' programs, never for a device.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from infinity_engine.accel import Accelerator, Event, Stream, TimeCost
+from infinity_engine.errors import CollectiveError, ConfigError
+from infinity_engine.partition.failures import Failures, Store
+from infinity_engine.partition.header import Header, digest, disagreement
+from infinity_engine.partition.rounds import (
+    AllGather,
+    Broadcast,
+    Exchange,
+    HostWork,
+    Pending,
+    Round,
+    Rounds,
+    Wire,
+    Work,
+    ignore,
+)
+
+__all__ = ["CollectiveEvent", "Collectives"]
+
+_LOOK_S = 0.25  # how often a rank that waits looks whether another has failed
+_PAUSE_S = 0.1e-3  # between looks at a device
+_PATIENCE_S = 5.0  # for the others to say what became of them
+
+
+class CollectiveEvent(Event):
+    """The end of one collective on this rank.
+
+    As with every event, one that failed has ended: `wait` raises its error, each time.
+    """
+
+    def __init__(self, owner: Collectives, pending: Pending) -> None:
+        self._owner = owner
+        self._pending = pending
+
+    def done(self) -> bool:
+        """Tell whether it has ended, without blocking; lets all that is under way go on."""
+        self._owner.poll()
+        return self._pending.ended
+
+    def wait(self) -> None:
+        """Block until it has ended.
+
+        Raises:
+            CollectiveError: it failed, or one before it.
+        """
+        self._owner.wait_for(self._pending)
+
+    def launched(self) -> Event | None:
+        """Block until all of it is in its stream; return the event that other streams can wait for.
+
+        None where it has ended, which it has on return where data is on the host.
+
+        Raises:
+            CollectiveError: it failed, or one before it.
+        """
+        return self._owner.wait_for_launch(self._pending)
+
+    def __repr__(self) -> str:
+        return f"CollectiveEvent({self._pending.op}{', ended' if self._pending.ended else ''})"
+
+
+# --- what carries them --------------------------------------------------------------------------------------------
+
+
+class _Torch:
+    """Work of a process group."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def block(self, most_s: float) -> None:
+        """Block until it has ended, or so long: that harms nothing."""
+        with suppress(RuntimeError):  # that time is over; what it failed with, `wait` raises again
+            self._work.wait(timedelta(seconds=most_s))
+
+
+class _Done:
+    """Nothing is under way."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def block(self, most_s: float) -> None:
+        pass
+
+
+class _Channel(Protocol):
+    """The way to the other ranks. `on_host`: for bytes that are on the host, whatever the data's backend is."""
+
+    store: Store | None
+
+    def start(self, wire: Wire, *, on_host: bool) -> HostWork: ...
+
+    def close(self) -> None: ...
+
+
+class _Alone:
+    """The way of one rank to itself."""
+
+    store: Store | None = None
+
+    def start(self, wire: Wire, *, on_host: bool) -> HostWork:
+        if not isinstance(wire, Broadcast):
+            wire.into[: wire.mine.numel()].copy_(wire.mine)
+        return _Done()
+
+    def close(self) -> None:
+        pass
+
+
+class _Groups:
+    """Two process groups of the same ranks: Gloo's for what the host says, and one for data."""
+
+    def __init__(self, ranks: Sequence[int] | None, timeout_s: float, *, own_world: bool, backend: str) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        self.host = dist.new_group(ranks, timeout, "gloo")
+        self.data = dist.new_group(ranks, timeout, backend)
+        self.backend = backend
+        self._own_world = own_world
+        of = getattr(self.host, "get_group_store", None)  # older torch has none
+        self.store: Store | None = None if of is None else of()
+
+    def start(self, wire: Wire, *, on_host: bool) -> HostWork:
+        group = self.host if on_host else self.data
+        if isinstance(wire, AllGather):
+            return _Torch(_all_gather()(wire.into, wire.mine, group=group, async_op=True))
+        if isinstance(wire, Exchange):
+            sent, received = list(wire.sent), list(wire.received)
+            return _Torch(dist.all_to_all_single(wire.into, wire.mine, received, sent, group=group, async_op=True))
+        owner = dist.get_global_rank(group, wire.owner)
+        return _Torch(dist.broadcast(wire.buffer, owner, group=group, async_op=True))
+
+    def close(self) -> None:
+        for group in (self.data, self.host):
+            with suppress(Exception):  # after a failure there is nothing to be done for them
+                dist.destroy_process_group(group)
+        if self._own_world:
+            with suppress(Exception):
+                dist.destroy_process_group()
+
+
+def _all_gather() -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return found
+
+
+class _Unpacking:
+    """A round on the host, whose buffers are emptied when it has ended."""
+
+    def __init__(self, work: HostWork, unpack: Callable[[], object]) -> None:
+        self._work = work
+        self._unpack = unpack
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def block(self, most_s: float) -> None:
+        self._work.block(most_s)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._unpack()
+
+
+# --- all of them ---------------------------------------------------------------------------------------------------
+
+
+class Collectives:
+    """Rank `rank` of `size`, and what it does together with the others. Made by `join`, `alone` or `split`."""
+
+    def __init__(
+        self,
+        channel: _Channel,
+        *,
+        name: str,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        lane: tuple[Accelerator, Stream] | None = None,
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self._channel = channel
+        self._lane = lane
+        self._failures = Failures(channel.store, name, rank, size, patience_s=min(_PATIENCE_S, timeout_s))
+        self._failure: CollectiveError | None = None
+        self._closed = False
+        self._polling = False
+        self._started = 0
+        self._looked = 0.0
+        self._headers: deque[tuple[Pending, HostWork, torch.Tensor]] = deque()
+        self._under_way: deque[Pending] = deque()
+
+    @classmethod
+    def alone(cls) -> Collectives:
+        """Return the only rank of a group: nothing of torch.distributed is started, and nobody is asked anything."""
+        return cls(_Alone(), name="one rank", rank=0, size=1, timeout_s=math.inf)
+
+    @classmethod
+    def join(
+        cls, *, timeout_s: float, name: str = "ranks", lane: tuple[Accelerator, Stream] | None = None
+    ) -> Collectives:
+        """Meet the other ranks of this run, or be alone where there are none.
+
+        Uses the processes that torch.distributed has been initialized with, else those that torchrun has started,
+        which its environment variables name. Process groups are made anew, so the user's own collectives do not get
+        between. `lane` is given where data is on a GPU: the accelerator, and the COLLECTIVE stream to work in.
+        `timeout_s` bounds how long one rank waits for another.
+
+        Raises:
+            ConfigError: `timeout_s` is not positive.
+        """
+        if timeout_s <= 0:
+            raise ConfigError(field="timeout_s", value=timeout_s, expected="more than 0 seconds")
+        on_gpu = lane is not None and lane[0].torch_device.type != "cpu"
+        own_world = not dist.is_initialized()
+        if own_world:
+            if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+                return cls.alone()
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        if dist.get_world_size() == 1:
+            if own_world:
+                dist.destroy_process_group()
+            return cls.alone()
+        groups = _Groups(None, timeout_s, own_world=own_world, backend="nccl" if on_gpu else "gloo")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return cls(groups, name=name, rank=rank, size=size, timeout_s=timeout_s, lane=lane)
+
+    def split(self, shard_ranks: int) -> tuple[Collectives, Collectives]:
+        """Return a mesh: the ranks among which parameters are cut, and those that own the same shards.
+
+        Every `shard_ranks` neighbours are of the first kind. All ranks call it, of a group that `join` returned; they
+        close what they got before that.
+
+        Raises:
+            ConfigError: the ranks cannot be divided like that.
+        """
+        if shard_ranks < 1 or self.size % shard_ranks:
+            expected = f"a divisor of the {self.size} ranks"
+            raise ConfigError(field="shard_ranks", value=shard_ranks, expected=expected)
+        rows = [range(first, first + shard_ranks) for first in range(0, self.size, shard_ranks)]
+        columns = [range(column, self.size, shard_ranks) for column in range(shard_ranks)]
+        return self._part(rows, "shards"), self._part(columns, "replicas")
+
+    def _part(self, parts: Sequence[range], name: str) -> Collectives:
+        if len(parts[0]) == 1:
+            return Collectives.alone()
+        assert isinstance(self._channel, _Groups), "several ranks have process groups"
+        mine: Collectives | None = None
+        for number, part in enumerate(parts):  # every rank takes part in making all groups
+            groups = _Groups(list(part), self.timeout_s, own_world=False, backend=self._channel.backend)
+            if self.rank in part:
+                mine = Collectives(
+                    groups,
+                    name=f"{self.name}/{name} {number}",
+                    rank=part.index(self.rank),
+                    size=len(part),
+                    timeout_s=self.timeout_s,
+                    lane=self._lane,
+                )
+        assert mine is not None, "every rank is in one part"
+        return mine
+
+    # --- collectives --------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        op: str,
+        rounds: Sequence[Round],
+        *,
+        key: bytes = b"",
+        after: Sequence[Event] = (),
+        ended: Callable[[BaseException | None], object] = ignore,
+    ) -> CollectiveEvent:
+        """Begin a collective, whose data moves once all of `after` have passed and all ranks have come to it.
+
+        `op` names it for messages; all ranks must start the same, with the same `key`. `ended` is called when it
+        ends, with the error if there is one.
+
+        Raises:
+            CollectiveError: an earlier one has failed.
+            RuntimeError: it is closed.
+        """
+        pending = self._begin(op, lambda _: rounds, self._issue, key=key, after=after, ended=ended)
+        self.poll()
+        return CollectiveEvent(self, pending)
+
+    def agree(self, what: str, value: object = "") -> None:
+        """Wait until all ranks are here, and make sure that they have the same `value`, as it prints.
+
+        Raises:
+            CollectiveError: they have not; names who has what.
+        """
+        text = f"agreement on {what}" + (f": {value}" if str(value) else "")
+        self.wait_for(self._begin(text, lambda _: (), self._issue_on_host, key=digest(value)))
+
+    def share(self, op: str, payload: bytes | memoryview) -> tuple[bytes, ...]:
+        """Return what each rank has to say, in the ranks' order; as long as each likes. Blocks, and stays on the host.
+
+        Raises:
+            CollectiveError: not all of them came to it.
+        """
+        said: list[bytes] = []
+
+        def rounds(nbytes: Sequence[int]) -> Sequence[Round]:
+            width = max(nbytes)
+            if not width:
+                said.extend(b"" for _ in nbytes)
+                return ()
+            mine = torch.zeros(width, dtype=torch.uint8)
+            if len(payload):
+                mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            into = torch.empty(width * self.size, dtype=torch.uint8)
+
+            def unpack() -> None:
+                whole = into.numpy().tobytes()
+                said.extend(whole[rank * width :][:count] for rank, count in enumerate(nbytes))
+
+            return (Round(AllGather(mine, into), unpack=unpack),)
+
+        self.wait_for(self._begin(op, rounds, self._issue_on_host, nbytes=len(payload)))
+        return tuple(said)
+
+    def poll(self) -> None:
+        """Let what is under way go on. Raises nothing: who waits for a collective is told."""
+        if self._polling:  # what comes after another collective asks for its end
+            return
+        self._polling = True
+        try:
+            self._go_on()
+        finally:
+            self._polling = False
+
+    def wait_for(self, pending: Pending) -> None:
+        """Let a collective come to its end."""
+        self._wait_until(lambda: pending.ended)
+        if pending.error is not None:
+            raise pending.error
+
+    def wait_for_launch(self, pending: Pending) -> Event | None:
+        """Let a collective come to its end or, where it has one, into its stream."""
+        self._wait_until(lambda: pending.ended or (pending.issued and isinstance(pending.work, Event)))
+        if pending.error is not None:
+            raise pending.error
+        return pending.work if isinstance(pending.work, Event) else None
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the others, who are told why where `error` says it. What is under way ends here. Again: nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if error is not None and self._failure is None:
+            self._failures.tell(f"has left with {type(error).__name__}: {_brief(error)}")
+        else:
+            self._failures.leave(f"has left after {self._started} collectives")
+        if self._under_way and self._failure is None:
+            pending = self._under_way[0]
+            self._end_all(self._error(pending.op, "it was under way when this rank closed the group"))
+        self._channel.close()
+
+    def __enter__(self) -> Collectives:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Leave, and tell the others what the body raised."""
+        self.close(error)
+
+    # --- how they go on ---------------------------------------------------------------------------------------------
+
+    def _wait_until(self, reached: Callable[[], bool]) -> None:
+        while True:
+            self.poll()
+            if reached():
+                return
+            self._look()
+            if not reached():
+                self._block()
+
+    def _block(self) -> None:
+        """Let others have the processor, until the oldest can go on or for a short time."""
+        oldest = next(each for each in self._under_way if not each.ended)
+        work = self._headers[0][1] if oldest.waits_for_headers else oldest.work
+        if work is None or isinstance(work, Event):
+            time.sleep(_PAUSE_S)
+        else:
+            work.block(_LOOK_S)
+
+    def _begin(
+        self,
+        op: str,
+        rounds: Rounds,
+        issue: Callable[[Round], Work],
+        *,
+        key: bytes = b"",
+        nbytes: int = 0,
+        after: Sequence[Event] = (),
+        ended: Callable[[BaseException | None], object] = ignore,
+    ) -> Pending:
+        if self._closed:
+            raise RuntimeError(f"{op}: this rank has left the group {self.name}: start nothing after close()")
+        if self._failure is not None:
+            raise self._failure
+        self._started += 1
+        header = Header(self._started, op, digest(op, key.hex()), nbytes)
+        in_stream = self._lane is not None and issue == self._issue
+        pending = Pending(header, rounds, issue, after=after, ended=ended, in_stream=in_stream)
+        self._under_way.append(pending)
+        mine = torch.frombuffer(bytearray(header.pack() * self.size), dtype=torch.uint8)
+        into = torch.empty(self.size * Header.SIZE, dtype=torch.uint8)
+        each = [Header.SIZE] * self.size
+        try:
+            # Straight to each rank: Gloo's all-gather goes from neighbour to neighbour.
+            work = self._channel.start(Exchange(mine, into, each, each), on_host=True)
+        except Exception as error:
+            self._fail(pending, error)
+            assert self._failure is not None, "it is why this failed"
+            raise self._failure from error
+        self._headers.append((pending, work, into))
+        return pending
+
+    def _go_on(self) -> None:
+        self._read_headers()
+        may_issue = True
+        for pending in list(self._under_way):
+            if pending.ended or pending.waits_for_headers:
+                break
+            try:
+                if pending.go_on(may_issue=may_issue):
+                    pending.end(None)
+            except Exception as error:
+                self._fail(pending, error)
+            may_issue = may_issue and pending.issued
+        self._under_way = deque(each for each in self._under_way if not each.ended)
+
+    def _read_headers(self) -> None:
+        while self._headers and self._headers[0][1].done():
+            pending, work, into = self._headers.popleft()
+            try:
+                work.wait()
+            except Exception as error:
+                self._fail(pending, error)
+                return
+            said = into.numpy().tobytes()
+            headers = [Header.unpack(said[at : at + Header.SIZE]) for at in range(0, len(said), Header.SIZE)]
+            problem = disagreement(headers)
+            if problem is not None:
+                self._failures.leave(f"has stopped, as {problem}")  # no alarm: all have the same headers
+                self._end_all(self._error(pending.op, problem))
+                return
+            pending.agreed([header.nbytes for header in headers])
+
+    def _issue(self, round_: Round) -> Work:
+        if self._lane is None:
+            round_.pack()
+            return _Unpacking(self._channel.start(round_.wire, on_host=False), round_.unpack)
+        accelerator, stream = self._lane
+
+        def work() -> None:
+            round_.pack()
+            self._channel.start(round_.wire, on_host=False).wait()  # on a GPU, the stream waits and not the host
+            round_.unpack()
+
+        return accelerator.run(work, stream=stream, cost=TimeCost(0))
+
+    def _issue_on_host(self, round_: Round) -> HostWork:
+        round_.pack()
+        return _Unpacking(self._channel.start(round_.wire, on_host=True), round_.unpack)
+
+    # --- failure ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """See now and then whether others have failed, or have not come for too long."""
+        now = time.monotonic()
+        oldest = next(each for each in self._under_way if not each.ended)
+        if now - oldest.since > self.timeout_s:
+            self._fail(oldest, TimeoutError(f"not all ranks came within {self.timeout_s:g} s"))
+        elif now - self._looked > _LOOK_S:
+            self._looked = now
+            if self._failures.seen():
+                self._fail(oldest, None)
+
+    def _fail(self, pending: Pending, cause: BaseException | None) -> None:
+        """End everything, with an error that says who is to blame as far as that can be found out."""
+        if self._failure is not None:
+            return
+        known = [] if cause is None else [_brief(cause)]
+        self._failures.tell(f"has stopped in {': '.join([pending.op, *known])}")
+        try:
+            raise self._error(pending.op, "; ".join([*known, *self._failures.account()])) from cause
+        except CollectiveError as failure:  # with its cause; who waits gets it
+            self._end_all(failure)
+
+    def _error(self, op: str, reason: str) -> CollectiveError:
+        return CollectiveError(group=self.name, rank=self.rank, op=op, reason=reason)
+
+    def _end_all(self, failure: CollectiveError) -> None:
+        self._failure = failure
+        self._headers.clear()
+        for pending in self._under_way:
+            if not pending.ended:
+                pending.end(failure)
+
+
+def _brief(error: BaseException) -> str:
+    """Return what an error says, without where in torch's sources it was found."""
+    lines = str(error).strip().splitlines()
+    return re.sub(r"^\[\S+:\d+\] ", "", lines[0])[:200] if lines else type(error).__name__

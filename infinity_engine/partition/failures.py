@@ -1,0 +1,174 @@
+"""`Failures`: what ranks tell one another when one cannot go on, so that each can name who it was.
+
+Uses the key-value store that the ranks met at, and looks at processes of its own machine; takes no part in collectives,
+which do not work any more by then. Without a store it knows only that something failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+__all__ = ["Failures", "Process", "Store"]
+
+_PAUSE_S = 0.02
+_CLOCK_S = 5.0
+_MOST_SHOWN = 500
+
+
+class Store(Protocol):
+    """The part of a process group's store that is needed here."""
+
+    def set(self, key: str, value: str) -> object:
+        """Keep a value for all ranks."""
+
+    def get(self, key: str) -> bytes:
+        """Return a value; waits for it where there is none."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether all of these have values, without waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process, as others on its machine can find it: those of other machines or containers have another `machine`."""
+
+    pid: int
+    started: float
+    machine: str
+
+    @classmethod
+    def own(cls) -> Process:
+        """Return this one."""
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        machine = f"{boot.read_text().strip() if boot.exists() else ''} {_pid_namespace()}"
+        return cls(os.getpid(), psutil.Process().create_time(), machine)
+
+    def has_ended(self, seen_from: Process) -> bool:
+        """Tell whether it is certain that it is not there any more."""
+        if self.machine != seen_from.machine:
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            # Reading the clock's start anew may move what was seen of a process by a second.
+            another = abs(process.create_time() - self.started) > _CLOCK_S
+            return another or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+
+class Failures:
+    """What rank `rank` of `size` tells the others, and what they tell it. `patience_s` bounds waiting for them."""
+
+    def __init__(self, store: Store | None, name: str, rank: int, size: int, *, patience_s: float) -> None:
+        self._store = store
+        self._name = name
+        self._rank = rank
+        self._size = size
+        self._patience_s = patience_s
+        if store is not None:
+            self._put(f"process/{rank}", json.dumps(asdict(Process.own())))
+
+    def seen(self) -> bool:
+        """Tell whether some rank has failed, as far as it could say so."""
+        return self._has("failed")
+
+    def tell(self, what: str) -> None:
+        """Let the others know what became of this rank, which cannot go on."""
+        self._put(f"said/{self._rank}", what[:_MOST_SHOWN])
+        self._put("failed", what[:_MOST_SHOWN])
+
+    def leave(self, what: str) -> None:
+        """Let those who miss this rank know that it ended on purpose."""
+        if not self._has(f"said/{self._rank}"):
+            self._put(f"said/{self._rank}", what[:_MOST_SHOWN])
+
+    def account(self) -> list[str]:
+        """Say what became of each of the others; waits, for a bounded time, until they have told it."""
+        if self._size == 1:
+            return []
+        if self._store is None or not self._reachable():
+            return ["what became of the others is not known, as the store at which they met cannot be reached"]
+        said: dict[int, str] = {}
+        ended: dict[int, int] = {}
+        missing = [rank for rank in range(self._size) if rank != self._rank]
+        until = time.monotonic() + self._patience_s
+        while missing:
+            for rank in list(missing):
+                told = self._get(f"said/{rank}")
+                pid = self._ended(rank)
+                if told is not None:
+                    said[rank] = told
+                elif pid is not None:
+                    ended[rank] = pid
+                else:
+                    continue
+                missing.remove(rank)
+            if not missing or time.monotonic() > until:
+                break
+            time.sleep(_PAUSE_S)
+        return _told(ended, missing, said, self._patience_s)
+
+    def _ended(self, rank: int) -> int | None:
+        """Return the number of a rank's process, if that has ended."""
+        text = self._get(f"process/{rank}")
+        if text is None:
+            return None
+        process = Process(**json.loads(text))
+        return process.pid if process.has_ended(Process.own()) else None
+
+    def _reachable(self) -> bool:
+        assert self._store is not None, "there is one"
+        try:
+            self._store.check([self._key("failed")])
+        except Exception:  # Each kind of store has its own.
+            return False
+        return True
+
+    def _key(self, what: str) -> str:
+        return f"infinity/{self._name}/{what}"
+
+    def _put(self, what: str, value: str) -> None:
+        if self._store is not None:
+            with suppress(Exception):  # What cannot be told must not hide what failed.
+                self._store.set(self._key(what), value)
+
+    def _has(self, what: str) -> bool:
+        if self._store is None:
+            return False
+        try:
+            return bool(self._store.check([self._key(what)]))
+        except Exception:
+            return False
+
+    def _get(self, what: str) -> str | None:
+        if self._store is None or not self._has(what):
+            return None
+        try:
+            return self._store.get(self._key(what)).decode()
+        except Exception:
+            return None
+
+
+def _told(ended: Mapping[int, int], missing: list[int], said: Mapping[int, str], patience_s: float) -> list[str]:
+    """Say it, the likely cause first."""
+    parts = [f"rank {rank} (process {pid} of this machine) has ended without a word" for rank, pid in ended.items()]
+    if missing:
+        ranks = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+        parts.append(f"{ranks} not answered for {patience_s:g} s: dead, or busy with something else")
+    return [*parts, *(f"rank {rank} {text}" for rank, text in said.items())]
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,370 @@
+"""`ShardGroup`: the shards of several parameters that one collective gathers, and whose gradients one reduces.
+
+Lays out what goes over the wire; `Collectives` carries it. Owns no memory: whoever calls gives the buffers, and what
+does not fit into them goes in several rounds. Called by whoever fetches parameters and keeps gradients.
+
+[Note: the order of sums] A rank gets each other's gradient of its own shards as it is, in the dtype in which it was
+made, and adds them up in fp32 in the order of the ranks, beginning with rank 0's. So the sum of an element is one chain
+of additions that no bucket, no round and no algorithm of a backend changes. Nothing is scaled on the way: sums are
+fp32, and 1/N belongs to the factor of the update. A rank without a gradient sends zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from infinity_engine.accel import Event
+from infinity_engine.errors import ConfigError, IllegalTransition
+from infinity_engine.partition.collectives import CollectiveEvent, Collectives
+from infinity_engine.partition.header import digest
+from infinity_engine.partition.rounds import AllGather, Broadcast, Exchange, Round
+from infinity_engine.partition.shard import Partitioning, Shard, ShardSpec
+from infinity_engine.partition.wire import WIRE_ALIGNMENT, Piece, Window, WireLayout
+from infinity_engine.units import align_down
+
+__all__ = ["GATHER_TRANSITIONS", "Adder", "GatherState", "GroupMember", "ShardGroup", "TorchAdder"]
+
+
+class GatherState(Enum):
+    """What of a group's parameters this rank has."""
+
+    SHARDED = "sharded"  # its own shards
+    GATHERING = "gathering"  # a collective writes the whole of them, whose bytes are undefined so far
+    GATHERED = "gathered"  # the whole of them
+
+
+# A gather that fails ends where it came from.
+GATHER_TRANSITIONS = MappingProxyType(
+    {
+        GatherState.SHARDED: (GatherState.GATHERING,),
+        GatherState.GATHERING: (GatherState.GATHERED, GatherState.SHARDED),
+        GatherState.GATHERED: (GatherState.SHARDED,),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """One parameter of a group: what it is called, how it is cut, and the dtype in which it goes over the wire."""
+
+    name: str
+    spec: ShardSpec
+    dtype: torch.dtype
+
+
+class Adder(Protocol):
+    """Adds flat tensors of any floating-point dtype up in fp32, one operation for each element."""
+
+    def begin(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Write values to `into`, which is fp32."""
+
+    def add(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Add values to `into`, which is fp32."""
+
+
+class TorchAdder:
+    """Torch's own additions. The engine gives kernels in their place, whose bits no setting of torch changes."""
+
+    def begin(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Write values to `into`."""
+        into.copy_(values)
+
+    def add(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Add values to `into`."""
+        into.add_(values)
+
+
+class ShardGroup:
+    """The parameters `members`, cut over the ranks of `collectives`.
+
+    With BROADCAST, a parameter goes out from the rank that owns it, as a collective of its own; else every rank gives
+    its part of all of them to one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        members: Sequence[GroupMember],
+        collectives: Collectives,
+        *,
+        partitioning: Partitioning = Partitioning.BANDWIDTH_CENTRIC,
+    ) -> None:
+        for member in members:
+            if member.spec.ranks != collectives.size:
+                expected = f"a parameter that is cut over the {collectives.size} ranks of {collectives.name}"
+                raise ConfigError(field=f"{name}: {member.name}", value=f"{member.spec.ranks} ranks", expected=expected)
+        if not members:
+            raise ConfigError(field=f"members of {name}", value=(), expected="one parameter or more")
+        self.name = name
+        self.members = tuple(members)
+        self._collectives = collectives
+        self._partitioning = partitioning
+        self._layout = WireLayout([each.spec for each in members], [each.dtype.itemsize for each in members])
+        self._key = digest(partitioning.name, *((each.spec, each.dtype) for each in members))
+        self._state = GatherState.SHARDED
+
+    @property
+    def state(self) -> GatherState:
+        """What this rank has of the parameters."""
+        return self._state
+
+    def shard(self, member: int) -> Shard:
+        """Return this rank's shard of a member."""
+        return self.members[member].spec.shards[self._collectives.rank]
+
+    def advance(self, to: GatherState) -> None:
+        """Go over to another state.
+
+        Raises:
+            IllegalTransition: none leads there from here.
+        """
+        allowed = GATHER_TRANSITIONS[self._state]
+        if to not in allowed:
+            raise IllegalTransition(
+                shard=self.name,
+                source=self._state.name,
+                target=to.name,
+                allowed=tuple(state.name for state in allowed),
+            )
+        self._state = to
+
+    # --- parameters -----------------------------------------------------------------------------------------------
+
+    def gather_bytes(self) -> int:
+        """Return how large a buffer lets a gather go in one round; 0 where none is needed."""
+        return 0 if self._sends_whole or self._layout.is_one_run else self._layout.width * (self._layout.ranks + 1)
+
+    def gather(
+        self,
+        shards: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        *,
+        wire: torch.Tensor | None = None,
+        after: Sequence[Event] = (),
+    ) -> CollectiveEvent:
+        """Begin to make whole parameters of all ranks' shards, once `after` have passed. Returns at once.
+
+        All tensors are flat: this rank's shards, the whole parameters, and `wire`, bytes that are used until the end;
+        the more of them, up to `gather_bytes`, the fewer rounds.
+
+        Raises:
+            CollectiveError: an earlier collective has failed.
+            ConfigError: a tensor does not fit.
+            IllegalTransition: they are gathered, or being gathered, already.
+        """
+        self._check("shards", shards, [self.shard(number).numel for number in range(len(self.members))])
+        self._check("into", into, [member.spec.numel for member in self.members])
+        most = self._room(wire, self.gather_bytes(), self._layout.ranks + 1)
+        rounds = self._gathering(shards, into, _no_bytes() if wire is None else wire, most)
+        self.advance(GatherState.GATHERING)
+        try:
+            return self._collectives.start(
+                f"gather of {self.name}", rounds, key=digest(self._key, most), after=after, ended=self._gathered
+            )
+        except BaseException:
+            if self._state is GatherState.GATHERING:
+                self.advance(GatherState.SHARDED)
+            raise
+
+    @property
+    def _sends_whole(self) -> bool:
+        """Whether owners send to the others what lies in the parameter itself."""
+        return self._layout.ranks == 1 or self._partitioning is Partitioning.BROADCAST
+
+    def release(self) -> None:
+        """Note that the whole parameters are not there any more.
+
+        Raises:
+            IllegalTransition: they are not gathered.
+        """
+        self.advance(GatherState.SHARDED)
+
+    def _gathered(self, error: BaseException | None) -> None:
+        self.advance(GatherState.GATHERED if error is None else GatherState.SHARDED)
+
+    def _gathering(
+        self, shards: Sequence[torch.Tensor], into: Sequence[torch.Tensor], wire: torch.Tensor, most: int
+    ) -> list[Round]:
+        layout, rank = self._layout, self._collectives.rank
+        if self._sends_whole:
+            return [
+                self._sending(owner, piece, shards, into)
+                for owner in range(layout.ranks)
+                for piece in layout.segments[owner]
+            ]
+        if layout.is_one_run:
+            return [Round(AllGather(_bytes(shards[0]), _bytes(into[0])))]
+        rounds = []
+        for window in layout.windows(most) if most else ():
+            width = window.end - window.start
+            mine, all_ = wire[:width], wire[width : width * (layout.ranks + 1)]
+            pack = partial(self._pack_shards, window, rank, shards, mine)
+            unpack = partial(self._unpack_parameters, window, all_, width, into)
+            rounds.append(Round(AllGather(mine, all_), pack, unpack))
+        return rounds
+
+    def _sending(self, owner: int, piece: Piece, shards: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Round:
+        target = into[piece.member][piece.first_element :][: piece.numel]
+        mine = shards[piece.member]
+        if owner != self._collectives.rank or mine.data_ptr() == target.data_ptr():
+            return Round(Broadcast(_bytes(target), owner))
+        return Round(Broadcast(_bytes(target), owner), pack=partial(target.copy_, mine))
+
+    def _pack_shards(self, window: Window, rank: int, shards: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
+        for piece in self._layout.pieces_in(window, rank):
+            first = piece.first_element - self.shard(piece.member).first_element
+            self._on_wire(mine, piece).copy_(shards[piece.member][first : first + piece.numel])
+
+    def _unpack_parameters(self, window: Window, all_: torch.Tensor, width: int, into: Sequence[torch.Tensor]) -> None:
+        for rank in range(self._layout.ranks):
+            segment = all_[rank * width : (rank + 1) * width]
+            for piece in self._layout.pieces_in(window, rank):
+                into[piece.member][piece.first_element :][: piece.numel].copy_(self._on_wire(segment, piece))
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    def reduce_bytes(self) -> int:
+        """Return how large a buffer lets a reduce go in one round; 0 where none is needed."""
+        return 0 if self._layout.ranks == 1 else 2 * self._layout.width * self._layout.ranks
+
+    def reduce(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        into: Sequence[torch.Tensor],
+        *,
+        adder: Adder,
+        wire: torch.Tensor | None = None,
+        after: Sequence[Event] = (),
+    ) -> CollectiveEvent:
+        """Begin to add up all ranks' gradients of this rank's shards, in fp32 and in the ranks' order, to `into`.
+
+        `gradients` are of the whole parameters, None where this rank has none; flat, as `wire` is, whose bytes are used
+        until the end: the more of them, up to `reduce_bytes`, the fewer rounds. Returns at once.
+        [Note: the order of sums]
+
+        Raises:
+            CollectiveError: an earlier collective has failed.
+            ConfigError: a tensor does not fit.
+        """
+        self._check("gradients", gradients, [member.spec.numel for member in self.members])
+        mine = [self.shard(number).numel for number in range(len(self.members))]
+        self._check("into", into, mine, dtype=torch.float32)
+        most = self._room(wire, self.reduce_bytes(), 2 * self._layout.ranks)
+        rounds = self._reducing(gradients, into, adder, _no_bytes() if wire is None else wire, most)
+        return self._collectives.start(f"reduce of {self.name}", rounds, key=digest(self._key, most), after=after)
+
+    def _reducing(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        into: Sequence[torch.Tensor],
+        adder: Adder,
+        wire: torch.Tensor,
+        most: int,
+    ) -> list[Round]:
+        layout, rank = self._layout, self._collectives.rank
+        if layout.ranks == 1:
+            return [
+                Round(
+                    Broadcast(_bytes(total), 0),
+                    total.zero_ if gradient is None else partial(adder.begin, gradient, total),
+                )
+                for gradient, total in zip(gradients, into, strict=True)
+            ]
+        rounds = []
+        for window in layout.windows(most) if most else ():
+            sent = [layout.nbytes_in(window, other) for other in range(layout.ranks)]
+            width = layout.nbytes_in(window, rank)
+            half = (window.end - window.start) * layout.ranks
+            mine, got = wire[: sum(sent)], wire[half : half + width * layout.ranks]
+            pack: Callable[[], object] = partial(self._pack_gradients, window, sent, gradients, mine)
+            if self._layout.is_one_run and width == layout.width and gradients[0] is not None:
+                mine, pack = _bytes(gradients[0]), _nothing
+            unpack = partial(self._add_up, window, got, width, into, adder)
+            rounds.append(Round(Exchange(mine, got, sent, [width] * layout.ranks), pack, unpack))
+        return rounds
+
+    def _pack_gradients(
+        self, window: Window, sent: Sequence[int], gradients: Sequence[torch.Tensor | None], mine: torch.Tensor
+    ) -> None:
+        at = 0
+        for rank, nbytes in enumerate(sent):
+            segment = mine[at : at + nbytes]
+            for piece in self._layout.pieces_in(window, rank):
+                gradient, place = gradients[piece.member], self._on_wire(segment, piece)
+                if gradient is None:
+                    place.zero_()
+                else:
+                    place.copy_(gradient[piece.first_element :][: piece.numel])
+            at += nbytes
+
+    def _add_up(
+        self, window: Window, got: torch.Tensor, width: int, into: Sequence[torch.Tensor], adder: Adder
+    ) -> None:
+        for piece in self._layout.pieces_in(window, self._collectives.rank):
+            first = piece.first_element - self.shard(piece.member).first_element
+            total = into[piece.member][first : first + piece.numel]
+            for rank in range(self._layout.ranks):
+                values = self._on_wire(got[rank * width : (rank + 1) * width], piece)
+                (adder.add if rank else adder.begin)(values, total)
+
+    # --- buffers --------------------------------------------------------------------------------------------------
+
+    def _room(self, wire: torch.Tensor | None, enough: int, parts: int) -> int:
+        """Return how many bytes of each segment go in one round; 0 where no buffer is needed, as `enough` is 0."""
+        if not enough:
+            return 0
+        nbytes = 0 if wire is None else wire.nbytes
+        is_flat = wire is not None and wire.dtype == torch.uint8 and wire.dim() == 1 and wire.is_contiguous()
+        most = align_down(nbytes // parts, WIRE_ALIGNMENT)
+        if not most or not is_flat:
+            raise ConfigError(
+                field=f"wire of {self.name}",
+                value=None if wire is None else f"{nbytes} B of {wire.dtype}, shape {tuple(wire.shape)}",
+                expected=f"flat, contiguous uint8 of {parts * WIRE_ALIGNMENT} B or more, {enough} B for one round",
+            )
+        return min(most, self._layout.width)
+
+    def _on_wire(self, segment: torch.Tensor, piece: Piece) -> torch.Tensor:
+        dtype = self.members[piece.member].dtype
+        return segment[piece.offset : piece.offset + piece.numel * dtype.itemsize].view(dtype)
+
+    def _check(
+        self,
+        what: str,
+        tensors: Sequence[torch.Tensor | None],
+        numels: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Refuse tensors that are not what the members are."""
+        if len(tensors) != len(self.members):
+            expected = f"{len(self.members)}, one for each member"
+            raise ConfigError(field=f"{what} of {self.name}", value=f"{len(tensors)} tensors", expected=expected)
+        for member, tensor, numel in zip(self.members, tensors, numels, strict=True):
+            wanted = dtype or member.dtype
+            if tensor is None or (tensor.shape == (numel,) and tensor.dtype == wanted and tensor.is_contiguous()):
+                continue
+            raise ConfigError(
+                field=f"{what} of {self.name}, {member.name}",
+                value=f"{tensor.dtype}, shape {tuple(tensor.shape)}",
+                expected=f"{wanted}, contiguous and flat, of {numel} elements",
+            )
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_bytes() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

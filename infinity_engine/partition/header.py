@@ -1,0 +1,61 @@
+"""`Header`: what each rank says of a collective before any data moves, and what is wrong where they do not agree.
+
+Bytes of one size, whatever the collective; sends nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+__all__ = ["Header", "digest", "disagreement"]
+
+_LAYOUT = struct.Struct("<QQ16sH222s")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Which collective it is: its number, what must be equal on all ranks as a digest, and its name for messages.
+
+    `nbytes` may differ between ranks: it is what this one has to share.
+    """
+
+    SIZE = _LAYOUT.size
+
+    number: int
+    op: str
+    key: bytes
+    nbytes: int = 0
+
+    def pack(self) -> bytes:
+        """Return it as `SIZE` bytes."""
+        text = self.op.encode()[:222]
+        return _LAYOUT.pack(self.number, self.nbytes, self.key, len(text), text)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """Return what was packed."""
+        number, nbytes, key, length, text = _LAYOUT.unpack(data)
+        return cls(number, text[:length].decode(errors="replace"), key, nbytes)
+
+
+def digest(*parts: object) -> bytes:
+    """Return 16 bytes that differ where the parts, as they print, do."""
+    return blake2b("\0".join(str(part) for part in parts).encode(), digest_size=16).digest()
+
+
+def disagreement(headers: Sequence[Header]) -> str | None:
+    """Say which ranks are about to do what, where that is not the same on all."""
+    groups: dict[tuple[int, bytes], list[int]] = {}
+    for rank, header in enumerate(headers):
+        groups.setdefault((header.number, header.key), []).append(rank)
+    if len(groups) == 1:
+        return None
+    said = [
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {headers[ranks[0]].op} "
+        f"(collective {headers[ranks[0]].number}, digest {headers[ranks[0]].key.hex()[:8]})"
+        for ranks in groups.values()
+    ]
+    return f"the ranks do not do the same; {'; '.join(said)}"

@@ -1,0 +1,162 @@
+"""What a collective is made of: rounds, each one of torch's collectives, and `Pending`: one that is under way here.
+
+Knows in which order its steps follow; starts and ends them when it is told to. Calls nothing of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from infinity_engine.accel import Event
+from infinity_engine.errors import CollectiveError
+from infinity_engine.partition.header import Header
+
+__all__ = ["AllGather", "Broadcast", "Exchange", "HostWork", "Pending", "Round", "Rounds", "Wire", "Work", "ignore"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllGather:
+    """Every rank gets the bytes of all, in the ranks' order; as many from each."""
+
+    mine: torch.Tensor
+    into: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """Every rank gets from each the bytes that are for it: `sent` of `mine` to each, `received` from each."""
+
+    mine: torch.Tensor
+    into: torch.Tensor
+    sent: Sequence[int]
+    received: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Broadcast:
+    """Every rank gets the bytes of `owner`, which has them there already."""
+
+    buffer: torch.Tensor
+    owner: int
+
+
+Wire = AllGather | Exchange | Broadcast
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Round:
+    """One collective of torch, between what fills its buffers and what empties them. All are flat uint8 tensors."""
+
+    wire: Wire
+    pack: Callable[[], object] = _nothing
+    unpack: Callable[[], object] = _nothing
+
+
+Rounds = Callable[[Sequence[int]], Sequence[Round]]
+"""Makes the rounds, from how many bytes each rank has to share."""
+
+
+class HostWork(Protocol):
+    """Something under way that the host waits for."""
+
+    def done(self) -> bool:
+        """Tell whether it has ended."""
+
+    def wait(self) -> None:
+        """Block until it has, and raise what it failed with."""
+
+    def block(self, most_s: float) -> None:
+        """Block until it has ended, but no longer than that; raises nothing."""
+
+
+Work = HostWork | Event
+"""Something under way: events are of a device."""
+
+
+class Pending:
+    """One collective under way: first the headers, then round after round."""
+
+    def __init__(
+        self,
+        header: Header,
+        rounds: Rounds,
+        issue: Callable[[Round], Work],
+        *,
+        after: Sequence[Event],
+        ended: Callable[[BaseException | None], object],
+        in_stream: bool,
+    ) -> None:
+        self.op = header.op
+        self.number = header.number
+        self.ended = False
+        self.error: CollectiveError | None = None
+        self.since = time.monotonic()
+        self._make_rounds = rounds
+        self._rounds: list[Round] | None = None
+        self._issue = issue
+        self._after = after
+        self._tell = ended
+        self._in_stream = in_stream  # rounds follow one another without the host
+        self._work: Work | None = None
+
+    @property
+    def work(self) -> Work | None:
+        """What was started last, and is not known to have ended."""
+        return self._work
+
+    @property
+    def issued(self) -> bool:
+        """Whether all of its rounds were started, so that what follows may start its own."""
+        return self._rounds is not None and not self._rounds
+
+    def agreed(self, nbytes: Sequence[int]) -> None:
+        """Note that all ranks do this, and how many bytes each has to share."""
+        self._rounds = list(self._make_rounds(nbytes))
+        self.since = time.monotonic()
+
+    @property
+    def waits_for_headers(self) -> bool:
+        """Whether the ranks have not agreed yet."""
+        return self._rounds is None
+
+    def go_on(self, *, may_issue: bool) -> bool:
+        """Start and end rounds, as far as they can; tell whether the last has ended."""
+        assert self._rounds is not None, "the ranks have agreed"
+        while True:
+            if self._work is not None and not (self._in_stream and self._rounds):
+                if not self._work.done():
+                    return False
+                self._work.wait()
+                self._work = None
+            if not self._rounds:
+                return True
+            if not all(event.done() for event in self._after):
+                self.since = time.monotonic()  # that the others come late is not what it waits for
+                return False
+            if not may_issue:
+                return False
+            for event in self._after:
+                event.wait()  # raises what failed
+            self._after = ()
+            self._work = self._issue(self._rounds.pop(0))
+            self.since = time.monotonic()
+
+    def end(self, error: CollectiveError | None) -> None:
+        """Note how it ended, and let go of all that it used."""
+        self.ended, self.error = True, error
+        tell, self._tell = self._tell, ignore
+        self._rounds, self._work, self._after = [], None, ()
+        tell(error)
+
+
+def ignore(_error: BaseException | None) -> None:
+    """Do nothing about the end of a collective."""

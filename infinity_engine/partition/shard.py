@@ -1,0 +1,140 @@
+"""`Shard` and `ShardSpec`: which rank owns which piece of a parameter.
+
+Pure arithmetic over numbers of elements, the same on every rank; knows no tensors and starts nothing.
+
+[Note: where parameters are cut] Only at multiples of NORM_BLOCK elements from the parameter's first one. So no block of
+the gradient norm has two owners, and its sum is the same bits on any number of ranks; and every piece but a parameter's
+last is whole pages, which drives read and write without a detour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from infinity_engine import _native
+from infinity_engine.errors import ConfigError
+
+__all__ = ["Partitioner", "Partitioning", "Shard", "ShardSpec"]
+
+
+class Partitioning(Enum):
+    """Who owns what of a parameter."""
+
+    BANDWIDTH_CENTRIC = "bandwidth_centric"  # Every rank owns 1/N: the links and drives of all carry it at once.
+    BROADCAST = "broadcast"  # One rank owns all of it, and sends it to the others.
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The piece of one parameter that one rank owns. It may have no elements."""
+
+    first_element: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        """The element behind its last one."""
+        return self.first_element + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """How one parameter of `numel` elements is cut: the shard of each rank, in the ranks' order."""
+
+    numel: int
+    shards: tuple[Shard, ...]
+
+    def __post_init__(self) -> None:
+        block, at = _native.NORM_BLOCK, 0
+        for shard in self.in_order():
+            if shard.first_element != at or shard.numel < 0 or at % block:
+                self._refuse()
+            at = shard.end
+        if at != self.numel or not self.shards:
+            self._refuse()
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it is cut over."""
+        return len(self.shards)
+
+    @property
+    def owner(self) -> int | None:
+        """The rank that owns all of it; None where several have elements, or there are none."""
+        whole = [rank for rank, shard in enumerate(self.shards) if shard.numel == self.numel]
+        return whole[0] if self.numel and whole else None
+
+    def in_order(self) -> list[Shard]:
+        """Return the shards that have elements, as they follow one another in the parameter."""
+        return sorted((shard for shard in self.shards if shard.numel), key=lambda shard: shard.first_element)
+
+    def _refuse(self) -> None:
+        raise ConfigError(
+            field="ShardSpec.shards",
+            value=self.shards,
+            expected=f"one shard for each rank, which have each of the {self.numel} elements once, cut at multiples of "
+            f"{_native.NORM_BLOCK}",
+        )
+
+
+class Partitioner:
+    """Cuts parameters over `ranks`, one after another, so that each rank owns about as many elements.
+
+    The cut of a parameter depends on those before it and on nothing else, so whoever builds a model can cut while it
+    grows. BANDWIDTH_CENTRIC: at any time no rank owns more than a block (NORM_BLOCK elements) more than another.
+    BROADCAST: none more than the largest parameter.
+    """
+
+    def __init__(self, ranks: int, partitioning: Partitioning = Partitioning.BANDWIDTH_CENTRIC) -> None:
+        if ranks < 1:
+            raise ConfigError(field="ranks", value=ranks, expected="1 or more")
+        self._partitioning = partitioning
+        self._owned = [0] * ranks
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """The elements that each rank owns so far."""
+        return tuple(self._owned)
+
+    def cut(self, numel: int) -> ShardSpec:
+        """Return how the next parameter is cut.
+
+        Raises:
+            ConfigError: `numel` is negative.
+        """
+        if numel < 0:
+            raise ConfigError(field="numel", value=numel, expected="0 or more")
+        poorest_first = sorted(range(len(self._owned)), key=lambda rank: self._owned[rank])
+        if self._partitioning is Partitioning.BROADCAST:
+            shards = self._whole(numel, poorest_first[0])
+        else:
+            shards = self._pieces(numel, poorest_first)
+        for rank, shard in enumerate(shards):
+            self._owned[rank] += shard.numel
+        return ShardSpec(numel, tuple(shards))
+
+    def _whole(self, numel: int, owner: int) -> list[Shard]:
+        return [Shard(0, numel) if rank == owner else Shard(0, 0) for rank in range(len(self._owned))]
+
+    def _pieces(self, numel: int, poorest_first: Sequence[int]) -> list[Shard]:
+        """Give each rank as many blocks, those that are left over to the poorest.
+
+        A short last block goes to the richest of those who get the most, so that no two ranks grow apart.
+        """
+        block, ranks = _native.NORM_BLOCK, len(self._owned)
+        each, left_over = divmod(-(-numel // block), ranks)
+        blocks = dict.fromkeys(range(ranks), each)
+        for rank in poorest_first[:left_over]:
+            blocks[rank] += 1
+        order = list(blocks)
+        if numel % block:
+            order.remove(last := poorest_first[left_over - 1])  # -1: the richest of all, where none is left over
+            order.append(last)
+        shards, at = {}, 0
+        for rank in order:
+            end = min(at + blocks[rank] * block, numel)
+            shards[rank] = Shard(at, end - at) if end > at else Shard(0, 0)
+            at = end
+        return [shards[rank] for rank in range(ranks)]

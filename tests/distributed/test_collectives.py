@@ -1,0 +1,140 @@
+"""What ranks do together, over Gloo with 2, 3 and 4 processes: the bits are those of a loop over the ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from infinity_engine.optim import GradientSums, HostKernels, Stream, UpdateThreads
+from infinity_engine.partition import Partitioning
+from support import rank_programs as programs
+from support.rank_programs import DTYPES, NUMELS, bits, cut, gradients, values
+from support.ranks import launch
+
+SIZES = (2, 3, 4)
+
+
+@cache
+def ran(size: int) -> list[dict[str, Any]]:
+    """Return what each of so many ranks got, of one launch for all tests."""
+    ranks = launch(size, programs.everything)
+    for rank in ranks:
+        assert rank.error is None, rank.trace
+        assert rank.exitcode == 0
+    return [rank.value for rank in ranks]
+
+
+def serial_sum(gradients_: list[torch.Tensor]) -> torch.Tensor:
+    """Add up in fp32 in the ranks' order."""
+    total = gradients_[0].float()
+    for gradient in gradients_[1:]:
+        total = total + gradient.float()
+    return total
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("partitioning", Partitioning)
+@pytest.mark.parametrize("how", ["together", "alone"])
+def test_a_gather_gives_every_rank_the_whole_parameters(size: int, partitioning: Partitioning, how: str) -> None:
+    wanted = [values(numel, dtype, seed) for seed, (dtype, numel) in enumerate((d, n) for d in DTYPES for n in NUMELS)]
+
+    for rank in ran(size):
+        found = rank["gathers"][f"{partitioning.value} {how}"]
+        assert [bits(each) for each in found] == [bits(each) for each in wanted]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("partitioning", Partitioning)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_reduce_is_the_fp32_sum_in_the_ranks_order_whatever_goes_together(
+    size: int, partitioning: Partitioning, dtype: torch.dtype
+) -> None:
+    specs = cut(NUMELS, size, partitioning)
+    whole = [serial_sum(gradients(numel, dtype, size)) for numel in NUMELS]
+
+    for number, rank in enumerate(ran(size)):
+        wanted = [
+            total[spec.shards[number].first_element :][: spec.shards[number].numel]
+            for total, spec in zip(whole, specs, strict=True)
+        ]
+        ways = [name for name in rank["reduces"] if name.startswith(f"{partitioning.value} {dtype} ")]
+        assert len(ways) == 4
+        for way in ways:
+            assert [bits(each) for each in rank["reduces"][way]] == [bits(each) for each in wanted], way
+
+
+def test_the_sums_of_these_tests_depend_on_their_order() -> None:
+    given = gradients(NUMELS[2], torch.bfloat16, 3)
+
+    assert bits(serial_sum(given)) != bits(serial_sum(given[::-1]))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_without_a_gradient_counts_as_zeros(size: int) -> None:
+    numel = 4 * programs.BLOCK * size
+    given = gradients(numel, torch.bfloat16, size)
+    wanted = serial_sum([*given[:-1], torch.zeros_like(given[-1])]).chunk(size)
+
+    for number, rank in enumerate(ran(size)):
+        assert [torch.equal(each, wanted[number]) for each in rank["without"]] == [True] * 3
+
+
+def test_the_norm_is_the_same_bits_on_any_number_of_ranks() -> None:
+    kernels, sums = HostKernels(UpdateThreads.anywhere(1)), GradientSums(NUMELS)
+    for number, numel in enumerate(NUMELS):
+        gradient = values(numel, torch.float32, 7)
+        sums.put(number, 0, kernels.block_sums(Stream.of(gradient)) if numel else np.zeros(0))
+
+    found = {rank["norm"] for size in SIZES for rank in ran(size)}
+
+    assert found == {sums.total().sum_of_squares}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_several_under_way_end_right_in_whatever_order_a_rank_waits(size: int) -> None:
+    numel = 3 * programs.BLOCK * size + 5
+    wanted = [bits(values(numel, torch.float32, number)) for number in range(6)]
+
+    assert [[bits(each) for each in rank["several"]] for rank in ran(size)] == [wanted] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_hears_what_each_says_however_long_it_is(size: int) -> None:
+    wanted = tuple(f"rank {rank}".encode() * rank for rank in range(size))
+
+    assert [rank["shared"] for rank in ran(size)] == [wanted] * size
+    assert [rank["shared nothing"] for rank in ran(size)] == [(b"",) * size] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_collectives_of_the_user_may_come_between_ours(size: int) -> None:
+    assert {rank["of the user"] for rank in ran(size)} == {sum(range(size)) + programs.BLOCK * size}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_in_a_stream_of_a_device_the_bits_are_the_same(size: int) -> None:
+    numel = 2 * programs.BLOCK + 5
+    [spec] = cut([numel], size, Partitioning.BANDWIDTH_CENTRIC)
+    total = serial_sum(gradients(numel, torch.float32, size))
+
+    for number, rank in enumerate(ran(size)):
+        whole, mine = rank["on a device"]
+        shard = spec.shards[number]
+        assert bits(whole) == bits(values(numel, torch.float32, 3))
+        assert bits(mine) == bits(total[shard.first_element : shard.end])
+
+
+def test_a_mesh_has_neighbours_and_those_who_own_the_same() -> None:
+    ranks = launch(4, programs.mesh, 2)
+
+    assert [rank.error for rank in ranks] == [None] * 4
+    assert [rank.value for rank in ranks] == [
+        ((0, 2), (0, 2), [b"0", b"1"], [b"0", b"2"]),
+        ((1, 2), (0, 2), [b"0", b"1"], [b"1", b"3"]),
+        ((0, 2), (1, 2), [b"2", b"3"], [b"0", b"2"]),
+        ((1, 2), (1, 2), [b"2", b"3"], [b"1", b"3"]),
+    ]

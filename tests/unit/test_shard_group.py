@@ -1,0 +1,275 @@
+"""`ShardGroup` and `Collectives` on one rank, and what they refuse on any number: nothing of torch.distributed runs."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from infinity_engine.accel import Event
+from infinity_engine.errors import CollectiveError, ConfigError, IllegalTransition
+from infinity_engine.partition import (
+    Collectives,
+    GatherState,
+    GroupMember,
+    Partitioner,
+    Partitioning,
+    ShardGroup,
+    TorchAdder,
+    share_block_sums,
+)
+from infinity_engine.partition.failures import Failures, Process
+from infinity_engine.partition.group import GATHER_TRANSITIONS
+from infinity_engine.partition.header import Header, digest, disagreement
+from infinity_engine.partition.rounds import Broadcast, Round
+
+BLOCK = 4096
+
+
+class Ending(Event):
+    """An event that ends when it is told to, well or not."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.error: Exception | None = None
+
+    def done(self) -> bool:
+        return self.ended
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def group_of(*numels: int, ranks: Collectives | None = None) -> ShardGroup:
+    partitioner = Partitioner(1)
+    members = [GroupMember(f"p{at}", partitioner.cut(numel), torch.float32) for at, numel in enumerate(numels)]
+    return ShardGroup("layer", members, ranks or Collectives.alone())
+
+
+# --- states ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("source", "target"), list(product(GatherState, GatherState)))
+def test_a_group_goes_where_the_table_says_and_nowhere_else(source: GatherState, target: GatherState) -> None:
+    ways = {
+        GatherState.SHARDED: (),
+        GatherState.GATHERING: (GatherState.GATHERING,),
+        GatherState.GATHERED: (GatherState.GATHERING, GatherState.GATHERED),
+    }
+    group = group_of(3)
+    for state in ways[source]:
+        group.advance(state)
+
+    if target in GATHER_TRANSITIONS[source]:
+        group.advance(target)
+        assert group.state is target
+    else:
+        with pytest.raises(IllegalTransition, match=f"layer: {target.name} is not reachable from {source.name}"):
+            group.advance(target)
+        assert group.state is source
+
+
+def test_a_group_is_gathering_until_what_it_comes_after_has_passed() -> None:
+    group, before = group_of(3), Ending()
+    mine, into = torch.ones(3), torch.zeros(3)
+
+    event = group.gather([mine], [into], after=[before])
+    assert (group.state, event.done(), float(into.sum())) == (GatherState.GATHERING, False, 0.0)
+    with pytest.raises(IllegalTransition):
+        group.gather([mine], [into])
+
+    before.ended = True
+    event.wait()
+    assert (group.state, event.done(), float(into.sum())) == (GatherState.GATHERED, True, 3.0)
+    group.release()
+    assert group.state is GatherState.SHARDED
+
+
+def test_a_gather_that_fails_ends_where_it_came_from() -> None:
+    group, before = group_of(3), Ending()
+    before.ended, before.error = True, OSError("a bad drive")
+
+    event = group.gather([torch.ones(3)], [torch.zeros(3)], after=[before])
+
+    assert (group.state, event.done()) == (GatherState.SHARDED, True)
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="gather of layer failed on rank 0 of group one rank: a bad drive"):
+            event.wait()
+
+
+# --- one rank ----------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_needs_no_process_group_and_no_buffers() -> None:
+    group = group_of(BLOCK + 1, 0, 5)
+    mine = [torch.randn(numel) for numel in (BLOCK + 1, 0, 5)]
+    into, sums = [torch.zeros_like(each) for each in mine], [torch.zeros_like(each) for each in mine]
+
+    group.gather(mine, into).wait()
+    group.reduce([mine[0], None, mine[2]], sums, adder=TorchAdder()).wait()
+
+    assert (group.gather_bytes(), group.reduce_bytes()) == (0, 0)
+    assert all(torch.equal(one, two) for one, two in zip(mine, into, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(mine, sums, strict=True))
+    assert not dist.is_initialized()
+
+
+def test_what_is_there_already_is_not_copied() -> None:
+    group, whole = group_of(5), torch.ones(5)
+    version = whole._version
+
+    group.gather([whole], [whole]).wait()
+
+    assert whole._version == version
+
+
+def test_joining_without_others_is_being_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with Collectives.join(timeout_s=5) as ranks:
+        assert (ranks.rank, ranks.size) == (0, 1)
+        assert ranks.share("names", b"me") == (b"me",)
+        ranks.agree("the model", "any")
+    assert not dist.is_initialized()
+
+
+def test_a_rank_that_has_left_starts_nothing() -> None:
+    ranks = Collectives.alone()
+    waiting = ranks.start("waiting", [Round(Broadcast(torch.empty(0, dtype=torch.uint8), 0))], after=[Ending()])
+
+    ranks.close()
+    ranks.close()
+
+    with pytest.raises(CollectiveError, match=r"waiting failed on rank 0 .* when this rank closed the group"):
+        waiting.wait()
+    with pytest.raises(RuntimeError, match="start nothing after close"):
+        ranks.agree("anything")
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shards", "into"),
+    [
+        ([torch.ones(4)], [torch.ones(5)]),
+        ([torch.ones(5)], [torch.ones(5, dtype=torch.float16)]),
+        ([torch.ones(5)], [torch.ones(1, 5)]),
+        ([torch.ones(10)[::2]], [torch.ones(5)]),
+        ([torch.ones(5)], []),
+    ],
+)
+def test_tensors_that_are_not_the_members_are_refused(shards: list[torch.Tensor], into: list[torch.Tensor]) -> None:
+    group = group_of(5)
+
+    with pytest.raises(ConfigError, match="of layer"):
+        group.gather(shards, into)
+    assert group.state is GatherState.SHARDED
+
+
+def test_sums_are_fp32() -> None:
+    with pytest.raises(ConfigError, match=r"into of layer, p0: expected torch.float32"):
+        group_of(5).reduce([torch.ones(5)], [torch.ones(5, dtype=torch.float64)], adder=TorchAdder())
+
+
+def test_a_parameter_cut_over_other_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="layer: p0: expected a parameter that is cut over the 1 ranks"):
+        ShardGroup("layer", [GroupMember("p0", Partitioner(2).cut(5), torch.float32)], Collectives.alone())
+    with pytest.raises(ConfigError, match="one parameter or more"):
+        ShardGroup("layer", [], Collectives.alone(), partitioning=Partitioning.BROADCAST)
+
+
+def test_a_timeout_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="timeout_s"):
+        Collectives.join(timeout_s=0)
+
+
+def test_a_mesh_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shard_ranks: expected a divisor of the 1 ranks, got 2"):
+        Collectives.alone().split(2)
+
+
+def test_block_sums_that_are_not_the_shards_are_refused() -> None:
+    with pytest.raises(ConfigError, match="block sums of parameter 0: expected 2"):
+        share_block_sums(Collectives.alone(), [Partitioner(1).cut(BLOCK + 1)], [torch.zeros(1).double().numpy()])
+
+
+# --- headers and accounts ----------------------------------------------------------------------------------------
+
+
+def test_a_header_survives_packing_however_long_the_name_is() -> None:
+    header = Header(7, "gather of layer ä" + "x" * 300, digest("a", 1), 12)
+
+    unpacked = Header.unpack(header.pack())
+
+    assert len(header.pack()) == Header.SIZE == 256
+    assert (unpacked.number, unpacked.key, unpacked.nbytes) == (7, header.key, 12)
+    assert header.op.startswith(unpacked.op)
+
+
+def test_headers_disagree_where_number_or_digest_differ_and_not_where_bytes_do() -> None:
+    one = Header(1, "gather", digest("a"), 5)
+
+    assert disagreement([one, Header(1, "gather", digest("a"), 6)]) is None
+    assert disagreement([one, one, Header(2, "gather", digest("a"))]) is not None
+    assert disagreement([one, one, Header(1, "gather", digest("b"))]) is not None
+
+
+class Memory:
+    """A store in memory; it can be gone."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.is_gone = False
+
+    def set(self, key: str, value: str) -> None:
+        self._reach()
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self._reach()
+        return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self._reach()
+        return all(key in self.values for key in keys)
+
+    def _reach(self) -> None:
+        if self.is_gone:
+            raise ConnectionError("no store")
+
+
+def test_an_account_names_who_spoke_and_who_did_not() -> None:
+    store = Memory()
+    me, other, _ = (Failures(store, "g", rank, 3, patience_s=0.1) for rank in range(3))
+
+    other.tell("has left with ValueError: no")
+
+    assert me.seen()
+    assert me.account() == [
+        "rank 2 has not answered for 0.1 s: dead, or busy with something else",
+        "rank 1 has left with ValueError: no",
+    ]
+
+
+def test_an_account_without_a_store_says_so() -> None:
+    store = Memory()
+    me = Failures(store, "g", 0, 2, patience_s=60)
+    store.is_gone = True
+
+    me.tell("has stopped")
+
+    assert not me.seen()
+    assert "cannot be reached" in me.account()[0]
+    assert "cannot be reached" in Failures(None, "g", 0, 2, patience_s=60).account()[0]
+    assert Failures(None, "g", 0, 1, patience_s=60).account() == []
+
+
+def test_a_process_has_ended_only_where_that_is_certain() -> None:
+    own = Process.own()
+
+    assert not own.has_ended(own)
+    assert Process(own.pid, own.started - 1000, own.machine).has_ended(own)
+    assert not Process(own.pid, own.started - 1000, "another machine").has_ended(own)
