@@ -13,25 +13,36 @@ from deepnvme.buffers import Memory
 __all__ = ["gather", "scatter"]
 
 
-def gather(staging: Memory, places: Sequence[int], pieces: Sequence[Memory], *, summing: bool) -> Sequence[int]:
-    """Copy each piece to its place in the staging memory; where `summing`, return the crc32c of each, else nothing."""
-    sizes = [piece.nbytes for piece in pieces]
-    addresses = [piece.address for piece in pieces]
-    return _copied(_addresses(staging, places, sizes), addresses, sizes, summing)
+def gather(
+    staging: Memory, places: Sequence[int], sizes: Sequence[int], pieces: Sequence[Memory], *, summing: bool
+) -> Sequence[int]:
+    """Copy each piece to its place, of its size; where `summing`, return the crc32c of each, else nothing.
+
+    Raises:
+        ValueError: a piece has not the size of its place, or a place is not within the staging memory.
+    """
+    return _copied(_places(staging, places, sizes), _addresses(pieces, sizes), sizes, summing)
 
 
-def scatter(staging: Memory, places: Sequence[int], pieces: Sequence[Memory], *, summing: bool) -> Sequence[int]:
-    """Copy to each piece what is at its place in the staging memory; returns what `gather` does."""
-    sizes = [piece.nbytes for piece in pieces]
-    addresses = [piece.address for piece in pieces]
-    return _copied(addresses, _addresses(staging, places, sizes), sizes, summing)
+def scatter(
+    staging: Memory, places: Sequence[int], sizes: Sequence[int], pieces: Sequence[Memory], *, summing: bool
+) -> Sequence[int]:
+    """Copy to each piece what is at its place, of its size; returns and raises what `gather` does."""
+    return _copied(_addresses(pieces, sizes), _places(staging, places, sizes), sizes, summing)
 
 
-def _addresses(staging: Memory, places: Sequence[int], sizes: Sequence[int]) -> list[int]:
+def _places(staging: Memory, places: Sequence[int], sizes: Sequence[int]) -> list[int]:
     for place, nbytes in zip(places, sizes, strict=True):
         if not 0 <= place <= place + nbytes <= staging.nbytes:
             raise ValueError(f"bytes {place} to {place + nbytes} are not within {staging.nbytes} bytes of memory")
     return [staging.address + place for place in places]
+
+
+def _addresses(pieces: Sequence[Memory], sizes: Sequence[int]) -> list[int]:
+    for piece, nbytes in zip(pieces, sizes, strict=True):
+        if piece.nbytes != nbytes:
+            raise ValueError(f"a piece of {piece.nbytes} bytes of memory cannot be copied to or from {nbytes} bytes")
+    return [piece.address for piece in pieces]
 
 
 def _copied(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int], summing: bool) -> Sequence[int]:

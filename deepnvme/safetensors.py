@@ -267,7 +267,8 @@ class SafetensorsFile:
 
 def _land(stretch: Stretch[Memory], staging: Memory) -> None:
     places = [piece.offset - stretch.start for piece in stretch.pieces]
-    scatter(staging, places, [piece.what for piece in stretch.pieces], summing=False)
+    sizes = [piece.nbytes for piece in stretch.pieces]
+    scatter(staging, places, sizes, [piece.what for piece in stretch.pieces], summing=False)
 
 
 def _target(name: str, entry: SafetensorsEntry, out: Mapping[str, Any], returns: Returns) -> tuple[Any, Memory]:

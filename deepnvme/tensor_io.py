@@ -128,8 +128,9 @@ class TensorIO:
     def _write_together(
         self, group: Sequence[tuple[int, Storable]], taken: list[Extent], pipeline: Pipeline
     ) -> dict[int, Record]:
+        sizes = [tensor.nbytes for _, tensor in group]
         try:
-            extents = self._volume.allocate_run([tensor.nbytes for _, tensor in group])
+            extents = self._volume.allocate_run(sizes)
         except VolumeFullError:
             return {}  # there may be room in smaller pieces, for each alone
         untaken = len(taken)
@@ -140,7 +141,7 @@ class TensorIO:
         staging = self._staged.take(pipeline)
         batch = pipeline.start(staging.nbytes, release=partial(self._staged.give, staging))
         described = [tensor.gathered() for _, tensor in group]
-        sums = gather(staging, places, [each.memory for each in described], summing=self._summing)
+        sums = gather(staging, places, sizes, [each.memory for each in described], summing=self._summing)
         for start, stretch in stretches:
             self._store((stretch,), staging.part(start, stretch.nbytes), batch)
         checksums = [(crc,) for crc in sums] if self._summing else [None] * len(group)
@@ -202,7 +203,8 @@ class TensorIO:
         self, stretch: Stretch[str], wanted: Mapping[str, Record], staging: Memory, memories: Sequence[Memory]
     ) -> None:
         places = [piece.offset - stretch.start for piece in stretch.pieces]
-        sums = scatter(staging, places, memories, summing=self._summing)
+        sizes = [piece.nbytes for piece in stretch.pieces]
+        sums = scatter(staging, places, sizes, memories, summing=self._summing)
         for piece, got in zip(stretch.pieces, sums, strict=False):  # none where none are taken
             _check(piece.what, wanted[piece.what], 0, (got,))
 

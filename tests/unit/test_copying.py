@@ -32,7 +32,7 @@ def contents() -> list[bytes]:
 def test_pieces_go_to_their_places_and_touch_nothing_between_them(contents: list[bytes], summing: bool) -> None:
     room = bytearray(b"-" * (sum(SIZES) + 7 * len(SIZES)))
     places = places_of(SIZES)
-    gather(memory_of(room, writable=True), places, pieces_of(contents), summing=summing)
+    gather(memory_of(room, writable=True), places, SIZES, pieces_of(contents), summing=summing)
     assert room == b"".join(b"-" * 7 + content for content in contents)
 
 
@@ -41,7 +41,7 @@ def test_pieces_come_back_from_their_places(contents: list[bytes], summing: bool
     room = b"".join(b"-" * 7 + content for content in contents)
     found = [bytearray(nbytes) for nbytes in SIZES]
     memories = [memory_of(each, writable=True) for each in found]
-    scatter(memory_of(room, writable=False), places_of(SIZES), memories, summing=summing)
+    scatter(memory_of(room, writable=False), places_of(SIZES), SIZES, memories, summing=summing)
     assert found == contents
 
 
@@ -49,10 +49,10 @@ def test_each_piece_has_a_checksum_of_its_own_where_they_are_wanted(contents: li
     room = memory_of(bytearray(sum(SIZES) + 7 * len(SIZES)), writable=True)
     pieces, places = pieces_of(contents), places_of(SIZES)
     sums = [crc32c(content) for content in contents]
-    assert gather(room, places, pieces, summing=True) == sums
-    assert scatter(room, places, pieces, summing=True) == sums
-    assert not gather(room, places, pieces, summing=False)
-    assert not scatter(room, places, pieces, summing=False)
+    assert gather(room, places, SIZES, pieces, summing=True) == sums
+    assert scatter(room, places, SIZES, pieces, summing=True) == sums
+    assert not gather(room, places, SIZES, pieces, summing=False)
+    assert not scatter(room, places, SIZES, pieces, summing=False)
 
 
 @pytest.mark.parametrize("place", [-1, 91, 1 << 40])
@@ -60,15 +60,23 @@ def test_what_would_not_lie_within_the_staging_memory_is_refused(place: int) -> 
     room, pieces = memory_of(bytearray(100), writable=True), pieces_of([b"0123456789"])
     for copy in (gather, scatter):
         with pytest.raises(ValueError, match="not within 100 bytes"):
-            copy(room, [place], pieces, summing=False)
+            copy(room, [place], [10], pieces, summing=False)
 
 
 def test_pieces_without_a_place_each_are_refused() -> None:
     room, pieces = memory_of(bytearray(100), writable=True), pieces_of([b"a", b"b"])
     for copy in (gather, scatter):
         with pytest.raises(ValueError, match="zip"):
-            copy(room, [0], pieces, summing=True)
+            copy(room, [0], [1], pieces, summing=True)
+
+
+@pytest.mark.parametrize("nbytes", [9, 11])
+def test_pieces_that_are_not_of_the_size_of_their_places_are_refused(nbytes: int) -> None:
+    room, pieces = memory_of(bytearray(100), writable=True), pieces_of([b"a", b"0123456789"])
+    for copy in (gather, scatter):
+        with pytest.raises(ValueError, match=f"10 bytes of memory cannot be copied to or from {nbytes}"):
+            copy(room, [0, 50], [1, nbytes], pieces, summing=True)
 
 
 def test_no_pieces_are_no_work() -> None:
-    assert not gather(memory_of(bytearray(1), writable=True), [], [], summing=True)
+    assert not gather(memory_of(bytearray(1), writable=True), [], [], [], summing=True)
