@@ -7,7 +7,7 @@ calls.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 __all__ = ["PAGE", "Extent", "SpaceMap", "slices", "whole_pages"]
@@ -61,27 +61,38 @@ def slices(extents: Iterable[Extent], start: int, nbytes: int) -> tuple[Extent, 
 class SpaceMap:
     """The free bytes between `start` and `end` of one file. At first all are; pieces that touch become one.
 
-    Taking and giving cost two searches in sorted lists, however many pieces there are.
+    Taking and giving cost two searches in sorted lists, however many pieces there are. Ctrl-C may come anywhere: what
+    it interrupts has not happened, or happens wholly. Room that was taken then, and nobody was told where, stays taken.
     """
 
     def __init__(self, start: int, end: int) -> None:
         if start < 0 or end < start or start % PAGE or end % PAGE:
             raise ValueError(f"space begins and ends on multiples of {PAGE}; got {start} to {end}")
         self.start, self.end = start, end
-        self.free_bytes = 0
+        self._free_bytes = 0
         self._lengths: dict[int, int] = {}  # of each free piece, by its offset
         self._offsets: list[int] = []  # the same pieces, ascending
         self._by_length: list[tuple[int, int]] = []  # (length, offset), ascending
+        # What becomes of the pieces, from when that is settled until it is done.
+        self._under_way: tuple[Sequence[int], Sequence[tuple[int, int]]] | None = None
         if start < end:
-            self._add(start, end - start)
+            self._replace((), ((start, end - start),))
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the pages that are free."""
+        self._finish()
+        return self._free_bytes
 
     @property
     def largest(self) -> int:
         """Bytes of the largest free piece."""
+        self._finish()
         return self._by_length[-1][0] if self._by_length else 0
 
     def take(self, nbytes: int) -> int | None:
         """Take room for `nbytes` from the smallest piece that has it; return its offset, None where no piece has."""
+        self._finish()
         space = _space_of(nbytes)
         place = bisect_left(self._by_length, (space, 0))
         if place == len(self._by_length):
@@ -102,24 +113,23 @@ class SpaceMap:
         Raises:
             ValueError: it is not within this space, or some of it is free already.
         """
+        self._finish()
         end = self._end_of(offset, nbytes)
         place = bisect_right(self._offsets, offset)
         before = self._offsets[place - 1] if place else None
         after = self._offsets[place] if place < len(self._offsets) else None
-        begins = offset
+        begins, ends, joined = offset, end, []
         if before is not None and before + self._lengths[before] >= offset:
             if before + self._lengths[before] > offset:
                 raise ValueError(f"bytes {offset} to {end} are not all in use: given back twice?")
             begins = before
-        ends = end
+            joined.append(before)
         if after is not None and after <= end:
             if after < end:
                 raise ValueError(f"bytes {offset} to {end} are not all in use: given back twice?")
             ends = after + self._lengths[after]
-            self._remove(after)
-        if begins < offset:
-            self._remove(begins)
-        self._add(begins, ends - begins)
+            joined.append(after)
+        self._replace(joined, ((begins, ends - begins),))
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Take the room of `nbytes` at `offset`, as somebody else's record says they lie there.
@@ -127,6 +137,7 @@ class SpaceMap:
         Raises:
             ValueError: it is not within this space, or some of it is in use.
         """
+        self._finish()
         end = self._end_of(offset, nbytes)
         place = bisect_right(self._offsets, offset)
         piece = self._offsets[place - 1] if place else None
@@ -154,23 +165,42 @@ class SpaceMap:
     def _cut(self, piece: int, offset: int, space: int) -> None:
         """Take `space` at `offset` out of the piece."""
         end = piece + self._lengths[piece]
-        self._remove(piece)
-        if piece < offset:
-            self._add(piece, offset - piece)
-        if offset + space < end:
-            self._add(offset + space, end - offset - space)
+        beside = ((piece, offset - piece), (offset + space, end - offset - space))
+        self._replace((piece,), [(start, length) for start, length in beside if length])
+
+    def _replace(self, gone: Sequence[int], new: Sequence[tuple[int, int]]) -> None:
+        """Let the pieces at `gone` be free no more, and those of these offsets and lengths instead."""
+        self._under_way = gone, new  # from here on it is done: interrupted, by whoever comes next
+        for offset in gone:
+            self._remove(offset)
+        for offset, length in new:
+            self._add(offset, length)
+        self._under_way = None
+
+    def _finish(self) -> None:
+        """Do what was interrupted, of which anything may be done already. Interrupted itself, it is done again."""
+        if self._under_way is None:
+            return
+        gone, new = self._under_way
+        for offset in gone:
+            self._lengths.pop(offset, None)
+        self._lengths.update(new)
+        self._offsets = sorted(self._lengths)
+        self._by_length = sorted((length, offset) for offset, length in self._lengths.items())
+        self._free_bytes = sum(self._lengths.values())
+        self._under_way = None
 
     def _add(self, offset: int, length: int) -> None:
         self._lengths[offset] = length
         insort(self._offsets, offset)
         insort(self._by_length, (length, offset))
-        self.free_bytes += length
+        self._free_bytes += length
 
     def _remove(self, offset: int) -> None:
         length = self._lengths.pop(offset)
         del self._offsets[bisect_left(self._offsets, offset)]
         del self._by_length[bisect_left(self._by_length, (length, offset))]
-        self.free_bytes -= length
+        self._free_bytes -= length
 
 
 def _space_of(nbytes: int) -> int:

@@ -92,11 +92,10 @@ class Holdings:
     def name(self, records: Mapping[str, Record]) -> Iterable[str]:
         """Let these tensors have these names, in place of what has them."""
         self._need(records.values())  # first: interrupted anywhere, no name has space that is given to others
-        for name, record in records.items():
-            if name in self._tensors:
-                self._unname(name)
-            self._tensors[name] = record
+        gone = [self._tensors[name] for name in records if name in self._tensors]
         self.changed = True
+        self._tensors.update(records)  # one step: interrupted, all have their names, or none has
+        self._need_no_more(gone)
         return records
 
     def name_state(self, state: str, structure: Any, records: Mapping[str, Record]) -> Iterable[str]:
@@ -107,10 +106,11 @@ class Holdings:
         """
         before = _leaves_of(state, self._trees[state]) if state in self._trees else {}
         gone = (before.keys() & self._tensors.keys()) - records.keys()
-        for name in gone:
-            self._unname(name)
+        self.name(records)
         self._trees[state] = structure
-        return {*gone, *self.name(records)}
+        for name in gone:  # last: interrupted, none is missing
+            self._unname(name)
+        return {*gone, *records}
 
     def name_tree(self, state: str, structure: Any) -> None:
         """Let tensors that are there be a state dict.

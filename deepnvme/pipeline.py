@@ -12,12 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from deepnvme.buffers import Memory, memory_of
-from deepnvme.errors import ForkedError, QueueFull
+from deepnvme.errors import ClosedError, ForkedError, QueueFull
 from deepnvme.extents import PAGE, whole_pages
 from deepnvme.pool import Pool
 from deepnvme.queue import Batch, IOQueue
@@ -56,7 +55,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class _Step:
-    """Operations under way, what to do when they have ended well, and however they ended."""
+    """Operations under way, what to do when they have ended well, and however they ended: that twice is as once."""
 
     nbytes: int
     batch: Batch
@@ -105,27 +104,30 @@ class Pipeline:
 
     def _drop(self) -> None:
         step = self._steps[0]
-        step.batch.drain()  # first: interrupted, it is called again
-        self._steps.popleft()
-        self._nbytes -= step.nbytes
+        step.batch.drain()
         step.release()
+        self._steps.popleft()  # not before: interrupted, all of it is done again
+        self._nbytes -= step.nbytes
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        interruption = None
+        interrupted = False
         try:
+            if kind is not None and not issubclass(kind, Exception):
+                # Ctrl-C may have come between an operation and whoever notes it: memory is free once nobody holds it.
+                self._steps = deque(replace(step, release=_nothing) for step in self._steps)
             while self._steps and kind is None:
                 self.finish_oldest()
         finally:
             while self._steps:  # whatever happens: drives may be at work on this memory
                 try:
                     self._drop()
-                except KeyboardInterrupt as again:
-                    interruption = again
-        if interruption is not None:
-            raise interruption
+                except KeyboardInterrupt:
+                    interrupted = True
+        if interrupted:
+            raise KeyboardInterrupt
 
 
 class Staged:
@@ -136,44 +138,59 @@ class Staged:
 
     def __init__(self, queues: Collection[IOQueue], *, runs: int = _STAGED_RUNS, run_bytes: int = RUN_BYTES) -> None:
         self._queues = queues
-        self._runs = runs
         self._run_bytes = run_bytes
+        self._taking = threading.Lock()
         self._making = threading.Lock()
-        self._made = 0
-        self._pools: list[Pool] = []
-        self._free: SimpleQueue[Memory] = SimpleQueue()
+        self._to_make = (1, runs - 1) if runs > 1 else (1,)  # runs of each pool
+        self._pools: tuple[Pool, ...] = ()
+        self._closed = False
 
     def take(self, pipeline: Pipeline) -> Memory:
-        """Return free memory for one run; ends the pipeline's oldest steps for it before it waits for other calls."""
-        while True:
-            try:
-                return self._free.get(block=self._made == self._runs and pipeline.empty)
-            except Empty:
-                if not self._make_more() and not pipeline.empty:
-                    pipeline.finish_oldest()
+        """Return free memory for one run; ends the pipeline's oldest steps for it before it waits for other calls.
 
-    def _make_more(self) -> bool:
+        It is free again when it was given back, and at the latest when nobody holds it: Ctrl-C cannot lose it.
+        """
+        while True:
+            pools = self._pools
+            block = self._free_block(pools)
+            if block is not None:
+                return Memory(memory_of(block, writable=True).address, block.nbytes, block)
+            if len(pools) < len(self._to_make):
+                self._make_more(pools)
+            elif pipeline.empty:
+                time.sleep(_UNTIL_ROOM_S)
+            else:
+                pipeline.finish_oldest()
+
+    def _free_block(self, pools: Iterable[Pool]) -> memoryview | None:
+        with self._taking:
+            for pool in pools:
+                if pool.largest_free >= self._run_bytes:
+                    return pool.buffer(self._run_bytes)
+        return None
+
+    def _make_more(self, before: tuple[Pool, ...]) -> None:
         """Make what was not made yet: one first, then the others at once, as all is registered anew each time."""
         with self._making:
-            more = self._runs - self._made if self._made else 1
-            if not more:
-                return False
-            pool = Pool(more * whole_pages(self._run_bytes))
-            self._pools.append(pool)
+            if self._closed:  # nobody would take the registration back
+                raise ClosedError("what this staging memory belongs to is closed")
+            if self._pools != before:  # another thread did
+                return
+            pool = Pool(self._to_make[len(before)] * whole_pages(self._run_bytes))
+            self._pools = (*before, pool)  # first: interrupted, it costs more CPU, and close() knows of it
             for queue in self._queues:
                 queue.use_pool(pool)
-            for _ in range(more):
-                self._free.put(memory_of(pool.buffer(self._run_bytes), writable=True))
-            self._made += more
-            return True
 
-    def give(self, memory: Memory) -> None:
-        """Take it back."""
-        self._free.put(memory)
+    @staticmethod
+    def give(memory: Memory) -> None:
+        """Take it back. Again: does nothing."""
+        assert isinstance(memory.holder, memoryview)
+        memory.holder.release()
 
     def close(self) -> None:
-        """Let go of the memory, which queues that go on would keep. Whoever reads or writes has ended."""
-        with suppress(ForkedError):  # the parent's queues are none of ours
+        """Let go of the memory, which queues that go on would keep. Whoever still reads or writes gets no more."""
+        with self._making, suppress(ForkedError):  # the parent's queues are none of ours
+            self._closed = True
             for pool in self._pools:
                 for queue in self._queues:
                     queue.forget_pool(pool)

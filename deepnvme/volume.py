@@ -194,7 +194,8 @@ class Volume:
     @property
     def free_bytes(self) -> int:
         """Bytes of the pages that are not in use."""
-        return sum(part.space.free_bytes for part in self._parts)
+        with self._changing:
+            return self._free()
 
     def stats(self) -> tuple[MemberStats, ...]:
         """Return the state of each member."""
@@ -224,7 +225,7 @@ class Volume:
             raise ValueError(f"room is taken for 0 bytes or more; got {nbytes}")
         self._check_writable()
         with self._changing:
-            if whole_pages(nbytes) > self.free_bytes:
+            if whole_pages(nbytes) > self._free():
                 raise self._full(nbytes)
             return tuple(extent for index, wanted in self._split(nbytes) for extent in self._take(index, wanted))
 
@@ -383,6 +384,10 @@ class Volume:
                 path=str(self.directories[0]),
             )  # fmt: skip
 
+    def _free(self) -> int:
+        """Return the free bytes, with the lock held."""
+        return sum(part.space.free_bytes for part in self._parts)
+
     def _split(self, nbytes: int) -> list[tuple[int, int]]:
         """Return which member is to have how many bytes, in the order of the bytes."""
         if nbytes < _STRIPED * len(self._parts) or len(self._parts) == 1:
@@ -453,7 +458,7 @@ class Volume:
     def _full(self, asked: int) -> VolumeFullError:
         largest = max(part.space.largest for part in self._parts)
         directories = [str(directory) for directory in self.directories]
-        return VolumeFullError(directories, asked=asked, free=self.free_bytes, largest=largest)
+        return VolumeFullError(directories, asked=asked, free=self._free(), largest=largest)
 
     def _submit(self, extents: Sequence[Extent], memory: Memory, verb: _Verb) -> list[IOFuture[int]]:
         parts = [self._part_of(extent) for extent in extents]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from deepnvme import (
     NVMeError,
     Requests,
     WhenFull,
+    holdings,
+    named_tensors,
     pipeline,
     tensor_io,
 )
@@ -43,6 +46,7 @@ from deepnvme.manifest import ManifestError, encode, parse
 from deepnvme.store import Checksum, Durability, TensorStore, UncommittedWarning
 from deepnvme.tensor_io import TensorIO
 from deepnvme.volume import Member, Volume
+from support.interrupts import interruptions
 from support.nvme_disks import DiskUnavailableError, loop_ext4
 from support.nvme_io import PAGE, TIMEOUT_S, backend_or_skip, pattern
 from support.nvme_programs import output_of, run_program
@@ -277,6 +281,24 @@ def test_a_put_that_was_interrupted_as_it_began_is_waited_for_by_no_commit(store
     committing.start()
     committing.join(TIMEOUT_S)
     assert not committing.is_alive()
+
+
+def test_wherever_a_put_is_interrupted_all_of_it_or_nothing_was_put_and_the_store_goes_on(
+    tmp_path: Path, queue: IOQueue
+) -> None:
+    names = ("small", "small too", "large")
+
+    def values(value: int) -> dict[str, Any]:
+        return {name: filled(300 * KIB if name == "large" else PAGE, value) for name in names}
+
+    with TensorStore.swap([tmp_path], 128 * MIB, queue=queue, returns=Returns.NUMPY) as store:
+
+        def prepared() -> Callable[[], object]:
+            store.put_many(values(1))
+            return partial(store.put_many, values(2))
+
+        for _ in interruptions(prepared, holdings, named_tensors, pipeline, tensor_io):
+            assert {value_of(tensor) for tensor in store.get_many(names).values()} in ({1}, {2})
 
 
 @pytest.mark.parametrize("rates", [(1.0, 1.0), (3.0, 1.0)])

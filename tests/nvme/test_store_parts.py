@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from deepnvme import holdings as holdings_module
 from deepnvme.errors import ClosedError, StoreError
 from deepnvme.extents import PAGE, Extent
 from deepnvme.holdings import Holdings
 from deepnvme.manifest import Manifest, Record
 from deepnvme.read_ahead import ReadAhead, streamed
 from deepnvme.store_threads import StoreFuture, StoreThreads
+from deepnvme.tree import flatten, leaves
+from support.interrupts import interruptions
 from support.nvme_io import TIMEOUT_S
 
 
@@ -48,23 +53,45 @@ def test_space_is_given_back_when_neither_name_nor_reader_nor_commit_needs_it() 
     assert space.free == [record(1)]
 
 
-class Interrupted(dict[str, Record]):
-    """Records of which the first has got its name when Ctrl-C comes."""
-
-    def items(self) -> Any:
-        yield next(iter(super().items()))
-        raise KeyboardInterrupt
-
-
-def test_space_of_a_name_is_never_given_back_though_naming_was_interrupted() -> None:
+def test_all_have_their_names_or_none_has_wherever_naming_is_interrupted() -> None:
+    before, after = {"a": record(1), "b": record(2)}, {"a": record(3), "b": record(4), "c": record(5)}
     space = Space()
-    holdings = space.holdings
-    with pytest.raises(KeyboardInterrupt):
-        holdings.name(Interrupted(a=record(1), b=record(2)))
-    holdings.let_go(holdings.hold(holdings.names))
-    holdings.not_committed(holdings.begin_commit())
-    assert "a" in holdings
-    assert space.free == []
+
+    def prepared() -> Callable[[], object]:
+        nonlocal space
+        space = Space()
+        space.holdings.name(before)
+        return lambda: space.holdings.name(after)
+
+    for _ in interruptions(prepared, holdings_module):
+        holdings = space.holdings
+        named = {name: holdings.record(name) for name in holdings.names}
+        assert named in (before, after)
+        holdings.let_go(holdings.hold(holdings.names))
+        holdings.not_committed(holdings.begin_commit())
+        assert not {*space.free} & {*named.values()}
+
+
+def test_no_tensor_is_missing_wherever_replacing_a_state_is_interrupted() -> None:
+    space = Space()
+
+    def prepared() -> Callable[[], object]:
+        nonlocal space
+        space = Space()
+        name_state(space.holdings, "old", 1)
+        return lambda: name_state(space.holdings, "new", 3)
+
+    for _ in interruptions(prepared, holdings_module):
+        structure, _, held = space.holdings.hold_state("s")
+        assert {*held} == {f"s/{leaf}" for leaf in leaves(structure)}
+        assert not {*space.free} & {*held.values()}
+
+
+def name_state(holdings: Holdings, leaf: str, page: int) -> None:
+    """Name a state dict of two leaves, one of this name."""
+    structure, found = flatten({"both": np.zeros(1), leaf: np.zeros(1)})
+    records = {f"s/{name}": record(page + number) for number, name in enumerate(found)}
+    holdings.name_state("s", structure, records)
 
 
 def test_a_commit_that_failed_holds_nothing_and_one_in_doubt_everything() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from deepnvme import extents
 from deepnvme.extents import PAGE, Extent, SpaceMap, slices, whole_pages
+from support.interrupts import interrupted, interruptions
 
 PAGES = 48
 FIRST = 3  # the page at which the space begins
@@ -136,6 +141,60 @@ def test_a_hundred_thousand_pieces_are_given_back_in_any_order_as_one() -> None:
     for index in range(count - 1, 0, -2):
         space.give(index * PAGE, 1)
     assert space.largest == count * PAGE
+
+
+# --- Ctrl-C ------------------------------------------------------------------------------------------------------
+
+
+def space_in_pieces() -> SpaceMap:
+    """Return 12 pages, of which 0, 1, 4, 5, 6 and 11 are free."""
+    space = SpaceMap(0, 12 * PAGE)
+    space.take(12 * PAGE)
+    for page, pages in ((0, 2), (4, 3), (11, 1)):
+        space.give(page * PAGE, pages * PAGE)
+    return space
+
+
+def free_pieces(space: SpaceMap) -> list[tuple[int, int]]:
+    """Take all there is; return first page and number of pages of each piece."""
+    total, found = space.free_bytes, []
+    while piece := space.take_most(12 * PAGE):
+        found.append((piece[0] // PAGE, piece[1] // PAGE))
+    assert (sum(pages for _, pages in found) * PAGE, space.free_bytes) == (total, 0)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(lambda space: space.take(2 * PAGE), id="takes a whole piece"),
+        pytest.param(lambda space: space.take(3 * PAGE - 4000), id="takes the whole of the largest"),
+        pytest.param(lambda space: space.take_most(12 * PAGE), id="takes most"),
+        pytest.param(lambda space: space.take(1), id="takes the smallest"),
+        pytest.param(lambda space: space.reserve(5 * PAGE, PAGE), id="takes out of the middle"),
+        pytest.param(lambda space: space.give(9 * PAGE, PAGE), id="gives beside nothing"),
+        pytest.param(lambda space: space.give(2 * PAGE, PAGE), id="gives after a piece"),
+        pytest.param(lambda space: space.give(3 * PAGE, PAGE), id="gives before a piece"),
+        pytest.param(lambda space: space.give(2 * PAGE, 2 * PAGE), id="gives between two"),
+    ],
+)
+def test_what_is_interrupted_anywhere_has_not_happened_or_happens_wholly(act: Callable[[SpaceMap], object]) -> None:
+    done = space_in_pieces()
+    act(done)
+    either = (free_pieces(space_in_pieces()), free_pieces(done))
+    space = space_in_pieces()
+
+    def prepared() -> Callable[[], object]:
+        nonlocal space
+        space = space_in_pieces()
+        return lambda: act(space)
+
+    for nth in interruptions(prepared, extents):
+        for again in count():  # so may be what mends it
+            if not interrupted(lambda: space.largest, again, [extents]):
+                break
+            assert interrupted(prepared(), nth, [extents])
+        assert free_pieces(space) in either
 
 
 # --- extents -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -11,13 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.errors import QueueFull
+from deepnvme import pipeline as pipeline_module
+from deepnvme.buffers import Memory
+from deepnvme.errors import ClosedError, QueueFull
 from deepnvme.extents import PAGE
 from deepnvme.pipeline import RUN_BYTES, SMALL_BYTES, Piece, Pipeline, Staged, once_there_is_room, together
 from deepnvme.pool import Pool
 from deepnvme.queue import IOQueue
+from support.interrupts import interruptions
 
 MIB = 1 << 20
+TIMEOUT_S = 5
 
 
 def in_order(pieces: list[Piece[int]]) -> list[Piece[int]]:
@@ -103,7 +108,7 @@ class Registrations:
         self.pools.append(pool)
 
     def forget_pool(self, pool: Pool) -> None:
-        self.pools.remove(pool)
+        self.pools = [each for each in self.pools if each is not pool]
 
 
 @pytest.fixture
@@ -111,9 +116,13 @@ def queue() -> Registrations:
     return Registrations()
 
 
+def staged_by(queue: Registrations) -> Staged:
+    return Staged([cast(IOQueue, queue)], runs=4, run_bytes=2 * PAGE)
+
+
 @pytest.fixture
 def staged(queue: Registrations) -> Staged:
-    return Staged([cast(IOQueue, queue)], runs=4, run_bytes=2 * PAGE)
+    return staged_by(queue)
 
 
 def test_one_operation_takes_the_staging_memory_of_one(queue: Registrations, staged: Staged) -> None:
@@ -139,7 +148,7 @@ def test_where_all_is_taken_the_oldest_step_ends_first(staged: Staged) -> None:
         taken = [staged.take(pipeline) for _ in range(4)]
         for memory in taken:
             pipeline.start(memory.nbytes, release=partial(staged.give, memory))
-        assert staged.take(pipeline) is taken[0]
+        assert staged.take(pipeline).address == taken[0].address
 
 
 def test_where_others_have_all_it_is_waited_for(staged: Staged) -> None:
@@ -147,5 +156,98 @@ def test_where_others_have_all_it_is_waited_for(staged: Staged) -> None:
         taken = [staged.take(others) for _ in range(4)]
         giving = threading.Timer(0.05, staged.give, [taken[2]])
         giving.start()
-        assert staged.take(own) is taken[2]
+        assert staged.take(own).address == taken[2].address
         giving.join()
+
+
+def test_memory_that_is_given_back_twice_is_free_once(staged: Staged) -> None:
+    with Pipeline() as pipeline:
+        first = staged.take(pipeline)
+        staged.give(first)
+        second = staged.take(pipeline)
+        staged.give(first)
+        assert staged.take(pipeline).address != second.address
+
+
+def used(staged: Staged) -> None:
+    """Use more runs than there are, some for operations."""
+    with Pipeline() as pipeline:
+        for _ in range(6):
+            memory = staged.take(pipeline)
+            pipeline.start(memory.nbytes, release=partial(staged.give, memory))
+
+
+def all_can_be_taken(staged: Staged) -> bool:
+    """Tell whether a call that holds none can have all four runs, before long."""
+    taken: set[int] = set()
+
+    def take() -> None:
+        with Pipeline() as pipeline:
+            memories = [staged.take(pipeline) for _ in range(4)]
+            taken.update(memory.address for memory in memories)
+
+    taking = threading.Thread(target=take, daemon=True)
+    taking.start()
+    taking.join(TIMEOUT_S)
+    return len(taken) == 4
+
+
+def test_no_staging_memory_is_lost_wherever_it_is_interrupted(queue: Registrations) -> None:
+    staged = staged_by(queue)
+
+    def prepared() -> Callable[[], object]:
+        nonlocal staged
+        staged = staged_by(queue)
+        return partial(used, staged)
+
+    for _ in interruptions(prepared, pipeline_module):
+        assert all_can_be_taken(staged)
+        staged.close()
+        assert not queue.pools
+
+
+def test_memory_of_an_operation_that_nobody_noted_is_not_used_again_before_it_ends(staged: Staged) -> None:
+    under_way: list[Memory] = []
+
+    def interrupted_put() -> None:
+        with Pipeline() as pipeline:
+            memory = staged.take(pipeline)
+            pipeline.start(memory.nbytes, release=partial(staged.give, memory))
+            under_way.append(memory)
+            raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        interrupted_put()
+    address = under_way[0].address
+    with Pipeline() as pipeline:
+        others = [staged.take(pipeline) for _ in range(3)]
+        assert address not in {memory.address for memory in others}
+        under_way.clear()
+        assert staged.take(pipeline).address == address
+
+
+def test_after_close_no_queue_gets_staging_memory(queue: Registrations, staged: Staged) -> None:
+    with Pipeline() as pipeline:
+        held = staged.take(pipeline)
+        staged.close()
+        with pytest.raises(ClosedError, match="closed"):
+            staged.take(pipeline)
+        staged.give(held)
+    assert not queue.pools
+
+
+def test_staging_memory_that_is_made_while_another_thread_closes_is_taken_back(
+    queue: Registrations, staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing = threading.Thread(target=staged.close, daemon=True)
+
+    def closed_meanwhile(nbytes: int) -> Pool:
+        closing.start()
+        closing.join(0.05)
+        return Pool(nbytes)
+
+    monkeypatch.setattr(pipeline_module, "Pool", closed_meanwhile)
+    with Pipeline() as pipeline:
+        staged.take(pipeline)
+    closing.join(TIMEOUT_S)
+    assert not queue.pools
