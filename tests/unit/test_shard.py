@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("torch", reason="the package gathers tensors of torch")
+
 from infinity_engine.errors import ConfigError
 from infinity_engine.partition import Partitioner, Partitioning, Shard, ShardSpec
 

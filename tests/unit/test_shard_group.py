@@ -5,6 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+
+pytest.importorskip("torch", reason="the package gathers tensors of torch")
+
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="the package gathers tensors of torch")
 
 from infinity_engine.partition import Partitioner, Partitioning
 from infinity_engine.partition.wire import WIRE_ALIGNMENT, WireLayout
