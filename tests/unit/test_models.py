@@ -1,0 +1,239 @@
+"""Models in numbers: parameters to the published count, arithmetic by hand, activations against what autograd saves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.sim.models import ModelShape, model_of_config, read_config
+from infinity_engine.sim.presets import PRESETS, preset
+
+# As their authors publish them, with each shared parameter counted once.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "opt-125m": 125_239_296,
+    "opt-350m": 331_196_416,
+    "opt-1.3b": 1_315_758_080,
+    "opt-2.7b": 2_651_596_800,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
+    "opt-66b": 65_719_701_504,
+    "gpt-neox-20b": 20_554_567_680,
+}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    assert preset(name).numel == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_parameter_has_a_name_of_its_own_and_elements(name: str) -> None:
+    parameters = preset(name).parameters
+
+    assert len({each.name for each in parameters}) == len(parameters)
+    assert all(each.numel > 0 for each in parameters)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "opt-6.7b", "gpt2-xl", "gpt-neox-20b"])
+def test_a_forward_takes_two_operations_for_each_parameter_that_multiplies(name: str) -> None:
+    model = preset(name)
+    products = [module.numel for module in model.modules if module.flops_per_token]
+
+    assert model.forward_flops_per_token(0) == pytest.approx(2 * sum(products), rel=0.12)  # biases, and a tied head
+
+
+def test_attention_adds_four_operations_for_each_token_and_element() -> None:
+    model = model_of_config(LLAMA, name="small")
+
+    assert model.forward_flops_per_token(10) - model.forward_flops_per_token(0) == 2 * 4 * 10 * 64
+
+
+def test_of_a_mixture_of_experts_only_the_chosen_ones_compute() -> None:
+    model = preset("mixtral-8x7b")
+
+    assert model.forward_flops_per_token(0) / 2 == pytest.approx(12.75e9, rel=0.01)  # of 46.7 billion
+
+
+def test_a_tied_head_has_no_parameters_and_reads_the_embedding() -> None:
+    head = model_of_config({**LLAMA, "tie_word_embeddings": True}, name="small").modules[-1]
+
+    assert (head.numel, head.shared_numel, head.flops_per_token) == (0, 6400, 2 * 6400)
+
+
+def test_the_deepest_need_is_that_of_the_largest_module() -> None:
+    assert preset("llama-3-8b").deepest_numel == 128256 * 4096
+
+
+def test_a_bias_is_counted_where_the_config_has_one() -> None:
+    without = model_of_config(LLAMA, name="small").numel
+    with_bias = model_of_config({**LLAMA, "attention_bias": True, "mlp_bias": True}, name="small").numel
+
+    assert with_bias - without == 2 * (64 + 32 + 32 + 64 + 160 + 160 + 64)
+
+
+def test_a_head_dim_of_its_own_is_taken() -> None:
+    wide = model_of_config({**LLAMA, "head_dim": 32}, name="small")
+
+    sizes = {each.name: each.numel for each in wide.parameters}
+    assert sizes["model.layers.0.self_attn.q_proj.weight"] == 4 * 32 * 64
+    assert sizes["model.layers.0.self_attn.k_proj.weight"] == 2 * 32 * 64
+
+
+# --- activations -------------------------------------------------------------------------------------------------
+
+
+def test_checkpointing_keeps_the_inputs_of_blocks_and_one_block() -> None:
+    activations = preset("llama-3-8b").activations
+    assert activations is not None
+
+    whole = activations.nbytes(1, width=2, checkpointing=False)
+    less = activations.nbytes(1, width=2, checkpointing=True)
+
+    block = 2 * activations.elements + 4 * activations.fp32
+    logits = 128256 * (2 + 12)
+    assert whole == 32 * block + logits
+    assert less == 32 * 4096 * 2 + block + logits
+
+
+def test_activations_grow_with_tokens() -> None:
+    activations = preset("gpt2").activations
+    assert activations is not None
+
+    one, many = (activations.nbytes(tokens, width=2, checkpointing=False) for tokens in (1, 1000))
+    assert many == 1000 * one
+
+
+def test_the_estimate_for_a_block_is_what_autograd_saves_of_it() -> None:
+    torch = pytest.importorskip("torch")
+    hidden, inner, tokens, heads, groups = 64, 160, 32, 4, 2
+    saved: dict[int, int] = {}
+
+    def keep(tensor: object) -> object:
+        assert isinstance(tensor, torch.Tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    def weight(out: int, into: int) -> object:
+        return torch.nn.Parameter(torch.randn(out, into, dtype=torch.bfloat16) / 8)
+
+    def norm(x: object, scale: object) -> object:
+        wide = x.float()  # type: ignore[attr-defined]
+        return scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(torch.bfloat16)
+
+    width = hidden // heads
+    shapes = [(hidden, hidden), (groups * width, hidden), (groups * width, hidden), (hidden, hidden)]
+    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    q, k, v, o, gate, up, down = (weight(*shape) for shape in shapes)
+    scales = [torch.nn.Parameter(torch.ones(hidden, dtype=torch.bfloat16)) for _ in range(2)]
+    weights = {each.untyped_storage().data_ptr() for each in (q, k, v, o, gate, up, down, *scales)}
+    alive: list[object] = []
+    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        normal = norm(x, scales[0])
+        linear = torch.nn.functional.linear
+        parts = [linear(normal, each).view(1, tokens, -1, width).transpose(1, 2) for each in (q, k, v)]
+        mixed = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        x = x + linear(mixed.transpose(1, 2).reshape(1, tokens, hidden), o)
+        normal = norm(x, scales[1])
+        x = x + linear(torch.nn.functional.silu(linear(normal, gate)) * linear(normal, up), down)
+
+    activations = model_of_config({**LLAMA, "num_hidden_layers": 1}, name="small").activations
+    assert activations is not None
+    estimate = tokens * (2 * activations.elements + 4 * activations.fp32)
+    assert sum(saved.values()) == pytest.approx(estimate, rel=0.25)
+
+
+# --- configs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_config_is_read_from_its_file_or_its_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+
+    assert read_config(folder) == read_config(folder / "config.json")
+    assert read_config(folder).name == "my-model"
+    assert read_config(folder).positions == 512
+
+
+def test_an_unknown_type_of_model_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match=r"config\.model_type: expected one of gpt2, .*qwen2.*got 'mamba'"):
+        model_of_config({**LLAMA, "model_type": "mamba"}, name="small")
+
+
+def test_a_near_miss_of_a_type_is_told() -> None:
+    with pytest.raises(ConfigError, match="nearest: mistral"):
+        model_of_config({**LLAMA, "model_type": "mistra"}, name="small")
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, 1.5, True, "64"])
+def test_a_wrong_or_missing_size_is_refused_by_name(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"config\.hidden_size: expected a whole number"):
+        model_of_config({**LLAMA, "hidden_size": value}, name="small")
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "a file in JSON"), ("[]", "a mapping"), ('{"a": 1}', "model_type")])
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError, match=said):
+        read_config(path)
+
+
+def test_a_missing_file_is_refused_by_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.json.*|No such file"):
+        read_config(tmp_path / "absent.json")
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"nearest: llama-3-70b"):
+        preset("llama3-70b")
+
+
+def test_case_does_not_matter_in_a_preset() -> None:
+    assert preset("Llama-3-8B") == preset("llama-3-8b")
+
+
+def test_two_models_of_the_same_config_are_equal() -> None:
+    assert isinstance(preset("gpt2"), ModelShape)
+    assert preset("gpt2") == preset("gpt2")
