@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from deepnvme.probing import HOST_ROOTS, SystemRoots, find_mount, read_kernel_file, read_mounts
@@ -19,7 +19,7 @@ from infinity_engine.machine.memory import CgroupMemory, probe_cgroup_limits, pr
 from infinity_engine.plan import Capacity
 from infinity_engine.units import GiB, MiB
 
-__all__ = ["probe_capacity"]
+__all__ = ["capacity_of", "probe_capacity"]
 
 # File cache that nobody used lately, as version 2 writes it, and version 1 with that of the groups below.
 _RECLAIMABLE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
@@ -38,11 +38,15 @@ def probe_capacity(
     Raises:
         ConfigError: one of `directories` cannot be used.
     """
-    host = _free_host_bytes(roots)
+    return capacity_of(device=device_free_bytes, host=_free_host_bytes(roots), nvme=_drives(tuple(directories), roots))
+
+
+def capacity_of(*, device: int, host: int, nvme: Mapping[str, int]) -> Capacity:
+    """Return what may be taken where so many bytes are free; `probe_capacity` says what is left for others."""
     return Capacity(
-        device=_without(device_free_bytes, part=20, at_least=512 * MiB),
+        device=_without(device, part=20, at_least=512 * MiB),
         host=_without(host, part=10, at_least=min(GiB, host // 2)),
-        nvme=_drives(tuple(directories), roots),
+        nvme={directory: _without(free, part=20) for directory, free in nvme.items()},
     )
 
 
@@ -73,9 +77,7 @@ def _drives(directories: tuple[str, ...], roots: SystemRoots) -> dict[str, int]:
     found = {directory: find_mount(mounts, os.path.realpath(directory)) for directory in free}
     file_systems = {directory: mount.device if mount else "" for directory, mount in found.items()}
     shared_by = Counter(file_systems.values())
-    return {
-        directory: _without(nbytes // shared_by[file_systems[directory]], part=20) for directory, nbytes in free.items()
-    }
+    return {directory: nbytes // shared_by[file_systems[directory]] for directory, nbytes in free.items()}
 
 
 def _free_bytes(directory: str) -> int:

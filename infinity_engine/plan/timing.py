@@ -62,6 +62,13 @@ class LaneClocks:
         self.times.append(time)
         return time
 
+    def work(self, lane: Lane, duration_ns: int, *, after_ns: int = 0) -> OpTime:
+        """Let a lane do something else than an op, next, and not before that time; return when it does."""
+        start_ns = max(self._free_ns[lane], after_ns)
+        time = OpTime(start_ns, start_ns + duration_ns)
+        self._free_ns[lane] = time.end_ns
+        return time
+
     def _ratio(self, lane: Lane) -> tuple[int, int]:
         if lane not in self._ratios:
             name, rate = self._rate(lane)

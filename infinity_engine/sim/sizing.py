@@ -101,7 +101,7 @@ class Sizing:
                 parameters=parameters,
             )
         at_home = parameters is not Tier.DEVICE
-        left = budget.device - self._on_their_way - (0 if at_home else sum(self.parameters))
+        left = budget.device - self.on_their_way - (0 if at_home else sum(self.parameters))
         resident = left - self.deepest if at_home else left
         if resident < 0:
             change = "raise the budget's device, or take a smaller model: modules compute with all parameters there"
@@ -176,7 +176,7 @@ class Sizing:
         if self.unified:
             device = 0 if self.own else sum(self.parameters)  # beside the masters
         else:
-            device += self._on_their_way
+            device += self.on_their_way
             fetched = max(min(budget.device - device, sum(self.parameters)), self.deepest) if at_home else 0
             staged = sum(plan.staging_bytes)
             device += max(staged, fetched) if at_home else staged + sum(self.parameters)
@@ -241,7 +241,7 @@ class Sizing:
         if self.unified:
             device += 0 if self.own else staying
         else:
-            device += self._on_their_way
+            device += self.on_their_way
             if at_home:
                 host += sum(
                     align_up(nbytes, _PAGE)
@@ -327,7 +327,7 @@ class Sizing:
         return 4 * numel * (len(self.state_names) + (0 if in_place and self.formats.parameter is None else 1))
 
     @property
-    def _on_their_way(self) -> int:
+    def on_their_way(self) -> int:
         """Bytes of gradients that are on the device until they have gone down."""
         return 2 * self.width * max((subgroup.numel for subgroup in self.subgroups), default=0)
 

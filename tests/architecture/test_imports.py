@@ -26,11 +26,17 @@ WITHOUT_TORCH = (
     "infinity_engine.plan",
     "infinity_engine.sim",
     "infinity_engine.sim.placing",
+    "infinity_engine.sim.planner",
+    "infinity_engine.sim.presets",
+    "infinity_engine.sim.remedies",
+    "infinity_engine.sim.report",
     "infinity_engine.sim.simulate",
     "infinity_engine.storage",
     "infinity_engine.machine",
     "infinity_engine.machine.survey",
     "infinity_engine.cli.main",
+    "infinity_engine.cli.plan",
+    "infinity_engine.cli.plan_page",
 )
 # Plans and settings are made where nothing is compiled.
 WITHOUT_NATIVE = ("infinity_engine.config", "infinity_engine.plan", "infinity_engine.telemetry")

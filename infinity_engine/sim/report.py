@@ -1,0 +1,392 @@
+"""`PlanReport`: the planner's answer as plain figures, ready to be printed, compared with what is measured, or kept.
+
+Pure. Says of each tier what it holds, of each phase what binds it, of each link what crosses it, and what wears out.
+Made of a Decision; the command line prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from infinity_engine.plan import Lane, Tier
+from infinity_engine.plan.step import Home, StepPlan
+from infinity_engine.sim.planner import Candidate, Decision, Planner
+from infinity_engine.sim.timeline import StepTimeline, rates_of_update
+from infinity_engine.sim.training import Means, Training
+
+__all__ = ["Alternative", "Holding", "PhaseReport", "PlanReport", "Wear", "report_of"]
+
+_S_PER_DAY = 86_400
+_DAYS_PER_YEAR = 365.25
+_SUMMED = 4  # bytes of an fp32 sum
+_COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """So many bytes of a tier, and what they are for. PyTorch's own are not the engine's to budget."""
+
+    tier: Tier
+    what: str
+    nbytes: int
+    of_pytorch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """A phase of the step, what works longest in it, and the part of it that each resource works."""
+
+    name: str
+    seconds: float
+    binding: str
+    utilisation: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Wear:
+    """What a day of steps without a pause writes to all drives, and the years until so much is written."""
+
+    written_per_day: float
+    rated_bytes: int | None
+    years: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another way that fits."""
+
+    strategy: object
+    parameters: Tier
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReport:
+    """A plan in figures. Bytes are one rank's, as are links and phases; what wears out is the machine's."""
+
+    model: str
+    parameters: int
+    ranks: int
+    settings: Mapping[str, object]
+    """Of the engine, with which it makes this very plan, in the form that `initialize` takes."""
+    steps: StepPlan
+    holdings: tuple[Holding, ...]
+    limits: Mapping[Tier, int]
+    subgroups: Mapping[Home, int]
+    share: float
+    """The part of all parameters that visit the device."""
+    resident: float
+    staging_sets: int
+    host_buffers: int
+    fetched_ahead: int
+    """Bytes of the device for parameters that modules fetch."""
+    step_s: float
+    tokens_per_s: float
+    phases: tuple[PhaseReport, ...]
+    micro_batches: int
+    update_s: float
+    least_update_s: float | None
+    moved: Mapping[Lane, int]
+    timeline: StepTimeline
+    host_bytes_per_parameter: float
+    wear: Wear | None
+    alternatives: tuple[Alternative, ...]
+    notes: tuple[str, ...]
+
+    def held(self, tier: Tier, *, of_pytorch: bool | None = None) -> int:
+        """Return what is held of a tier; only PyTorch's or only the engine's, where that is asked for."""
+        return sum(
+            each.nbytes
+            for each in self.holdings
+            if each.tier is tier and (of_pytorch is None or each.of_pytorch is of_pytorch)
+        )
+
+    def to_mapping(self) -> dict[str, object]:
+        """Return it as lists and mappings, ready for JSON."""
+        return {
+            "model": self.model,
+            "parameters": self.parameters,
+            "ranks": self.ranks,
+            "settings": dict(self.settings),
+            "subgroups": {home.value: count for home, count in self.subgroups.items()},
+            "share": self.share,
+            "resident": self.resident,
+            "staging_sets": self.staging_sets,
+            "host_buffers": self.host_buffers,
+            "fetched_ahead_bytes": self.fetched_ahead,
+            "memory": {
+                tier.value: {
+                    "limit_bytes": self.limits.get(tier, 0),
+                    "held_bytes": self.held(tier),
+                    "holdings": [
+                        {"what": each.what, "bytes": each.nbytes, "of_pytorch": each.of_pytorch}
+                        for each in self.holdings
+                        if each.tier is tier
+                    ],
+                }
+                for tier in Tier
+            },
+            "host_bytes_per_parameter": self.host_bytes_per_parameter,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "micro_batches": self.micro_batches,
+            "phases": [
+                {
+                    "name": each.name,
+                    "seconds": each.seconds,
+                    "binding": each.binding,
+                    "utilisation": dict(each.utilisation),
+                }
+                for each in self.phases
+            ],
+            "update_s": self.update_s,
+            "least_update_s": self.least_update_s,
+            "moved_bytes": {lane.value: nbytes for lane, nbytes in self.moved.items()},
+            "wear": None
+            if self.wear is None
+            else {
+                "written_bytes_per_day": self.wear.written_per_day,
+                "rated_bytes": self.wear.rated_bytes,
+                "years": self.wear.years,
+            },
+            "alternatives": [
+                {"strategy": each.strategy, "parameters": each.parameters.value, "step_s": each.step_s}
+                for each in self.alternatives
+            ],
+            "notes": list(self.notes),
+            "plan": self.steps.to_mapping(),
+        }
+
+
+def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanReport:
+    """Return the figures of a decision; `rated_bytes` is what all drives together may be written, their TBW."""
+    best, training, means = decision.best, decision.training, decision.means
+    steps, demand = best.plan.steps, best.plan.demand
+    numel = sum(each.numel for each in steps.subgroups)
+    homes = [*steps.homes().values()]
+    tokens = training.tokens * training.accumulation_steps * means.ranks
+    budget = means.of_one_rank()
+    least = decision.least_update_ns
+    return PlanReport(
+        model=training.model.name,
+        parameters=training.model.numel,
+        ranks=means.ranks,
+        settings=_settings(best, means),
+        steps=steps,
+        holdings=tuple(_holdings(best, training, means)),
+        limits=MappingProxyType(
+            {
+                Tier.DEVICE: 0 if means.unified else budget.device,
+                Tier.HOST: budget.host,
+                Tier.NVME: sum(budget.nvme.values()),
+            }
+        ),
+        subgroups=MappingProxyType({home: homes.count(home) for home in Home}),
+        share=steps.params_at(Home.VISITING) / numel,
+        resident=steps.params_at(Home.RESIDENT) / numel,
+        staging_sets=len(steps.staging_bytes),
+        host_buffers=len(steps.buffer_bytes),
+        fetched_ahead=demand.fetched,
+        step_s=best.step_s,
+        tokens_per_s=tokens / best.step_s if best.step_s else 0.0,
+        phases=tuple(_phases(best, means)),
+        micro_batches=training.accumulation_steps,
+        update_s=best.timeline.update_ns / 1e9,
+        least_update_s=None if least is None else least / 1e9,
+        moved=MappingProxyType(dict(best.timeline.moved)),
+        timeline=best.timeline,
+        host_bytes_per_parameter=(best.sizing.held_on_host(demand) + _io_bytes(best, means)) / numel,
+        wear=_wear(best, means, rated_bytes),
+        alternatives=tuple(
+            Alternative(each.choice.strategy.to_plain(), each.choice.parameters, each.step_s)
+            for each in decision.others
+        ),
+        notes=tuple(_notes(decision)),
+    )
+
+
+def _settings(best: Candidate, means: Means) -> Mapping[str, object]:
+    choice = best.choice
+    rates = {"rates": rates_of_update(means.rates).to_mapping()} if _asks_rates(choice.strategy.to_plain()) else {}
+    return MappingProxyType(
+        {
+            "strategy": choice.strategy.to_plain(),
+            "parameters": choice.parameters.value,
+            "subgroup_numel": choice.subgroup_numel,
+            **rates,
+        }
+    )
+
+
+def _asks_rates(plain: object) -> bool:
+    return isinstance(plain, Mapping) and plain.get("name") == "interleaved"
+
+
+def _io_bytes(best: Candidate, means: Means) -> int:
+    return means.io_bytes if best.plan.demand.nvme else 0
+
+
+def _wear(best: Candidate, means: Means, rated_bytes: int | None) -> Wear | None:
+    written = best.timeline.moved.get(Lane.NVME_WRITE, 0) * means.ranks
+    if not written or not best.step_s:
+        return None
+    per_day = written * _S_PER_DAY / best.step_s
+    years = None if rated_bytes is None else rated_bytes / per_day / _DAYS_PER_YEAR
+    return Wear(per_day, rated_bytes, years)
+
+
+# --- phases ----------------------------------------------------------------------------------------------------------
+
+
+def _phases(best: Candidate, means: Means) -> Iterator[PhaseReport]:
+    for phase in best.timeline.phases:
+        names = {lane: _resource(lane, phase.name, unified=means.unified) for lane in Lane}
+        binding = phase.binding
+        yield PhaseReport(
+            phase.name,
+            phase.ns / 1e9,
+            "nothing" if binding is None else names[binding],
+            MappingProxyType({names[lane]: ns / phase.ns for lane, ns in phase.busy_ns.items() if ns and phase.ns}),
+        )
+
+
+def _resource(lane: Lane, phase: str, *, unified: bool) -> str:
+    """Return what a lane is called in a phase."""
+    if lane is Lane.HOST:
+        computes = unified and phase != "update"
+        return (_COMPUTE + " and updates" if "update" in phase else _COMPUTE) if computes else "CPU updates"
+    if lane is Lane.DEVICE:
+        return "device updates" if phase == "update" else _COMPUTE
+    return {
+        Lane.H2D: "link to the device",
+        Lane.D2H: "link to the host",
+        Lane.NVME_READ: "reads of the drives",
+        Lane.NVME_WRITE: "writes to the drives",
+    }[lane]
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def _holdings(best: Candidate, training: Training, means: Means) -> Iterator[Holding]:
+    """Yield what each tier holds; of each tier all of it."""
+    found = _Holdings(best).rows()
+    sizing, demand = best.sizing, best.plan.demand
+    io_bytes = _io_bytes(best, means)
+    wholes = {
+        Tier.DEVICE: 0 if sizing.unified else demand.device,
+        Tier.HOST: sizing.held_on_host(demand),
+        Tier.NVME: demand.nvme,
+    }
+    for tier, whole in wholes.items():
+        rows = [(what, nbytes) for (where, what), nbytes in found.items() if where is tier and nbytes]
+        yield from (Holding(tier, what, nbytes) for what, nbytes in rows)
+        rest = whole - sum(nbytes for _, nbytes in rows)
+        if rest:
+            yield Holding(tier, "ends of pages" if tier is not Tier.NVME else "ends of pages and spare room", rest)
+    if io_bytes:
+        yield Holding(Tier.HOST, "the I/O queue's own", io_bytes)
+    where = Tier.HOST if sizing.unified else Tier.DEVICE
+    activations = training.activation_bytes()
+    if activations:
+        yield Holding(where, "activations", activations, of_pytorch=True)
+    gathered = Planner(training, means).gathered(sizing)
+    if gathered:
+        yield Holding(where, "modules that are gathered", gathered, of_pytorch=True)
+    if means.for_all and best.beside > activations + gathered:
+        yield Holding(where, "gradients made there", best.beside - activations - gathered, of_pytorch=True)
+
+
+class _Holdings:
+    """The bytes of one plan, by tier and by what they are."""
+
+    def __init__(self, best: Candidate) -> None:
+        self._sizing = best.sizing
+        self._plan = best.plan
+        self._found: dict[tuple[Tier, str], int] = {}
+
+    def rows(self) -> dict[tuple[Tier, str], int]:
+        plan, sizing = self._plan, self._sizing
+        homes = plan.steps.homes()
+        for each in sizing.subgroups:
+            self._states(each.index, each.numel, homes[each.index])
+        self._gradients(homes)
+        self._parameters()
+        staged, fetched = sum(plan.steps.staging_bytes), plan.demand.fetched
+        here = Tier.HOST if sizing.unified else Tier.DEVICE
+        if plan.steps.parameters is Tier.DEVICE:
+            self._add(here, "staging sets", staged)
+        elif staged > fetched:
+            self._add(here, "staging sets, or parameters that are fetched", staged)
+        else:
+            self._add(here, "parameters that are fetched, or staging sets" if staged else "parameters fetched", fetched)
+        if not sizing.unified:
+            self._add(here, "gradients on their way", sizing.on_their_way)
+        if plan.demand.slots is not None:
+            self._add(Tier.HOST, "buffers for what passes", plan.demand.slots.nbytes)
+        self._add(Tier.HOST, "parameters on their way", plan.demand.window)
+        return self._found
+
+    def _add(self, tier: Tier, what: str, nbytes: int) -> None:
+        self._found[tier, what] = self._found.get((tier, what), 0) + nbytes
+
+    def _states(self, index: int, numel: int, home: Home) -> None:
+        plan, sizing = self._plan, self._sizing
+        parameters = plan.steps.parameters
+        subgroup = sizing.subgroups[index]
+        nbytes = sizing.states_bytes(subgroup, home, parameters)
+        if home is Home.RESIDENT and not sizing.unified:
+            self._add(Tier.DEVICE, "states", nbytes)
+            if parameters is not Tier.DEVICE:
+                self._add(Tier.DEVICE, "parameters of resident states", numel * sizing.width)
+            return
+        self._add(Tier.NVME if index in plan.resting.states else Tier.HOST, "states", nbytes)
+
+    def _gradients(self, homes: Mapping[int, Home]) -> None:
+        plan, sizing = self._plan, self._sizing
+        drives = bool(plan.resting.states or plan.resting.values)
+        for each in sizing.subgroups:
+            if homes[each.index] is not Home.HOST and not sizing.unified:
+                continue
+            layout = plan.layouts.get(each.index)
+            away = {} if layout is None else layout.gradients
+            for number, segment in enumerate(each.segments):
+                nbytes = sizing.width * segment.numel
+                if number in away:
+                    self._add(Tier.NVME, "gradients", nbytes * plan.resting.gradients)
+                elif drives or not sizing.unified:
+                    self._add(Tier.HOST, "gradients", nbytes)
+                    if sizing.sums or not drives:
+                        self._add(Tier.HOST, "sums of gradients", _SUMMED * segment.numel)
+            goes_up = plan.steps.parameters is Tier.DEVICE and not sizing.unified
+            kept = each.index not in plan.resting.states and (not drives or sizing.formats.parameter is not None)
+            if goes_up and kept:
+                self._add(Tier.HOST, "new parameters", sizing.width * each.numel)
+
+    def _parameters(self) -> None:
+        plan, sizing = self._plan, self._sizing
+        resting = plan.resting.values
+        for number, nbytes in enumerate(sizing.parameters):
+            if number in resting:
+                self._add(Tier.NVME, "parameters", nbytes)
+            elif sizing.unified:
+                self._add(Tier.HOST, "parameters", 0 if sizing.own else nbytes)
+            else:
+                tier = Tier.DEVICE if plan.steps.parameters is Tier.DEVICE else Tier.HOST
+                self._add(tier, "parameters", nbytes)
+
+
+def _notes(decision: Decision) -> Iterable[str]:
+    training, means = decision.training, decision.means
+    if training.model.activations is None:
+        yield "activations of this model are not known, and not counted"
+    if means.flops_per_s is None:
+        yield "the rate of computing is not known: forward and backward take the time of their transfers alone"
+    if means.ranks > 1:
+        yield (
+            f"{means.ranks} ranks divide the host, the drives and their rates, parameters and states among them; "
+            "gathers between devices are not timed"
+        )
+        yield "this release trains one rank: a plan of several says what they will need"

@@ -1,0 +1,324 @@
+"""What a whole step takes: update, forward and backward, module by module, as lanes that work at the same time.
+
+Pure. The update is the StepPlan's own ops, by the rules of plan/timing.py; forward and backward fetch what they need
+through the memory that the plan has for it, and gradients go where the plan has them. Called by the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from infinity_engine.plan import DriveRates, Lane, LaneClocks, OpTime, Rates, Tier
+from infinity_engine.plan.ops import CopyOp, Op
+from infinity_engine.plan.step import Home
+from infinity_engine.sim.placing import Plan
+from infinity_engine.sim.sizing import Sizing
+from infinity_engine.sim.training import Means, Training
+
+__all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_step"]
+
+_NS_PER_S = 10**9
+_BACKWARD = 2  # forwards that a backward computes as much as
+
+
+class Span(NamedTuple):
+    """A lane works from here to there, in nanoseconds from the step's beginning; `nbytes` where it moves some."""
+
+    lane: Lane
+    start_ns: int
+    end_ns: int
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of the step, and how long each lane works in it."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    busy_ns: Mapping[Lane, int]
+
+    @property
+    def ns(self) -> int:
+        """How long it takes."""
+        return self.end_ns - self.start_ns
+
+    @property
+    def binding(self) -> Lane | None:
+        """What works longest; None where nothing does."""
+        lane = max(self.busy_ns, key=lambda each: self.busy_ns[each])
+        return lane if self.busy_ns[lane] else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimeline:
+    """A step in the steady state: the update that ends one, then forward and backward of the next."""
+
+    phases: tuple[Phase, ...]
+    spans: tuple[Span, ...]
+    repeated_ns: int
+    """What the further micro-batches add, each as long as the last forward and backward that `spans` shows."""
+    update_ns: int
+    moved: Mapping[Lane, int]
+    """Bytes over each link, in the whole step."""
+
+    @property
+    def ns(self) -> int:
+        """How long the step takes."""
+        return max((phase.end_ns for phase in self.phases), default=0) + self.repeated_ns
+
+
+def rates_of_update(rates: Rates) -> Rates:
+    """Return the rates while both directions of the links, and of the drives, are in use, as in an update."""
+    drives = {name: _mixed(drive) for name, drive in rates.nvme.items()}
+    return replace(
+        rates,
+        h2d_bytes_per_s=rates.duplex_h2d_bytes_per_s or rates.h2d_bytes_per_s,
+        d2h_bytes_per_s=rates.duplex_d2h_bytes_per_s or rates.d2h_bytes_per_s,
+        nvme=drives,
+    )
+
+
+def _mixed(drive: DriveRates) -> DriveRates:
+    """Return what reads and writes get of a drive that does as much of both."""
+    if drive.mixed_bytes_per_s is None or None in (drive.read_bytes_per_s, drive.write_bytes_per_s):
+        return drive
+    half = drive.mixed_bytes_per_s / 2
+    return replace(
+        drive,
+        read_bytes_per_s=min(drive.read_bytes_per_s or half, half),
+        write_bytes_per_s=min(drive.write_bytes_per_s or half, half),
+    )
+
+
+def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> StepTimeline:
+    """Return when everything of a step happens at the rates of `means`.
+
+    Raises:
+        ConfigError: a rate is missing of something that the plan uses.
+    """
+    return _Step(plan, sizing, training, means).run()
+
+
+class _Needs(NamedTuple):
+    """What one module needs, and what it leaves: bytes, operations of a forward, and the subgroups that change it."""
+
+    fetched: int
+    read: int
+    flops: int
+    recomputed: bool
+    gradient_down: int
+    gradient_written: int
+    subgroups: tuple[int, ...]
+
+
+class _Step:
+    """The clocks of one step, and what has been written down."""
+
+    def __init__(self, plan: Plan, sizing: Sizing, training: Training, means: Means) -> None:
+        self._plan = plan
+        self._steps_micro_batches = training.accumulation_steps
+        self._clocks = LaneClocks(rates_of_update(means.rates))
+        self._alone = LaneClocks(means.rates)  # says what a transfer takes while nothing goes the other way
+        self._flops_per_s = None if means.flops_per_s is None else Fraction(means.flops_per_s)
+        self._compute = Lane.HOST if means.unified else Lane.DEVICE
+        self._link = None if means.unified else Lane.H2D
+        self._checkpointing = training.checkpointing
+        self._limit = plan.demand.fetched
+        self._modules = _needs(plan, sizing, training)
+        self._spans: list[Span] = []
+        self._present: dict[int, tuple[int, int]] = {}  # by module, in the order of their uses: bytes, end of use
+        self._at = 0  # the next op of the plan
+        self._update_ns = 0
+
+    def run(self) -> StepTimeline:
+        deferred = _defers(self._plan, self._modules)
+        if not deferred:
+            self._go_on(len(self._plan.steps.ops))
+        begin_ns = 0 if deferred else self._update_ns
+        computed_ns = self._forward(begin_ns, deferred=deferred)
+        middle_ns = max(computed_ns, self._update_ns)
+        end_ns = self._backward(middle_ns)
+        cuts = [("update", 0, begin_ns), ("forward", begin_ns, middle_ns), ("backward", middle_ns, end_ns)]
+        if deferred:
+            cuts[:2] = [("update and forward", 0, middle_ns)]
+        spans = tuple(self._spans)
+        moved = _moved(spans)
+        repeated_ns = 0
+        more = self._steps_micro_batches - 1
+        if more:
+            repeated_ns = more * (self._backward(self._forward(end_ns, deferred=False)) - end_ns)
+            for lane, nbytes in _moved(self._spans[len(spans) :]).items():
+                moved[lane] = moved.get(lane, 0) + more * nbytes
+        return StepTimeline(
+            phases=tuple(Phase(name, start, end, _busy(spans, start, end)) for name, start, end in cuts),
+            spans=spans,
+            repeated_ns=repeated_ns,
+            update_ns=self._update_ns,
+            moved=moved,
+        )
+
+    def _go_on(self, count: int) -> None:
+        """Run the plan's ops up to so many."""
+        for op in self._plan.steps.ops[self._at : count]:
+            time = self._clocks.run(op)
+            self._spans.append(Span(op.lane, time.start_ns, time.end_ns, op.nbytes if isinstance(op, CopyOp) else 0))
+            self._update_ns = max(self._update_ns, time.end_ns)
+        self._at = max(self._at, count)
+
+    def _forward(self, begin_ns: int, *, deferred: bool) -> int:
+        """Run all modules, from `begin_ns` on at the earliest; return when the last has ended."""
+        last = _last_ops(self._plan.steps.ops) if deferred else {}
+        end_ns = begin_ns
+        for number, needs in enumerate(self._modules):
+            ready_ns = begin_ns
+            if deferred and needs.subgroups:
+                ops = [last[index] for index in needs.subgroups]
+                self._go_on(max(ops) + 1)
+                ready_ns = max(self._clocks.times[op].end_ns for op in ops)
+            arrived_ns = self._fetch(number, needs, ready_ns)
+            end_ns = self._work(self._compute, self._duration_ns(needs.flops), max(arrived_ns, begin_ns)).end_ns
+            self._use(number, needs, end_ns)
+        if deferred:
+            self._go_on(len(self._plan.steps.ops))
+        return end_ns
+
+    def _backward(self, begin_ns: int) -> int:
+        """Run all modules backwards; return when the last has ended, and every gradient is where it is kept."""
+        end_ns = begin_ns
+        for number in reversed(range(len(self._modules))):
+            needs = self._modules[number]
+            arrived_ns = self._fetch(number, needs, 0)
+            times = _BACKWARD + (1 if self._checkpointing and needs.recomputed else 0)
+            duration_ns = self._duration_ns(times * needs.flops)
+            made_ns = self._work(self._compute, duration_ns, max(arrived_ns, begin_ns)).end_ns
+            self._use(number, needs, made_ns)
+            end_ns = max(end_ns, made_ns)
+            if needs.gradient_down:
+                made_ns = self._move(Lane.D2H, needs.gradient_down, made_ns).end_ns
+            if needs.gradient_written:
+                made_ns = self._move(Lane.NVME_WRITE, needs.gradient_written, made_ns).end_ns
+            end_ns = max(end_ns, made_ns)
+        return end_ns
+
+    def _fetch(self, number: int, needs: _Needs, after_ns: int) -> int:
+        """Let what a module needs be there; return when it is. What was used longest ago makes room."""
+        if not needs.fetched or number in self._present:
+            return after_ns
+        free = self._limit - sum(nbytes for nbytes, _ in self._present.values())
+        while free < needs.fetched and self._present:
+            nbytes, used_ns = self._present.pop(next(iter(self._present)))
+            free += nbytes
+            after_ns = max(after_ns, used_ns)
+        if needs.read:
+            after_ns = self._read(needs.read, after_ns)
+        if self._link is not None:
+            after_ns = self._move(self._link, needs.fetched, after_ns).end_ns
+        return after_ns
+
+    def _read(self, nbytes: int, after_ns: int) -> int:
+        """Read a parameter and return when it is there. Until it can be read, the drives go on with what comes next."""
+        duration_ns = self._alone.duration_ns(Lane.NVME_READ, nbytes)
+        end_ns = self._work(Lane.NVME_READ, duration_ns, 0, nbytes).end_ns
+        return max(end_ns, after_ns + duration_ns)
+
+    def _use(self, number: int, needs: _Needs, end_ns: int) -> None:
+        if needs.fetched:
+            self._present.pop(number, None)
+            self._present[number] = needs.fetched, end_ns
+
+    def _move(self, lane: Lane, nbytes: int, after_ns: int) -> OpTime:
+        return self._work(lane, self._alone.duration_ns(lane, nbytes), after_ns, nbytes)
+
+    def _work(self, lane: Lane, duration_ns: int, after_ns: int, nbytes: int = 0) -> OpTime:
+        time = self._clocks.work(lane, duration_ns, after_ns=after_ns)
+        if duration_ns:
+            self._spans.append(Span(lane, time.start_ns, time.end_ns, nbytes))
+        return time
+
+    def _duration_ns(self, flops: int) -> int:
+        if self._flops_per_s is None:
+            return 0
+        return -(-flops * _NS_PER_S * self._flops_per_s.denominator // self._flops_per_s.numerator)
+
+
+def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
+    """Return what each module needs of one micro-batch."""
+    numbers: dict[str, int] = {each.name: number for number, each in enumerate(training.ordered())}
+    down, written = _gradients(plan, sizing)
+    subgroups: dict[int, list[int]] = {}
+    for each in sizing.subgroups:
+        for segment in each.segments:
+            subgroups.setdefault(segment.parameter, []).append(each.index)
+    at_home = plan.steps.parameters is not Tier.DEVICE
+    resting = plan.resting.values
+    several = plan.demand.fetched < sum(sizing.parameters)
+    modules = training.model.modules
+    found = []
+    for place, module in enumerate(modules):
+        own = [numbers[each.name] for each in module.parameters]
+        fetched = [number for number in own if at_home and (not sizing.unified or number in resting)]
+        nbytes = sum(sizing.parameters[number] for number in fetched)
+        read = sum(sizing.parameters[number] for number in fetched if number in resting)
+        if at_home and several and module.shared_numel:  # another one's, which has gone meanwhile
+            shared = training.width * module.shared_numel
+            nbytes += shared
+            read += shared if resting else 0
+        found.append(
+            _Needs(
+                fetched=nbytes,
+                read=read,
+                flops=module.flops(training.sequence) * training.tokens,
+                recomputed=place < len(modules) - 1,
+                gradient_down=sum(down.get(number, 0) for number in own),
+                gradient_written=sum(written.get(number, 0) for number in own),
+                subgroups=tuple(dict.fromkeys(index for number in own for index in subgroups.get(number, ()))),
+            )
+        )
+    return found
+
+
+def _gradients(plan: Plan, sizing: Sizing) -> tuple[dict[int, int], dict[int, int]]:
+    """Return, by parameter, the bytes of its gradient that go to the host, and those that go to the drives."""
+    homes = plan.steps.homes()
+    down: dict[int, int] = {}
+    written: dict[int, int] = {}
+    for subgroup in sizing.subgroups:
+        layout = plan.layouts.get(subgroup.index)
+        for number, segment in enumerate(subgroup.segments):
+            nbytes = sizing.width * segment.numel
+            if homes[subgroup.index] is Home.HOST and not sizing.unified:
+                down[segment.parameter] = down.get(segment.parameter, 0) + nbytes
+            if layout is not None and number in layout.gradients:
+                written[segment.parameter] = written.get(segment.parameter, 0) + nbytes
+    return down, written
+
+
+def _defers(plan: Plan, modules: Iterable[_Needs]) -> bool:
+    """Tell whether the update goes on beside the next forward: what it changes is fetched, and nothing visits."""
+    passes = plan.steps.buffer_bytes and not plan.steps.staging_bytes
+    return bool(passes) and any(needs.fetched for needs in modules)
+
+
+def _last_ops(ops: Sequence[Op]) -> dict[int, int]:
+    """Return the number of the last op of each subgroup."""
+    return {op.subgroup: number for number, op in enumerate(ops)}
+
+
+def _busy(spans: Iterable[Span], start_ns: int, end_ns: int) -> dict[Lane, int]:
+    busy = dict.fromkeys(Lane, 0)
+    for span in spans:
+        busy[span.lane] += max(min(span.end_ns, end_ns) - max(span.start_ns, start_ns), 0)
+    return busy
+
+
+def _moved(spans: Iterable[Span]) -> dict[Lane, int]:
+    moved: dict[Lane, int] = {}
+    for span in spans:
+        if span.nbytes:
+            moved[span.lane] = moved.get(span.lane, 0) + span.nbytes
+    return moved

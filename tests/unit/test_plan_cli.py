@@ -1,0 +1,246 @@
+"""`infinity plan`, as a new user would try it: tables, JSON, a page, and what is said of wrong or missing input."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from infinity_engine.cli.main import main
+from infinity_engine.plan import DriveRates, Rates
+from support.calibrations import calibration
+
+DESKTOP = ("--gpus", "1", "--gpu-mem", "24GiB", "--ram", "64GiB", "--nvme", "2TB")
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs `infinity plan`, and returns its exit status, output and errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "200")
+        status = main(["plan", *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_a_large_model_on_a_desktop_is_answered(plan: Any) -> None:
+    status, out, _ = plan("--model", "llama-3-70b", *DESKTOP, "--tbw", "1200TB")
+
+    assert status == 0
+    assert re.search(r"llama-3-70b fits: \d+ s a step", out)
+    assert "70,553,706,496" in out
+    assert re.search(r"nvme: .* of 1\.728 TiB", out)
+    assert "bound by reads of the drives" in out
+    assert "TB in a day of steps" in out
+    assert "1,200 TB rated" in out
+    assert "measure yours" in out
+
+
+def test_the_answer_needs_no_torch_and_little_time() -> None:
+    source = (
+        "import sys\n"
+        "from infinity_engine.cli.main import main\n"
+        f"status = main(['plan', '--model', 'llama-3-70b', *{DESKTOP!r}])\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "import time\n"
+        "print('seconds', time.process_time())\n"
+        "sys.exit(status)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout.split()[-1]) < 4  # of processor time, on whatever runs the tests
+
+
+def test_in_json_it_is_one_object_with_the_plan(plan: Any) -> None:
+    status, out, _ = plan("--model", "gpt2", *DESKTOP, "--json")
+
+    answer = json.loads(out)
+    assert status == 0
+    assert (answer["schema"], answer["fits"], answer["model"]) == (1, True, "gpt2")
+    assert answer["settings"]["strategy"] == "device_only"
+    assert {each["op"] for each in answer["plan"]["ops"]} == {"UpdateOnDevice"}
+    assert (
+        sum(each["bytes"] for each in answer["memory"]["device"]["holdings"])
+        == answer["memory"]["device"]["held_bytes"]
+    )
+
+
+def test_what_does_not_fit_is_refused_with_what_would_do(plan: Any) -> None:
+    status, out, _ = plan("--model", "llama-3-8b", "--gpus", "1", "--gpu-mem", "8GiB", "--ram", "16GiB")
+
+    assert status == 1
+    assert "llama-3-8b does not fit" in out
+    assert re.search(r"1\.\s+[\d.]+ GiB more of NVMe", out)
+    assert re.search(r"GiB more of the host", out)
+
+
+def test_a_refusal_in_json_has_bytes(plan: Any) -> None:
+    status, out, _ = plan("--model", "llama-3-8b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--json")
+
+    answer = json.loads(out)
+    assert status == 1
+    assert answer["fits"] is False
+    assert answer["remedies"][0]["more_bytes"]["nvme"] > 100 * 2**30
+
+
+def test_the_page_stands_by_itself(plan: Any, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    status, _, _ = plan("--model", "llama-3.2-3b", *DESKTOP, "--html", str(file))
+
+    text = file.read_text()
+    assert status == 0
+    assert not re.search(r"<script|<link|src=|href=|https?://(?!www\.w3\.org)", text)
+    charts = [ElementTree.fromstring(each) for each in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+    assert len(charts) >= 3
+    labels = [chart.get("aria-label") for chart in charts]
+    assert "memory of the device over the step" in labels
+    assert labels[-1] == "what is busy over the step"
+
+
+def test_a_config_of_ones_own_is_planned(plan: Any, tmp_path: Path) -> None:
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "vocab_size": 32000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    status, out, _ = plan("--model", str(tmp_path), *DESKTOP)
+
+    assert status == 0
+    assert f"{tmp_path.name} fits" in out
+
+
+def test_a_known_machine_brings_its_memory_and_its_rates(plan: Any) -> None:
+    status, out, _ = plan("--model", "llama-3-8b", "--machine", "h200_node")
+
+    assert status == 0
+    assert "8 x 1 x 1 sequences" in out
+    assert "this release trains one rank" in out
+    assert "as published of a DGX H200" in out
+
+
+def test_without_a_gpu_there_is_one_memory(plan: Any) -> None:
+    status, out, _ = plan("--model", "gpt2", "--gpus", "0", "--ram", "16GiB")
+
+    assert status == 0
+    assert "device:" not in out
+    assert "host_only" in out
+
+
+def test_models_and_machines_are_listed(plan: Any) -> None:
+    status, out, _ = plan("--models")
+
+    assert status == 0
+    assert "llama-3-70b" in out
+    assert "70.55 billion" in out
+    assert "desktop_4090" in out
+
+
+def test_the_program_of_the_page_runs_without_torch_and_commands_of_the_page_are_understood(plan: Any) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/planner.md").read_text()
+    [program] = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    source = f"import sys\nsys.modules['torch'] = None\n{program}"
+    run = subprocess.run([sys.executable, "-W", "error", "-c", source], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "is bound by" in run.stdout
+
+    commands = re.findall(r"^\$ infinity plan (.*)$", page, flags=re.MULTILINE)
+    assert [plan(*command.split())[0] for command in commands] == [0, 1]
+
+
+# --- rates -------------------------------------------------------------------------------------------------------
+
+
+def rates_file(folder: Path, **more: float | None) -> Path:
+    rates = Rates(
+        h2d_bytes_per_s=20e9,
+        d2h_bytes_per_s=20e9,
+        host_update_params_per_s=1e9,
+        device_update_params_per_s=3e10,
+        nvme={"/mnt/a": DriveRates(read_bytes_per_s=3e9, write_bytes_per_s=2e9, **more)},
+    )
+    file = folder / "rates.json"
+    file.write_text(json.dumps(rates.to_mapping()))
+    return file
+
+
+def test_rates_of_a_file_are_used(plan: Any, tmp_path: Path) -> None:
+    _, slow, _ = plan("--model", "llama-3-8b", *DESKTOP, "--rates", str(rates_file(tmp_path)), "--json")
+    _, fast, _ = plan("--model", "llama-3-8b", *DESKTOP, "--json")
+
+    assert json.loads(slow)["step_s"] > 1.5 * json.loads(fast)["step_s"]
+    assert any("rates are those of" in note for note in json.loads(slow)["notes"])
+
+
+def test_a_calibration_is_a_file_of_rates(plan: Any, tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps(calibration().to_mapping()))
+
+    status, out, err = plan("--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--rates", str(file), "--json")
+
+    assert status == 0, err
+    assert any("rates were measured" in note for note in json.loads(out)["notes"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "a file in JSON"), ('{"version": 9}', r"--rates\.version"), ('{"h2d": 1}', r"--rates")],
+)
+def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(text)
+
+    status, _, err = plan("--model", "gpt2", *DESKTOP, "--rates", str(file))
+
+    assert status == 2
+    assert re.search(said, err)
+
+
+# --- wrong input -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--model: expected a preset"),
+        (("--model", "llama3-8b", *DESKTOP), "nearest: llama-3-8b"),
+        (("--model", "/absent/config.json", *DESKTOP), "No such file"),
+        (("--model", "gpt2"), "--gpu-mem: expected a size such as"),
+        (("--model", "gpt2", "--gpu-mem", "24GiB"), "--ram: expected a size such as"),
+        (("--model", "gpt2", "--gpu-mem", "24G", "--ram", "64GiB"), "--gpu-mem: expected"),
+        (("--model", "gpt2", "--gpu-mem", "0", "--ram", "64GiB"), "more than 0 bytes"),
+        (("--model", "gpt2", "--machine", "h100"), "--machine: expected one of"),
+        (("--model", "gpt2", "--gpus", "-1", "--ram", "64GiB"), "--gpus: expected a number"),
+        (("--model", "gpt2", *DESKTOP, "--batch", "0"), "--batch: expected a whole number"),
+        (("--model", "gpt2", *DESKTOP, "--sequence", "4096"), "--sequence: expected at most 1024"),
+        (("--model", "gpt2", *DESKTOP, "--strategy", "best"), "--strategy: expected one of auto"),
+        (("--model", "gpt2", *DESKTOP, "--strategy", "{x"), "--strategy: expected a name, or JSON"),
+        (("--model", "gpt2", *DESKTOP, "--tflops", "0"), "--tflops: expected a positive number"),
+        (("--model", "gpt2", *DESKTOP, "--subgroup", "10"), "--subgroup: expected at least"),
+        (("--model", "gpt2", *DESKTOP, "--rates", "/absent.json"), "--rates: expected a file"),
+        (("--model", "gpt2", *DESKTOP, "--html", "/absent/plan.html"), "--html: expected a file that can be written"),
+    ],
+)
+def test_wrong_or_missing_input_is_told_by_the_name_of_its_option(
+    plan: Any, arguments: tuple[str, ...], said: str
+) -> None:
+    status, out, err = plan(*arguments)
+
+    assert status == 2
+    assert said in err
+    assert err.startswith("infinity plan: error: ")
+    assert out == ""

@@ -1,0 +1,409 @@
+"""The planner: what it picks is the best there is, fits, and takes the bytes and the time that it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, algorithm1, static_split
+from infinity_engine.optim.policy import Limits
+from infinity_engine.plan import (
+    DeviceOnly,
+    DriveRates,
+    HostOnly,
+    Interleaved,
+    Lane,
+    NvmeStreamed,
+    Rates,
+    ResolvedBudget,
+    Tier,
+)
+from infinity_engine.plan.step import Home
+from infinity_engine.sim import simulate
+from infinity_engine.sim.planner import Choice, Planner, decide
+from infinity_engine.sim.presets import preset
+from infinity_engine.sim.remedies import explain_refusal
+from infinity_engine.sim.report import report_of
+from infinity_engine.sim.timeline import rates_of_update, time_step
+from infinity_engine.sim.training import Means, Training
+from infinity_engine.units import GB, TB, GiB
+from support.plannings import everything, model_of, random_case, training_of
+
+DESKTOP = Rates(
+    h2d_bytes_per_s=25e9,
+    d2h_bytes_per_s=25e9,
+    host_update_params_per_s=1.5e9,
+    device_update_params_per_s=30e9,
+    nvme={"a": DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=5e9)},
+)
+SMALL = model_of(*([40_000_000] * 8))  # 0.32 billion parameters: 5.1 GB with states and gradients
+
+
+def means(device: float, host: float, nvme: float = 0, **more: object) -> Means:
+    drives = {"a": round(nvme * GB)} if nvme else {}
+    rates = DESKTOP if nvme else replace(DESKTOP, nvme={})
+    budget = ResolvedBudget(device=round(device * GB), host=round(host * GB), nvme=drives)
+    return Means(budget=budget, rates=rates, flops_per_s=80e12, **more)  # type: ignore[arg-type]
+
+
+PLENTY = means(100, 100)
+
+
+# --- what it picks -----------------------------------------------------------------------------------------------
+
+
+def test_what_fits_on_the_device_stays_there() -> None:
+    best = decide(training_of(SMALL), PLENTY).best
+
+    assert (best.choice.strategy, best.choice.parameters) == (DeviceOnly(), Tier.DEVICE)
+
+
+def test_what_does_not_is_updated_by_both_at_once() -> None:
+    best = decide(training_of(SMALL), means(3.0, 20)).best
+
+    steps = best.plan.steps
+    assert steps.params_at(Home.VISITING) > 0
+    assert steps.params_at(Home.HOST) > 0
+
+
+def test_what_the_host_cannot_hold_rests_on_drives() -> None:
+    best = decide(training_of(SMALL), means(2.0, 2.5, 100)).best
+
+    assert isinstance(best.choice.strategy, NvmeStreamed)
+    assert best.plan.resting.states
+
+
+def test_one_memory_has_no_visitors() -> None:
+    best = decide(training_of(SMALL), means(0, 20, unified=True)).best
+
+    assert (best.choice.strategy, best.choice.parameters) == (HostOnly(), Tier.DEVICE)
+
+
+def test_what_is_asked_for_is_kept_to() -> None:
+    found = decide(
+        training_of(SMALL), PLENTY, strategy=Interleaved(share=0.5), parameters=Tier.HOST, subgroup_numel=2**22
+    ).best
+
+    assert found.choice == Choice(strategy=Interleaved(share=0.5), parameters=Tier.HOST, subgroup_numel=2**22)
+
+
+def test_there_are_enough_subgroups_for_the_bound() -> None:
+    for case in (PLENTY, means(3.0, 20), means(2.0, 2.5, 100)):
+        assert len(decide(training_of(SMALL), case).best.plan.steps.subgroups) >= 46
+
+
+def test_a_plan_is_the_same_whenever_it_is_made() -> None:
+    one, other = (decide(training_of(SMALL), means(2.0, 2.5, 100)).best for _ in range(2))
+
+    assert one.plan == other.plan
+    assert one.timeline == other.timeline
+
+
+def refuse_or_compare(seed: int) -> None:
+    """Compare what the planner picks with a grid of all strategies, tiers and settings."""
+    training, there = random_case(seed)
+    planner = Planner(training, there)
+    every = training.model.numel
+    numels = tuple(max(every // count // 4096 * 4096, 4096) for count in (64, 256))
+    try:
+        decision = decide(training, there)
+    except CapacityError:
+        assert [each.choice for each in everything(planner, numels)] == []
+        return
+    best = decision.best
+    others = [each.timeline.ns for each in everything(planner, numels)]
+    assert best.timeline.ns <= 1.03 * min(others, default=best.timeline.ns)
+    held = best.sizing.held_on_host(best.plan.demand) + (there.io_bytes if best.plan.demand.nvme else 0)
+    beside = best.beside
+    assert held + (beside if there.unified else 0) <= there.budget.host
+    assert there.unified or best.plan.demand.device + beside <= there.budget.device
+    assert best.plan.demand.nvme <= sum(there.budget.nvme.values())
+
+
+@pytest.mark.parametrize("seed", [21])
+def test_it_picks_what_is_within_3_percent_of_the_best_of_all_and_keeps_the_budgets(seed: int) -> None:
+    refuse_or_compare(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 1000, 50))
+def test_it_does_so_on_a_thousand_machines(first: int) -> None:
+    for seed in range(first, first + 50):
+        refuse_or_compare(seed)
+
+
+# --- the update phase --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("h2d", [4e9, 25e9, 55e9])
+@pytest.mark.parametrize("cpu", [0.5e9, 2e9])
+def test_no_reference_updates_faster_than_the_plan_and_the_bound_is_5_percent_away(h2d: float, cpu: float) -> None:
+    rates = replace(DESKTOP, h2d_bytes_per_s=h2d, d2h_bytes_per_s=h2d, host_update_params_per_s=cpu, nvme={})
+    training = training_of(model_of(*([400_000_000] * 8)))
+    there = Means(
+        budget=ResolvedBudget(device=9 * 10**9, host=200 * 10**9), rates=rates, flops_per_s=None, for_all=False
+    )
+    decision = decide(training, there)
+
+    best = decision.best
+    sizing, steps = best.sizing, best.plan.steps
+    limits = sizing.limits(best.budget, steps.parameters)
+    specs = [sizing.spec(each, None) for each in sizing.subgroups]
+    references = [HOST_ONLY, *(static_split(part / 10) for part in range(1, 11)), DEVICE_ONLY]
+    references += [algorithm1(stride) for stride in (2, 3, 4, 5, 8)]
+    for policy in references:
+        try:
+            plan = policy(specs, rates, limits)
+        except CapacityError:
+            continue
+        assert best.timeline.update_ns <= simulate(plan, rates).end_ns * 1.0001, policy.name
+    assert decision.least_update_ns is not None
+    assert decision.least_update_ns <= best.timeline.update_ns <= 1.05 * decision.least_update_ns
+
+
+def test_streaming_all_through_the_device_is_never_faster() -> None:
+    there = means(3.0, 20)
+    planner = Planner(training_of(SMALL), there)
+    best = decide(training_of(SMALL), there).best
+
+    streaming = planner.candidate(replace(best.choice, strategy=Interleaved(share=1.0)))
+
+    assert best.timeline.ns <= streaming.timeline.ns
+
+
+def test_the_update_of_the_timeline_is_the_simulated_plan() -> None:
+    best = decide(training_of(SMALL), means(3.0, 20)).best
+
+    assert best.timeline.update_ns == simulate(best.plan.steps, rates_of_update(DESKTOP)).end_ns
+
+
+# --- a step ------------------------------------------------------------------------------------------------------
+
+
+def timed(there: Means, choice: Choice, training: Training) -> tuple[dict[str, int], dict[Lane, int]]:
+    candidate = Planner(training, there).candidate(choice)
+    timeline = time_step(candidate.plan, candidate.sizing, training, there)
+    return {phase.name: phase.ns for phase in timeline.phases}, dict(timeline.moved)
+
+
+def test_computing_takes_the_operations_over_their_rate() -> None:
+    training = training_of(SMALL, checkpointing=False)
+    choice = Choice(strategy=DeviceOnly(), parameters=Tier.DEVICE, subgroup_numel=2**23)
+
+    phases, moved = timed(PLENTY, choice, training)
+
+    forward_s = 2 * SMALL.numel * 2048 / 80e12
+    assert phases["forward"] / 1e9 == pytest.approx(forward_s, rel=1e-4)
+    assert phases["backward"] / 1e9 == pytest.approx(2 * forward_s, rel=1e-4)
+    assert moved == {}
+
+
+def test_parameters_at_home_cross_the_link_for_forward_and_backward_and_gradients_come_back() -> None:
+    there = means(0.55, 100)
+    choice = Choice(strategy=HostOnly(), parameters=Tier.HOST, subgroup_numel=2**23)
+
+    _, moved = timed(there, choice, training_of(SMALL))
+
+    every = 2 * SMALL.numel
+    candidate = Planner(training_of(SMALL), there).candidate(choice)
+    stay = candidate.plan.demand.fetched  # of the last of the forward, for the backward
+    assert every < moved[Lane.H2D] < 2 * every
+    assert moved[Lane.H2D] >= 2 * every - stay
+    assert moved[Lane.D2H] == every
+
+
+def test_what_stays_on_the_device_crosses_no_link_but_with_new_values() -> None:
+    choice = Choice(strategy=HostOnly(), parameters=Tier.DEVICE, subgroup_numel=2**23)
+
+    _, moved = timed(PLENTY, choice, training_of(SMALL))
+
+    assert moved == {Lane.H2D: 2 * SMALL.numel, Lane.D2H: 2 * SMALL.numel}
+
+
+def test_all_on_drives_moves_the_bytes_that_decision_0010_counts() -> None:
+    there = means(0.55, 0.5, 100)
+    choice = Choice(strategy=NvmeStreamed(), parameters=Tier.NVME, subgroup_numel=2**20)
+    candidate = Planner(training_of(SMALL), there).candidate(choice)
+    _, moved = timed(there, choice, training_of(SMALL))
+
+    rests = sum(each.numel for each in candidate.sizing.subgroups if each.index in candidate.plan.resting.states)
+    assert candidate.plan.resting.gradients == 1
+    # 12 B of states, 2 of gradients; parameters twice, less what stays between forward and backward.
+    least = 14 * rests + 2 * SMALL.numel
+    assert least <= moved[Lane.NVME_READ] <= least + 2 * SMALL.numel
+    assert moved[Lane.NVME_WRITE] == pytest.approx(14 * rests + 2 * SMALL.numel, rel=1e-6)
+
+
+def test_an_update_from_drives_hides_behind_the_next_forward() -> None:
+    there = means(0.55, 0.5, 100)
+    choice = Choice(strategy=NvmeStreamed(), parameters=Tier.NVME, subgroup_numel=2**22)
+
+    phases, _ = timed(there, choice, training_of(SMALL))
+
+    assert list(phases) == ["update and forward", "backward"]
+
+
+def test_further_micro_batches_add_forwards_and_backwards_and_no_updates() -> None:
+    one, four = (
+        Planner(training_of(SMALL, accumulation=count), PLENTY).candidate(
+            Choice(strategy=HostOnly(), parameters=Tier.DEVICE, subgroup_numel=2**23)
+        )
+        for count in (1, 4)
+    )
+
+    passes = sum(phase.ns for phase in four.timeline.phases if phase.name != "update")
+    assert four.timeline.update_ns == one.timeline.update_ns
+    assert four.timeline.repeated_ns == pytest.approx(3 * passes, rel=0.05)
+
+
+def test_an_update_takes_half_of_a_drives_mixed_rate_each_way() -> None:
+    drive = DriveRates(read_bytes_per_s=7e9, write_bytes_per_s=5e9, mixed_bytes_per_s=6e9)
+    rates = rates_of_update(replace(DESKTOP, duplex_h2d_bytes_per_s=20e9, nvme={"a": drive}))
+
+    assert (rates.nvme["a"].read_bytes_per_s, rates.nvme["a"].write_bytes_per_s) == (3e9, 3e9)
+    assert (rates.h2d_bytes_per_s, rates.d2h_bytes_per_s) == (20e9, 25e9)
+
+
+def test_a_rate_that_the_plan_needs_is_asked_for() -> None:
+    there = replace(means(2.0, 2.5, 100), rates=replace(DESKTOP, nvme={}))
+
+    with pytest.raises(ConfigError, match=r"Rates\.nvme\.read_bytes_per_s"):
+        decide(training_of(SMALL), there)
+
+
+# --- the report --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize(("host", "nvme"), [(30.0, 0.0), (30.0, 100.0), (4.0, 100.0), (2.6, 100.0)])
+def test_every_byte_of_a_tier_is_for_something(bits: int, unified: bool, host: float, nvme: float) -> None:
+    training = training_of(SMALL, bits=bits)
+    if host < 30 and not nvme:
+        pytest.skip("nothing fits")
+    decision = decide(training, means(0 if unified else 3.0, host, nvme, unified=unified))
+    report = report_of(decision)
+
+    demand, sizing = decision.best.plan.demand, decision.best.sizing
+    io_bytes = decision.means.io_bytes if demand.nvme else 0
+    assert report.held(Tier.NVME) == demand.nvme
+    assert report.held(Tier.HOST, of_pytorch=False) == sizing.held_on_host(demand) + io_bytes
+    assert report.held(Tier.DEVICE, of_pytorch=False) == (0 if unified else demand.device)
+    assert report.held(Tier.HOST if unified else Tier.DEVICE, of_pytorch=True) == decision.best.beside
+    assert all(each.nbytes > 0 for each in report.holdings)
+    ends = [each for each in report.holdings if each.what.startswith("ends of pages")]
+    assert sum(each.nbytes for each in ends) <= 0.03 * sum(each.nbytes for each in report.holdings)
+
+
+def test_the_wear_follows_from_what_is_written() -> None:
+    decision = decide(training_of(SMALL), means(2.0, 2.5, 100))
+    wear = report_of(decision, rated_bytes=1200 * TB).wear
+
+    assert wear is not None
+    assert wear.years is not None
+    written = decision.best.timeline.moved[Lane.NVME_WRITE]
+    assert wear.written_per_day == pytest.approx(written * 86400 / decision.best.step_s)
+    assert wear.years == pytest.approx(1200e12 / wear.written_per_day / 365.25)
+
+
+def test_nothing_wears_out_where_no_drive_is_used() -> None:
+    assert report_of(decide(training_of(SMALL), PLENTY)).wear is None
+
+
+def test_a_phase_names_what_binds_it() -> None:
+    phases = {each.name: each for each in report_of(decide(training_of(SMALL), means(2.0, 2.5, 100))).phases}
+
+    update = next(each for name, each in phases.items() if name.startswith("update"))
+    assert update.binding in {"reads of the drives", "writes to the drives"}
+    assert update.utilisation[update.binding] > 0.7
+    assert phases["backward"].utilisation["compute"] > 0
+
+
+def test_a_report_in_json_has_the_plan_and_settings_that_the_engine_takes() -> None:
+    decision = decide(training_of(SMALL), means(3.0, 20))
+    mapping = report_of(decision).to_mapping()
+
+    assert mapping["plan"] == decision.best.plan.steps.to_mapping()
+    settings = mapping["settings"]
+    assert isinstance(settings, dict)
+    assert settings["parameters"] == decision.best.choice.parameters.value
+    assert settings["strategy"] == decision.best.choice.strategy.to_plain()
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_divide_the_host_the_drives_and_the_model() -> None:
+    one = decide(training_of(SMALL), means(2.0, 1.5, 50)).best
+    two = decide(training_of(SMALL), means(2.0, 3, 100, ranks=2)).best
+
+    assert sum(each.numel for each in two.plan.steps.subgroups) == SMALL.numel // 2
+    assert two.budget.host * 2 == 3 * GB
+    assert two.plan.demand.nvme < one.plan.demand.nvme
+
+
+def test_of_several_ranks_the_output_says_what_is_not_there_yet() -> None:
+    notes = report_of(decide(training_of(SMALL), means(5.0, 40, ranks=4))).notes
+
+    assert any("trains one rank" in note for note in notes)
+    assert any("gathers" in note for note in notes)
+
+
+# --- what does not fit -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "host", "nvme"), [(1.2, 1.0, 0.0), (1.2, 1.5, 1.0), (0.05, 50.0, 0.0)])
+def test_every_remedy_is_enough(device: float, host: float, nvme: float) -> None:
+    training, there = training_of(SMALL), means(device, host, nvme)
+    with pytest.raises(CapacityError):
+        decide(training, there)
+    refusal = explain_refusal(training, there)
+
+    larger = [each for each in refusal.remedies if each.change.count("more of")]
+    assert larger
+    for remedy in larger:
+        budget = there.budget
+        more = remedy.more
+        raised = ResolvedBudget(
+            device=budget.device + more.device,
+            host=budget.host + more.host,
+            nvme={"a": sum(budget.nvme.values()) + more.nvme} if budget.nvme or more.nvme else {},
+        )
+        decide(training, replace(there, budget=raised, rates=DESKTOP))  # raises where it does not fit
+
+
+def test_checkpointing_is_a_remedy_where_activations_are_too_many() -> None:
+    training = replace(training_of(preset("llama-3.2-1b"), checkpointing=False), batch=2)
+    there = means(14, 60)
+    with pytest.raises(CapacityError):
+        decide(training, there)
+
+    changes = [each.change for each in explain_refusal(training, there).remedies]
+
+    assert any(change.startswith("checkpoint activations") for change in changes)
+    decide(replace(training, checkpointing=True), there)  # raises where it does not fit
+
+
+def test_a_wrong_question_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="batch: expected a whole number"):
+        replace(training_of(SMALL), batch=0)
+    with pytest.raises(ConfigError, match="at most 1024 tokens"):
+        replace(training_of(preset("gpt2")), sequence=2048)
+    with pytest.raises(ConfigError, match="ranks"):
+        means(1, 1, ranks=0)
+    with pytest.raises(ConfigError, match=r"budget\.nvme"):
+        decide(training_of(SMALL), PLENTY, strategy=NvmeStreamed())
+
+
+def test_a_large_model_on_a_small_machine_is_planned() -> None:
+    there = replace(means(22, 56, 1900), io_bytes=16 << 20)
+    report = report_of(decide(training_of(preset("llama-3-70b")), there))
+
+    assert report.settings["parameters"] == "nvme"
+    assert report.held(Tier.NVME) > 900 * GiB
+    assert report.held(Tier.DEVICE) <= 22 * GB
+    assert Fraction(report.moved[Lane.NVME_WRITE], report.parameters) > 12
+    assert Limits(resident_bytes=0, staging_bytes=0).host_buffers >= report.host_buffers
