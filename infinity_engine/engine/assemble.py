@@ -23,6 +23,7 @@ from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, o
 from infinity_engine.config import Checksum, EngineConfig, Precision, Recording
 from infinity_engine.engine.built import BuiltModel, originals_of
 from infinity_engine.engine.calibrating import with_rates
+from infinity_engine.engine.choosing import choose
 from infinity_engine.engine.deferred import subgroups_of
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
@@ -37,7 +38,7 @@ from infinity_engine.engine.outgoing import Outgoing
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
 from infinity_engine.engine.progress import Progress, Teller
 from infinity_engine.engine.scaling import LossScale
-from infinity_engine.engine.sizing import sizing_of, wish_of
+from infinity_engine.engine.sizing import sizing_of
 from infinity_engine.engine.states import StateKeeper, piece_numbers
 from infinity_engine.engine.swapping import SwappedStates
 from infinity_engine.errors import CapacityError, ConfigError
@@ -115,7 +116,15 @@ def _parts(
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
     plan = place(
         sizing,
-        wish_of(with_rates(config, policy, rules, accelerator=accelerator, budget=budget, queue=queue), policy),
+        choose(
+            model,
+            trained,
+            sizing,
+            config=with_rates(config, policy, rules, accelerator=accelerator, budget=budget, queue=queue),
+            policy=policy,
+            budget=budget,
+            io_bytes=io_bytes,
+        ),
         budget,
         io_bytes=io_bytes,
     )

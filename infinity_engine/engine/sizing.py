@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 
 import torch
@@ -12,10 +12,11 @@ from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.optim import FloatFormat, Formats, Rule
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Rates, Tier
+from infinity_engine.sim.models import ModelShape, ModuleShape, ParameterShape
 from infinity_engine.sim.placing import Wish
 from infinity_engine.sim.sizing import Sizing, cut
 
-__all__ = ["sizing_of", "wish_of"]
+__all__ = ["shape_of", "sizing_of", "wish_of"]
 
 _PARAMETER = MappingProxyType(
     {
@@ -70,6 +71,40 @@ def sizing_of(
         unified=unified,
         sums=config.accumulation_steps > 1,
         own=in_memory and formats.parameter is None and unified,
+    )
+
+
+def shape_of(model: torch.nn.Module, trained: Iterable[TrainedParameter]) -> ModelShape:
+    """Return a live model as the planner sees one that need not exist; a module's arithmetic is that of its weights."""
+    ours = {id(each.parameter) for each in trained}
+    seen: set[int] = set()
+    modules = []
+    for name, module in model.named_modules():
+        own = [
+            (key, each)
+            for key, each in module.named_parameters(name, recurse=False, remove_duplicate=False)
+            if each.numel()
+        ]
+        first = [(key, each) for key, each in own if id(each) not in seen]
+        seen.update(id(each) for _, each in own)
+        multiplies = not isinstance(module, torch.nn.Embedding)
+        shape = ModuleShape(
+            name=name,
+            parameters=tuple(
+                ParameterShape(
+                    key, each.numel(), id(each) in ours, None if each.is_floating_point() else each.element_size()
+                )
+                for key, each in first
+            ),
+            flops_per_token=sum(2 * each.numel() for _, each in own if multiplies and each.ndim > 1),
+            shared_numel=sum(each.numel() for _, each in own) - sum(each.numel() for _, each in first),
+        )
+        if own:
+            modules.append(shape)
+    return ModelShape(
+        name=type(model).__name__,
+        modules=tuple(modules),
+        deepest_numel=_deepest(model, lambda parameter: parameter.numel()),
     )
 
 

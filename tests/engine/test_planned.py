@@ -1,0 +1,162 @@
+"""The planner and the engine: the same bytes and the same ops, and `auto` with rates is the planner's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity_engine
+from infinity_engine.accel import Accelerator
+from infinity_engine.config import EngineConfig
+from infinity_engine.engine.engine import Engine
+from infinity_engine.engine.parameters import collect_frozen, collect_parameters
+from infinity_engine.engine.sizing import shape_of, sizing_of
+from infinity_engine.optim import FloatFormat, Formats, rules_of
+from infinity_engine.plan import Budget, Rates, ResolvedBudget, Tier
+from infinity_engine.sim.planner import Candidate, decide
+from infinity_engine.sim.report import report_of
+from infinity_engine.sim.training import Means, Training
+from support.nvme_training import RATES, bits_of, emulated
+from support.small_models import MODELS, Task
+
+SUBGROUP = 4096
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+def training_of(task: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> Training:
+    return Training(
+        model=shape_of(task, collect_parameters(task, optimizer)),
+        batch=1,
+        sequence=1,
+        accumulation_steps=1,
+        checkpointing=False,
+        formats=Formats(parameter=None if precision == "fp32" else FloatFormat.BF16),
+        state_names=STATES,
+        small_bytes=256,
+        in_memory=True,
+    )
+
+
+def made(model: str) -> tuple[Task, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    task = MODELS[model]()
+    return task, torch.optim.AdamW(task.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("drives", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_live_model_is_described_to_the_byte(model: str, precision: str, unified: bool, drives: bool) -> None:
+    task, optimizer = made(model)
+    budget = Budget(nvme={"/mnt/a": "1GiB"} if drives else {})
+    config = EngineConfig.from_keywords(
+        precision=precision, subgroup_numel=SUBGROUP, budget=budget, storage={"small_bytes": 256}
+    )
+    trained = collect_parameters(task, optimizer)
+    frozen = collect_frozen(task, trained)
+    actual = sizing_of(task, trained, frozen, rules_of(optimizer), config, unified=unified)
+
+    nvme = {"/mnt/a": 1 << 30} if drives else {}
+    there = Means(budget=ResolvedBudget(device=1, host=1, nvme=nvme), rates=Rates(), unified=unified)
+    planned = there.sizing(training_of(task, optimizer, precision), SUBGROUP)
+
+    assert sum(planned.parameters) == sum(actual.parameters)
+    assert planned.deepest == actual.deepest
+    assert sum(each.numel for each in planned.subgroups) == sum(each.numel for each in actual.subgroups)
+    if [each.numel for each in trained] == [each.numel for each in training_of(task, optimizer, "fp32").ordered()]:
+        assert replace(planned, own=actual.own) == actual
+
+
+@contextmanager
+def engine_of(
+    task: Task, optimizer: torch.optim.Optimizer, device: Accelerator | None, budget: ResolvedBudget, **settings: Any
+) -> Iterator[Engine]:
+    with infinity_engine.initialize(
+        task,
+        optimizer,
+        accelerator="cpu",
+        device=device,
+        update_threads=2,
+        storage={"small_bytes": 256},
+        budget={"device": budget.device, "host": budget.host, "nvme": dict(budget.nvme)},
+        **settings,
+    ) as engine:
+        yield engine
+
+
+CASES = {
+    "device": (8 << 20, 64 << 20, 0),
+    "both": (700 << 10, 64 << 20, 0),
+    "drives": (700 << 10, 17_400_000, 64 << 20),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_makes_the_planned_plan_and_holds_the_planned_bytes(
+    case: str, precision: str, tmp_path: Path
+) -> None:
+    device, host, nvme = CASES[case]
+    task, optimizer = made("gpt")
+    budget = ResolvedBudget(device=device, host=host, nvme={str(tmp_path): nvme} if nvme else {})
+    there = Means(budget=budget, rates=RATES, for_all=False, io_bytes=16 << 20 if nvme else 0)
+    decision = decide(training_of(task, optimizer, precision), there, subgroup_numel=SUBGROUP)
+    best: Candidate = decision.best
+    settings = dict(report_of(decision).settings)
+
+    with engine_of(task, optimizer, emulated(1), budget, precision=precision, **settings) as engine:
+        engine.backward(engine(task.batch(0)))
+        engine.step()
+        measured = {each.tier: each for each in engine.usage()}
+        plan = engine._parts.plan
+
+    assert plan == best.plan.steps
+    demand = best.plan.demand
+    assert measured[Tier.DEVICE].peak_reserved == demand.device
+    pinned = demand.host + demand.window
+    assert pinned <= measured[Tier.HOST].peak_reserved <= pinned + there.io_bytes
+    if nvme:
+        assert measured[Tier.NVME].peak_reserved == pytest.approx(demand.nvme, abs=3 * 4096)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_auto_with_rates_is_the_planners_choice_and_changes_no_bit(case: str, tmp_path: Path) -> None:
+    device, host, nvme = CASES[case]
+    budget = ResolvedBudget(device=device, host=host, nvme={str(tmp_path): nvme} if nvme else {})
+    bits = []
+    plans = []
+    for settings in ({"strategy": "host_only"}, {"strategy": "auto", "rates": RATES}):
+        task, optimizer = made("gpt")
+        roomy = replace(budget, host=256 << 20, nvme={}) if settings["strategy"] == "host_only" else budget
+        with engine_of(
+            task, optimizer, emulated(2), roomy, precision="bf16", subgroup_numel=SUBGROUP, **settings
+        ) as engine:
+            for seed in range(3):
+                engine.backward(engine(task.batch(seed)))
+                engine.step()
+            bits.append(bits_of(engine, task))
+            plans.append(engine._parts.plan)
+
+    there = Means(budget=budget, rates=RATES, for_all=False, io_bytes=16 << 20 if nvme else 0)
+    chosen = decide(training_of(task, optimizer, "bf16"), there, subgroup_numel=SUBGROUP).best
+    assert plans[1] == chosen.plan.steps
+    assert [name for name in bits[0] if not torch.equal(bits[0][name], bits[1][name])] == []
+
+
+def test_auto_without_rates_or_with_too_few_goes_by_what_fits() -> None:
+    plans = []
+    for rates in (None, Rates(h2d_bytes_per_s=1e9)):
+        task, optimizer = made("gpt")
+        budget = ResolvedBudget(device=700 << 10, host=64 << 20)
+        with engine_of(task, optimizer, emulated(2), budget, rates=rates, subgroup_numel=SUBGROUP) as engine:
+            plans.append(engine._parts.plan)
+
+    assert plans[0] == plans[1]
+    assert not plans[0].staging_bytes
