@@ -403,6 +403,8 @@ class StateKeeper:
         return held.lease if held.lease is not None else self._states_of(held)
 
     def _update_on_device(self, op: UpdateOnDevice, held: _Held, after: Sequence[Event]) -> Event:
+        inputs = self._inputs
+        assert inputs is not None, "a step has begun"
         visits = op.staging is not None and not self._unified
         flat = self._staging[op.staging].flat() if visits and op.staging is not None else self._states_of(held)
         state = self._state_in(flat, held, held.steps)
@@ -413,7 +415,7 @@ class StateKeeper:
         def work() -> None:
             self._update(op, held, state, targets, arrives=visits)
             if self._formats.parameter is None and not self._at_home and not self._in_place(held.home):
-                self._copy_masters(held.subgroup, state)
+                self._copy_masters(held.subgroup, state, inputs.gradients)
 
         return self._lanes.on_device(work, op.params, after=after, name=op.name, subgroup=op.subgroup)
 
@@ -520,12 +522,14 @@ class StateKeeper:
             return (None,) * len(numbers)
         return tuple(self._values_of(held, number) for number in numbers)
 
-    def _copy_masters(self, subgroup: Subgroup, state: SubgroupState) -> None:
-        """Give modules the fp32 values that were updated beside them, in device memory."""
+    def _copy_masters(self, subgroup: Subgroup, state: SubgroupState, gradients: GradientKeeper) -> None:
+        """Give modules the fp32 values that were updated beside them, in device memory. Others may not be there."""
         assert isinstance(state.master, Values), "masters that are not in place are one stream"
         whole = state.master.owner
         assert isinstance(whole, torch.Tensor), "streams of states are made of tensors"
         for segment in subgroup.segments:
+            if not gradients.has(segment.parameter):
+                continue
             target = self._trained[segment.parameter].values
             piece = whole[segment.offset : segment.offset + segment.numel]
             target[segment.first_element : segment.first_element + segment.numel].copy_(piece)

@@ -94,6 +94,14 @@ def test_every_model_is_trained_alike_from_drives(model: str, accelerator: str, 
     same(trained(placed, on, tmp_path), in_memory(case))
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_whose_masters_visit_the_device_from_drives_is_trained_alike(model: str, tmp_path: Path) -> None:
+    case = Case(model=model, precision="fp32", clip=0.05)
+    placed = replace(case, parameters="device", strategy=VISITED)
+
+    same(trained(placed, emulated(1), tmp_path), in_memory(case))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("accelerator", "parameters", "strategy"), PLACES, ids=str)
