@@ -52,6 +52,7 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
             raise ValueError(f"expected a buffer of 1 B or more, got {nbytes} B")
         try:
             if nbytes < _LARGE:
+                self._pages.keep_at_most(idle_bytes)
                 return Buffer(torch.empty(nbytes, dtype=torch.uint8))
             return Buffer(self._pages.take(nbytes, idle_bytes))
         except (RuntimeError, MemoryError, OSError) as error:  # torch has no class of its own for this

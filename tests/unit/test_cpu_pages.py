@@ -38,6 +38,13 @@ def test_memory_of_another_size_is_given_back_to_the_system_where_nothing_may_be
         assert {other.nbytes, third.nbytes} == {SIZE, 2 * SIZE}
 
 
+def test_small_buffers_count_beside_what_is_idle_as_well() -> None:
+    with CpuAccelerator() as accelerator:
+        accelerator.free(accelerator.allocate(SIZE))
+        accelerator.allocate(60_000, idle_bytes=SIZE - 1)
+        assert accelerator._pages._idle == accelerator._pages._returned  # both are empty
+
+
 def test_memory_that_somebody_has_views_of_is_not_given_to_another() -> None:
     with CpuAccelerator() as accelerator:
         buffer = accelerator.allocate(SIZE)
