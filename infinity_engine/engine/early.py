@@ -30,20 +30,30 @@ _Piece = tuple[int, int]  # a parameter, and which piece of it
 class _Early:
     """A subgroup that is in a buffer."""
 
-    loading: IOEvent | None
     count: int  # of its segments
+    loading: IOEvent | None = None
+    loaded: bool = False
+    updating: bool = False  # or updated: an update that was interrupted has left nobody knows what
     arrived: dict[int, int] = field(default_factory=dict)  # those whose gradient is there: of which micro-batch
     steps: list[int] | None = None  # of each segment, once it is updated
     storing: IOEvent | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether it is here with all its gradients, and not updated yet."""
-        return self.loading is None and self.steps is None and len(self.arrived) == self.count
+        """Whether it is here with all its gradients, and no update of it was begun."""
+        return self.loaded and not self.updating and len(self.arrived) == self.count
+
+    def load(self, reading: IOEvent) -> None:
+        """Note what reads it."""
+        self.loading = reading
 
     def note_arrival(self) -> None:
         """Note that what was loaded is here."""
-        self.loading = None
+        self.loaded = True
+
+    def begin_update(self) -> None:
+        """Note that it is not what was loaded any more."""
+        self.updating = True
 
     def note_update(self, steps: list[int]) -> None:
         """Note that it is new here, with these step counts."""
@@ -107,6 +117,7 @@ class EarlyUpdates:
     def begin(self, inputs: StepInputs) -> None:
         """Begin to load what is expected first. What was begun already goes on."""
         if self._window is None:
+            self._swapped.begin_early(self._buffers)
             self._window = _Window(inputs, deque(self._order))
             self._fill()
 
@@ -128,10 +139,12 @@ class EarlyUpdates:
                 "is one backward() for each micro-batch, and no second gradient of one parameter in it (as with "
                 "reentrant checkpointing). Call zero_grad(), which takes the update back, or turn the setting off"
             )
-        if early is None or segment in early.arrived or format_ is not self._format:
+        visit = None if early is None else self._swapped.visit(subgroup)
+        takes = visit is not None and visit.has_place(segment, micro_batch) and format_ is self._format
+        if early is None or visit is None or not takes or segment in early.arrived:
             self._miss(subgroup)
             return False
-        self._swapped.here(subgroup).gradient(segment, micro_batch, gradient.numel()).copy_(gradient)
+        visit.gradient(segment, micro_batch, gradient.numel()).copy_(gradient)
         early.arrived[segment] = micro_batch  # its update waits for the next go_on: the taker's caller notes it first
         return True
 
@@ -152,12 +165,12 @@ class EarlyUpdates:
             subgroup = window.left.popleft()
             if subgroup in window.missed:
                 continue
-            loading = self._swapped.load_early(subgroup, free[-1], window.inputs.gradients)
-            window.here[subgroup] = free.pop()
-            self._early[subgroup] = _Early(loading, self._segment_counts[subgroup])
+            window.here[subgroup] = number = free.pop()
+            self._early[subgroup] = early = _Early(self._segment_counts[subgroup])
+            early.load(self._swapped.load_early(subgroup, number, window.inputs.gradients))
 
     def _advance(self, subgroup: int, early: _Early) -> None:
-        if early.loading is not None:
+        if early.loading is not None and not early.loaded:
             if not early.loading.done():
                 return
             try:
@@ -168,6 +181,8 @@ class EarlyUpdates:
             early.note_arrival()
         if early.complete:
             self._update(subgroup, early)
+        if early.steps is not None and early.storing is None:
+            self._store(subgroup, early)
         if early.storing is not None and early.storing.done():
             try:
                 early.storing.wait()
@@ -177,16 +192,21 @@ class EarlyUpdates:
 
     def _update(self, subgroup: int, early: _Early) -> None:
         assert self._window is not None, "there is a backward"
+        early.begin_update()
         early.note_update(self._states.update_early(subgroup, self._window.inputs))
+
+    def _store(self, subgroup: int, early: _Early) -> None:
+        assert self._window is not None, "there is a backward"
         early.store(self._swapped.store_early(subgroup, self._window.here[subgroup]))
 
     def _leave(self, subgroup: int, steps: list[int] | None) -> None:
-        """Let a subgroup's buffer be free; `steps`: it was made."""
+        """Let a subgroup's buffer be free; `steps`: it was made. Interrupted, it can be done again."""
         assert self._window is not None, "there is a backward"
-        self._swapped.leave_early(subgroup)
-        del self._early[subgroup], self._window.here[subgroup]
         if steps is not None:
             self._window.made[subgroup] = steps
+        self._swapped.leave_early(subgroup)
+        self._early.pop(subgroup, None)
+        self._window.here.pop(subgroup, None)
 
     def _miss(self, subgroup: int) -> None:
         """Leave a subgroup to the step, one of whose gradients goes to the drives."""
@@ -199,13 +219,12 @@ class EarlyUpdates:
         """Free a buffer of what is not updated; the gradients that are in it go to the drives."""
         assert self._window is not None, "there is a backward"
         self._window.missed.add(subgroup)
-        early, visit = self._early[subgroup], self._swapped.here(subgroup)
-        try:
+        early, visit = self._early[subgroup], self._swapped.visit(subgroup)
+        if visit is not None:
             for segment, micro_batch in early.arrived.items():
                 self._keep(*self._pieces[subgroup, segment], visit.gradient_memory(segment, micro_batch))
-        finally:
-            self._wait_for(early.loading, Wait.READS)
-            self._leave(subgroup, None)
+        self._wait_for(early.loading, Wait.READS)
+        self._leave(subgroup, None)
 
     def _wait_for(self, event: IOEvent | None, wait: Wait) -> None:
         """Wait for the end of I/O, whichever."""
@@ -237,20 +256,26 @@ class EarlyUpdates:
             try:
                 early.storing.wait()
             except TransferError:
-                early.store(self._swapped.store_early(subgroup, self._window.here[subgroup]))
+                self._store(subgroup, early)
                 early.storing.wait()
             self._leave(subgroup, early.steps)
+        self._swapped.end_early()
 
-    def end(self) -> dict[int, list[int]]:
-        """Forget the backward, which is settled; return the subgroups that were made, with their step counts."""
-        window, self._window = self._window, None
-        return {} if window is None else window.made
+    @property
+    def made(self) -> Mapping[int, list[int]]:
+        """The subgroups that were made in the backward, which is settled, with their step counts."""
+        return {} if self._window is None else self._window.made
+
+    def end(self) -> None:
+        """Forget the backward: what was made in it counts."""
+        self._window = None
 
     def drop(self) -> None:
         """Forget the backward and what was made in it."""
-        if self._window is not None:
-            for subgroup, early in list(self._early.items()):
-                self._wait_for(early.loading, Wait.READS)
-                self._wait_for(early.storing, Wait.WRITES)
-                self._leave(subgroup, None)
-            self._window = None
+        for subgroup, early in list(self._early.items()):
+            self._wait_for(early.loading, Wait.READS)
+            self._wait_for(early.storing, Wait.WRITES)
+            self._swapped.leave_early(subgroup)
+        self._early.clear()
+        self._swapped.end_early()
+        self._window = None

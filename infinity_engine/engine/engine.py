@@ -93,6 +93,7 @@ class Engine:
         self._stepping = False
         self._scaling = False
         self._recording = False
+        self._modifying = 0  # how many `gathered` have a body that may change trained parameters
         self._listing = False
         self._closed = False
         for each in self._known.values():
@@ -245,10 +246,7 @@ class Engine:
             parts.modules.let_go()
             parts.fetcher.give_up()
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
-        if parts.early is not None:
-            places = parts.states.adopt(parts.early.end())
-            if parts.fetcher is not None:
-                parts.fetcher.moved(places)
+        self._adopt_early()
         self._walk = self._executor.begin(parts.plan)
         if parts.deferral is None or parts.fetcher is None:
             self._end_update()
@@ -267,7 +265,7 @@ class Engine:
         """Begin to update what is complete, in the backward of the last micro-batch."""
         parts = self._parts
         last = self._micro_batches == parts.accumulation_steps - 1
-        if parts.early is not None and parts.early.inputs is None and last:
+        if parts.early is not None and parts.early.inputs is None and last and not self._modifying:
             parts.gradients.settle()  # those of earlier micro-batches are read
             parts.early.begin(StepInputs(parts.gradients, rules_of(self.optimizer), self._unscale()))
 
@@ -286,6 +284,15 @@ class Engine:
         if self._parts.early is not None:
             self._parts.early.settle()
 
+    def _adopt_early(self) -> None:
+        """Let what was made in the backward count, in a step that was begun. Interrupted, it can be done again."""
+        early, fetcher = self._parts.early, self._parts.fetcher
+        if early is not None and self._parts.states.begun:
+            places = self._parts.states.adopt(early.made)
+            if fetcher is not None:
+                fetcher.moved(places)
+            early.end()
+
     def _defer(self, walk: Walk) -> None:
         """Let what is left of an update wait until modules need it."""
         deferral, fetcher = self._parts.deferral, self._parts.fetcher
@@ -294,9 +301,15 @@ class Engine:
         fetcher.follow(DeferredUpdate(walk, deferral.subgroups))
 
     def _resume_update(self) -> None:
-        """Begin again with what a deferred update that failed has left."""
+        """Begin again with what a deferred update that failed has left; let no walk of an interrupted step go on."""
         self._drop_failed_walk()
-        if self._walk is None and self._counted:
+        if self._walk is not None and not self._counted:
+            with self._failing_ends():
+                self._walk.finish()
+            self._leave_walk()
+        if self._walk is None and self._counted and not self._parts.states.begun:
+            self._forget_gradients()
+        elif self._walk is None and self._counted:
             self._parts.states.resume_step()
             self._walk = self._executor.begin(self._parts.plan)
             self._defer(self._walk)
@@ -318,8 +331,14 @@ class Engine:
         if parts.fetcher is not None:
             parts.fetcher.follow(None)
         if self._counted:  # its step has ended
-            parts.gradients.clear()
-            self._counted = False
+            self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        """Drop the gradients of an update that was deferred, and is made."""
+        if self._parts.fetcher is not None:
+            self._parts.fetcher.follow(None)
+        self._parts.gradients.clear()
+        self._counted = False
 
     @contextmanager
     def _failing_ends(self) -> Iterator[None]:
@@ -331,10 +350,14 @@ class Engine:
 
     def _drop_failed_walk(self) -> None:
         if self._walk is not None and self._walk.failed:
-            self._walk = None
-            self._parts.states.note_arrivals()
-            if self._parts.fetcher is not None:
-                self._parts.fetcher.follow(None)
+            self._leave_walk()
+
+    def _leave_walk(self) -> None:
+        """Forget a walk that has ended before its step has."""
+        self._walk = None
+        self._parts.states.note_arrivals()
+        if self._parts.fetcher is not None:
+            self._parts.fetcher.follow(None)
 
     def _norm(self) -> GradientNorm:
         return self._parts.gradients.norm()
@@ -384,10 +407,16 @@ class Engine:
         known = [self._known[id(each)] for each in wanted if id(each) in self._known]
         for each in known:
             each.check_untouched()
+        changing = modify and any(isinstance(each, TrainedParameter) for each in known)
+        if changing:
+            self._check_not_early()
         self._settle_early()
         self._parts.gradients.start_writing()
         fetcher = self._parts.fetcher
-        with nullcontext() if fetcher is None else fetcher.gathered([each.number for each in known]):
+        with (
+            self._without_early() if changing else nullcontext(),
+            nullcontext() if fetcher is None else fetcher.gathered([each.number for each in known]),
+        ):
             yield
             if not modify:
                 for each in known:
@@ -399,6 +428,25 @@ class Engine:
                 if isinstance(each, TrainedParameter):
                     self._parts.states.set_master(each.number, each.parameter.detach().reshape(-1).float().cpu())
                 each.note_values()
+
+    def _check_not_early(self) -> None:
+        """Refuse to change parameters of which new values may have been made already, from those that they have."""
+        early = self._parts.early
+        if early is not None and early.inputs is not None:
+            raise RuntimeError(
+                "gathered(modify=True) came between backward() and step(), and with storage.early_updates the backward "
+                "has made new values from those that would be changed: change parameters after step() or before "
+                "backward(), or call zero_grad(), which takes the update back"
+            )
+
+    @contextmanager
+    def _without_early(self) -> Iterator[None]:
+        """Let no early update begin in the body."""
+        self._modifying += 1
+        try:
+            yield
+        finally:
+            self._modifying -= 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state dict as copies on the host, wherever its parameters are."""
@@ -491,6 +539,7 @@ class Engine:
         if not self._closed:
             failed: RuntimeError | None = None
             try:
+                self._adopt_early()
                 self._resume_update()
                 self._end_update()
             except RuntimeError as error:  # told at the end

@@ -356,7 +356,8 @@ class _DriveSlot:
 
     def take(self, gradient: torch.Tensor) -> None:
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
-        count, format_ = len(self.formats), Values.of(gradient).format
+        count = len(self.formats) if self._sum is None else self._outgoing.micro_batches  # which have a place
+        format_ = Values.of(gradient).format
         if self._taker is not None and self._taker(piece, format_, count):
             self.formats += (format_,)
             return

@@ -324,12 +324,11 @@ class StateKeeper:
             self._swapped.note_arrivals()
 
     def end_step(self) -> None:
-        """Note that every subgroup was updated."""
-        self._inputs = None
-        self._done.clear()
+        """Note that every subgroup was updated. Interrupted, it can be done again."""
         self._close_staging()
         if self._swapped is not None:
             self._swapped.end_step()
+        self._inputs, self._done = None, set()
 
     # --- before a step --------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,6 +62,33 @@ class Visit:
         """Return the memory that begins with that gradient."""
         return self.buffer.memory()[self.layout.gradients[segment][micro_batch] :]
 
+    def has_place(self, segment: int, micro_batch: int) -> bool:
+        """Tell whether there is one for the gradient of that micro-batch: what lies behind the last is the sum."""
+        return micro_batch < max(len(self.layout.gradients[segment]) - 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where states of subgroups and values of parameters are, and where what is made early of them goes."""
+
+    states: Mapping[int, Place]
+    new_states: Mapping[int, Place]
+    values: Mapping[int, Place]
+    new_values: Mapping[int, Place]
+    adopted: frozenset[int] = frozenset()  # the subgroups that this step has made early
+
+    def adopting(self, indices: Collection[int], parameters: Collection[int]) -> _Places:
+        """Return what is so when what was made early of these is what there is."""
+        states = {index: self.new_states[index] for index in indices}
+        values = {parameter: self.new_values[parameter] for parameter in parameters}
+        return _Places(
+            states={**self.states, **states},
+            new_states={**self.new_states, **{index: self.states[index] for index in states}},
+            values={**self.values, **values},
+            new_values={**self.new_values, **{parameter: self.values[parameter] for parameter in values}},
+            adopted=frozenset(indices),
+        )
+
 
 class SwappedStates:
     """The places of states on the drives, and where the values of parameters rest that do: `values`, by number.
@@ -88,25 +115,25 @@ class SwappedStates:
         self._swap = swap
         self._subgroups = {each.index: each for each in subgroups}
         self._layouts = layouts
-        self._values = dict(values)
         self._names = names
         self._width = width
         self._in_place = in_place
         self._pieces = pieces
         self._lanes = lanes
         self._buffers: list[Lease] = []
+        self._early_buffers: list[Lease] = []
         self._visits: dict[int, Visit] = {}
-        self._places = {
+        states = {
             index: swap.allocate(layout.states_bytes, holder=f"states of {self._about(index)}")
             for index, layout in layouts.items()
             if layout.states_bytes
         }
-        self._new_places = {
+        new_states = {
             index: swap.allocate(layouts[index].states_bytes, holder=f"new states of {self._about(index)}")
             for index in sorted(early)
         }
         parameters = {segment.parameter for index in early for segment in self._subgroups[index].segments}
-        self._new_values = {
+        new_values = {
             parameter: swap.allocate(
                 values[parameter].nbytes,
                 holder=f"new values of {names(parameter)}",
@@ -114,6 +141,7 @@ class SwappedStates:
             )
             for parameter in sorted(parameters)
         }
+        self._places = _Places(states, new_states, dict(values), new_values)
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -124,8 +152,9 @@ class SwappedStates:
         self._visits = {index: visit for index, visit in self._visits.items() if visit.updated}
 
     def end_step(self) -> None:
-        """Give the buffers back."""
+        """Give the buffers back. What was adopted is what there is from here on."""
         self._visits.clear()
+        self._places = replace(self._places, adopted=frozenset())
         while self._buffers:
             self._buffers.pop().close()
 
@@ -193,44 +222,45 @@ class SwappedStates:
 
     # --- before a step --------------------------------------------------------------------------------------------
 
+    def begin_early(self, buffers: int) -> None:
+        """Take the host buffers for early updates, or what is missing of them."""
+        for number in range(len(self._early_buffers), buffers):
+            self._early_buffers.append(self._lanes.host.lease_planned(early_slot(number)))
+
+    def end_early(self) -> None:
+        """Give them back. Nobody reads or writes there any more."""
+        while self._early_buffers:
+            self._early_buffers.pop().close()
+
     def load_early(self, index: int, buffer: int, gradients: GradientKeeper) -> IOEvent:
         """Begin to read a subgroup, and what there is of its gradients, into a buffer for early updates."""
         layout, segments = self._layouts[index], self._subgroups[index].segments
-        lease = self._lanes.host.lease_planned(early_slot(buffer))
-        visit = self._visits[index] = Visit(layout, lease, range(len(segments)))
-        try:
-            return self._read(LoadStates(subgroup=index, nbytes=layout.load_bytes, buffer=buffer), visit, gradients)
-        except BaseException:
-            self.leave_early(index)
-            raise
-
-    def here(self, index: int) -> Visit:
-        """Return the visit of a subgroup that is in a buffer."""
-        return self._visits[index]
+        visit = self._visits[index] = Visit(layout, self._early_buffers[buffer], range(len(segments)))
+        return self._read(LoadStates(subgroup=index, nbytes=layout.load_bytes, buffer=buffer), visit, gradients)
 
     def store_early(self, index: int, buffer: int) -> IOEvent:
         """Begin to write a subgroup that was updated to its new places."""
         visit = self._visits[index]
-        hops = self._state_hops(index, visit, self._swap.write, self._new_places)
-        hops += self._value_hops(index, visit, self._swap.write, self._new_values)
+        hops = self._state_hops(index, visit, self._swap.write, self._places.new_states)
+        hops += self._value_hops(index, visit, self._swap.write, self._places.new_values)
         op = StoreStates(subgroup=index, nbytes=visit.layout.store_bytes, buffer=buffer)
         self._count(Lane.NVME_WRITE, Cargo.STATES, visit.layout.states_bytes, op)
         self._count(Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(index, visit.wanted), op)
         return IOEvent(hops)
 
     def leave_early(self, index: int) -> None:
-        """Give the buffer of a subgroup back, which nobody reads or writes any more."""
-        self._visits.pop(index).buffer.close()
+        """Let the buffer of a subgroup be free, which nobody reads or writes any more."""
+        self._visits.pop(index, None)
 
     def adopt(self, indices: Collection[int]) -> dict[int, Place]:
-        """Let what was written early be what there is; return the new places of values, by parameter."""
-        for index in indices:
-            self._places[index], self._new_places[index] = self._new_places[index], self._places[index]
+        """Let what was written early be what there is; return the new places of values, by parameter.
+
+        Again, before the step has ended: changes nothing, so that one that was interrupted can go on.
+        """
         parameters = {segment.parameter for index in indices for segment in self._subgroups[index].segments}
-        for parameter in parameters:
-            old = self._values[parameter]
-            self._values[parameter], self._new_values[parameter] = self._new_values[parameter], old
-        return {parameter: self._values[parameter] for parameter in parameters}
+        if not self._places.adopted:
+            self._places = self._places.adopting(indices, parameters)
+        return {parameter: self._places.values[parameter] for parameter in parameters}
 
     # --- outside of steps -----------------------------------------------------------------------------------------
 
@@ -259,9 +289,11 @@ class SwappedStates:
     def close(self) -> None:
         """Give all memory and room back."""
         self.end_step()
-        for places in (self._places, self._new_places, self._new_values):
-            while places:
-                self._swap.release(places.popitem()[1])
+        self.end_early()
+        places, self._places = self._places, _Places({}, {}, {}, {})
+        for each in (places.states, places.new_states, places.new_values):
+            for place in each.values():
+                self._swap.release(place)
 
     # --- what goes where ------------------------------------------------------------------------------------------
 
@@ -279,7 +311,7 @@ class SwappedStates:
         if not nbytes:
             return []
         what = f"states of {self._about(index)}"
-        return [move((places or self._places)[index], visit.buffer.memory()[:nbytes], what=what)]
+        return [move((places or self._places.states)[index], visit.buffer.memory()[:nbytes], what=what)]
 
     def _value_hops(
         self, index: int, visit: Visit, move: Callable[..., Hop], places: Mapping[int, Place] | None = None
@@ -289,7 +321,7 @@ class SwappedStates:
             if number in visit.wanted:
                 segment = self._subgroups[index].segments[number]
                 start, nbytes = (self._width * each for each in (segment.first_element, segment.numel))
-                place = (places or self._values)[segment.parameter].part(start, nbytes)
+                place = (places or self._places.values)[segment.parameter].part(start, nbytes)
                 hops.append(move(place, memory[at : at + nbytes], what=self._names(segment.parameter)))
         return hops
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -38,6 +40,54 @@ def assert_same(one: Bits, other: Bits) -> None:
     assert one.keys() == other.keys()
     different = [name for name in one if not torch.equal(one[name], other[name])]
     assert not different
+
+
+class Roomy(Task):
+    """Two layers, and so many small parameters without gradients that there is room for sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(48, 48) for _ in range(2))
+        self.unused = torch.nn.ParameterList(torch.zeros(8) for _ in range(60))
+
+    def batch(self, seed: int) -> torch.Tensor:
+        return torch.randn(4, 48, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = batch.to(next(self.layers.parameters()).dtype)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.float().pow(2).mean()
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@contextmanager
+def interrupted_at(
+    line: int, files: tuple[str, ...] = ("engine/early.py", "engine/swapping.py")
+) -> Iterator[list[bool]]:
+    """Interrupt the body where the n-th line of what makes early updates begins; tell whether it was."""
+    seen, told = 0, [False]
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal seen
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        seen += event == "line"
+        if event == "line" and seen == line:
+            told[0] = True
+            raise Interrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield told
+    except Interrupt:
+        pass
+    finally:
+        sys.settrace(None)
 
 
 @contextmanager
@@ -134,6 +184,100 @@ def test_a_backward_that_fails_half_way_leaves_the_old_version(tmp_path: Path) -
         assert_same(bits_of(engine, task), before)
         train(engine, task, replace(case, steps=1), first=1)
         assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+
+
+@pytest.mark.parametrize("first", [1, 50, 98])
+def test_a_backward_that_is_interrupted_anywhere_can_be_taken_back(first: int, tmp_path: Path) -> None:
+    case = replace(EARLY, steps=2)
+    for line in range(first, 5000, 150):
+        with early(case, tmp_path) as (engine, task):
+            with interrupted_at(line) as told:
+                engine.backward(engine(task.batch(7)))
+            engine.zero_grad()
+            train(engine, task, replace(case, steps=1), first=1)
+            assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        if not told[0]:
+            return
+
+
+@pytest.mark.parametrize("files", [("engine/early.py", "engine/swapping.py"), ("engine/engine.py",)])
+@pytest.mark.parametrize("first", range(1, 23, 4))
+def test_a_step_that_is_interrupted_anywhere_goes_on_where_it_stopped(
+    first: int, files: tuple[str, ...], tmp_path: Path
+) -> None:
+    case = replace(EARLY, steps=2)
+    for line in range(first, 5000, 23):
+        with early(case, tmp_path) as (engine, task):
+            engine.backward(engine(task.batch(1)))
+            with interrupted_at(line, files) as told:
+                engine.step()
+            if told[0] and engine.steps == 1:
+                engine.step()
+            assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        if not told[0]:
+            return
+
+
+@pytest.mark.parametrize("line", range(10, 200, 37))
+def test_closing_after_a_step_that_was_interrupted_gives_all_back(line: int, tmp_path: Path) -> None:
+    with early(EARLY, tmp_path) as (engine, task):
+        engine.backward(engine(task.batch(1)))
+        with interrupted_at(line):
+            engine.step()
+        engine.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("more", [{0: 1}, {0: 3}, {1: 1}])
+def test_more_gradients_than_there_are_micro_batches_are_added_up_all_the_same(
+    more: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("support.nvme_training.MODELS", {"roomy": Roomy})
+    case = replace(EARLY, model="roomy", accumulation=3, steps=1, host=17_900_000)
+
+    def bits(case: Case, drive: Path | None) -> Bits:
+        with opened(case, None, drive) as (engine, task):
+            train(engine, task, case)
+            for micro_batch in range(3):
+                for again in range(1 + more.get(micro_batch, 0)):
+                    engine.backward(engine(task.batch(10 * micro_batch + again)))
+                engine.step()
+            return bits_of(engine, task)
+
+    memory = replace(case, early=False, host="256MiB", parameters="auto", strategy=Case().strategy)
+    assert_same(bits(case, tmp_path), bits(memory, None))
+
+
+def test_changing_parameters_of_which_new_values_may_be_made_is_refused(tmp_path: Path) -> None:
+    case = replace(EARLY, steps=2)
+    with early(case, tmp_path) as (engine, task):
+        engine.backward(engine(task.batch(1)))
+        for parameter in task.parameters():
+            with (
+                pytest.raises(RuntimeError, match=r"between backward\(\) and step\(\)"),
+                engine.gathered(parameter, modify=True),
+            ):
+                pass
+        engine.step()
+        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+
+
+def test_a_backward_within_a_body_that_changes_parameters_updates_nothing_early(tmp_path: Path) -> None:
+    case = replace(EARLY, steps=1)
+
+    def bits(case: Case, drive: Path | None) -> Bits:
+        with opened(case, None, drive) as (engine, task):
+            train(engine, task, case)
+            last = [each for each in task.parameters() if each.numel() > 1000][-1]
+            loss = engine(task.batch(1))
+            with engine.gathered(last, modify=True):
+                engine.backward(loss)
+                last.data.mul_(0.5)
+            engine.step()
+            return bits_of(engine, task)
+
+    memory = replace(case, early=False, host="256MiB", parameters="auto", strategy=Case().strategy)
+    assert_same(bits(case, tmp_path), bits(memory, None))
 
 
 def test_closing_between_backward_and_step_leaves_the_old_version(tmp_path: Path) -> None:
