@@ -130,7 +130,6 @@ class Engine:
         """Compute the gradients of `loss`, which with fp16 is scaled first."""
         self._check_whole()
         self._begin()
-        self._begin_early()
         if loss.numel() != 1:
             expected = "a tensor of one element, as Tensor.backward() needs"
             raise ConfigError(field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected)
@@ -140,6 +139,7 @@ class Engine:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        self._begin_early()
         scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
         self._scaling = True
         try:

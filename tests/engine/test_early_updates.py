@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,6 +41,24 @@ def assert_same(one: Bits, other: Bits) -> None:
     assert one.keys() == other.keys()
     different = [name for name in one if not torch.equal(one[name], other[name])]
     assert not different
+
+
+class Cut(Task):
+    """Layers whose weights lie in several subgroups each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [128, 100, 160, 128, 8]
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(one, other) for one, other in pairwise(widths))
+
+    def batch(self, seed: int) -> torch.Tensor:
+        return torch.randn(4, 128, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = batch.to(next(self.layers.parameters()).dtype)
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return x.float().pow(2).mean()
 
 
 class Roomy(Task):
@@ -138,6 +157,20 @@ def test_a_drive_that_is_late_by_chance_changes_no_bits(seed: int, tmp_path: Pat
         losses = train(engine, task, case)
         assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
     assert losses == in_memory(replace(case, host=0)).losses
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("host", [17_400_000, 17_600_000])  # with the second, states of some subgroups stay there
+def test_of_a_parameter_that_lies_in_several_subgroups_some_may_be_early_and_others_not(
+    host: int, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("support.nvme_training.MODELS", {"cut": Cut})
+    case = replace(EARLY, model="cut", accumulation=accumulation, steps=4, host=host)
+    delays = FaultPlan(seed=1).delay(probability=0.3, delay_us=3000)
+    with IOQueue(faults=delays) as queue, opened(case, None, tmp_path, queue=queue) as (engine, task):
+        train(engine, task, case)
+        bits = bits_of(engine, task)
+    assert_same(bits, in_memory(replace(case, host=0)).bits)
 
 
 def test_before_its_step_an_update_is_not_to_be_seen_and_afterwards_it_is_the_same(tmp_path: Path) -> None:
@@ -298,6 +331,18 @@ def test_hyperparameters_that_change_after_the_backward_are_refused(tmp_path: Pa
             engine.step()
         group["lr"] = lr
         engine.step()
+        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+
+
+def test_hyperparameters_can_change_after_a_backward_that_was_refused(tmp_path: Path) -> None:
+    case = replace(EARLY, steps=2)
+    with early(case, tmp_path) as (engine, task):
+        group = engine.optimizer.param_groups[0]
+        lr, group["lr"] = group["lr"], 7.0
+        with pytest.raises(ConfigError, match="loss"):
+            engine.backward(torch.zeros(2, requires_grad=True))
+        group["lr"] = lr
+        train(engine, task, replace(case, steps=1), first=1)
         assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
 
 
