@@ -93,7 +93,7 @@ class StateKeeper:
         self._state_names = tuple(state_names)
         self._lanes = lanes
         self._inputs: StepInputs | None = None
-        self._done: set[int] = set()
+        self._done: dict[int, list[int]] = {}  # subgroups that this step has updated: their step counts from its end on
         self._on_the_way: list[tuple[_Held, list[int], Event]] = []  # updated, and not yet home again
         homes = plan.homes()
         self._visits: dict[int, list[int]] = {}  # the step counts of what visits, as its update will leave them
@@ -311,7 +311,7 @@ class StateKeeper:
                 for nbytes in self._plan.staging_bytes[len(self._staging) :]:
                     self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
         if self._swapped is not None:
-            self._swapped.begin_step(len(self._plan.buffer_bytes))
+            self._swapped.begin_step(len(self._plan.buffer_bytes), self._done)
 
     def note_arrivals(self) -> None:
         """Count what visited the device and is home again as updated; what failed on the way is as it was."""
@@ -325,10 +325,12 @@ class StateKeeper:
 
     def end_step(self) -> None:
         """Note that every subgroup was updated. Interrupted, it can be done again."""
+        for index, steps in self._done.items():
+            self._held[index].steps[:] = steps
         self._close_staging()
         if self._swapped is not None:
             self._swapped.end_step()
-        self._inputs, self._done = None, set()
+        self._inputs, self._done = None, {}
 
     # --- before a step --------------------------------------------------------------------------------------------
 
@@ -346,8 +348,7 @@ class StateKeeper:
             return {}
         assert self._swapped is not None, "what is updated early rests on drives"
         for index, steps in made.items():
-            self._held[index].steps[:] = steps
-            self._done.add(index)
+            self._done[index] = list(steps)
         return self._swapped.adopt(made)
 
     # --- in a step ------------------------------------------------------------------------------------------------
@@ -474,10 +475,7 @@ class StateKeeper:
         return Values(flat.data_ptr(), segment.numel, format_, flat)
 
     def _note_update(self, held: _Held, steps: list[int]) -> None:
-        held.steps[:] = steps
-        self._done.add(held.subgroup.index)
-        if self._swapped is not None:
-            self._swapped.updated(held.subgroup.index)
+        self._done[held.subgroup.index] = list(steps)
 
     def _targets(self, held: _Held) -> tuple[Values | None, ...]:
         """Return where the host's update writes what modules compute with."""

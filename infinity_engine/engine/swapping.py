@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo
+from infinity_engine.errors import TransferError
 from infinity_engine.memory import Lease
 from infinity_engine.optim import NORM_BLOCK, Subgroup
 from infinity_engine.plan.ops import Lane, LoadStates, StoreStates
@@ -31,12 +32,14 @@ class Visit:
     layout: BufferLayout
     buffer: Lease
     wanted: Collection[int]  # of its segments, those that are updated
-    updated: bool = False
     storing: IOEvent | None = None
+    moving: list[Hop] = field(default_factory=list)  # each noted as it begins: whoever interrupts that is to wait
 
-    def note_update(self) -> None:
-        """Note that the subgroup is new here: it stays until it is stored."""
-        self.updated = True
+    def settle(self) -> None:
+        """Wait for all that reads or writes the buffer, whatever comes of it."""
+        for hop in self.moving:
+            with suppress(TransferError):
+                hop.wait()
 
     def store(self, writing: IOEvent | None) -> None:
         """Note what writes it; None: nothing does any more."""
@@ -145,11 +148,11 @@ class SwappedStates:
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def begin_step(self, buffers: int) -> None:
+    def begin_step(self, buffers: int, updated: Collection[int]) -> None:
         """Take the host buffers, and forget what an interrupted walk has loaded and not updated."""
         for number in range(len(self._buffers), buffers):
             self._buffers.append(self._lanes.host.lease_planned(buffer_slot(number)))
-        self._visits = {index: visit for index, visit in self._visits.items() if visit.updated}
+        self._visits = {index: visit for index, visit in self._visits.items() if index in updated}
 
     def end_step(self) -> None:
         """Give the buffers back. What was adopted is what there is from here on."""
@@ -187,16 +190,11 @@ class SwappedStates:
                 several = len(places[number]) > 1
                 into = [memory[at:] for at in places[number][: -1 if several else None]]
                 read = gradients.read(segment.parameter, self._pieces[op.subgroup][number], into)
+                visit.moving.extend(read)
                 hops += read
                 moved += len(read) * self._width * segment.numel
         self._count(Lane.NVME_READ, Cargo.GRADIENTS, moved, op)
         return IOEvent(hops)
-
-    def updated(self, index: int) -> None:
-        """Note that a subgroup in a buffer is new there: it stays until it is stored."""
-        visit = self._visits.get(index)
-        if visit is not None:
-            visit.note_update()
 
     def store(self, op: StoreStates) -> IOEvent | None:
         """Begin to write a subgroup that was updated to the drives."""
@@ -249,8 +247,11 @@ class SwappedStates:
         return IOEvent(hops)
 
     def leave_early(self, index: int) -> None:
-        """Let the buffer of a subgroup be free, which nobody reads or writes any more."""
-        self._visits.pop(index, None)
+        """Let the buffer of a subgroup be free, once nobody reads or writes it any more."""
+        visit = self._visits.get(index)
+        if visit is not None:
+            visit.settle()
+            self._visits.pop(index, None)
 
     def adopt(self, indices: Collection[int]) -> dict[int, Place]:
         """Let what was written early be what there is; return the new places of values, by parameter.
@@ -311,7 +312,8 @@ class SwappedStates:
         if not nbytes:
             return []
         what = f"states of {self._about(index)}"
-        return [move((places or self._places.states)[index], visit.buffer.memory()[:nbytes], what=what)]
+        visit.moving.append(move((places or self._places.states)[index], visit.buffer.memory()[:nbytes], what=what))
+        return visit.moving[-1:]
 
     def _value_hops(
         self, index: int, visit: Visit, move: Callable[..., Hop], places: Mapping[int, Place] | None = None
@@ -322,7 +324,8 @@ class SwappedStates:
                 segment = self._subgroups[index].segments[number]
                 start, nbytes = (self._width * each for each in (segment.first_element, segment.numel))
                 place = (places or self._places.values)[segment.parameter].part(start, nbytes)
-                hops.append(move(place, memory[at : at + nbytes], what=self._names(segment.parameter)))
+                visit.moving.append(move(place, memory[at : at + nbytes], what=self._names(segment.parameter)))
+                hops.append(visit.moving[-1])
         return hops
 
     def _nbytes_of_values(self, index: int, wanted: Collection[int]) -> int:
