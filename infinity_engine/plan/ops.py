@@ -54,8 +54,8 @@ class Op:
 
     @property
     def amount(self) -> int:
-        """How much work it is, in what its lane's rate counts: bytes or parameters."""
-        raise NotImplementedError
+        """How much work it is, in what its lane's rate counts: bytes or parameters. Each kind says that."""
+        raise NotImplementedError(f"{self.name} is no kind of op: expected a CopyOp or an UpdateOp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

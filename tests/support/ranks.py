@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import pickle
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ class Rank:
     error: BaseException | None = None
     trace: str = ""
     exitcode: int | None = None
-    seconds: float = 0.0
 
 
 def launch(size: int, program: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Rank]:
@@ -41,7 +39,6 @@ def launch(size: int, program: Callable[..., Any], *arguments: Any, timeout_s: f
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    began = time.monotonic()
     processes, ends = [], []
     for rank in range(size):
         here, there = context.Pipe(duplex=False)
@@ -50,7 +47,7 @@ def launch(size: int, program: Callable[..., Any], *arguments: Any, timeout_s: f
         there.close()
         processes.append(process)
         ends.append(here)
-    ranks = _collect(ends, began, timeout_s)
+    ranks = _collect(ends, timeout_s)
     for process in processes:
         process.join(timeout_s)
         if process.is_alive():
@@ -58,12 +55,12 @@ def launch(size: int, program: Callable[..., Any], *arguments: Any, timeout_s: f
             process.join()
     del store
     return [
-        Rank(rank.value, rank.error, rank.trace, process.exitcode, rank.seconds)
+        Rank(rank.value, rank.error, rank.trace, process.exitcode)
         for rank, process in zip(ranks, processes, strict=True)
     ]
 
 
-def _collect(ends: Sequence[Connection], began: float, timeout_s: float) -> list[Rank]:
+def _collect(ends: Sequence[Connection], timeout_s: float) -> list[Rank]:
     ranks = {number: Rank() for number in range(len(ends))}
     open_ends = dict(zip(ends, ranks, strict=True))
     ticks = 0  # and no clock, which goes on while a whole machine is held
@@ -75,9 +72,9 @@ def _collect(ends: Sequence[Connection], began: float, timeout_s: float) -> list
             number = open_ends.pop(end)
             try:
                 value, error, trace = pickle.loads(end.recv_bytes())
-                ranks[number] = Rank(value, error, trace, seconds=time.monotonic() - began)
+                ranks[number] = Rank(value, error, trace)
             except EOFError:  # it was killed
-                ranks[number] = Rank(seconds=time.monotonic() - began)
+                ranks[number] = Rank()
     return list(ranks.values())
 
 

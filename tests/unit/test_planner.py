@@ -282,8 +282,6 @@ def test_a_rate_that_the_plan_needs_is_asked_for() -> None:
 @pytest.mark.parametrize(("host", "nvme"), [(30.0, 0.0), (30.0, 100.0), (4.0, 100.0), (2.6, 100.0)])
 def test_every_byte_of_a_tier_is_for_something(bits: int, unified: bool, host: float, nvme: float) -> None:
     training = training_of(SMALL, bits=bits)
-    if host < 30 and not nvme:
-        pytest.skip("nothing fits")
     decision = decide(training, means(0 if unified else 3.0, host, nvme, unified=unified))
     report = report_of(decision)
 
