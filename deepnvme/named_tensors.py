@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,8 +104,13 @@ class NamedTensors:
                 self.holdings.give_back(records)
                 raise
 
-    def read(self, held: Mapping[str, Record], target: Callable[[str, Record], Any]) -> dict[str, Any]:
-        """Read held tensors into what `target` returns for each, which this returns, and let them go."""
+    def read(
+        self, held: Mapping[str, Record], target: Callable[[str, Record], Any], new: Container[str] = ()
+    ) -> dict[str, Any]:
+        """Read held tensors into what `target` returns for each, which this returns, and let them go.
+
+        What it returns for names in `new` was made just then.
+        """
         results = dict.fromkeys(held)
 
         def memory(name: str) -> Memory:
@@ -113,7 +118,7 @@ class NamedTensors:
             return memory_of(results[name], writable=True)
 
         with self._until_read(held):
-            self.io.read(held, memory)
+            self.io.read(held, memory, new)
         return results
 
     def damage(self, name: str, progress: Callable[[str, int], None]) -> list[Damage]:

@@ -200,7 +200,8 @@ class TensorStore:
         wanted = list(dict.fromkeys(names))
         with self._tensors.opened() as holdings:
             held = holdings.hold(wanted)
-        return self._tensors.read(held, partial(self._target, out or {}))
+        given = out or {}
+        return self._tensors.read(held, partial(self._target, given), held.keys() - given.keys())
 
     def delete(self, name: str) -> None:
         """Forget a tensor. Its space is used again when no commit holds it any more.
@@ -293,7 +294,7 @@ class TensorStore:
         """
         with self._tensors.opened() as holdings:
             structure, kinds, held = holdings.hold_state(name)
-        found = self._tensors.read(held, lambda leaf, record: empty(record.dtype, record.shape, kinds[leaf]))
+        found = self._tensors.read(held, lambda leaf, record: empty(record.dtype, record.shape, kinds[leaf]), held)
         return unflatten(structure, {leaf.removeprefix(f"{name}/"): tensor for leaf, tensor in found.items()})
 
     def put_tree(self, name: str, structure: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
@@ -152,8 +152,11 @@ class TensorIO:
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def read(self, wanted: Mapping[str, Record], target: Callable[[str], Memory]) -> None:
+    def read(self, wanted: Mapping[str, Record], target: Callable[[str], Memory], new: Container[str] = ()) -> None:
         """Fill the memory that `target` returns for each name, which it is asked for while the drives are busy.
+
+        That of the names in `new` was just made, and its pages lie scattered: large tensors travel there through
+        staging memory as well, as drives take up to twice as long for scattered pages.
 
         Raises:
             ChecksumError: the drive returned other bytes than were written.
@@ -164,6 +167,8 @@ class TensorIO:
             for name, record in wanted.items():
                 if len(record.places) == 3 and record.places[2] <= SMALL_BYTES:  # one extent
                     small.append(name)
+                elif name in new:
+                    self._read_staged(name, record, target(name), pipeline)
                 else:
                     self._read_alone(name, record, target(name), pipeline)
             small.sort(key=lambda name: wanted[name].places)
@@ -176,6 +181,23 @@ class TensorIO:
             piece = memory.part(start, length)
             batch = pipeline.start(length, land=partial(self._check_piece, name, record, start, piece))
             self._fetch(slices(extents, start, length), piece, batch)
+
+    def _read_staged(self, name: str, record: Record, memory: Memory, pipeline: Pipeline) -> None:
+        extents = record.extents
+        for start, length in _in_turns(extents):
+            staging, piece = self._staged.take(pipeline), memory.part(start, length)
+            batch = pipeline.start(
+                staging.nbytes,
+                land=partial(self._land_piece, name, record, start, staging, piece),
+                release=partial(self._staged.give, staging),
+            )
+            self._fetch(slices(extents, start, length), staging.part(0, length), batch)
+
+    def _land_piece(self, name: str, record: Record, start: int, staging: Memory, piece: Memory) -> None:
+        places = range(0, piece.nbytes, CHECKSUM_BYTES)
+        sizes = [min(CHECKSUM_BYTES, piece.nbytes - place) for place in places]
+        parts = [piece.part(place, nbytes) for place, nbytes in zip(places, sizes, strict=True)]
+        _check(name, record, start, scatter(staging, places, sizes, parts, summing=self._summing))
 
     def _check_piece(self, name: str, record: Record, start: int, piece: Memory) -> None:
         if self._summing and record.checksums is not None:

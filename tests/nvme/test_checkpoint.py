@@ -268,6 +268,23 @@ def test_a_bad_byte_is_found(tmp_path: Path) -> None:
         load(tmp_path / "s")
 
 
+@pytest.mark.parametrize("at", [0, 8 * MIB - 1, 9 * MIB, 17 * MIB + 4])
+@pytest.mark.parametrize("ours", [False, True], ids=["into new memory", "into memory that is there"])
+def test_a_bad_byte_of_a_tensor_of_several_pieces_is_named(tmp_path: Path, at: int, ours: bool) -> None:
+    whole = np.arange(17 * MIB + 5, dtype=np.uint32).astype(np.uint8)
+    out = np.empty_like(whole) if ours else None
+    with TensorStore.create([tmp_path / "s"], 18 * MIB) as store:
+        store.put("w", whole)
+        store.commit()
+        assert np.array_equal(store.get("w", out), whole)
+        with (tmp_path / "s/data").open("r+b") as data:
+            data.seek(PAGE + at)
+            data.write(bytes([whole[at] ^ 1]))
+
+        with pytest.raises(ChecksumError, match=f"'w'.* {at // MIB * MIB}"):
+            store.get("w", out)
+
+
 def test_load_says_where_there_is_nothing(tmp_path: Path) -> None:
     with pytest.raises(VolumeError, match="holds no volume"):
         load(tmp_path)
