@@ -29,7 +29,7 @@ constexpr std::array<std::uint32_t, 4> setup_ladder = {
 };
 
 // So many completions at once halve what waking costs. The rest has to keep the drive at work meanwhile.
-constexpr unsigned several = 4;
+constexpr unsigned several = 2;
 constexpr unsigned least_beside_several = 3;
 
 // Linux 5.13: from then on buffers can be registered while the wake-up's read is in flight.
