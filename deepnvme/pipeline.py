@@ -131,14 +131,14 @@ class Pipeline:
 
 
 class Staged:
-    """Staging memory for a few operations, registered with queues. Any thread may ask.
+    """Staging memory for a few operations of up to `run_bytes`, registered with queues. Any thread may ask.
 
     That of one operation is made when it is first needed, that of the others when a second one needs its own.
     """
 
     def __init__(self, queues: Collection[IOQueue], *, runs: int = _STAGED_RUNS, run_bytes: int = RUN_BYTES) -> None:
         self._queues = queues
-        self._run_bytes = run_bytes
+        self.run_bytes = run_bytes
         self._taking = threading.Lock()
         self._making = threading.Lock()
         self._to_make = (1, runs - 1) if runs > 1 else (1,)  # runs of each pool
@@ -165,8 +165,8 @@ class Staged:
     def _free_block(self, pools: Iterable[Pool]) -> memoryview | None:
         with self._taking:
             for pool in pools:
-                if pool.largest_free >= self._run_bytes:
-                    return pool.buffer(self._run_bytes)
+                if pool.largest_free >= self.run_bytes:
+                    return pool.buffer(self.run_bytes)
         return None
 
     def _make_more(self, before: tuple[Pool, ...]) -> None:
@@ -176,7 +176,7 @@ class Staged:
                 raise ClosedError("what this staging memory belongs to is closed")
             if self._pools != before:  # another thread did
                 return
-            pool = Pool(self._to_make[len(before)] * whole_pages(self._run_bytes))
+            pool = Pool(self._to_make[len(before)] * whole_pages(self.run_bytes))
             self._pools = (*before, pool)  # first: interrupted, it costs more CPU, and close() knows of it
             for queue in self._queues:
                 queue.use_pool(pool)

@@ -115,7 +115,7 @@ class TensorIO:
             start, piece = unsummed.popleft()
             sums[start] = checksums_of(piece)
 
-        for start, length in _in_turns(extents):
+        for start, length in _in_turns(extents, _PIECE_BYTES):
             piece = memory.part(start, length)
             self._store(slices(extents, start, length), piece, pipeline.start(length))
             unsummed.append((start, piece))
@@ -177,14 +177,14 @@ class TensorIO:
 
     def _read_alone(self, name: str, record: Record, memory: Memory, pipeline: Pipeline) -> None:
         extents = record.extents
-        for start, length in _in_turns(extents):
+        for start, length in _in_turns(extents, _PIECE_BYTES):
             piece = memory.part(start, length)
             batch = pipeline.start(length, land=partial(self._check_piece, name, record, start, piece))
             self._fetch(slices(extents, start, length), piece, batch)
 
     def _read_staged(self, name: str, record: Record, memory: Memory, pipeline: Pipeline) -> None:
         extents = record.extents
-        for start, length in _in_turns(extents):
+        for start, length in _in_turns(extents, min(_PIECE_BYTES, self._staged.run_bytes)):
             staging, piece = self._staged.take(pipeline), memory.part(start, length)
             batch = pipeline.start(
                 staging.nbytes,
@@ -234,7 +234,7 @@ class TensorIO:
         """Read a tensor and yield what of it is wrong."""
         self.refuse_if_forked()
         buffer = memory_of(bytearray(min(_PIECE_BYTES, record.nbytes)), writable=True)
-        for start, length in _pieces(record.nbytes):
+        for start, length in _pieces(record.nbytes, _PIECE_BYTES):
             batch = Batch()
             try:
                 self._fetch(slices(record.extents, start, length), buffer.part(0, length), batch)
@@ -307,13 +307,13 @@ def _piece_of(name: str, record: Record) -> Piece[str]:
     return Piece(member, offset, nbytes, name)
 
 
-def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
+def _pieces(nbytes: int, most: int) -> Iterator[tuple[int, int]]:
     """Yield start and length of the pieces in which a tensor travels."""
-    for start in range(0, nbytes, _PIECE_BYTES):
-        yield start, min(_PIECE_BYTES, nbytes - start)
+    for start in range(0, nbytes, most):
+        yield start, min(most, nbytes - start)
 
 
-def _in_turns(extents: Sequence[Extent]) -> list[tuple[int, int]]:
+def _in_turns(extents: Sequence[Extent], most: int) -> list[tuple[int, int]]:
     """Return the same pieces in an order in which all drives have something to do until the end."""
     totals: dict[int, int] = {}
     for extent in extents:
@@ -322,12 +322,12 @@ def _in_turns(extents: Sequence[Extent]) -> list[tuple[int, int]]:
     share: dict[int, float] = {}  # how much of what its drive holds lies before a piece, by where that begins
     begin = 0
     for extent in extents:
-        first = -(-begin // _PIECE_BYTES) * _PIECE_BYTES
-        for start in range(first, begin + extent.nbytes, _PIECE_BYTES):
+        first = -(-begin // most) * most
+        for start in range(first, begin + extent.nbytes, most):
             share[start] = (passed[extent.member] + start - begin) / totals[extent.member]
         passed[extent.member] += extent.nbytes
         begin += extent.nbytes
-    return sorted(_pieces(begin), key=lambda piece: share[piece[0]])
+    return sorted(_pieces(begin, most), key=lambda piece: share[piece[0]])
 
 
 def _differing(record: Record, start: int, sums: Sequence[int]) -> Iterator[tuple[int, int]]:

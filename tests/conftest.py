@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,34 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.session import SHARED
 
-def pytest_configure() -> None:
+_FOLDER = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Let Ctrl-C interrupt, and let no property fail for being slow."""
     # A shell's background job is started with SIGINT ignored, and its children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy machine")
+    worker = getattr(config, "workerinput", None)  # of pytest-xdist
+    if worker is None:
+        config.stash[_FOLDER] = tempfile.TemporaryDirectory(prefix="tests-")
+    config.stash[SHARED] = Path(config.stash[_FOLDER].name if worker is None else worker["shared"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist which folder it shares with the others."""
+    node.workerinput["shared"] = str(node.config.stash[SHARED])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what was shared."""
+    if _FOLDER in config.stash:
+        config.stash[_FOLDER].cleanup()
 
 
 @pytest.fixture

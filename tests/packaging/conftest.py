@@ -7,51 +7,68 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
-import tempfile
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from support.session import SHARED
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class WheelBuild:
-    """A build under way. It ends with the session at the latest, and takes what it made with it."""
+    """A build in a folder that all workers of a session share: whoever begins it first builds for all."""
 
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="wheel-")
-        self._wheels = Path(self._folder.name) / "wheels"
-        self._log = Path(self._folder.name) / "log"
+    def __init__(self, shared: Path) -> None:
+        self._folder = shared / "wheel-build"
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir()
+            self._process = self._begin()
+
+    def result(self) -> Path:
+        """Wait for the wheel; fail with what the build said if it failed."""
+        while not self._status.exists():
+            time.sleep(0.1)
+        status = self._status.read_text().strip()
+        log = self._folder / "log"
+        assert status == "0", f"exit status {status}\n{log.read_text(errors='replace')}"
+        (wheel,) = (self._folder / "wheels").iterdir()
+        return wheel
+
+    def end(self, *, early: bool) -> None:
+        """Leave nothing running: wait for what was begun here, which others may want, or stop it if all end early."""
+        if self._process is None:
+            return
+        if early and self._process.poll() is None:
+            shell = psutil.Process(self._process.pid)
+            for each in [shell, *shell.children(recursive=True)]:  # parents first, so that no more is started
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+        self._process.wait()
+
+    @property
+    def _status(self) -> Path:
+        return self._folder / "status"
+
+    def _begin(self) -> subprocess.Popen[bytes]:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", ".", "--no-deps"]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                ["nice", *pip, "--no-build-isolation", "--wheel-dir", self._wheels],
+        line = shlex.join(["nice", *pip, "--no-build-isolation", "--wheel-dir", str(self._folder / "wheels")])
+        status = shlex.quote(str(self._status))
+        with (self._folder / "log").open("wb") as log:
+            return subprocess.Popen(
+                ["sh", "-c", f"{line}; echo $? > {status}.new; mv {status}.new {status}"],
                 cwd=ROOT,
                 env={**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": "2"},  # a compiler takes much memory, too
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-
-    def result(self) -> Path:
-        """Wait for the wheel; fail with what the build said if it failed."""
-        status = self._process.wait()
-        assert status == 0, f"exit status {status}\n{self._log.read_text(errors='replace')}"
-        (wheel,) = self._wheels.iterdir()
-        return wheel
-
-    def end(self) -> None:
-        """Stop what still runs, parents first, so that no more is started, and delete everything."""
-        if self._process.poll() is None:
-            pip = psutil.Process(self._process.pid)
-            for each in [pip, *pip.children(recursive=True)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
-            self._process.wait()
-        self._folder.cleanup()
 
 
 BUILD = pytest.StashKey[WheelBuild]()
@@ -69,15 +86,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the build if a test that was selected needs it."""
-    if any(map(needs_wheel, session.items)) and not session.config.option.collectonly:
-        session.config.stash[BUILD] = WheelBuild()
+    if not any(map(needs_wheel, session.items)) or session.config.option.collectonly:
+        return
+    session.config.stash[BUILD] = WheelBuild(session.config.stash[SHARED])
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Leave nothing running, whichever way the session ends."""
-    build = session.config.stash.get(BUILD, None)
-    if build is not None:
-        build.end()
+    if BUILD in session.config.stash:
+        ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
+        session.config.stash[BUILD].end(early=not ended or bool(session.shouldfail or session.shouldstop))
 
 
 @pytest.fixture(scope="session")
