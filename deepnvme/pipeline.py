@@ -151,6 +151,14 @@ class Staged:
         It is free again when it was given back, and at the latest when nobody holds it: Ctrl-C cannot lose it.
         """
         while True:
+            memory = self.take_unless_others_have_it(pipeline)
+            if memory is not None:
+                return memory
+            time.sleep(_UNTIL_ROOM_S)
+
+    def take_unless_others_have_it(self, pipeline: Pipeline) -> Memory | None:
+        """Return free memory for one run as `take` does, or None where other calls have all of it. Waits for none."""
+        while True:
             pools = self._pools
             block = self._free_block(pools)
             if block is not None:
@@ -158,7 +166,7 @@ class Staged:
             if len(pools) < len(self._to_make):
                 self._make_more(pools)
             elif pipeline.empty:
-                time.sleep(_UNTIL_ROOM_S)
+                return None
             else:
                 pipeline.finish_oldest()
 

@@ -28,6 +28,9 @@ from deepnvme.volume import Volume
 __all__ = ["Damage", "TensorIO"]
 
 _PIECE_BYTES = 8 << 20  # of a large tensor: one is summed while the drives are busy with others
+_LARGE_RUNS = 4  # of each drive
+_STAGED_DRIVES = 2  # up to so many one thread keeps up with, which copies
+_STAGED_BYTES = 4 << 20  # pieces from here on travel through one on their way to new memory
 _UNSUMMED = 4  # pieces that a write has begun before the first of them is summed: beside its transfer, that costs least
 
 
@@ -48,7 +51,10 @@ class TensorIO:
         self._volume = volume
         self._summing = summing
         self._owner = os.getpid()
-        self._staged = Staged(set(volume.queues))
+        queues = set(volume.queues)
+        self._staged = Staged(queues)
+        # Large ones neither wait for it nor let small ones wait.
+        self._staged_large = Staged(queues, runs=_LARGE_RUNS * min(_STAGED_DRIVES, len(volume.queues)))
 
     @property
     def is_forked(self) -> bool:
@@ -94,6 +100,7 @@ class TensorIO:
     def close(self) -> None:
         """Let go of the staging memory, which queues that go on would keep. Whoever reads or writes has ended."""
         self._staged.close()
+        self._staged_large.close()
 
     def _write_alone(self, tensor: Storable, taken: list[Extent], pipeline: Pipeline) -> Record:
         extents = self._volume.allocate(tensor.nbytes)
@@ -155,8 +162,8 @@ class TensorIO:
     def read(self, wanted: Mapping[str, Record], target: Callable[[str], Memory], new: Container[str] = ()) -> None:
         """Fill the memory that `target` returns for each name, which it is asked for while the drives are busy.
 
-        That of the names in `new` was just made, and its pages lie scattered: large tensors travel there through
-        staging memory as well, as drives take up to twice as long for scattered pages.
+        That of the names in `new` was just made, and its pages lie scattered: large pieces travel there through staging
+        memory as well, where other calls leave some, as drives take up to twice as long for scattered pages.
 
         Raises:
             ChecksumError: the drive returned other bytes than were written.
@@ -167,7 +174,7 @@ class TensorIO:
             for name, record in wanted.items():
                 if len(record.places) == 3 and record.places[2] <= SMALL_BYTES:  # one extent
                     small.append(name)
-                elif name in new:
+                elif name in new and len(self._volume.queues) <= _STAGED_DRIVES:
                     self._read_staged(name, record, target(name), pipeline)
                 else:
                     self._read_alone(name, record, target(name), pipeline)
@@ -184,12 +191,17 @@ class TensorIO:
 
     def _read_staged(self, name: str, record: Record, memory: Memory, pipeline: Pipeline) -> None:
         extents = record.extents
-        for start, length in _in_turns(extents, min(_PIECE_BYTES, self._staged.run_bytes)):
-            staging, piece = self._staged.take(pipeline), memory.part(start, length)
+        for start, length in _in_turns(extents, min(_PIECE_BYTES, self._staged_large.run_bytes)):
+            piece = memory.part(start, length)
+            staging = self._staged_large.take_unless_others_have_it(pipeline) if length >= _STAGED_BYTES else None
+            if staging is None:
+                batch = pipeline.start(length, land=partial(self._check_piece, name, record, start, piece))
+                self._fetch(slices(extents, start, length), piece, batch)
+                continue
             batch = pipeline.start(
                 staging.nbytes,
                 land=partial(self._land_piece, name, record, start, staging, piece),
-                release=partial(self._staged.give, staging),
+                release=partial(Staged.give, staging),
             )
             self._fetch(slices(extents, start, length), staging.part(0, length), batch)
 
@@ -197,7 +209,8 @@ class TensorIO:
         places = range(0, piece.nbytes, CHECKSUM_BYTES)
         sizes = [min(CHECKSUM_BYTES, piece.nbytes - place) for place in places]
         parts = [piece.part(place, nbytes) for place, nbytes in zip(places, sizes, strict=True)]
-        _check(name, record, start, scatter(staging, places, sizes, parts, summing=self._summing))
+        summing = self._summing and record.checksums is not None
+        _check(name, record, start, scatter(staging, places, sizes, parts, summing=summing))
 
     def _check_piece(self, name: str, record: Record, start: int, piece: Memory) -> None:
         if self._summing and record.checksums is not None:

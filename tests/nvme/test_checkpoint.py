@@ -26,6 +26,7 @@ from deepnvme import (
     save,
 )
 from deepnvme.checkpoint import capacity_for
+from deepnvme.pipeline import Pipeline
 from support.nvme_io import PAGE
 
 MIB = 1 << 20
@@ -283,6 +284,23 @@ def test_a_bad_byte_of_a_tensor_of_several_pieces_is_named(tmp_path: Path, at: i
 
         with pytest.raises(ChecksumError, match=f"'w'.* {at // MIB * MIB}"):
             store.get("w", out)
+
+
+def test_large_tensors_are_got_while_others_have_all_staging_memory(tmp_path: Path) -> None:
+    whole = np.arange(17 * MIB + 5, dtype=np.uint32).astype(np.uint8)
+    with TensorStore.create([tmp_path / "s"], 20 * MIB) as store, Pipeline() as others:
+        store.put("w", whole)
+        store.commit()
+        staged = store._tensors.io._staged_large
+        taken = []
+        while (run := staged.take_unless_others_have_it(others)) is not None:
+            taken.append(run)
+
+        assert len(taken) == 4
+        assert np.array_equal(store.get("w"), whole)
+        store.put("small", whole[:PAGE])
+        assert np.array_equal(store.get("small"), whole[:PAGE])
+        store.commit()
 
 
 def test_load_says_where_there_is_nothing(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ class WheelBuild:
             for each in [shell, *shell.children(recursive=True)]:  # parents first, so that no more is started
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
+            self._status.write_text("of none: the worker that built was stopped")  # or others would wait for it
         self._process.wait()
 
     @property
