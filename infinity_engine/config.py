@@ -23,6 +23,7 @@ __all__ = [
     "Backend",
     "Checksum",
     "EngineConfig",
+    "Overlap",
     "ParametersAt",
     "Precision",
     "Recording",
@@ -50,6 +51,13 @@ class ParametersAt(Enum):
     DEVICE = "device"  # Where modules compute.
     HOST = "host"  # Fetched to the device around the modules that need them.
     NVME = "nvme"  # Likewise, but for small ones, from the drives of the budget.
+
+
+class Overlap(Enum):
+    """Whether the end of an update goes on beside the next forward, which waits for the parameters that it needs."""
+
+    AUTO = "auto"  # Where the device has memory of its own, or states rest on drives.
+    OFF = "off"  # No: step() ends the update.
 
 
 class Accelerator(Enum):
@@ -341,6 +349,13 @@ class EngineConfig(_Settings):
             _member(ParametersAt),
             "where parameters stay; host, nvme: fetched around the modules that need them; auto: device, else host, "
             "where they fit there",
+        ),
+    )
+    overlap: Overlap = field(
+        default=Overlap.AUTO,
+        metadata=_about(
+            _member(Overlap),
+            "whether the end of an update goes on beside the next forward (strategies.md); off: step() ends it",
         ),
     )
     accumulation_steps: int = field(

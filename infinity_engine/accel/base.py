@@ -223,6 +223,12 @@ class Accelerator(ABC):
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back. Every event of an operation that uses it must have passed; views of it are dead."""
 
+    def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:  # noqa: B027  # where memory is freed at once
+        """Let a tensor's memory, which others allocated, be nobody's before `stream` has done what it was given.
+
+        Whoever submitted a copy of it need not keep it then.
+        """
+
     def forget_idle(self) -> None:  # noqa: B027  # most keep nothing
         """Keep nothing of what was given back."""
 

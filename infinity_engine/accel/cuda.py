@@ -3,10 +3,11 @@
 Copies are asynchronous where the host's side is page-locked; one warning says where it is not. Imports no CUDA until an
 accelerator is made. tests/gpu/test_accel_cuda.py is what has to pass on a machine with a GPU.
 
-[Note: why no record_stream] torch's allocator gives a freed block away at once to whoever allocates on the same stream,
-and knows nothing of other streams that still use it. Buffers are allocated on a stream of their own that runs nothing,
-so they share blocks with nobody else's tensors, and `free` comes when every event of their use has passed. So a block
-that is given away is in use nowhere, and the allocator has nothing to watch.
+[Note: why no record_stream for buffers] torch's allocator gives a freed block away at once to whoever allocates on the
+same stream, and knows nothing of other streams that still use it. Buffers are allocated on a stream of their own that
+runs nothing, so they share blocks with nobody else's tensors, and `free` comes when every event of their use has
+passed. So a block that is given away is in use nowhere, and the allocator has nothing to watch. What others allocated
+in their own streams, as autograd does gradients, is another matter: `outlives` is for that.
 """
 
 from __future__ import annotations
@@ -104,6 +105,10 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back to torch's allocator."""
         buffer.release()
+
+    def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Let torch's allocator give the tensor's memory away only when `stream` has done what it was given."""
+        tensor.record_stream(self.torch_stream(stream))
 
     def memory(self) -> DeviceBytes:
         """Return what the driver says. What torch's allocator keeps for later counts as taken."""

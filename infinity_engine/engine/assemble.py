@@ -20,11 +20,12 @@ from deepnvme.checksum import CHECKSUM_BYTES
 from deepnvme.extents import PAGE
 from deepnvme.probing import find_mount, read_mounts
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
-from infinity_engine.config import Checksum, EngineConfig, Precision, Recording
+from infinity_engine.config import Checksum, EngineConfig, Overlap, Precision, Recording
+from infinity_engine.engine.awaiting import AwaitedParameters
 from infinity_engine.engine.built import BuiltModel, originals_of
 from infinity_engine.engine.calibrating import with_rates
 from infinity_engine.engine.choosing import choose
-from infinity_engine.engine.deferred import subgroups_of
+from infinity_engine.engine.deferred import Follower, subgroups_of
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.engine import Deferral, Engine, EngineParts
@@ -194,7 +195,11 @@ def _parts(
         early=_early_updates(sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes),
         fetcher=fetcher,
         modules=modules,
-        deferral=_deferral(sizing, plan, records),
+        deferral=None
+        if config.overlap is Overlap.OFF
+        else _deferral(
+            sizing, plan, fetcher, records, lambda: AwaitedParameters(model, trained, gradients.has, Hooks())
+        ),
         scale=LossScale(dynamic=sizing.formats.parameter is FloatFormat.FP16),
         autocast=_dtype(sizing) if autocast else None,
         accumulation_steps=config.accumulation_steps,
@@ -343,17 +348,25 @@ def _warn_of_memory(directories: Iterable[str]) -> None:
             )
 
 
-def _deferral(sizing: Sizing, plan: Plan, records: Collection[int]) -> Deferral | None:
+def _deferral(
+    sizing: Sizing,
+    plan: Plan,
+    fetcher: ParameterFetcher | None,
+    records: Collection[int],
+    awaited: Callable[[], Follower],
+) -> Deferral | None:
     """Return what of an update can wait until modules need it, None where all of it has to be made in the step.
 
-    What waits is fetched; an update that visits the device takes the memory that it would be fetched to.
+    On one memory that gains nothing, but where drives are at work; what is not fetched there nobody would wait for.
     """
-    if not plan.steps.buffer_bytes or plan.steps.staging_bytes or not records:
+    if sizing.unified and not (fetcher and records and plan.steps.buffer_bytes):
         return None
     now = [
-        each.index for each in sizing.subgroups if any(segment.parameter not in records for segment in each.segments)
+        each.index
+        for each in sizing.subgroups
+        if fetcher and any(segment.parameter not in records for segment in each.segments)
     ]
-    return Deferral(now=now, subgroups=subgroups_of(sizing.subgroups))
+    return Deferral(now=now, subgroups=subgroups_of(sizing.subgroups), follower=fetcher or awaited())
 
 
 def _swapped(

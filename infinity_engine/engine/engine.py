@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from infinity_engine.engine.deferred import DeferredUpdate
+from infinity_engine.engine.deferred import DeferredUpdate, Follower
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.fetching import FetchingStats, ParameterFetcher
@@ -46,6 +46,7 @@ class Deferral:
 
     now: Collection[int]
     subgroups: Mapping[int, Sequence[int]]  # of each parameter
+    follower: Follower  # who lets modules wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,18 +175,21 @@ class Engine:
             parts.meter.micro_batch()
             if self._micro_batches < parts.accumulation_steps:
                 return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
-        for each in parts.trained:
-            each.check_untouched()
+        if not parts.states.begun:  # else what has changed values may be what the step has begun
+            for each in parts.trained:
+                each.check_untouched()
+        before = self._steps
         try:
             with parts.telemetry.timed("update"):
                 result = self._update()
         finally:
             for each in parts.trained:
                 each.note_values()
-        counted = self._counted
         if self._walk is None:
             parts.gradients.clear()
             self._counted = False
+        else:
+            self._count()
         self._micro_batches = 0
         if parts.fetcher is not None:
             parts.fetcher.end_step()
@@ -193,16 +197,16 @@ class Engine:
         parts.drives.count()
         parts.meter.end_step(result, in_time=fetching.in_time, late=fetching.late)
         self._recording = False
-        if result.outcome is Outcome.UPDATED and not counted:
-            self._counted = self._walk is not None
-            self._steps += 1
+        if self._steps > before:
             self._tell_optimizer()
         parts.drives.warn_of_wear()
         return result
 
     def zero_grad(self) -> None:
         """Drop the gradients that have come, as if there had been no backward."""
-        self._check_whole()
+        self._check_whole(deferred_too=False)
+        if self._walk is not None:  # its gradients are in use, and none has come since
+            return
         if self._parts.early is not None:
             self._parts.early.drop()
         self._parts.gradients.clear()
@@ -248,13 +252,13 @@ class Engine:
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
         self._adopt_early()
         self._walk = self._executor.begin(parts.plan)
-        if parts.deferral is None or parts.fetcher is None:
+        if parts.deferral is None:
             self._end_update()
         else:
             with self._failing_ends():
                 self._walk.poll()
-                self._walk.finish(parts.deferral.now)
-            self._defer(self._walk)
+                self._walk.arrive(parts.deferral.now)
+                self._defer(self._walk)
         if parts.fetcher is not None:
             parts.fetcher.changed(each.number for each in parts.trained)
         parts.scale.step_made()
@@ -295,10 +299,14 @@ class Engine:
 
     def _defer(self, walk: Walk) -> None:
         """Let what is left of an update wait until modules need it."""
-        deferral, fetcher = self._parts.deferral, self._parts.fetcher
+        deferral = self._parts.deferral
         assert deferral is not None, "this engine defers"
-        assert fetcher is not None, "what waits is fetched"
-        fetcher.follow(DeferredUpdate(walk, deferral.subgroups))
+        deferral.follower.follow(DeferredUpdate(walk, deferral.subgroups, self._end_update))
+
+    def _follow_no_more(self) -> None:
+        """Let modules have all parameters: there is no update under way."""
+        if self._parts.deferral is not None:
+            self._parts.deferral.follower.follow(None)
 
     def _resume_update(self) -> None:
         """Begin again with what a deferred update that failed has left; let no walk of an interrupted step go on."""
@@ -325,18 +333,21 @@ class Engine:
             return
         with self._failing_ends():
             walk.finish()
+        self._count()
         self._walk = None
         parts.states.note_arrivals()
         parts.states.end_step()
-        if parts.fetcher is not None:
-            parts.fetcher.follow(None)
-        if self._counted:  # its step has ended
-            self._forget_gradients()
+        self._follow_no_more()
+        self._forget_gradients()
+
+    def _count(self) -> None:
+        """Count a step whose update will be made whatever happens: interrupted from here on, it is not made again."""
+        if not self._counted:
+            self._steps, self._counted = self._steps + 1, True
 
     def _forget_gradients(self) -> None:
         """Drop the gradients of an update that was deferred, and is made."""
-        if self._parts.fetcher is not None:
-            self._parts.fetcher.follow(None)
+        self._follow_no_more()
         self._parts.gradients.clear()
         self._counted = False
 
@@ -353,11 +364,9 @@ class Engine:
             self._leave_walk()
 
     def _leave_walk(self) -> None:
-        """Forget a walk that has ended before its step has."""
+        """Forget a walk that has ended before its step has. Who asks for what it has not made is told so again."""
         self._walk = None
         self._parts.states.note_arrivals()
-        if self._parts.fetcher is not None:
-            self._parts.fetcher.follow(None)
 
     def _norm(self) -> GradientNorm:
         return self._parts.gradients.norm()
@@ -548,6 +557,7 @@ class Engine:
             if self._parts.modules is not None:
                 self._parts.modules.let_go()
             self._parts.hooks.remove()
+            self._follow_no_more()
             if self._parts.early is not None:
                 self._parts.early.drop()
             self._parts.gradients.clear()

@@ -7,7 +7,6 @@ to modules as the parameter's own data; else they see NaN. Decides nothing about
 from __future__ import annotations
 
 import gc
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ import torch
 from infinity_engine.engine.deferred import DeferredUpdate
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
-from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
+from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, absent
 from infinity_engine.errors import CapacityError, TraceMismatch, TransferError
 from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Event, Lease, PinnedPool, Views
@@ -90,10 +89,12 @@ class ParameterFetcher:
         self._ahead = 0  # all that is needed before this position of the trace is here, or on its way
         self._fetched = self._fetched_bytes = self._in_time = self._late = 0
         where = lanes.accelerator.torch_device
-        self._absent = {number: _absent(self._parameters[number], where) for number in records}
-        for number, absent in self._absent.items():
-            self._parameters[number].show(absent)
-            self._parameters[number].note_values()
+        self._absent = {}
+        for number in records:
+            each = self._parameters[number]
+            self._absent[number] = absent(each.dtype, each.parameter.shape, where)
+            each.show(self._absent[number])
+            each.note_values()
         lanes.device.attach(self)
 
     # --- what modules need ----------------------------------------------------------------------------------------
@@ -393,6 +394,9 @@ class ParameterFetcher:
         try:
             return self._lanes.device.lease(self._nbytes[number], holder=self._holder(number), views=Views.KEEP)
         except CapacityError as error:
+            if self._update is not None:  # whose staging sets may be in the way
+                self._update.end()
+                return self._lease(number)
             raise CapacityError(
                 tier=error.tier,
                 asked=error.asked,
@@ -478,11 +482,3 @@ class ParameterFetcher:
         self._ahead = min(self._ahead, self._trace.next_use(number))
         with suppress(Exception):
             here.transfer.result()  # else the mover keeps what nobody was told
-
-
-def _absent(each: ModelParameter, where: torch.device) -> torch.Tensor:
-    """Return what modules see of a parameter that is not here: who reads it gets NaN, who writes to it an error."""
-    dtype = each.dtype
-    nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-    one = torch.full((), nothing, dtype=dtype, device=where)
-    return one.expand(each.parameter.shape)

@@ -472,7 +472,10 @@ def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
         return None
     made = lanes.accelerator.record(lanes.compute)
     if lanes.accelerator.torch_device.type != "cpu":
-        return _copy_down(lanes, piece, lease, made)
+        event = _copy_down(lanes, piece, lease, made)
+        assert lanes.download is not None, "copies are between two memories"
+        lanes.accelerator.outlives(piece, lanes.download)  # autograd lets go of it, and its stream knows of no copy
+        return event
     # Emulated: what autograd made is in no device memory yet.
     with lanes.meter.waits(Wait.GRADIENTS):  # until there is room
         source = lanes.device.lease(piece.numel(), holder="gradients on their way")

@@ -5,9 +5,10 @@ Hooks call what they are given and decide nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, ItemsView, ValuesView
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.nn.modules.module import (
@@ -83,6 +84,18 @@ class Hooks:
         self._watched.append((module, parameters))
         module.__dict__["_parameters"] = _WatchedParameters(parameters, read)
 
+    def on_any_use(
+        self,
+        module: torch.nn.Module,
+        read: Callable[[object], None],
+        listed: Callable[[], None],
+        copied: Callable[[], None],
+    ) -> None:
+        """As `on_read`; and call `listed` before all of the module's own are listed, `copied` before it is copied."""
+        parameters = module._parameters
+        self._watched.append((module, parameters))
+        module.__dict__["_parameters"] = _AwaitedParameters(parameters, read, listed, copied)
+
     def on_state_dict(self, module: torch.nn.Module, check: Callable[[], None]) -> None:
         """Call `check` before a state dict of the module is made."""
 
@@ -114,14 +127,18 @@ class Hooks:
             return False
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Take all hooks off. Interrupted, it can be done again."""
         while self._handles:
-            self._handles.pop().remove()
+            self._handles[-1].remove()
+            self._handles.pop()
         while self._watched:
-            module, before = self._watched.pop()
-            before.clear()
-            before.update(module._parameters)  # what was added or taken away meanwhile
-            module.__dict__["_parameters"] = before
+            module, before = self._watched[-1]
+            now = module._parameters
+            if now is not before:
+                before.clear()
+                before.update(now)  # what was added or taken away meanwhile
+                module.__dict__["_parameters"] = before
+            self._watched.pop()
 
 
 class _WatchedParameters(dict[str, "torch.nn.Parameter | None"]):
@@ -136,11 +153,42 @@ class _WatchedParameters(dict[str, "torch.nn.Parameter | None"]):
         self._read(parameter)
         return parameter
 
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+    def __reduce_ex__(self, _protocol: object) -> Any:
         raise TypeError(
             "a model whose parameters an engine fetches cannot be copied or pickled, as its values are not there: take "
             "engine.state_dict(), or close the engine first"
         )
 
-    def __deepcopy__(self, _memo: object) -> NoReturn:
-        self.__reduce_ex__(None)
+    def __deepcopy__(self, memo: object) -> Any:
+        return self.__reduce_ex__(memo)
+
+
+class _AwaitedParameters(_WatchedParameters):
+    """Such that can be listed, copied and pickled as well, once that was told."""
+
+    def __init__(
+        self,
+        parameters: dict[str, torch.nn.Parameter | None],
+        read: Callable[[object], None],
+        listed: Callable[[], None],
+        copied: Callable[[], None],
+    ) -> None:
+        super().__init__(parameters, read)
+        self._listed = listed
+        self._copied = copied
+
+    def items(self) -> ItemsView[str, torch.nn.Parameter | None]:  # type: ignore[override]  # dict's own view
+        self._listed()
+        return super().items()
+
+    def values(self) -> ValuesView[torch.nn.Parameter | None]:  # type: ignore[override]  # dict's own view
+        self._listed()
+        return super().values()
+
+    def __reduce_ex__(self, _protocol: object) -> Any:
+        self._copied()
+        return dict, (dict(super().items()),)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._copied()
+        return copy.deepcopy(dict(super().items()), memo)

@@ -19,7 +19,7 @@ from infinity_engine.engine.parameters import ModelParameter
 from infinity_engine.errors import ConfigError
 from infinity_engine.schedule import Use
 
-__all__ = ["ModuleParameters", "check_modules"]
+__all__ = ["ModuleParameters", "check_modules", "is_compiled"]
 
 
 def check_modules(model: torch.nn.Module) -> None:
@@ -29,14 +29,19 @@ def check_modules(model: torch.nn.Module) -> None:
         ConfigError: one does not run in Python.
     """
     for name, module in model.named_modules():
-        compiled = "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
-        if compiled or isinstance(module, torch.jit.ScriptModule):
+        if is_compiled(module):
             expected = (
                 "a module that is not compiled, as parameters are fetched around modules: what is compiled reads them "
                 'where no hook can fetch them. Give the device a larger budget and parameters="device", or do not '
                 "compile it"
             )
             raise ConfigError(field=f"module {name or 'model'}", value=type(module).__name__, expected=expected)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Tell whether a module does not run in Python, so that hooks may not see what it reads."""
+    compiled = "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or isinstance(module, torch.jit.ScriptModule)
 
 
 @dataclass(slots=True)

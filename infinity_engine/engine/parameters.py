@@ -5,6 +5,7 @@ Sees when somebody else changed one. Takes no gradients, moves and updates nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ import torch
 
 from infinity_engine.errors import ConfigError
 
-__all__ = ["ModelParameter", "TrainedParameter", "collect_frozen", "collect_parameters"]
+__all__ = ["ModelParameter", "TrainedParameter", "absent", "collect_frozen", "collect_parameters"]
 
 
 @dataclass(eq=False)
@@ -83,21 +84,27 @@ class ModelParameter:
         return self.parameter.data_ptr(), self.parameter._version
 
 
+def absent(dtype: torch.dtype, shape: torch.Size, where: torch.device) -> torch.Tensor:
+    """Return what a parameter shows whose values are not there: who reads it gets NaN, who writes to it an error."""
+    nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), nothing, dtype=dtype, device=where).expand(shape)
+
+
 @dataclass(eq=False)
 class TrainedParameter(ModelParameter):
-    """One parameter of the optimizer: `number` is its place there, `group` that of its parameter group."""
+    """One parameter of the optimizer: `number` is its place among them, `group` that of its parameter group."""
 
     group: int
 
 
 def collect_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TrainedParameter, ...]:
-    """Return the optimizer's parameters that are to be trained, in its order.
+    """Return the optimizer's parameters that are to be trained, in the model's order: about that of their use.
 
     Raises:
         ConfigError: one is not the model's, or is of a kind that cannot be trained here; or none is left.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: list[TrainedParameter] = []
+    groups: dict[int, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names.get(id(parameter))
@@ -110,10 +117,14 @@ def collect_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
                 )
             _check(name, parameter)
             if parameter.requires_grad:
-                found.append(TrainedParameter(len(found), name, parameter, number))
-    if not found:
+                groups[id(parameter)] = number
+    if not groups:
         raise ConfigError(field="optimizer", value="no parameter that requires a gradient", expected="at least one")
-    return tuple(found)
+    listed = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in groups]
+    return tuple(
+        TrainedParameter(number, name, parameter, groups[id(parameter)])
+        for number, (name, parameter) in enumerate(listed)
+    )
 
 
 def collect_frozen(model: torch.nn.Module, trained: Collection[TrainedParameter]) -> tuple[ModelParameter, ...]:

@@ -363,8 +363,8 @@ class StateKeeper:
         held = self._held[op.subgroup]
         if isinstance(op, LoadStates | StoreStates):
             return self._load_or_store(op, held)
-        if self._swapped is not None and self._swapped.has(op.subgroup) and self._visit(held) is None:
-            return None  # an interrupted step has done all of it
+        if self._was_done(held):
+            return None
         if isinstance(op, UpdateOnHost):
             self._update(op, held, self._state_in(self._states_of(held), held, held.steps), self._targets(held))
             return None
@@ -373,6 +373,16 @@ class StateKeeper:
         if self._unified:
             return None
         return self._move(op, held, after)
+
+    def _was_done(self, held: _Held) -> bool:
+        """Tell whether an interrupted step has left nothing of a subgroup but, where it rests on drives, to store it.
+
+        What visits is updated when it is home again, and staging sets have others' bytes by then.
+        """
+        index = held.subgroup.index
+        if self._swapped is not None and self._swapped.has(index) and self._visit(held) is None:
+            return True
+        return held.home is Home.VISITING and index in self._done
 
     def _load_or_store(self, op: LoadStates | StoreStates, held: _Held) -> IOEvent | None:
         inputs, swapped = self._inputs, self._swapped

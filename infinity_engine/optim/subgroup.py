@@ -40,7 +40,7 @@ class Segment:
     """The piece of one parameter that one subgroup holds."""
 
     parameter: int
-    """Which one, in the optimizer's order."""
+    """Which one, in the order of trained parameters."""
     first_element: int
     """Where the piece begins in the parameter."""
     numel: int

@@ -48,6 +48,16 @@ _INPUT: Mapping[type[Op], type[Op] | None] = MappingProxyType(
 _INPUT_AT_HOME = MappingProxyType({**_INPUT, DownloadStates: DownloadParameters})
 
 
+# What brings new parameters to where they stay; the last of them in a subgroup.
+_ARRIVES: Mapping[Tier, tuple[type[Op], ...]] = MappingProxyType(
+    {
+        Tier.DEVICE: (UpdateOnDevice, UploadParameters),
+        Tier.HOST: (UpdateOnHost, DownloadParameters),
+        Tier.NVME: (UpdateOnHost, DownloadParameters, StoreStates),
+    }
+)
+
+
 class Home(Enum):
     """Where a subgroup is updated, and where its states stay between updates: the host's may rest on the drives."""
 
@@ -124,6 +134,10 @@ class StepPlan:
     buffer_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("staging_bytes", "buffer_bytes"):
+            sizes = getattr(self, name)
+            if min(sizes, default=0) < 0:
+                raise ConfigError(field=f"StepPlan.{name}", value=sizes, expected="sizes of 0 or more bytes")
         _Check(self).all()
 
     def homes(self) -> dict[int, Home]:
@@ -135,6 +149,11 @@ class StepPlan:
             elif isinstance(op, UpdateOnDevice):
                 found[op.subgroup] = Home.RESIDENT if op.staging is None else Home.VISITING
         return found
+
+    def arrivals(self) -> dict[int, int]:
+        """Return, for each subgroup, the op after which its new parameters are where the plan leaves them."""
+        kinds = _ARRIVES[self.parameters]
+        return {op.subgroup: number for number, op in enumerate(self.ops) if isinstance(op, kinds)}
 
     def params_at(self, home: Home) -> int:
         """Return how many parameters are updated there."""

@@ -68,10 +68,8 @@ class Walk:
         self._order = deque(plan.submission_order())
         self._events: dict[int, Event | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
-        self._ops_of: dict[int, list[int]] = {}
-        for number, op in enumerate(plan.ops):
-            self._ops_of.setdefault(op.subgroup, []).append(number)
-        self._ended: set[int] = set()  # subgroups
+        self._arrivals = plan.arrivals()
+        self._arrived: set[int] = set()  # subgroups
         self._failure: RuntimeError | None = None
 
     @property
@@ -79,15 +77,18 @@ class Walk:
         """Whether an op has failed."""
         return self._failure is not None
 
-    def has_ended(self, subgroup: int) -> bool:
-        """Tell whether every op of a subgroup has ended well. Does not wait."""
-        if subgroup in self._ended:
-            return True
-        for number in self._ops_of.get(subgroup, ()):
+    def has_arrived(self, subgroup: int) -> bool:
+        """Tell whether the new parameters of a subgroup are where the plan leaves them. Does not wait.
+
+        Raises:
+            RuntimeError: an op failed, as `finish` says.
+        """
+        number = self._arrivals[subgroup]
+        if subgroup not in self._arrived:
             event = self._events.get(number)
             if number not in self._events or (event is not None and not event.done()):
                 return False
-        self.finish([subgroup])
+            self.arrive([subgroup])
         return True
 
     def poll(self) -> None:
@@ -103,14 +104,26 @@ class Walk:
                 self._submit_others()
             self._advance()
 
-    def finish(self, subgroups: Iterable[int] | None = None) -> None:
-        """Carry out every op that is left, or those of these subgroups and what is before them, and wait for their end.
+    def arrive(self, subgroups: Iterable[int]) -> None:
+        """Go on until the new parameters of these subgroups are where the plan leaves them.
+
+        Raises:
+            RuntimeError: an op failed, as `finish` says.
+        """
+        chosen = [index for index in subgroups if index not in self._arrived]
+        self._reach([self._arrivals[index] for index in chosen])
+        self._arrived.update(chosen)
+
+    def finish(self) -> None:
+        """Carry out every op that is left, and wait for the end of all.
 
         Raises:
             RuntimeError: an op failed; names it. Those that were submitted have ended, later ones were not begun.
         """
-        chosen = [index for index in (self._ops_of if subgroups is None else subgroups) if index not in self._ended]
-        wanted = [number for index in chosen for number in self._ops_of.get(index, ())]
+        self._reach(range(len(self._plan.ops)))
+
+    def _reach(self, wanted: Sequence[int]) -> None:
+        """Carry out these ops and what is before them, and wait for their end."""
         with self._telling():
             while any(number not in self._events for number in wanted):
                 if self._order:
@@ -119,7 +132,6 @@ class Walk:
                     self._let_go_of_one()
             for number in wanted:
                 self._wait_for(number)
-        self._ended.update(chosen)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

@@ -8,18 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from infinity_engine.plan.ops import (
-    DownloadParameters,
-    Lane,
-    Op,
-    StoreStates,
-    UpdateOnDevice,
-    UpdateOnHost,
-    UploadParameters,
-)
+from infinity_engine.plan.ops import Lane
 from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import StepPlan
-from infinity_engine.plan.tier import Tier
 from infinity_engine.plan.timing import LaneClocks, OpTime
 
 __all__ = ["Simulation", "simulate"]
@@ -53,16 +44,7 @@ class Simulation:
 
     def ready_ns(self) -> dict[int, int]:
         """Return, by the index of each subgroup, when its new parameters are where the plan leaves them."""
-        arrivals: Mapping[Tier, tuple[type[Op], ...]] = {
-            Tier.DEVICE: (UpdateOnDevice, UploadParameters),
-            Tier.HOST: (UpdateOnHost, DownloadParameters),
-            Tier.NVME: (UpdateOnHost, DownloadParameters, StoreStates),
-        }
-        return {
-            op.subgroup: time.end_ns
-            for op, time in zip(self.plan.ops, self.times, strict=True)
-            if isinstance(op, arrivals[self.plan.parameters])
-        }
+        return {subgroup: self.times[number].end_ns for subgroup, number in self.plan.arrivals().items()}
 
     def step_ns(self, forward_ns: int) -> int:
         """Return when the next forward ends at the earliest, if it begins before the last updates are done.

@@ -63,7 +63,8 @@ def engine(
     emulation = Emulation(rates=RATES, capacity_bytes=1 << 20, clock=clock, timeline_kept=timeline_kept, fault=fault)
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    given = {"budget": {"host": "1MiB", "device": "1MiB"}, "subgroup_numel": WEIGHT, "rates": RATES, **settings}
+    memory = {"budget": {"host": "1MiB", "device": "1MiB"}, "subgroup_numel": WEIGHT}
+    given = {**memory, "rates": RATES, "overlap": "off", **settings}  # so that a step's figures are of its own update
     with (
         emulated_accelerator(emulation) as device,
         infinity_engine.initialize(model, optimizer, device=device, strategy=strategy, **given) as made,

@@ -198,7 +198,8 @@ def test_a_step_that_failed_on_a_link_is_finished_by_the_next_call(failing: Stre
 
     rates, capacity = RATES, 16 << 20
     with emulated_accelerator(Emulation(rates=rates, capacity_bytes=capacity, fault=fault)) as device:
-        settings = {"strategy": {"name": "interleaved", "share": 0.5}, "rates": rates, "subgroup_numel": 4096}
+        interleaved = {"name": "interleaved", "share": 0.5}
+        settings = {"strategy": interleaved, "rates": rates, "subgroup_numel": 4096, "overlap": "off"}
         budget = {"host": "64MiB", "device": "8MiB"}
         with engine(device=device, budget=budget, **settings) as made, engine(**settings) as untroubled:
             train(made, seed=1)
@@ -248,7 +249,8 @@ def test_a_refused_step_that_ended_nowhere_leaves_nothing_mixed() -> None:
         return RuntimeError("the link is down") if failing else None
 
     with emulated_accelerator(Emulation(rates=RATES, capacity_bytes=16 << 20, fault=fault)) as device:
-        settings: dict[str, object] = {"strategy": {"name": "interleaved", "share": 1.0}, "rates": RATES}
+        interleaved = {"name": "interleaved", "share": 1.0}
+        settings: dict[str, object] = {"strategy": interleaved, "rates": RATES, "overlap": "off"}
         budget = {"host": "64MiB", "device": "8MiB"}
         with engine(device=device, budget=budget, **settings) as made, engine(**settings) as untroubled:
             made.backward(made(torch.randn(4, 20, generator=torch.Generator().manual_seed(0))).pow(2).mean())

@@ -107,6 +107,24 @@ def test_a_recorded_event_covers_what_modules_launched(device: CudaAccelerator) 
     assert event.done()
 
 
+def test_what_others_allocated_is_not_given_away_before_its_copy_has_ended(
+    device: CudaAccelerator, pool: deepnvme.Pool
+) -> None:
+    compute, down = device.stream(StreamKind.COMPUTE), device.stream(StreamKind.D2H)
+    expected, target = noisy(pool), pool.empty_tensor((NBYTES,), torch.uint8).zero_()
+    gradient = expected.cuda()  # in torch's own stream, as autograd's are
+    device.wait_for(down, device.run(spin, stream=device.stream(StreamKind.COLLECTIVE), cost=COST))
+
+    copied = device.copy(target, gradient, stream=down, after=[device.record(compute)])
+    device.outlives(gradient, down)
+    del gradient
+    others = [torch.zeros(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(4)]  # one would have that memory
+    copied.wait()
+
+    assert torch.equal(target, expected)
+    assert not any(other.any() for other in others)
+
+
 def test_many_buffers_through_three_slots_keep_their_bytes(device: CudaAccelerator, pool: deepnvme.Pool) -> None:
     nbytes = 4 << 20
     up, compute, down = (device.stream(kind) for kind in (StreamKind.H2D, StreamKind.COMPUTE, StreamKind.D2H))

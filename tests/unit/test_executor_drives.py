@@ -148,7 +148,7 @@ def some_of(walk: Walk, plan: StepPlan, chance: random.Random) -> None:
         if chance.random() < 0.7:
             walk.poll()
         else:
-            walk.finish([chance.choice(plan.subgroups).index])
+            walk.arrive([chance.choice(plan.subgroups).index])
 
 
 @settings(max_examples=100, deadline=None)

@@ -56,6 +56,13 @@ def mixed() -> StepPlan:
 # --- what can be asked of a plan ---------------------------------------------------------------------------------
 
 
+def test_sizes_below_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"StepPlan\.staging_bytes.*0 or more bytes"):
+        plan_of(*HOST_OPS, staging_bytes=(480, -1))
+    with pytest.raises(ConfigError, match=r"StepPlan\.buffer_bytes.*0 or more bytes"):
+        replace(plan_of(*HOST_OPS, staging_bytes=()), buffer_bytes=(-1,))
+
+
 def test_a_plan_knows_where_each_subgroup_is_updated() -> None:
     assert mixed().homes() == {0: Home.HOST, 1: Home.VISITING, 2: Home.RESIDENT}
 
