@@ -173,8 +173,10 @@ class SwappedStates:
         """Begin to read what of a subgroup rests on the drives and is needed to update its segments `wanted`."""
         if op.subgroup in self._visits:  # an interrupted step has updated it
             return None
-        layout = self._layouts[op.subgroup]
-        visit = self._visits[op.subgroup] = Visit(layout, self._buffers[op.buffer], wanted)
+        layout, buffer = self._layouts[op.subgroup], self._buffers[op.buffer]
+        for index in [index for index, visit in self._visits.items() if visit.buffer is buffer]:
+            del self._visits[index]  # it is stored: what is in the buffer from here on is not its own
+        visit = self._visits[op.subgroup] = Visit(layout, buffer, wanted)
         return self._read(op, visit, gradients) if wanted else None
 
     def _read(self, op: LoadStates, visit: Visit, gradients: GradientKeeper) -> IOEvent:

@@ -85,14 +85,17 @@ class Interrupt(BaseException):
 
 @contextmanager
 def interrupted_at(
-    line: int, files: tuple[str, ...] = ("engine/early.py", "engine/swapping.py")
+    line: int, files: tuple[str, ...] = ("engine/early.py", "engine/swapping.py"), function: str | None = None
 ) -> Iterator[list[bool]]:
-    """Interrupt the body where the n-th line of what makes early updates begins; tell whether it was."""
+    """Interrupt the body where the n-th line of what makes early updates begins; tell whether it was.
+
+    With `function`, only the lines of functions of that name count.
+    """
     seen, told = 0, [False]
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
         nonlocal seen
-        if not frame.f_code.co_filename.endswith(files):
+        if not frame.f_code.co_filename.endswith(files) or function not in {None, frame.f_code.co_name}:
             return None
         seen += event == "line"
         if event == "line" and seen == line:
@@ -228,6 +231,22 @@ def test_a_backward_that_is_interrupted_anywhere_can_be_taken_back(first: int, t
                 engine.backward(engine(task.batch(7)))
             engine.zero_grad()
             train(engine, task, replace(case, steps=1), first=1)
+            assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        if not told[0]:
+            return
+
+
+@pytest.mark.parametrize("name", ["note_arrivals", "end_step"])
+def test_an_update_that_is_interrupted_at_its_end_writes_nothing_from_buffers_that_others_have_had_since(
+    name: str, tmp_path: Path
+) -> None:
+    case = replace(LATE, steps=2, host=17_050_000)
+    for line in range(1, 500, 7):
+        with opened(case, None, tmp_path) as (engine, task):
+            train(engine, task, case)
+            with interrupted_at(line, ("engine/swapping.py",), name) as told:
+                engine.zero_grad()
+            engine.zero_grad()
             assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
         if not told[0]:
             return
