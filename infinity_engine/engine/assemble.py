@@ -25,7 +25,7 @@ from infinity_engine.engine.awaiting import AwaitedParameters
 from infinity_engine.engine.built import BuiltModel, originals_of
 from infinity_engine.engine.calibrating import with_rates
 from infinity_engine.engine.choosing import choose
-from infinity_engine.engine.deferred import Follower, subgroups_of
+from infinity_engine.engine.deferred import Follower, parts_of
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.engine import Deferral, Engine, EngineParts
@@ -366,7 +366,7 @@ def _deferral(
         for each in sizing.subgroups
         if fetcher and any(segment.parameter not in records for segment in each.segments)
     ]
-    return Deferral(now=now, subgroups=subgroups_of(sizing.subgroups), follower=fetcher or awaited())
+    return Deferral(now=now, parts=parts_of(sizing.subgroups), follower=fetcher or awaited())
 
 
 def _swapped(

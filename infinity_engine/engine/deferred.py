@@ -1,48 +1,83 @@
 """`DeferredUpdate`: an update that goes on beside the next forward, which waits for what it needs of it.
 
-Knows which subgroups hold which parameter; the walk carries out ops. Made by a step, followed by whoever lets modules
-have their parameters.
+Knows which subgroups hold which parts of each parameter; the walk carries out ops. Made by a step, followed by whoever
+lets modules have their parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from infinity_engine.optim import Subgroup
 from infinity_engine.schedule import Walk
 
-__all__ = ["DeferredUpdate", "Follower", "subgroups_of"]
+__all__ = ["DeferredUpdate", "Follower", "Part", "parts_of"]
 
 
-def subgroups_of(subgroups: Sequence[Subgroup]) -> dict[int, tuple[int, ...]]:
-    """Return the subgroups that hold each parameter."""
-    found: dict[int, tuple[int, ...]] = {}
+class Part(NamedTuple):
+    """The elements of a parameter that one subgroup holds."""
+
+    subgroup: int
+    first_element: int
+    numel: int
+
+
+def parts_of(subgroups: Sequence[Subgroup]) -> dict[int, tuple[Part, ...]]:
+    """Return the parts of each parameter, in order."""
+    found: dict[int, tuple[Part, ...]] = {}
     for each in subgroups:
-        for parameter in dict.fromkeys(segment.parameter for segment in each.segments):
-            found[parameter] = (*found.get(parameter, ()), each.index)
+        for segment in each.segments:
+            part = Part(each.index, segment.first_element, segment.numel)
+            found[segment.parameter] = (*found.get(segment.parameter, ()), part)
     return found
 
 
 class DeferredUpdate:
-    """What is left of one step's update; `subgroups` has those of each parameter, `end` does all that is left."""
+    """What is left of one step's update, of all subgroups but those `made`.
 
-    def __init__(self, walk: Walk, subgroups: Mapping[int, Sequence[int]], end: Callable[[], None]) -> None:
+    `parts` has those of each parameter; `end` does all that is left.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        parts: Mapping[int, Sequence[Part]],
+        end: Callable[[], None],
+        made: Collection[int] = (),
+    ) -> None:
         self._walk = walk
-        self._subgroups = subgroups
+        self._parts = parts
         self._end = end
+        self._made = frozenset(made)
 
     def has_made(self, parameter: int) -> bool:
         """Tell whether a parameter has its new values where the update leaves them. Does not wait."""
-        return all(self._walk.has_arrived(index) for index in self._subgroups.get(parameter, ()))
+        return not self.missing(parameter)
+
+    def parts(self, parameter: int) -> Sequence[Part]:
+        """Return the parts of a parameter."""
+        return self._parts.get(parameter, ())
+
+    def missing(self, parameter: int) -> list[Part]:
+        """Return the parts of a parameter that do not have their new values there. Does not wait."""
+        return [part for part in self.parts(parameter) if not self._has_arrived(part.subgroup)]
+
+    def reach(self, parameters: Iterable[int]) -> None:
+        """Go on until these parameters are updated: they have their new values in buffers, or where it leaves them.
+
+        Raises:
+            RuntimeError: as `make`.
+        """
+        self._walk.reach(self._subgroups(parameters))
 
     def make(self, parameters: Iterable[int]) -> None:
-        """Go on until these parameters have their new values.
+        """Go on until these parameters have their new values where the update leaves them.
 
         Raises:
             RuntimeError: an op failed. `Engine.step` goes on from there.
         """
-        self._walk.arrive([index for number in parameters for index in self._subgroups.get(number, ())])
+        self._walk.arrive(self._subgroups(parameters))
 
     def go_on(self) -> None:
         """Do what can be done without waiting, with at most one update on the host.
@@ -60,6 +95,13 @@ class DeferredUpdate:
         """
         self._walk.finish()  # raises where an op has failed already
         self._end()
+
+    def _subgroups(self, parameters: Iterable[int]) -> list[int]:
+        every = dict.fromkeys(part.subgroup for number in parameters for part in self.parts(number))
+        return [index for index in every if index not in self._made]
+
+    def _has_arrived(self, subgroup: int) -> bool:
+        return subgroup in self._made or self._walk.has_arrived(subgroup)
 
 
 class Follower(Protocol):

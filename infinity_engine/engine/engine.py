@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from infinity_engine.engine.deferred import DeferredUpdate, Follower
+from infinity_engine.engine.deferred import DeferredUpdate, Follower, Part
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.fetching import FetchingStats, ParameterFetcher
@@ -45,7 +45,7 @@ class Deferral:
     """What of an update can wait until modules need it: all but the subgroups that `now` names."""
 
     now: Collection[int]
-    subgroups: Mapping[int, Sequence[int]]  # of each parameter
+    parts: Mapping[int, Sequence[Part]]  # of each parameter
     follower: Follower  # who lets modules wait
 
 
@@ -100,6 +100,7 @@ class Engine:
         for each in self._known.values():
             each.note_values()
         if parts.fetcher is not None:
+            parts.states.hand_to(parts.fetcher.receive)
             for module in parts.model.modules():
                 parts.hooks.on_state_dict(module, self._refuse_state_dict)
         for each in parts.trained:
@@ -256,11 +257,14 @@ class Engine:
             self._end_update()
         else:
             with self._failing_ends():
-                self._walk.poll()
                 self._walk.arrive(parts.deferral.now)
-                self._defer(self._walk)
         if parts.fetcher is not None:
             parts.fetcher.changed(each.number for each in parts.trained)
+        if self._walk is not None:
+            with self._failing_ends():
+                self._defer(self._walk)
+                if self._walk is not None:  # who follows it may have needed all of it
+                    self._walk.poll()
         parts.scale.step_made()
         self._clip_to = parts.max_grad_norm
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
@@ -301,7 +305,8 @@ class Engine:
         """Let what is left of an update wait until modules need it."""
         deferral = self._parts.deferral
         assert deferral is not None, "this engine defers"
-        deferral.follower.follow(DeferredUpdate(walk, deferral.subgroups, self._end_update))
+        update = DeferredUpdate(walk, deferral.parts, self._end_update, self._parts.states.made_early)
+        deferral.follower.follow(update)
 
     def _follow_no_more(self) -> None:
         """Let modules have all parameters: there is no update under way."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,8 +23,8 @@ from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Event, Lease, PinnedPool, Views
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
-from infinity_engine.schedule import TraceFollower, Use, choose_fetches, farthest_first
-from infinity_engine.storage import Place, SwapFile, Transfer
+from infinity_engine.schedule import NEVER, TraceFollower, Use, choose_fetches, farthest_first
+from infinity_engine.storage import Hop, Hops, Place, SwapFile, Transfer
 from infinity_engine.tiering import Mover, ShardRecord, Source
 
 __all__ = ["FetchingStats", "ParameterFetcher"]
@@ -49,6 +48,15 @@ class _Here:
 
     lease: Lease
     transfer: Transfer
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A parameter whose new values come piece by piece: some are read, others a deferred update is about to make."""
+
+    lease: Lease
+    missing: dict[int, int]  # the first byte of each piece that has not come, and its bytes
+    reading: list[Hop] = field(default_factory=list)
 
 
 class ParameterFetcher:
@@ -85,6 +93,8 @@ class ParameterFetcher:
         self._holders: dict[int, int] = {}  # how many there are of each
         self._taken = 0
         self._update: DeferredUpdate | None = None
+        self._coming: dict[int, _Coming] = {}
+        self._passed: set[int] = set()  # of which pieces have been made that are not in memory any more
         self._unused: set[int] = set()  # what was fetched and has not been needed since
         self._ahead = 0  # all that is needed before this position of the trace is here, or on its way
         self._fetched = self._fetched_bytes = self._in_time = self._late = 0
@@ -110,17 +120,24 @@ class ParameterFetcher:
         """
         if not self._trace.saw(use):
             self._ahead = self._trace.at
-        self._count_needs(use.parameters)
+        fresh = [number for number in use.parameters if number not in self._holders]
         self.hold(use.parameters)
         try:
             if self._update is not None:
-                self._update.go_on()
-                self._update.make(use.parameters)
+                self._make(self._update, use.parameters)
+            self._count_needs(fresh)
             self._provide(use.parameters)
             self._unused.difference_update(use.parameters)
             self._fetch_ahead()
         finally:
             self.let_go(use.parameters)
+
+    def _make(self, update: DeferredUpdate, numbers: Iterable[int]) -> None:
+        """Go on with an update until these are here, or at home."""
+        update.go_on()
+        update.reach(number for number in numbers if number not in self._here)
+        self._complete(update)
+        update.make(number for number in numbers if number not in self._here)
 
     def hold(self, numbers: Iterable[int]) -> None:
         """Keep parameters on the device, once they are there, until they are let go as often."""
@@ -169,6 +186,9 @@ class ParameterFetcher:
         if idle:
             self._release(idle[0])
             return True
+        if self._coming:
+            self._drop(next(reversed(self._coming)))
+            return True
         kept = self._lanes.device.kept_bytes
         gc.collect()  # the frames of an error that was handled often have views, in a cycle
         return self._lanes.device.kept_bytes < kept
@@ -191,6 +211,7 @@ class ParameterFetcher:
                 f"engine.step() updates {names}, which somebody still uses: call it outside of "
                 "`with engine.gathered(...)`"
             )
+        self._drop_all()
         for number in list(self._here):
             self._release(number)
         for number, record in self._records.items():
@@ -199,7 +220,24 @@ class ParameterFetcher:
 
     def follow(self, update: DeferredUpdate | None) -> None:
         """Fetch nothing from here on that this update has not made yet; None: all of it is made."""
+        self._drop_all()
+        self._passed.clear()
         self._update = update
+
+    def receive(self, number: int, start: int, values: torch.Tensor) -> None:
+        """Copy a piece of the new values of a parameter, so that it need not be read, if there is room until its use.
+
+        Its first byte is `start`. What was made before is read, and the rest is expected.
+        """
+        if number not in self._coming and number not in self._passed:
+            self._expect(number)
+        self._passed.add(number)
+        coming = self._coming.get(number)
+        if coming is not None and start in coming.missing:
+            coming.lease.flat()[start : start + values.numel()].copy_(values)
+            del coming.missing[start]
+            if not coming.missing:
+                self._bring(number, coming)
 
     def moved(self, places: Mapping[int, Place]) -> None:
         """Note that the current values of these rest at other places; nothing of them is here."""
@@ -262,6 +300,7 @@ class ParameterFetcher:
         Raises:
             TransferError: some could not be read from the drives, and are gone. All else is done.
         """
+        self._drop_all()
         self._mover.poll()
         there_is_room = self._there_is_room_for_all()
         lost: TransferError | None = None
@@ -303,7 +342,7 @@ class ParameterFetcher:
     def _count_needs(self, numbers: Iterable[int]) -> None:
         """Count parameters on the drives that somebody begins to need: left here by another use, or read for this."""
         for number in numbers:
-            if self._homes[number] is Tier.NVME and number not in self._holders:
+            if self._homes[number] is Tier.NVME:
                 found = number in self._here and number not in self._unused
                 self._lanes.meter.needs(Cargo.PARAMETERS, self._nbytes[number], found=found)
 
@@ -318,29 +357,34 @@ class ParameterFetcher:
                 self._in_time += 1
             else:
                 self._late += 1
+                self._drop(number)
                 self._make_room(number)
                 self._fetch(number, self._lease(number))
         for number in missing:
             self._show(number)
 
-    def _made(self, upcoming: Iterable[tuple[int, Use]]) -> Sequence[tuple[int, Use]]:
-        """Return the uses before the first of what a deferred update has not made yet."""
+    def _unmade(self, upcoming: Iterable[tuple[int, Use]]) -> Collection[int]:
+        """Return what of the parameters of these uses a deferred update has not made yet, and is not here."""
         update = self._update
         if update is None:
-            return list(upcoming)
-        return list(takewhile(lambda each: all(map(update.has_made, each[1].parameters)), upcoming))
+            return ()
+        numbers = {number for _, use in upcoming for number in use.parameters}
+        return {number for number in numbers if number not in self._here and not update.has_made(number)}
 
     def _fetch_ahead(self) -> None:
+        if self._update is not None:
+            self._complete(self._update)
         at = self._trace.at
         start = max(self._ahead, at)
-        upcoming = self._made(self._trace.upcoming(start, at + _LOOK_AHEAD))
+        upcoming = self._trace.upcoming(start, at + _LOOK_AHEAD)
         if not upcoming:
             return
         chosen = choose_fetches(
             upcoming,
             nbytes=self._nbytes,
-            cached=self._here,
-            held=self._holders,
+            cached=self._here.keys() | self._coming.keys(),
+            unmade=self._unmade(upcoming),
+            held=self._holders.keys() | self._coming.keys(),
             free=self._free,
             next_use=self._trace.next_use,
         )
@@ -351,11 +395,78 @@ class ParameterFetcher:
             if not self._passes(number):
                 self._ahead = min(self._ahead, self._trace.next_use(number))
                 return
+            self._drop(number)
             lease = self._lanes.device.spare(self._nbytes[number], holder=self._holder(number), views=Views.KEEP)
             if lease is None:  # others have taken it, and nothing has to be ahead
                 self._ahead = min(self._ahead, self._trace.next_use(number))
                 return
             self._fetch(number, lease)
+
+    # --- what an update makes ---------------------------------------------------------------------------------------
+
+    def _expect(self, number: int) -> None:
+        """Have memory for a parameter of which a deferred update is about to make pieces, if that takes none's turn."""
+        update, at = self._update, self._trace.next_use(number)
+        known = number in self._records and number not in self._here and self._there is Tier.HOST
+        if update is None or not known or self._homes[number] is not Tier.NVME or at == NEVER:
+            return
+        nbytes = self._nbytes[number]
+        for idle in farthest_first(self._idle(), self._trace.next_use):
+            if nbytes <= self._free or self._trace.next_use(idle) <= at:
+                break
+            self._release(idle)
+        if nbytes > self._free:
+            return
+        lease = self._lanes.device.spare(nbytes, holder=self._holder(number), views=Views.KEEP)
+        if lease is None:
+            return
+        self._taken += nbytes
+        width = self._parameters[number].dtype.itemsize
+        pieces = {width * part.first_element: width * part.numel for part in update.parts(number)}
+        self._coming[number] = _Coming(lease, pieces)
+
+    def _complete(self, update: DeferredUpdate) -> None:
+        """Begin to read the pieces that are at home of what is expected in pieces."""
+        for number, coming in list(self._coming.items()):
+            width = self._parameters[number].dtype.itemsize
+            unmade = {width * part.first_element for part in update.missing(number)}
+            memory = coming.lease.flat().numpy().data
+            for start, nbytes in list(coming.missing.items()):
+                if start not in unmade:
+                    self._read_piece(number, start, memory[start : start + nbytes], coming)
+                    del coming.missing[start]
+            if not coming.missing:
+                self._bring(number, coming)
+
+    def _read_piece(self, number: int, start: int, memory: memoryview, coming: _Coming) -> None:
+        coming.reading.append(self._mover.read_part(self._records[number], start, memory))
+        name = self._parameters[number].name
+        self._lanes.meter.copies(
+            Lane.NVME_READ, Cargo.PARAMETERS, memory.nbytes, None, name="parameter", parameter=name
+        )
+
+    def _bring(self, number: int, coming: _Coming) -> None:
+        """Let a parameter be here all of whose pieces have come, or are being read."""
+        transfer = self._mover.bring(self._records[number], into=coming.lease, hop=Hops(coming.reading))
+        self._here[number] = _Here(coming.lease, transfer)
+        del self._coming[number]
+        if coming.reading:
+            self._unused.add(number)
+
+    def _drop(self, number: int) -> None:
+        """Give the memory of a parameter back of which pieces are expected; nothing where none are."""
+        coming = self._coming.get(number)
+        if coming is not None:
+            with suppress(TransferError):
+                Hops(coming.reading).wait()
+            coming.lease.close()
+            del self._coming[number]
+            self._taken -= self._nbytes[number]
+            self._ahead = min(self._ahead, self._trace.next_use(number))
+
+    def _drop_all(self) -> None:
+        for number in list(self._coming):
+            self._drop(number)
 
     # --- one parameter --------------------------------------------------------------------------------------------
 
@@ -369,6 +480,10 @@ class ParameterFetcher:
         if nbytes > self._free:
             for idle in farthest_first(self._idle(), self._trace.next_use):
                 self._release(idle)
+                if nbytes <= self._free:
+                    return
+            for coming in list(self._coming)[::-1]:
+                self._drop(coming)
                 if nbytes <= self._free:
                     return
 

@@ -39,10 +39,13 @@ from infinity_engine.plan.ops import (
 from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.storage import IOEvent, Place
 
-__all__ = ["StateKeeper", "StepInputs", "piece_numbers"]
+__all__ = ["Receiver", "StateKeeper", "StepInputs", "piece_numbers"]
 
 _Originals = Callable[[TrainedParameter, int, torch.Tensor], None]
 """Fills a flat tensor with the elements of a parameter, from one on, as they were before the engine."""
+
+Receiver = Callable[[int, int, torch.Tensor], None]
+"""Is shown new values of a parameter that go to the drives: (parameter, first byte, bytes, which are not its own)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class StateKeeper:
         self._state_names = tuple(state_names)
         self._lanes = lanes
         self._inputs: StepInputs | None = None
+        self._receiver: Receiver | None = None
         self._done: dict[int, list[int]] = {}  # subgroups that this step has updated: their step counts from its end on
         self._on_the_way: list[tuple[_Held, list[int], Event]] = []  # updated, and not yet home again
         homes = plan.homes()
@@ -173,6 +177,10 @@ class StateKeeper:
             return visit.values(number, width * segment.numel)
         flat = self._trained[segment.parameter].values.view(torch.uint8)
         return flat[width * segment.first_element :][: width * segment.numel]
+
+    def hand_to(self, receiver: Receiver) -> None:
+        """Show what a step makes of values that rest on the drives to somebody, before it is written there."""
+        self._receiver = receiver
 
     def begin(self, originals: _Originals, rules: Sequence[Rule], teller: Teller) -> None:
         """Write the first masters and states: fp32 values as `originals` has them, and what each rule begins with."""
@@ -354,6 +362,11 @@ class StateKeeper:
     # --- in a step ------------------------------------------------------------------------------------------------
 
     @property
+    def made_early(self) -> Collection[int]:
+        """The subgroups of which this step's update was made before it."""
+        return () if self._swapped is None else self._swapped.adopted
+
+    @property
     def begun(self) -> bool:
         """Whether a step was begun and not ended: some of what modules compute with may be new, and the rest old."""
         return self._inputs is not None
@@ -446,6 +459,16 @@ class StateKeeper:
         self._apply(op, held, state, targets, inputs)
         if not arrives:
             self._note_update(held, state.steps)
+            self._hand_over(held)
+
+    def _hand_over(self, held: _Held) -> None:
+        visit, width = self._visit(held), (self._formats.parameter or FloatFormat.FP32).nbytes
+        if self._receiver is None or visit is None or not self._at_home:
+            return
+        for number, segment in enumerate(held.subgroup.segments):
+            if number in visit.layout.values and number in visit.wanted:
+                values = visit.values(number, width * segment.numel)
+                self._receiver(segment.parameter, width * segment.first_element, values)
 
     def _apply(
         self, op: UpdateOp, held: _Held, state: SubgroupState, targets: Sequence[Values | None], inputs: StepInputs

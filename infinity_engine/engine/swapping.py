@@ -161,6 +161,11 @@ class SwappedStates:
         while self._buffers:
             self._buffers.pop().close()
 
+    @property
+    def adopted(self) -> Collection[int]:
+        """The subgroups that this step has made early."""
+        return self._places.adopted
+
     def has(self, index: int) -> bool:
         """Tell whether some of a subgroup rests on the drives."""
         return index in self._layouts

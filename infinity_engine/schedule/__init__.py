@@ -2,9 +2,10 @@
 
 from infinity_engine.schedule.executor import Carrier, Executor, Walk
 from infinity_engine.schedule.prefetch import Fetches, choose_fetches, farthest_first
-from infinity_engine.schedule.trace import ModuleTrace, TraceFollower, Use
+from infinity_engine.schedule.trace import NEVER, ModuleTrace, TraceFollower, Use
 
 __all__ = [
+    "NEVER",
     "Carrier",
     "Executor",
     "Fetches",

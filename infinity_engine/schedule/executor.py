@@ -69,6 +69,7 @@ class Walk:
         self._events: dict[int, Event | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
         self._arrivals = plan.arrivals()
+        self._updates = {op.subgroup: number for number, op in enumerate(plan.ops) if op.lane is Lane.HOST}
         self._arrived: set[int] = set()  # subgroups
         self._failure: RuntimeError | None = None
 
@@ -104,6 +105,19 @@ class Walk:
                 self._submit_others()
             self._advance()
 
+    def reach(self, subgroups: Iterable[int]) -> None:
+        """Carry out the host's updates of these subgroups and what is before them; begin what follows, wait for none.
+
+        Raises:
+            RuntimeError: an op failed, as `finish` says.
+        """
+        wanted = [self._updates[index] for index in subgroups if index in self._updates]
+        with self._telling():
+            while any(number not in self._events for number in wanted):
+                self._take()
+            self._submit_others()
+            self._advance()
+
     def arrive(self, subgroups: Iterable[int]) -> None:
         """Go on until the new parameters of these subgroups are where the plan leaves them.
 
@@ -111,7 +125,7 @@ class Walk:
             RuntimeError: an op failed, as `finish` says.
         """
         chosen = [index for index in subgroups if index not in self._arrived]
-        self._reach([self._arrivals[index] for index in chosen])
+        self._carry_out([self._arrivals[index] for index in chosen])
         self._arrived.update(chosen)
 
     def finish(self) -> None:
@@ -120,9 +134,9 @@ class Walk:
         Raises:
             RuntimeError: an op failed; names it. Those that were submitted have ended, later ones were not begun.
         """
-        self._reach(range(len(self._plan.ops)))
+        self._carry_out(range(len(self._plan.ops)))
 
-    def _reach(self, wanted: Sequence[int]) -> None:
+    def _carry_out(self, wanted: Sequence[int]) -> None:
         """Carry out these ops and what is before them, and wait for their end."""
         with self._telling():
             while any(number not in self._events for number in wanted):

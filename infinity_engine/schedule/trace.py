@@ -93,7 +93,7 @@ class TraceFollower:
             self._go_to(found + 1)
         return False
 
-    def upcoming(self, start: int, stop: int) -> Iterable[tuple[int, Use]]:
+    def upcoming(self, start: int, stop: int) -> Sequence[tuple[int, Use]]:
         """Return the uses from one position on until another one, with their positions."""
         return list(enumerate(self.trace.uses[start:stop], start))
 

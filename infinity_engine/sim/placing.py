@@ -208,23 +208,31 @@ class _Placing:
         )
 
     def _kept(self, plan: Plan, left: int) -> list[int]:
-        """Return the subgroups whose states have room in so many bytes of the host: what is needed first, first."""
-        kept: list[int] = []
+        """Return the subgroups whose states have room in so many bytes of the host.
+
+        What is needed first, first; with early updates they are spread among those that rest on the drives, so that
+        in a backward the drives have as much to do at each time as at any other.
+        """
         homes = plan.steps.homes()
+        sizes: dict[int, int] = {}
         for each in self.sizing.subgroups:
-            if each.index not in plan.resting.states:
-                continue
-            there, here = (
-                self.sizing.on_host_beside_drives(
-                    each, homes[each.index], plan.steps.parameters, plan.resting, rests=rests
+            if each.index in plan.resting.states:
+                there, here = (
+                    self.sizing.on_host_beside_drives(
+                        each, homes[each.index], plan.steps.parameters, plan.resting, rests=rests
+                    )
+                    for rests in (True, False)
                 )
-                for rests in (True, False)
-            )
-            left -= here - there
+                sizes[each.index] = here - there
+        early = [index for index in sizes if plan.resting.early and plan.layouts[index].may_be_early]
+        first = [index for index in sizes if index not in early]
+        kept: list[int] = []
+        for index in first:
+            left -= sizes[index]
             if left < 0:
-                break
-            kept.append(each.index)
-        return kept
+                return kept
+            kept.append(index)
+        return kept + _spread({index: sizes[index] for index in early}, left)
 
     def _with_room(self, plan: Plan) -> Plan:
         """Return the plan with what the host has left as room for parameters that come from the drives."""
@@ -248,3 +256,15 @@ class _Placing:
                 change="raise the budget's host, lower subgroup_numel, or let more rest on drives: give the budget "
                 'nvme directories, and set strategy="nvme_streamed" and parameters="nvme"',
             )
+
+
+def _spread(sizes: Mapping[int, int], left: int) -> list[int]:
+    """Return which of these have room in so many bytes, evenly among them."""
+    total = sum(sizes.values())
+    chosen, owed = [], 0  # in 1/total of a byte
+    for index, nbytes in sizes.items():
+        owed += min(left, total) * nbytes
+        if owed >= total * nbytes:
+            owed -= total * nbytes
+            chosen.append(index)
+    return chosen

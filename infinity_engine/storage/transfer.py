@@ -19,7 +19,7 @@ from infinity_engine.errors import InfinityError, TransferError
 if TYPE_CHECKING:
     from infinity_engine.accel import Event
 
-__all__ = ["CopyHop", "Hop", "IOEvent", "IOHop", "Stage", "Transfer"]
+__all__ = ["CopyHop", "Hop", "Hops", "IOEvent", "IOHop", "Stage", "Transfer"]
 
 
 class Hop(Protocol):
@@ -75,6 +75,22 @@ class IOHop:
         if self._check is not None:
             self._wrong = self._check()
             self._check = None  # after it: an interrupted one is done again
+
+
+class Hops:
+    """Several hops as one, perhaps none."""
+
+    def __init__(self, hops: Sequence[Hop]) -> None:
+        self._hops = tuple(hops)
+
+    def done(self) -> bool:
+        """Tell whether all of them have ended."""
+        return all(hop.done() for hop in self._hops)
+
+    def wait(self) -> int:
+        """Wait for all of them, also when one fails; raise the first that did."""
+        IOEvent(self._hops).wait()
+        return sum(hop.wait() for hop in self._hops)
 
 
 class IOEvent:

@@ -64,6 +64,10 @@ class Mover:
         """Begin to read the shard from the drives to host memory."""
         return self._begin([self._stage(record, Residency.LOADING, Source.KEPT, into)], after)
 
+    def bring(self, record: ShardRecord, *, into: Lease, hop: Hop) -> Transfer:
+        """Let the shard be on the host when `hop` has ended, by which its bytes come into `into` another way."""
+        return self._begin([self._stage(record, Residency.LOADING, Source.KEPT, into, hop)])
+
     def upload(self, record: ShardRecord, *, into: Lease | None = None, source: Source = Source.RELEASED) -> Transfer:
         """Begin to copy the shard from host to device."""
         return self._begin([self._stage(record, Residency.UPLOADING, source, into)])
@@ -125,6 +129,11 @@ class Mover:
             )
         self._drives(record).read(record.place, into, what=record.name).wait()
 
+    def read_part(self, record: ShardRecord, start: int, into: memoryview) -> Hop:
+        """Begin to read a part of what is in the shard's place on the drives, whatever that is. It moves nowhere."""
+        assert record.place is not None, "what is read of has a place"
+        return self._drives(record).read(record.place.part(start, into.nbytes), into, what=record.name)
+
     def forget(self, record: ShardRecord) -> None:
         """Give back all that the shard has: its bytes are not wanted any more."""
         for where in record.abandon():
@@ -175,7 +184,14 @@ class Mover:
 
     # --- one hop --------------------------------------------------------------------------------------------------
 
-    def _stage(self, record: ShardRecord, moving: Residency, source: Source, into: Lease | None = None) -> Stage:
+    def _stage(
+        self,
+        record: ShardRecord,
+        moving: Residency,
+        source: Source,
+        into: Lease | None = None,
+        by: Hop | None = None,
+    ) -> Stage:
         leaves, goes_to = MOVES[moving]
         if into is not None:
             self._check_target(record, moving, into)
@@ -198,7 +214,7 @@ class Mover:
                     if not new:
                         new.append(self._take(goes_to, record))
                     target = new[0]
-                hop = self._hop(record, moving, target)
+                hop = by or self._hop(record, moving, target)
             record.advance(moving, into=target)
             return hop
 

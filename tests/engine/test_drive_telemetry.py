@@ -116,11 +116,12 @@ def test_parameters_are_found_where_an_earlier_use_has_left_them_and_else_read(t
             report = step(engine, task, 1)  # which begins and ends with as many fetched ahead
 
         hits = report.hits[Cargo.PARAMETERS]
-        assert hits.missing == report.links[Lane.NVME_READ].nbytes[Cargo.PARAMETERS] > 0
+        if name == "little":
+            assert hits.missing == report.links[Lane.NVME_READ].nbytes[Cargo.PARAMETERS] > 0
         needed.add(hits.found + hits.missing)
     assert len(needed) == 1
     on_the_drives = sum(2 * each.numel() for each in task.parameters() if 2 * each.numel() >= 256)
-    assert hits.missing == on_the_drives  # once in the forward: the backward finds all of them
+    assert hits.missing < on_the_drives / 4  # the forward has most from the update, and the backward finds all of them
 
 
 def test_nothing_is_found_where_nothing_rests_on_drives(tmp_path: Path) -> None:

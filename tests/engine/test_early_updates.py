@@ -236,6 +236,35 @@ def test_a_backward_that_is_interrupted_anywhere_can_be_taken_back(first: int, t
             return
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("early", [False, True])
+def test_new_values_come_to_modules_from_the_buffers_in_which_they_were_made(
+    precision: str, early: bool, tmp_path: Path
+) -> None:
+    case = replace(LATE, precision=precision, early=early and precision == "bf16", host=18_400_000)
+    with opened(case, None, tmp_path) as (engine, task):
+        train(engine, task, case)
+        read = engine.report().links[Lane.NVME_READ].nbytes.get(Cargo.PARAMETERS, 0)
+        width = 4 if precision == "fp32" else 2
+        on_drives = sum(width * each.numel() for each in task.parameters() if width * each.numel() >= case.small_bytes)
+        states_and_values = on_drives if precision == "fp32" else 0  # values are masters there
+        assert read - states_and_values < on_drives / 2  # else it were all of them at least, in the forward
+        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+
+
+@pytest.mark.parametrize("host", [17_400_000, 17_800_000])
+def test_a_forward_that_is_interrupted_while_values_come_can_be_run_again(host: int, tmp_path: Path) -> None:
+    case = replace(EARLY, steps=2, host=host)
+    for line in range(3, 5000, 41):
+        with early(case, tmp_path) as (engine, task):
+            with interrupted_at(line, ("engine/fetching.py",), "receive") as told:
+                engine(task.batch(7))
+            train(engine, task, replace(case, steps=1), first=1)
+            assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        if not told[0]:
+            return
+
+
 @pytest.mark.parametrize("name", ["note_arrivals", "end_step"])
 def test_an_update_that_is_interrupted_at_its_end_writes_nothing_from_buffers_that_others_have_had_since(
     name: str, tmp_path: Path
@@ -370,7 +399,7 @@ def test_a_second_backward_before_a_step_is_refused_and_can_be_taken_back(tmp_pa
     with early(case, tmp_path) as (engine, task):
         before = bits_of(engine, task)
         engine.backward(engine(task.batch(1)))
-        largest = [each for each in task.parameters() if each.numel() > 1000][-1]  # what is used first, is kept
+        largest = [each for each in task.parameters() if each.numel() > 1000][-3]  # is updated early
         with engine.gathered([largest]), pytest.raises(RuntimeError, match=r"one backward\(\) for each micro-batch"):
             engine.backward(largest.float().sum())
         engine.zero_grad()

@@ -18,7 +18,7 @@ import torch
 import infinity_engine
 from deepnvme import Volume
 from infinity_engine.accel import Accelerator
-from infinity_engine.config import EngineConfig, ParametersAt, Precision
+from infinity_engine.config import EngineConfig, ParametersAt, Precision, StorageConfig
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.optimizers import Lion
 from infinity_engine.engine.sizing import wish_of
@@ -26,7 +26,7 @@ from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.optim import FloatFormat, Formats, cut_into_subgroups
 from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, ResolvedBudget
 from infinity_engine.sim.placing import Plan, place
-from infinity_engine.sim.sizing import Sizing
+from infinity_engine.sim.sizing import Sizing, cut
 from infinity_engine.storage import Hop, Place, SwapFile
 from support.nvme_training import RATES, Bits, Case, bits_of, emulated, opened
 from support.small_models import MODELS, Task
@@ -268,6 +268,35 @@ def test_what_stays_in_memory_has_room_there_whatever_the_budget(
         assert demand.host + demand.window + (demand.device if unified else 0) <= host
         kept.append(len(sizing.subgroups) - len(made.resting.states))
     assert kept[0] < kept[-1]
+
+
+def test_with_updates_in_the_backward_what_stays_in_memory_is_spread_among_what_does_not() -> None:
+    numels = [1000, *[4 << 20] * 24]
+    sizing = Sizing(
+        subgroups=cut(numels, 4 << 20, width=2, small_bytes=1 << 16),
+        formats=Formats(parameter=FloatFormat.BF16),
+        state_names=("exp_avg", "exp_avg_sq"),
+        parameters=tuple(2 * numel for numel in numels),
+        deepest=2 * numels[-1],
+        unified=True,
+    )
+    budget = ResolvedBudget(device=8 << 30, host=900 << 20, nvme={"/a": 1 << 40})
+
+    def resting(*, early: bool) -> list[bool]:
+        storage = StorageConfig(early_updates=early)
+        config = EngineConfig(
+            precision=Precision.BF16, strategy=NvmeStreamed(), parameters=ParametersAt.NVME, storage=storage
+        )
+        plan = place(sizing, wish_of(config, None), budget, io_bytes=0)
+        return [each.index in plan.resting.states for each in sizing.subgroups]
+
+    first_stay, spread = resting(early=False), resting(early=True)
+    assert first_stay == sorted(first_stay)
+    assert not spread[0]  # no update in a backward is possible of what stays in memory, and a step waits for it
+    longest = max(len(run) for run in "".join("-+"[stays] for stays in spread[1:]).split("+"))
+    share = spread[1:].count(True) / 24
+    assert 0.2 < share < 0.8
+    assert longest <= 1 / share
 
 
 # --- directories -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from deepnvme.faults import Requests
 from infinity_engine.accel import StreamKind, TimeCost, VirtualAccelerator
 from infinity_engine.errors import CapacityError, ConfigError, IllegalTransition, TransferError
 from infinity_engine.plan import Tier
+from infinity_engine.storage import Hops
 from infinity_engine.tiering import Mover, Residency, Source
 from support.tiers import KiB, Tiers, device_bytes, some_bytes, tiers
 
@@ -60,6 +61,42 @@ def test_a_kept_source_saves_the_way_back(tmp_path: Path) -> None:
         assert len(made.accelerator.timeline()) == copies == 1  # type: ignore[attr-defined]
         assert made.content(record) == some_bytes(5000, seed=1)
         assert made.device.reservation.held == 0
+        made.mover.forget(record)
+
+
+def test_bytes_that_come_another_way_are_there_when_all_of_their_hops_have_ended(tmp_path: Path) -> None:
+    content = some_bytes(8 * KiB, seed=1)
+    with tiers(tmp_path, unified=True) as made:
+        record = made.shard("w", content, Tier.NVME)
+        made.mover.release(record, Tier.HOST)
+        lease = made.device.lease(8 * KiB, holder="w")
+        memory = lease.flat().numpy().data
+        memory[: 4 * KiB] = content[: 4 * KiB]
+        read = made.mover.read_part(record, 4 * KiB, memory[4 * KiB :])
+
+        made.mover.bring(record, into=lease, hop=Hops([read])).result()
+
+        assert record.residency is Residency.HOST
+        assert bytes(memory) == content
+        made.mover.move(record, Tier.NVME).result()
+        made.mover.release(record, Tier.HOST)
+        assert lease.closed
+        made.mover.forget(record)
+
+
+def test_a_part_that_cannot_be_read_leaves_the_shard_on_the_drives(tmp_path: Path) -> None:
+    faults = FaultPlan().fail(nth=1, requests=Requests.READS)
+    with tiers(tmp_path, unified=True, io_faults=faults) as made:
+        record = made.shard("w", some_bytes(8 * KiB, seed=1), Tier.NVME)
+        made.mover.release(record, Tier.HOST)
+        lease = made.device.lease(8 * KiB, holder="w")
+        read = made.mover.read_part(record, 0, lease.flat().numpy().data)
+
+        with pytest.raises(TransferError):
+            made.mover.bring(record, into=lease, hop=Hops([read])).result()
+
+        assert record.residency is Residency.NVME
+        assert lease.closed
         made.mover.forget(record)
 
 

@@ -43,6 +43,7 @@ class Late(Event):
     fails: bool = False
     passed: bool = False
     waited: bool = False
+    slept: bool = False
 
     def done(self) -> bool:
         self.looks -= 1
@@ -50,6 +51,7 @@ class Late(Event):
         return self.passed
 
     def wait(self) -> None:
+        self.slept = self.slept or not self.passed
         self.passed = self.waited = True
         for each in self.behind:
             each.wait()
@@ -209,6 +211,27 @@ def test_an_interrupt_leaves_nothing_under_way_and_ends_the_walk(plan: StepPlan,
     assert all(event is None or event.waited for event in carrier.events.values())
     with pytest.raises(RuntimeError, match="interrupted"):
         walk.finish()
+
+
+@given(plan=plans(), chance=st.randoms(use_true_random=False), data=st.data())
+@settings(deadline=None)
+def test_a_walk_that_goes_as_far_as_an_update_waits_for_nothing_that_follows_it(
+    plan: StepPlan, chance: random.Random, data: st.DataObject
+) -> None:
+    carrier = Checking(plan, chance)
+    walk = Walk(plan, carrier, NullTelemetry())
+    wanted = data.draw(st.sampled_from([each.index for each in plan.subgroups]))
+
+    walk.reach([wanted])
+
+    of_it = {number: op for number, op in enumerate(plan.ops) if op.subgroup == wanted}
+    updates = [number for number, op in of_it.items() if op.lane is Lane.HOST]
+    assert all(number in carrier.events for number in updates)
+    for number, op in of_it.items():
+        event = carrier.events.get(number)
+        assert not (updates and isinstance(op, StoreStates) and event is not None and event.slept)
+    walk.finish()
+    assert len(carrier.events) == len(plan.ops)
 
 
 def test_what_is_waited_for_is_recorded_as_reads_or_as_writes() -> None:

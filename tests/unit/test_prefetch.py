@@ -32,10 +32,16 @@ class Situation:
         made = ModuleTrace(self.trace)
         return lambda number: made.next_use(number, self.at)
 
-    def chosen(self, count: int = 99) -> Fetches:
+    def chosen(self, count: int = 99, *, unmade: Sequence[int] = ()) -> Fetches:
         upcoming = list(enumerate(self.trace))[self.at : self.at + count]
         return choose_fetches(
-            upcoming, nbytes=self.nbytes, cached=self.cached, held=self.held, free=self.free, next_use=self.next_use
+            upcoming,
+            nbytes=self.nbytes,
+            cached=self.cached,
+            held=self.held,
+            free=self.free,
+            next_use=self.next_use,
+            unmade=unmade,
         )
 
 
@@ -55,6 +61,14 @@ def test_what_is_there_is_not_fetched_again_and_takes_no_room() -> None:
     found = situation(using(0), using(1), using(0), using(2), cached=[0], free=20).chosen()
 
     assert found == Fetches(evicted=(), fetched=(1, 2), provided=4)
+
+
+def test_what_is_not_made_yet_is_not_fetched_but_has_room_and_what_comes_after_it_is_fetched() -> None:
+    uses = [using(0), using(1), using(2), using(1), using(3)]
+
+    found = situation(*uses, free=35).chosen(unmade=[1])
+
+    assert found == Fetches(evicted=(), fetched=(0, 2), provided=1)
 
 
 def test_what_is_needed_last_makes_room_first() -> None:
