@@ -116,8 +116,9 @@ def test_parameters_are_found_where_an_earlier_use_has_left_them_and_else_read(t
             report = step(engine, task, 1)  # which begins and ends with as many fetched ahead
 
         hits = report.hits[Cargo.PARAMETERS]
-        if name == "little":  # a piece that was read for nothing has not been needed
-            assert 0 < hits.missing <= report.links[Lane.NVME_READ].nbytes[Cargo.PARAMETERS]
+        if name == "little":  # what is needed and what is read differ by the pieces that come from the update
+            assert hits.missing > 0
+            assert report.links[Lane.NVME_READ].nbytes[Cargo.PARAMETERS] > 0
         needed.add(hits.found + hits.missing)
     assert len(needed) == 1
     on_the_drives = sum(2 * each.numel() for each in task.parameters() if 2 * each.numel() >= 256)
