@@ -80,7 +80,7 @@ class AwaitedParameters:
             self._need((number,))
 
     def _need(self, numbers: Iterable[int]) -> None:
-        """Let these be shown, once they are made; the host does an update of what comes later in that time."""
+        """Let these be shown, once they are made; the host makes updates of what comes later in that time."""
         if torch.compiler.is_compiling():  # who reads them then is the compiler: what it makes has no hooks
             return
         self._asked.update(numbers)
@@ -88,9 +88,9 @@ class AwaitedParameters:
         missing = [number for number in numbers if number in self._hidden]
         if update is None or not missing:
             return
-        if not all(map(update.has_made, missing)):
-            update.go_on()
-            update.make(missing)
+        while not all(map(update.has_made, missing)):
+            if not update.go_on():
+                update.make(missing)
         self._show(missing)
 
     def _listed(self) -> None:

@@ -79,13 +79,13 @@ class DeferredUpdate:
         """
         self._walk.arrive(self._subgroups(parameters))
 
-    def go_on(self) -> None:
-        """Do what can be done without waiting, with at most one update on the host.
+    def go_on(self) -> bool:
+        """Do what can be done without waiting, with at most one update on the host; tell whether there was one.
 
         Raises:
             RuntimeError: as `make`.
         """
-        self._walk.poll()
+        return self._walk.poll()
 
     def end(self) -> None:
         """Do all that is left of it, so that its memory is free; who follows it is told that there is none any more.

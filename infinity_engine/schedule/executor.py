@@ -92,18 +92,20 @@ class Walk:
             self.arrive([subgroup])
         return True
 
-    def poll(self) -> None:
-        """Submit what can be without waiting, and carry out one of the host's updates, if it can begin.
+    def poll(self) -> bool:
+        """Submit what can be without waiting, and make one of the host's updates, if it can begin; tell whether so.
 
         Raises:
             RuntimeError: an op failed, as `finish` says.
         """
         with self._telling():
             self._submit_others()
-            if self._order and self._can_submit(self._plan.ops[self._order[0]]):
+            updates = bool(self._order) and self._can_submit(self._plan.ops[self._order[0]])
+            if updates:
                 self._submit(self._order.popleft())
                 self._submit_others()
             self._advance()
+        return updates
 
     def reach(self, subgroups: Iterable[int]) -> None:
         """Carry out the host's updates of these subgroups and what is before them; begin what follows, wait for none.
