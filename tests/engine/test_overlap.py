@@ -21,7 +21,9 @@ from torch import nn
 import infinity_engine
 from infinity_engine.accel import Emulation, StreamKind, VirtualAccelerator
 from infinity_engine.engine.engine import Engine
+from infinity_engine.optim import host
 from infinity_engine.plan import Rates
+from support.interrupts import interrupted
 
 RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
 WIDTH, LAYERS = 64, 4  # one subgroup for each layer
@@ -541,3 +543,24 @@ def test_a_step_that_is_interrupted_anywhere_goes_on(first: int, parameters: str
             assert differing(expected, bits(made)) == [], line
         if not told[0]:
             return
+
+
+@pytest.mark.parametrize("parameters", WHERE)
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_ctrl_c_when_the_kernel_has_returned_updates_nothing_twice(parameters: str, overlap: str) -> None:
+    expected = on_one_memory(2)
+    settings: dict[str, Any] = {"parameters": parameters, "overlap": overlap}
+
+    def stepped(nth: int) -> bool:
+        with opened(**settings) as made:
+            made.backward(loss_of(made, 0))
+            was = interrupted(made.step, nth, [host])
+            if was and not made.steps:
+                made.step()
+            was = interrupted(lambda: loss_of(made, 1), nth, [host]) or was
+            train(made, first=1)
+            assert differing(expected, bits(made)) == [], nth
+            return was
+
+    assert stepped(0)
+    assert all(stepped(nth) or nth > 2 for nth in range(1, 12))
