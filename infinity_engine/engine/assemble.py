@@ -198,7 +198,12 @@ def _parts(
         deferral=None
         if config.overlap is Overlap.OFF
         else _deferral(
-            sizing, plan, fetcher, records, lambda: AwaitedParameters(model, trained, gradients.has, Hooks())
+            sizing,
+            plan,
+            fetcher,
+            records,
+            lambda: AwaitedParameters(model, trained, gradients.has, Hooks()),
+            resources=resources,
         ),
         scale=LossScale(dynamic=sizing.formats.parameter is FloatFormat.FP16),
         autocast=_dtype(sizing) if autocast else None,
@@ -354,6 +359,8 @@ def _deferral(
     fetcher: ParameterFetcher | None,
     records: Collection[int],
     awaited: Callable[[], Follower],
+    *,
+    resources: ExitStack,
 ) -> Deferral | None:
     """Return what of an update can wait until modules need it, None where all of it has to be made in the step.
 
@@ -366,7 +373,9 @@ def _deferral(
         for each in sizing.subgroups
         if fetcher and any(segment.parameter not in records for segment in each.segments)
     ]
-    return Deferral(now=now, parts=parts_of(sizing.subgroups), follower=fetcher or awaited())
+    follower = fetcher or awaited()
+    resources.callback(follower.follow, None)
+    return Deferral(now=now, parts=parts_of(sizing.subgroups), follower=follower)
 
 
 def _swapped(

@@ -370,6 +370,19 @@ def test_closing_while_some_is_left_ends_it_and_leaves_an_ordinary_model(paramet
     net(torch.randn(4, WIDTH)).sum().backward()
 
 
+def test_where_an_engine_cannot_be_made_after_all_the_model_has_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = layers()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("infinity_engine.engine.engine.Executor", fail)
+    with pytest.raises(ZeroDivisionError), opened(net):
+        pass
+
+    assert not any(module._forward_pre_hooks or type(module._parameters) is not dict for module in net.modules())
+
+
 def test_in_groups_of_an_optimizer_what_the_first_module_needs_still_comes_first() -> None:
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     biases = [each.bias for each in net]
