@@ -101,6 +101,8 @@ class Engine:
             each.note_values()
         if parts.fetcher is not None:
             parts.states.hand_to(parts.fetcher.receive)
+            if parts.early is not None:
+                parts.fetcher.call_beside(parts.early.go_on)
             for module in parts.model.modules():
                 parts.hooks.on_state_dict(module, self._refuse_state_dict)
         for each in parts.trained:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -93,8 +93,8 @@ class ParameterFetcher:
         self._holders: dict[int, int] = {}  # how many there are of each
         self._taken = 0
         self._update: DeferredUpdate | None = None
+        self._beside: Callable[[], None] | None = None
         self._coming: dict[int, _Coming] = {}
-        self._passed: set[int] = set()  # of which pieces have been made that are not in memory any more
         self._unused: set[int] = set()  # what was fetched and has not been needed since
         self._ahead = 0  # all that is needed before this position of the trace is here, or on its way
         self._fetched = self._fetched_bytes = self._in_time = self._late = 0
@@ -123,6 +123,8 @@ class ParameterFetcher:
         fresh = [number for number in use.parameters if number not in self._holders]
         self.hold(use.parameters)
         try:
+            if self._beside is not None:
+                self._beside()
             if self._update is not None:
                 self._make(self._update, use.parameters)
             self._count_needs(fresh)
@@ -136,8 +138,9 @@ class ParameterFetcher:
         """Go on with an update until these are here, or at home."""
         update.go_on()
         update.reach(number for number in numbers if number not in self._here)
-        self._complete(update)
+        self._complete_all()
         update.make(number for number in numbers if number not in self._here)
+        self._complete_all()
 
     def hold(self, numbers: Iterable[int]) -> None:
         """Keep parameters on the device, once they are there, until they are let go as often."""
@@ -221,17 +224,19 @@ class ParameterFetcher:
     def follow(self, update: DeferredUpdate | None) -> None:
         """Fetch nothing from here on that this update has not made yet; None: all of it is made."""
         self._drop_all()
-        self._passed.clear()
         self._update = update
+
+    def call_beside(self, go_on: Callable[[], None]) -> None:
+        """Give somebody a turn whenever a module needs parameters, who waits for nothing."""
+        self._beside = go_on
 
     def receive(self, number: int, start: int, values: torch.Tensor) -> None:
         """Copy a piece of the new values of a parameter, so that it need not be read, if there is room until its use.
 
         Its first byte is `start`. What was made before is read, and the rest is expected.
         """
-        if number not in self._coming and number not in self._passed:
+        if number not in self._coming:
             self._expect(number)
-        self._passed.add(number)
         coming = self._coming.get(number)
         if coming is not None and start in coming.missing:
             coming.lease.flat()[start : start + values.numel()].copy_(values)
@@ -372,18 +377,18 @@ class ParameterFetcher:
         return {number for number in numbers if number not in self._here and not update.has_made(number)}
 
     def _fetch_ahead(self) -> None:
-        if self._update is not None:
-            self._complete(self._update)
+        self._complete_all()
         at = self._trace.at
         start = max(self._ahead, at)
         upcoming = self._trace.upcoming(start, at + _LOOK_AHEAD)
         if not upcoming:
             return
+        unmade = self._unmade(upcoming)
         chosen = choose_fetches(
             upcoming,
             nbytes=self._nbytes,
             cached=self._here.keys() | self._coming.keys(),
-            unmade=self._unmade(upcoming),
+            unmade=unmade,
             held=self._holders.keys() | self._coming.keys(),
             free=self._free,
             next_use=self._trace.next_use,
@@ -392,6 +397,10 @@ class ParameterFetcher:
             self._release(number)
         self._ahead = start + chosen.provided
         for number in chosen.fetched:
+            if number in unmade:
+                self._expect(number)
+                self._complete(number)
+                continue
             if not self._passes(number):
                 self._ahead = min(self._ahead, self._trace.next_use(number))
                 return
@@ -425,18 +434,25 @@ class ParameterFetcher:
         pieces = {width * part.first_element: width * part.numel for part in update.parts(number)}
         self._coming[number] = _Coming(lease, pieces)
 
-    def _complete(self, update: DeferredUpdate) -> None:
-        """Begin to read the pieces that are at home of what is expected in pieces."""
-        for number, coming in list(self._coming.items()):
-            width = self._parameters[number].dtype.itemsize
-            unmade = {width * part.first_element for part in update.missing(number)}
-            memory = coming.lease.flat().numpy().data
-            for start, nbytes in list(coming.missing.items()):
-                if start not in unmade:
-                    self._read_piece(number, start, memory[start : start + nbytes], coming)
-                    del coming.missing[start]
-            if not coming.missing:
-                self._bring(number, coming)
+    def _complete_all(self) -> None:
+        """Begin to read the pieces that are at home of all that is expected in pieces."""
+        for number in sorted(self._coming, key=self._trace.next_use):
+            self._complete(number)
+
+    def _complete(self, number: int) -> None:
+        """Begin to read the pieces that are at home of what is expected in pieces; nothing where it is not."""
+        update, coming = self._update, self._coming.get(number)
+        if update is None or coming is None:
+            return
+        width = self._parameters[number].dtype.itemsize
+        unmade = {width * part.first_element for part in update.missing(number)}
+        memory = coming.lease.flat().numpy().data
+        for start, nbytes in list(coming.missing.items()):
+            if start not in unmade:
+                self._read_piece(number, start, memory[start : start + nbytes], coming)
+                del coming.missing[start]
+        if not coming.missing:
+            self._bring(number, coming)
 
     def _read_piece(self, number: int, start: int, memory: memoryview, coming: _Coming) -> None:
         coming.reading.append(self._mover.read_part(self._records[number], start, memory))

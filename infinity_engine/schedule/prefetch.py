@@ -42,27 +42,23 @@ def choose_fetches(
 ) -> Fetches:
     """Return what to fetch of what is coming, as far as `free` bytes and what is needed later have room for it.
 
-    `cached` are on the device, and those of them that are `held` stay there. What is `unmade` has no values to fetch
-    yet: room is left for it. Ends at the first that there is no room for, as what is needed after it would take the
-    room that it gets next.
+    `cached` are on the device, and those of them that are `held` stay there. What is `unmade` has not all of its values
+    yet: it is fetched as they come, and provides nobody so far. Ends at the first that there is no room for, as what is
+    needed after it would take the room that it gets next.
     """
     room = _Room(cached, nbytes, held, free, next_use)
     fetched: dict[int, None] = {}
-    waiting: set[int] = set()  # unmade ones that have room
+    whole = True
     provided = 0
     for position, use in upcoming:
         for number in use.parameters:
             if number in fetched or (number in cached and number not in room.evicted):
                 continue
-            if number in waiting:
-                continue
             if not room.make(nbytes[number], position):
                 return Fetches(tuple(room.evicted), tuple(fetched), provided)
-            if number in unmade:
-                waiting.add(number)
-            else:
-                fetched[number] = None
-        provided += not waiting
+            fetched[number] = None
+            whole = whole and number not in unmade
+        provided += whole
     return Fetches(tuple(room.evicted), tuple(fetched), provided)
 
 

@@ -41,7 +41,7 @@ def test_the_program_of_the_page_on_drives_runs_within_its_budget(tmp_path: Path
 
     printed = output_of(run_program(programs[0], folder=tmp_path, python=["-W", "error"]))
 
-    assert re.search(r"^nvme read .*parameters .*states ", printed, re.MULTILINE)
+    assert re.search(r"^nvme read .*gradients .*states ", printed, re.MULTILINE)
     assert re.search(r"^nvme write .*gradients ", printed, re.MULTILINE)
     held = re.findall(r"^(?:HOST|NVME) (\d+) of (\d+)$", printed, re.MULTILINE)
     assert len(held) == 2

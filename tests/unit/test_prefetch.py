@@ -63,12 +63,12 @@ def test_what_is_there_is_not_fetched_again_and_takes_no_room() -> None:
     assert found == Fetches(evicted=(), fetched=(1, 2), provided=4)
 
 
-def test_what_is_not_made_yet_is_not_fetched_but_has_room_and_what_comes_after_it_is_fetched() -> None:
+def test_what_is_not_made_yet_is_fetched_in_its_turn_and_provides_nobody() -> None:
     uses = [using(0), using(1), using(2), using(1), using(3)]
 
     found = situation(*uses, free=35).chosen(unmade=[1])
 
-    assert found == Fetches(evicted=(), fetched=(0, 2), provided=1)
+    assert found == Fetches(evicted=(), fetched=(0, 1, 2), provided=1)
 
 
 def test_what_is_needed_last_makes_room_first() -> None:
