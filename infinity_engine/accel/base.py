@@ -232,6 +232,9 @@ class Accelerator(ABC):
     def forget_idle(self) -> None:  # noqa: B027  # most keep nothing
         """Keep nothing of what was given back."""
 
+    def host_updated(self, params: int) -> None:  # noqa: B027  # most have no clock of their own
+        """Hear that the host has updated so many parameters, which on an emulated device's virtual clock takes time."""
+
     @abstractmethod
     def memory(self) -> DeviceBytes:
         """Return how much device memory there is now."""

@@ -23,7 +23,7 @@ from infinity_engine.accel.ordered import OrderedAccelerator
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import Rates
 
-__all__ = ["NAN_BYTE", "Clock", "EmulatedAccelerator", "EmulatedMemory", "Emulation", "OperationRecord"]
+__all__ = ["NAN_BYTE", "Clock", "EmulatedAccelerator", "EmulatedMemory", "Emulation", "OperationRecord", "ceil_ns"]
 
 NAN_BYTE = 0xFF
 _NS_PER_S = 10**9
@@ -41,7 +41,10 @@ class Clock(Enum):
 class Emulation:
     """What an emulated device is like."""
 
-    rates: Rates  # Needs h2d_bytes_per_s, d2h_bytes_per_s and device_update_params_per_s; the others are not used.
+    rates: Rates
+    """Of h2d, d2h and the device's updates. That of the host's updates, where given, passes time on a virtual clock.
+
+    The others are not used."""
     capacity_bytes: int
     clock: Clock = Clock.VIRTUAL
     seed: int = 0  # Draws one of the legal orders, where the clock is virtual.
@@ -162,10 +165,10 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
     def _duration_ns(self, stream: Stream, action: Action) -> int:
         delay_ns = 0 if self._delay_ns is None else self._delay_ns(stream.kind)
         if isinstance(action, Copy):
-            return delay_ns + _ceil_ns(action.nbytes, self._ratios[stream.kind])
+            return delay_ns + ceil_ns(action.nbytes, self._ratios[stream.kind])
         if isinstance(action, Work):
             cost = action.cost
-            return delay_ns + (cost.ns if isinstance(cost, TimeCost) else _ceil_ns(cost.params, self._update_ratio))
+            return delay_ns + (cost.ns if isinstance(cost, TimeCost) else ceil_ns(cost.params, self._update_ratio))
         return 0
 
     def _note(self, operation: _Op, start_ns: int, end_ns: int) -> None:
@@ -189,7 +192,7 @@ def _ratio(rate: float | None, *, name: str) -> tuple[int, int]:
     return rate.as_integer_ratio()
 
 
-def _ceil_ns(amount: int, rate: tuple[int, int]) -> int:
+def ceil_ns(amount: int, rate: tuple[int, int]) -> int:
     """Return the nanoseconds that `amount` takes at a rate per second, rounded up, without any rounding before."""
     numerator, denominator = rate
     return -(-amount * _NS_PER_S * denominator // numerator)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from infinity_engine.accel.base import Buffer, Stream, StreamKind
-from infinity_engine.accel.emulated import NAN_BYTE, EmulatedAccelerator, Emulation
+from infinity_engine.accel.emulated import NAN_BYTE, EmulatedAccelerator, Emulation, ceil_ns
 from infinity_engine.accel.hazards import Footprint, carry_out_copy, carry_out_work
 from infinity_engine.accel.operation import Carrier, Copy, Failure, Mark, Operation, Submission, Work
 
@@ -66,6 +66,8 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         super().__init__(VirtualOperation, emulation)
         self._random = random.Random(emulation.seed)  # noqa: S311 - draws an order, keeps no secret
         self._now_ns = 0
+        rate = emulation.rates.host_update_params_per_s
+        self._host_ratio = None if rate is None else rate.as_integer_ratio()
         self._link_free_ns = {StreamKind.H2D: 0, StreamKind.D2H: 0}
         self._host_knows: dict[Stream, int] = {}
         self._pending: dict[int, VirtualOperation] = {}
@@ -82,6 +84,11 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         if ns < 0:
             raise ValueError(f"expected 0 ns or more, got {ns}")
         self._now_ns += ns
+
+    def host_updated(self, params: int) -> None:
+        """Let the host have been busy for as long as its updates take at its rate, where that is given."""
+        if self._host_ratio is not None:
+            self._now_ns += ceil_ns(params, self._host_ratio)
 
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back; whoever still reads it sees NaN, whatever is still written there."""

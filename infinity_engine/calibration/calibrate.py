@@ -20,7 +20,16 @@ from infinity_engine.calibration.drives import measure_drive
 from infinity_engine.calibration.effort import FULL, Effort, Part, thread_counts
 from infinity_engine.calibration.host import RULES, STATE_BYTES, HostPoint, HostUpdates
 from infinity_engine.calibration.identity import default_device, drive_identity, machine_identity, usable_cores
-from infinity_engine.plan import Calibration, DriveFigures, Figure, HostUpdateFigures, LinkFigures, Unit
+from infinity_engine.plan import (
+    BlockFigures,
+    BlockShape,
+    Calibration,
+    DriveFigures,
+    Figure,
+    HostUpdateFigures,
+    LinkFigures,
+    Unit,
+)
 from infinity_engine.plan.mappings import Directories
 
 if TYPE_CHECKING:
@@ -28,7 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Kept", "calibrated", "kept_calibration"]
 
-_MATMUL_SHARE, _HOST_SHARE, _LINKS_SHARE, _DEVICE_SHARE, _DRIVES_SHARE = 0.1, 0.3, 0.15, 0.05, 0.4  # of the time
+_MATMUL_SHARE, _BLOCKS_SHARE, _HOST_SHARE = 0.05, 0.2, 0.25  # of the time
+_LINKS_SHARE, _DEVICE_SHARE, _DRIVES_SHARE = 0.1, 0.05, 0.35
 _ONE_RANK = "one rank: nothing is gathered or scattered"
 _NO_DEVICE = "torch is not installed"
 _Report = Callable[[str], object]
@@ -118,6 +128,7 @@ class _Bench:
         """Measure all but drives."""
         effort = self._effort
         matmul = self._matmul(accelerator)
+        blocks = self._blocks(accelerator, matmul)
         memory = self._taken()
         self._report("updates of the host, and sweeps over its memory")
         host = memory.updates.measure(effort.part(_HOST_SHARE))
@@ -138,6 +149,7 @@ class _Bench:
             },
             device_updates=self._device_updates(accelerator),
             matmul=matmul,
+            blocks=blocks,
             all_gather=Figure.missing(_ONE_RANK, Unit.BYTES),
             reduce_scatter=Figure.missing(_ONE_RANK, Unit.BYTES),
         )
@@ -172,6 +184,18 @@ class _Bench:
 
         self._report("matrix products")
         return measure_matmul(accelerator.torch_device, self._effort.part(_MATMUL_SHARE))
+
+    def _blocks(
+        self, accelerator: Accelerator | None, matmul: Mapping[str, Figure]
+    ) -> dict[str, dict[BlockShape, BlockFigures]]:
+        if accelerator is None:
+            return {dtype: {} for dtype in matmul}
+        from infinity_engine.calibration.blocks import measure_blocks
+
+        self._report("transformer blocks")
+        return measure_blocks(
+            accelerator.torch_device, matmul, self._effort.part(_BLOCKS_SHARE), self._effort.compute_bytes
+        )
 
     def _device_updates(self, accelerator: Accelerator | None) -> dict[str, Figure]:
         if accelerator is None:

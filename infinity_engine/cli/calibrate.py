@@ -196,6 +196,16 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
     )
     products = {dtype: (each,) for dtype, each in measured.matmul.items()}
     yield _Rows("Matrix products on the device, Gflop/s", ("alone",), products)
+    for dtype, blocks in measured.blocks.items():
+        if blocks:
+            yield _Rows(
+                f"Transformer blocks in {dtype}, Gflop/s",
+                ("forward", "backward"),
+                {
+                    f"width {shape.width}, {shape.tokens} tokens": (each.forward, each.backward)
+                    for shape, each in blocks.items()
+                },
+            )
     yield _Rows(
         "Between ranks, GB/s",
         ("alone",),

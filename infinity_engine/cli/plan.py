@@ -12,14 +12,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from deepnvme.cli.report import Rows
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from infinity_engine.plan import DriveRates, Rates
+    from infinity_engine.plan import BlockRates, DriveRates, Rates
     from infinity_engine.sim.hardware import Machine
     from infinity_engine.sim.models import ModelShape
     from infinity_engine.sim.remedies import Refusal
@@ -213,16 +213,18 @@ def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
     free = capacity_of(device=device, host=host, nvme={"NVMe": drives} if drives else {})
     ranks = max(gpus, 1)
     assumed = machine(_ASSUMED) if known is None else known
-    rates, flops_per_s, sources = _rates(options, assumed, ranks=ranks, named=known is not None)
+    rates, compute, sources = _rates(options, assumed, ranks=ranks, named=known is not None)
     if options.tflops is not None:
         if not options.tflops > 0:
             raise ConfigError(field="--tflops", value=options.tflops, expected="a positive number")
-        flops_per_s = options.tflops * 1e12
+        compute = _Compute(options.tflops * 1e12)
     return Means(
         budget=ResolvedBudget(device=free.device, host=free.host, nvme=free.nvme),
         rates=rates,
         ranks=ranks,
-        flops_per_s=flops_per_s,
+        flops_per_s=compute.flops_per_s,
+        blocks=compute.blocks,
+        alone=compute.alone,
         unified=gpus == 0,
         io_bytes=_QUEUE_BYTES if drives else 0,
     ), sources
@@ -242,9 +244,17 @@ def _given(given: str | None, known: Machine | None, field: str) -> int:
     return sizes[field]
 
 
+class _Compute(NamedTuple):
+    """How fast modules compute, operations per second or transformer blocks; and what all else does alone."""
+
+    flops_per_s: float | None = None
+    blocks: BlockRates | None = None
+    alone: Rates | None = None
+
+
 def _rates(
     options: argparse.Namespace, assumed: Machine, *, ranks: int, named: bool
-) -> tuple[Rates, float | None, tuple[str, ...]]:
+) -> tuple[Rates, _Compute, tuple[str, ...]]:
     if options.rates is not None:
         return _rates_of_file(options)
     rates = replace(
@@ -257,7 +267,7 @@ def _rates(
     flops_per_s = None if options.gpus == 0 else gpu.achieved_flops_per_s or _OF_PEAK * gpu.peak_flops_per_s
     whose = "as published of" if named else "assumed to be those of"
     note = f"rates are {whose} a {assumed.title}: measure yours with `infinity calibrate` and give --rates"
-    return rates, flops_per_s, (note,)
+    return rates, _Compute(flops_per_s), (note,)
 
 
 def _shared(assumed: Machine, ranks: int) -> Mapping[str, DriveRates]:
@@ -273,7 +283,7 @@ def _shared(assumed: Machine, ranks: int) -> Mapping[str, DriveRates]:
     }
 
 
-def _rates_of_file(options: argparse.Namespace) -> tuple[Rates, float | None, tuple[str, ...]]:
+def _rates_of_file(options: argparse.Namespace) -> tuple[Rates, _Compute, tuple[str, ...]]:
     from infinity_engine.plan import Rates
     from infinity_engine.plan.calibration import Calibration
 
@@ -285,15 +295,20 @@ def _rates_of_file(options: argparse.Namespace) -> tuple[Rates, float | None, tu
     except ValueError as error:
         raise ConfigError(field="--rates", value=str(path), expected=f"a file in JSON ({error})") from error
     if not (isinstance(given, dict) and "links" in given):
-        return Rates.from_mapping(given, field="--rates"), None, (f"rates are those of {path}",)
+        return Rates.from_mapping(given, field="--rates"), _Compute(), (f"rates are those of {path}",)
     calibration = Calibration.from_mapping(given, field="--rates")
     two_memories = options.gpus != 0
-    rates = calibration.rates(
-        optimizer=options.optimizer, beside_io=options.nvme is not None, beside_copies=two_memories
+    rates, alone = (
+        calibration.rates(
+            optimizer=options.optimizer,
+            beside_io=beside and options.nvme is not None,
+            beside_copies=beside and two_memories,
+        )
+        for beside in (True, False)
     )
     dtype = "fp32" if options.precision == "fp32" else "bf16"
     note = f"rates were measured {calibration.date}, of one process; those of {path}"
-    return rates, calibration.flops_per_s(dtype), (note,)
+    return rates, _Compute(calibration.flops_per_s(dtype), calibration.block_rates(dtype), alone), (note,)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------

@@ -145,6 +145,8 @@ class Meter:
         if op.lane is Lane.HOST or self._accelerator.unified:
             with self._telemetry.timed(op.name, track=op.lane.value, subgroup=op.subgroup, params=op.params):
                 update()
+                if op.lane is Lane.HOST:
+                    self._accelerator.host_updated(op.params)
         else:
             update()
         self._telemetry.counter(updated(type(op), "params")).add(op.params)

@@ -6,6 +6,7 @@ Pure data, no torch, no I/O. Everything above speaks in these; they know nothing
 from infinity_engine.plan.budget import Budget, Capacity, Percent, ResolvedBudget
 from infinity_engine.plan.calibration import (
     CALIBRATION_VERSION,
+    BlockFigures,
     Calibration,
     DriveFigures,
     Figure,
@@ -13,6 +14,7 @@ from infinity_engine.plan.calibration import (
     LinkFigures,
     Unit,
 )
+from infinity_engine.plan.compute import BlockRates, BlockShape, ComputeRate, block_flops
 from infinity_engine.plan.extent import Extent
 from infinity_engine.plan.ops import (
     CopyOp,
@@ -48,10 +50,14 @@ __all__ = [
     "ADAM_BYTES",
     "CALIBRATION_VERSION",
     "Auto",
+    "BlockFigures",
+    "BlockRates",
+    "BlockShape",
     "Budget",
     "BytesPerParameter",
     "Calibration",
     "Capacity",
+    "ComputeRate",
     "CopyOp",
     "DeviceOnly",
     "DownloadParameters",
@@ -87,5 +93,6 @@ __all__ = [
     "UpdateOp",
     "UploadParameters",
     "UploadStates",
+    "block_flops",
     "parse_strategy",
 ]

@@ -15,12 +15,14 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from infinity_engine.errors import ConfigError
+from infinity_engine.plan.compute import BlockRates, BlockShape, ComputeRate
 from infinity_engine.plan.mappings import Directories, FrozenMapping, known_mapping
 from infinity_engine.plan.rates import DriveRates, Rates
 from infinity_engine.units import positive
 
 __all__ = [
     "CALIBRATION_VERSION",
+    "BlockFigures",
     "Calibration",
     "DriveFigures",
     "Figure",
@@ -29,9 +31,10 @@ __all__ = [
     "Unit",
 ]
 
-CALIBRATION_VERSION = 1
+CALIBRATION_VERSION = 2
 """Of the JSON form: raised when a figure changes its meaning or goes."""
 
+_Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
@@ -131,6 +134,14 @@ class HostUpdateFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFigures:
+    """Operations per second of a transformer block, whose backward has twice as many as its forward."""
+
+    forward: Figure
+    backward: Figure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DriveFigures:
     """Of the drive behind one directory. Mixed: as many bytes read as written at once, counted together."""
 
@@ -181,6 +192,7 @@ _LINK_UNITS = MappingProxyType(
     }
 )
 _UPDATE_UNITS = MappingProxyType({"alone": Unit.PARAMETERS, "beside_copies": Unit.PART})
+_BLOCK_UNITS = MappingProxyType({"forward": Unit.FLOPS, "backward": Unit.FLOPS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +212,7 @@ class Calibration:
     host_updates: Mapping[str, Mapping[int, HostUpdateFigures]]  # by optimizer and threads
     device_updates: Mapping[str, Figure]  # by optimizer
     matmul: Mapping[str, Figure]  # by dtype, on the device that modules compute on
+    blocks: Mapping[str, Mapping[BlockShape, BlockFigures]]  # likewise: transformer blocks, by dtype and shape
     all_gather: Figure
     reduce_scatter: Figure
     drives: Mapping[str, DriveFigures] = field(default_factory=dict)  # by directory
@@ -208,6 +221,7 @@ class Calibration:
         for name in ("machine", "dram", "device_updates", "matmul"):
             object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
         object.__setattr__(self, "host_updates", _frozen(self.host_updates))
+        object.__setattr__(self, "blocks", _frozen(self.blocks))
         object.__setattr__(self, "drives", Directories(self.drives, field="Calibration.drives"))
 
     @classmethod
@@ -246,6 +260,16 @@ class Calibration:
             ),
             device_updates=_table(given["device_updates"], f"{field}.device_updates", _figure(Unit.PARAMETERS)),
             matmul=_table(given["matmul"], f"{field}.matmul", _figure(Unit.FLOPS)),
+            blocks=_table(
+                given["blocks"],
+                f"{field}.blocks",
+                lambda row, place: _table(
+                    row,
+                    place,
+                    lambda each, below: BlockFigures(**_record(_BLOCK_UNITS, each, below)),
+                    key=_shape,
+                ),
+            ),
             all_gather=_figure(Unit.BYTES)(given["all_gather"], f"{field}.all_gather"),
             reduce_scatter=_figure(Unit.BYTES)(given["reduce_scatter"], f"{field}.reduce_scatter"),
             drives=Directories(drives, field=f"{field}.drives"),
@@ -266,6 +290,9 @@ class Calibration:
             },
             "device_updates": {rule: figure.to_mapping() for rule, figure in self.device_updates.items()},
             "matmul": {dtype: figure.to_mapping() for dtype, figure in self.matmul.items()},
+            "blocks": {
+                dtype: {str(shape): _plain(each) for shape, each in row.items()} for dtype, row in self.blocks.items()
+            },
             "all_gather": self.all_gather.to_mapping(),
             "reduce_scatter": self.reduce_scatter.to_mapping(),
             "drives": {directory: drive.to_mapping() for directory, drive in self.drives.items()},
@@ -328,6 +355,15 @@ class Calibration:
             raise ConfigError.unknown_name(field="dtype", name=dtype, known=self.matmul)
         return self.matmul[dtype].median
 
+    def block_rates(self, dtype: str) -> BlockRates | None:
+        """Return how fast transformer blocks compute in "fp32" or "bf16", None where that was not measured."""
+        measured = {
+            shape: ComputeRate(each.forward.median, each.backward.median)
+            for shape, each in self.blocks.get(dtype, {}).items()
+            if each.forward.median is not None and each.backward.median is not None
+        }
+        return BlockRates(measured) if measured else None
+
     def _drives(self, directories: Iterable[str] | None) -> Mapping[str, DriveFigures]:
         if directories is None:
             return self.drives
@@ -389,11 +425,11 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(item.name for item in fields(kind))
 
 
-def _frozen(table: Mapping[str, Mapping[int, _Value]]) -> Mapping[str, Mapping[int, _Value]]:
+def _frozen(table: Mapping[str, Mapping[_Key, _Value]]) -> Mapping[str, Mapping[_Key, _Value]]:
     return FrozenMapping({key: FrozenMapping(row) for key, row in table.items()})
 
 
-def _plain(record: LinkFigures | HostUpdateFigures) -> dict[str, object]:
+def _plain(record: LinkFigures | HostUpdateFigures | BlockFigures) -> dict[str, object]:
     return {name: getattr(record, name).to_mapping() for name in _names(type(record))}
 
 
@@ -431,6 +467,14 @@ def _count(text: str, field: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise ConfigError(field=field, value=text, expected="numbers of threads as keys, such as '8'")
     return int(text)
+
+
+def _shape(text: str, field: str) -> BlockShape:
+    width, _, tokens = text.partition("x")
+    numbers = [each for each in (width, tokens) if each.isascii() and each.isdecimal() and int(each) >= 1]
+    if len(numbers) != 2:
+        raise ConfigError(field=field, value=text, expected="widths and tokens as keys, such as '1024x256'")
+    return BlockShape(*map(int, numbers))
 
 
 def _figure(unit: Unit) -> Callable[[object, str], Figure]:

@@ -6,6 +6,7 @@ over its lane's rate, rounded up. Lanes do not slow one another. Decides nothing
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from infinity_engine.errors import ConfigError
@@ -32,10 +33,11 @@ class OpTime(NamedTuple):
 
 
 class LaneClocks:
-    """The clocks of the lanes, wound on op by op in the plan's order."""
+    """The clocks of the lanes, wound on op by op in the plan's order. What goes over `free` ones takes no time."""
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self, rates: Rates, *, free: Collection[Lane] = ()) -> None:
         self._rates = rates
+        self._free = frozenset(free)
         self._ratios: dict[Lane, tuple[int, int]] = {}
         self._free_ns = dict.fromkeys(Lane, 0)
         self.times: list[OpTime] = []
@@ -51,6 +53,8 @@ class LaneClocks:
 
     def duration_ns(self, lane: Lane, amount: int) -> int:
         """Return how long so many bytes or parameters take in a lane."""
+        if lane in self._free:
+            return 0
         numerator, denominator = self._ratio(lane)
         return -(-amount * _NS_PER_S * denominator // numerator)
 

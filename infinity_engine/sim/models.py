@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
 
@@ -98,6 +99,14 @@ class ModelShape:
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(module.numel for module in self.modules)
+
+    @property
+    def width(self) -> int:
+        """The elements that a block makes of a token; where that is not known, the side of a middling product."""
+        if self.activations is not None:
+            return self.activations.hidden
+        products = sorted(module.flops_per_token for module in self.modules if module.flops_per_token)
+        return max(isqrt(products[len(products) // 2] // 2), 1) if products else 1
 
     def forward_flops_per_token(self, sequence: int) -> int:
         """Return the operations of a forward for one token; a backward has twice as many."""

@@ -371,7 +371,9 @@ class Planner:
         numel = sum(each.numel for each in steps.subgroups)
         states = 4 * (1 + len(best.sizing.state_names))
         rates = rates_of_update(self.means.rates)
-        busy = simulate(steps, rates).busy_ns
+        busy = simulate(steps, rates, free=self.means.free_lanes()).busy_ns
+        if self.means.unified:
+            return max(busy.values())
         try:
             bound = update_bound(
                 rates,

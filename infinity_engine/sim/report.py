@@ -339,7 +339,7 @@ class _Holdings:
         nbytes = sizing.states_bytes(subgroup, home, parameters)
         if home is Home.RESIDENT and not sizing.unified:
             self._add(Tier.DEVICE, "states", nbytes)
-            if parameters is not Tier.DEVICE:
+            if parameters is not Tier.DEVICE and sizing.formats.parameter is not None:
                 self._add(Tier.DEVICE, "parameters of resident states", numel * sizing.width)
             return
         self._add(Tier.NVME if index in plan.resting.states else Tier.HOST, "states", nbytes)
@@ -382,7 +382,7 @@ def _notes(decision: Decision) -> Iterable[str]:
     training, means = decision.training, decision.means
     if training.model.activations is None:
         yield "activations of this model are not known, and not counted"
-    if means.flops_per_s is None:
+    if means.compute_rate(training) is None:
         yield "the rate of computing is not known: forward and backward take the time of their transfers alone"
     if means.ranks > 1:
         yield (

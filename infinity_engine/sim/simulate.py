@@ -5,7 +5,7 @@ Pure: the rule is that of plan/timing.py, which is the emulated device's. Called
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from infinity_engine.plan.ops import Lane
@@ -72,13 +72,13 @@ class Simulation:
         return f"{self.plan.describe(self.times)}\n\nends at {end_ns / 1e6:.3f} ms; busy: {', '.join(lanes)}"
 
 
-def simulate(plan: StepPlan, rates: Rates) -> Simulation:
-    """Return when each op of `plan` runs at these rates.
+def simulate(plan: StepPlan, rates: Rates, *, free: Collection[Lane] = ()) -> Simulation:
+    """Return when each op of `plan` runs at these rates; what goes over `free` lanes takes no time.
 
     Raises:
         ConfigError: the plan uses a lane whose rate is not known.
     """
-    clocks = LaneClocks(rates)
+    clocks = LaneClocks(rates, free=free)
     for op in plan.ops:
         clocks.run(op)
     return Simulation(plan=plan, times=tuple(clocks.times))

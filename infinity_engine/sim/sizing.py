@@ -165,7 +165,7 @@ class Sizing:
         at_home = plan.parameters is Tier.HOST
         homes = plan.homes()
         device = sum(
-            self._states(each.numel, in_place=not at_home) + (each.numel * self.width if at_home else 0)
+            self._states(each.numel, in_place=not at_home) + (self._copied(each) if at_home else 0)
             for each in self.subgroups
             if homes[each.index] is Home.RESIDENT and not self.unified
         )
@@ -219,7 +219,7 @@ class Sizing:
             home = homes[each.index]
             states = self.states_bytes(each, home, plan.parameters)
             if home is Home.RESIDENT and not self.unified:
-                device += states + (each.numel * self.width if at_home else 0)
+                device += states + (self._copied(each) if at_home else 0)
                 continue
             rests = each.index in resting.states
             host += self.on_host_beside_drives(each, home, plan.parameters, resting, rests=rests)
@@ -321,6 +321,10 @@ class Sizing:
         each = (self.width + 4 + (0 if at_home else self.width)) * subgroup.numel
         states = align_up(self._states(subgroup.numel, in_place=at_home), _PAGE)
         return states + each + _PAGE * (1 + 2 * len(subgroup.segments))
+
+    def _copied(self, subgroup: Subgroup) -> int:
+        """Return what an update on the device writes for modules that fetch it: fp32 parameters are the masters."""
+        return 0 if self.formats.parameter is None else self.width * subgroup.numel
 
     def _states(self, numel: int, *, in_place: bool) -> int:
         """Return the bytes of states; where masters may be in place, fp32 parameters are the masters."""

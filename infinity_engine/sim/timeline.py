@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import ceil
 from typing import NamedTuple
 
 from infinity_engine.plan import DriveRates, Lane, LaneClocks, OpTime, Rates, Tier
@@ -22,6 +23,7 @@ __all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_step"]
 
 _NS_PER_S = 10**9
 _BACKWARD = 2  # forwards that a backward computes as much as
+_ROUNDS = 8  # to find how much of their time updates and moves disturb one another
 
 
 class Span(NamedTuple):
@@ -83,6 +85,29 @@ def rates_of_update(rates: Rates) -> Rates:
     )
 
 
+def _between(alone: Rates, beside: Rates, updates: float, moves: float) -> Rates:
+    """Return the rates of updates and of moves that are disturbed for these parts of their time."""
+
+    def mean(one: float | None, other: float | None, part: float) -> float | None:
+        return None if one is None or other is None else 1 / ((1 - part) / one + part / other)
+
+    drives = {
+        name: replace(
+            drive,
+            read_bytes_per_s=mean(drive.read_bytes_per_s, beside.nvme[name].read_bytes_per_s, moves),
+            write_bytes_per_s=mean(drive.write_bytes_per_s, beside.nvme[name].write_bytes_per_s, moves),
+        )
+        for name, drive in alone.nvme.items()
+    }
+    return replace(
+        alone,
+        host_update_params_per_s=mean(alone.host_update_params_per_s, beside.host_update_params_per_s, updates),
+        h2d_bytes_per_s=mean(alone.h2d_bytes_per_s, beside.h2d_bytes_per_s, moves),
+        d2h_bytes_per_s=mean(alone.d2h_bytes_per_s, beside.d2h_bytes_per_s, moves),
+        nvme=drives,
+    )
+
+
 def _mixed(drive: DriveRates) -> DriveRates:
     """Return what reads and writes get of a drive that does as much of both."""
     if drive.mixed_bytes_per_s is None or None in (drive.read_bytes_per_s, drive.write_bytes_per_s):
@@ -122,21 +147,25 @@ class _Step:
     def __init__(self, plan: Plan, sizing: Sizing, training: Training, means: Means) -> None:
         self._plan = plan
         self._steps_micro_batches = training.accumulation_steps
-        self._clocks = LaneClocks(rates_of_update(means.rates))
-        self._alone = LaneClocks(means.rates)  # says what a transfer takes while nothing goes the other way
-        self._flops_per_s = None if means.flops_per_s is None else Fraction(means.flops_per_s)
+        self._free = means.free_lanes()
+        rate = means.compute_rate(training)
+        self._rate = None if rate is None else (Fraction(rate.forward), Fraction(rate.backward))
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         self._link = None if means.unified else Lane.H2D
         self._checkpointing = training.checkpointing
         self._limit = plan.demand.fetched
         self._modules = _needs(plan, sizing, training)
+        self._deferred = _defers(plan, self._modules)
+        self._clocks = LaneClocks(self._rates_of_update(means), free=self._free)
+        # Says what a transfer takes while nothing goes the other way.
+        self._alone = LaneClocks(means.alone or means.rates)
         self._spans: list[Span] = []
         self._present: dict[int, tuple[int, int]] = {}  # by module, in the order of their uses: bytes, end of use
         self._at = 0  # the next op of the plan
         self._update_ns = 0
 
     def run(self) -> StepTimeline:
-        deferred = _defers(self._plan, self._modules)
+        deferred = self._deferred
         if not deferred:
             self._go_on(len(self._plan.steps.ops))
         begin_ns = 0 if deferred else self._update_ns
@@ -162,11 +191,44 @@ class _Step:
             moved=moved,
         )
 
+    def _rates_of_update(self, means: Means) -> Rates:
+        """Return the rates of an update, whose parts disturb one another as far as they work at the same time.
+
+        The host's updates, and all that is moved, take the longer of the two together; each of them is disturbed for
+        as much of its time as the other one works.
+        """
+        beside = rates_of_update(means.rates)
+        if means.alone is None:
+            return beside
+        alone = rates_of_update(means.alone)
+        amounts: dict[Lane, int] = {}
+        for op in self._plan.steps.ops:
+            if op.lane not in self._free:
+                amounts[op.lane] = amounts.get(op.lane, 0) + op.amount
+        computing_s = 0.0
+        if self._deferred and self._compute is Lane.HOST:
+            computing_s = sum(self._duration_ns(needs.flops, 0) for needs in self._modules) / _NS_PER_S
+        rates, disturbed = alone, (0.0, 0.0)
+        for _ in range(_ROUNDS):
+            rates = _between(alone, beside, *disturbed)
+            clocks = LaneClocks(rates, free=self._free)
+            seconds = {lane: clocks.duration_ns(lane, amount) / _NS_PER_S for lane, amount in amounts.items()}
+            updating_s = seconds.pop(Lane.HOST, 0.0)
+            seconds.pop(Lane.DEVICE, None)
+            moving_s = max(seconds.values(), default=0.0)
+            every_s = max(updating_s + computing_s, moving_s)
+            if not every_s:
+                break
+            disturbed = (min(moving_s / every_s, 1.0), min(updating_s / every_s, 1.0))
+        return rates
+
     def _go_on(self, count: int) -> None:
         """Run the plan's ops up to so many."""
         for op in self._plan.steps.ops[self._at : count]:
             time = self._clocks.run(op)
-            self._spans.append(Span(op.lane, time.start_ns, time.end_ns, op.nbytes if isinstance(op, CopyOp) else 0))
+            if op.lane not in self._free:
+                nbytes = op.nbytes if isinstance(op, CopyOp) else 0
+                self._spans.append(Span(op.lane, time.start_ns, time.end_ns, nbytes))
             self._update_ns = max(self._update_ns, time.end_ns)
         self._at = max(self._at, count)
 
@@ -181,7 +243,7 @@ class _Step:
                 self._go_on(max(ops) + 1)
                 ready_ns = max(self._clocks.times[op].end_ns for op in ops)
             arrived_ns = self._fetch(number, needs, ready_ns)
-            end_ns = self._work(self._compute, self._duration_ns(needs.flops), max(arrived_ns, begin_ns)).end_ns
+            end_ns = self._work(self._compute, self._duration_ns(needs.flops, 0), max(arrived_ns, begin_ns)).end_ns
             self._use(number, needs, end_ns)
         if deferred:
             self._go_on(len(self._plan.steps.ops))
@@ -193,8 +255,8 @@ class _Step:
         for number in reversed(range(len(self._modules))):
             needs = self._modules[number]
             arrived_ns = self._fetch(number, needs, 0)
-            times = _BACKWARD + (1 if self._checkpointing and needs.recomputed else 0)
-            duration_ns = self._duration_ns(times * needs.flops)
+            again = needs.flops if self._checkpointing and needs.recomputed else 0
+            duration_ns = self._duration_ns(again, _BACKWARD * needs.flops)
             made_ns = self._work(self._compute, duration_ns, max(arrived_ns, begin_ns)).end_ns
             self._use(number, needs, made_ns)
             end_ns = max(end_ns, made_ns)
@@ -240,10 +302,11 @@ class _Step:
             self._spans.append(Span(lane, time.start_ns, time.end_ns, nbytes))
         return time
 
-    def _duration_ns(self, flops: int) -> int:
-        if self._flops_per_s is None:
+    def _duration_ns(self, forward: int, backward: int) -> int:
+        """Return what so many operations of forwards and of backwards take."""
+        if self._rate is None:
             return 0
-        return -(-flops * _NS_PER_S * self._flops_per_s.denominator // self._flops_per_s.numerator)
+        return ceil(sum(flops * _NS_PER_S / rate for flops, rate in zip((forward, backward), self._rate, strict=True)))
 
 
 def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:

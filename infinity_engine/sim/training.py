@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import FloatFormat, Formats
-from infinity_engine.plan import Rates, ResolvedBudget
+from infinity_engine.plan import BlockRates, ComputeRate, Lane, Rates, ResolvedBudget
 from infinity_engine.sim.models import ModelShape, ParameterShape
 from infinity_engine.sim.sizing import Sizing, cut
 
@@ -70,8 +70,9 @@ class Means:
     """What there is to train with.
 
     `budget` has the bytes of one device, and those of the host and the drives that all ranks have together. `rates` and
-    `flops_per_s` are one rank's while all work; None where compute is not known, which then takes no time. `unified`:
-    device and host are one memory, and one set of cores. `io_bytes` of the host, for each rank, are what using the
+    `flops_per_s` are one rank's while all work; None where compute is not known, which then takes no time. `blocks` are
+    what was measured of transformer blocks, and go before them. `unified`: device and host are one memory, and one set
+    of cores. `io_bytes` of the host, for each rank, are what using the
     drives takes.
     """
 
@@ -79,8 +80,11 @@ class Means:
     rates: Rates
     ranks: int = 1
     flops_per_s: float | None = None
+    blocks: BlockRates | None = None
     unified: bool = False
     io_bytes: int = 0
+    alone: Rates | None = None
+    """The rates of each while nothing else works; None: `rates` hold whatever else works."""
     for_all: bool = True
     """Whether PyTorch's own memory, for activations and what autograd makes, is of the budget as well."""
 
@@ -92,6 +96,16 @@ class Means:
         """Return one rank's budget."""
         drives = {name: limit // self.ranks for name, limit in self.budget.nvme.items()}
         return replace(self.budget, host=self.budget.host // self.ranks, nvme=drives)
+
+    def free_lanes(self) -> frozenset[Lane]:
+        """Return the links over which nothing goes: those of one memory."""
+        return frozenset({Lane.H2D, Lane.D2H}) if self.unified else frozenset()
+
+    def compute_rate(self, training: Training) -> ComputeRate | None:
+        """Return how fast the modules of a training compute, None where that is not known."""
+        if self.blocks is not None:
+            return self.blocks.at(training.model.width, training.tokens)
+        return None if self.flops_per_s is None else ComputeRate.of_both(self.flops_per_s)
 
     def sizing(self, training: Training, subgroup_numel: int) -> Sizing:
         """Return what one rank has to hold, with states in subgroups of up to so many parameters."""

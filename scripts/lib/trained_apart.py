@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 LR = 1e-4
+_BEGINNING = 2  # steps, in which memory is taken that later ones have
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,10 @@ class Job:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What the engine is initialized with, where the system is ours; what DeepSpeed's settings are to have beyond."""
     wants_digests: bool = False
+    seed: int = 0
+    """Of the model and of what it is trained on."""
+    made_in_memory: bool = False
+    """Whether the model is made as plain torch makes it, also where its parameters go to drives."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ class Result:
     block keeps of a forward to be recomputed from."""
     peak_bytes: int
     """Resident at the most, by the end of the last step."""
+    steady_bytes: int
+    """Likewise, after the first two steps."""
     read_bytes: int
     """From drives in all steps, as the kernel counts for the process."""
     written_bytes: int
@@ -233,21 +240,26 @@ def train(job: Job, tell: Callable[..., None]) -> Result:
     computing = _computing_bytes(job)
     baseline = memory_bytes("VmRSS")
     text = torch.frombuffer(bytearray(Path(job.text).read_bytes()), dtype=torch.uint8)
-    data = batches(text.long(), sequences=1, length=job.context, seed=0)
+    data = batches(text.long(), sequences=1, length=job.context, seed=job.seed)
     tell(at="making the model")
-    torch.manual_seed(0)
+    torch.manual_seed(job.seed)
     trainer = system(job, lambda: _gpt(job.width, job.depth, job.context))
     before = _drive_bytes()
+    peak = 0
     for number in range(job.steps):
+        if number == _BEGINNING:
+            peak = memory_bytes("VmHWM")
+            _begin_peak_anew()
         tell(step=asdict(_step(trainer, next(data), partial(_tell_phase, tell, number + 1))))
-    after, peak = _drive_bytes(), memory_bytes("VmHWM")
+    after, steady = _drive_bytes(), memory_bytes("VmHWM")
     print(trainer.report())
     tell(at="reading back what it has trained")
     return Result(
         parameters=parameters_of(job.width, job.depth, job.context),
         baseline_bytes=baseline,
         computing_bytes=computing,
-        peak_bytes=peak,
+        peak_bytes=max(peak, steady),
+        steady_bytes=steady,
         read_bytes=after["read_bytes"] - before["read_bytes"],
         written_bytes=after["write_bytes"] - before["write_bytes"],
         tiers=trainer.tiers(),
@@ -296,11 +308,15 @@ def _computing_bytes(job: Job) -> int:
     resting = 0
     for _ in range(2):  # in the first one torch loads and makes what it keeps
         model.zero_grad()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        _begin_peak_anew()
         resting = memory_bytes("VmRSS")
         model(tokens).float().mean().backward()
     kept = (job.depth - 1) * job.context * job.width * torch.bfloat16.itemsize
     return memory_bytes("VmHWM") - resting + kept
+
+
+def _begin_peak_anew() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _drive_bytes() -> dict[str, int]:
@@ -315,7 +331,7 @@ def _ours(job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
 
     settings = dict(job.settings)
     budget = infinity_engine.Budget(**settings.pop("budget", {}))
-    streamed = settings.get("parameters") == "nvme"
+    streamed = settings.get("parameters") == "nvme" and not job.made_in_memory
     made_within: AbstractContextManager[object] = (
         infinity_engine.init_context(budget=budget) if streamed else nullcontext()
     )

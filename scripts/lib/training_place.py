@@ -30,6 +30,7 @@ __all__ = [
     "RIVAL",
     "SYSTEM_OF",
     "Place",
+    "environ_of_training",
     "nvme_bytes",
 ]
 
@@ -40,6 +41,16 @@ SYSTEM_OF = MappingProxyType({OURS: "ours", PLAIN: "plain", DEEPSPEED: "deepspee
 CONTEXT = 256  # bytes of text in a step
 GIB = 1 << 30
 NVME_BYTES = 21  # per parameter: states, gradient, the values of a model that is being made, and room between them
+
+
+def environ_of_training(threads: int | None = None) -> dict[str, str]:
+    """Return the environment that trainings here have: what is to tell their time has to have it as well."""
+    return _tuned(dict(os.environ), threads or len(os.sched_getaffinity(0)))
+
+
+def _tuned(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+    # Else glibc keeps more and more of what torch has freed.
+    return {**environ, "OMP_NUM_THREADS": str(threads), "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
 def nvme_bytes(job: Job, host: int = 0) -> int:
@@ -96,14 +107,13 @@ class Place:
             )
 
     def _python(self, job: Job) -> tuple[Path, dict[str, str]]:
-        python, environ = Path(sys.executable), dict(os.environ)
+        python, environ = Path(sys.executable), environ_of_training(job.threads)
         if job.system == "deepspeed":
             try:
                 python = env.rival_venv("deepspeed", PACKAGES)
             except env.EnvironmentMissingError as problem:
                 raise bench.UnavailableError(f"{RIVAL} cannot be installed: {str(problem).splitlines()[0]}") from None
             extensions = str(env.BUILD / "torch_extensions")
-            environ = {**env.child_env(python.parents[1]), "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
-        environ["OMP_NUM_THREADS"] = str(job.threads)
-        environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)  # else glibc keeps more and more of what torch has freed
+            own = _tuned(env.child_env(python.parents[1]), job.threads)
+            environ = {**own, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
         return python, environ

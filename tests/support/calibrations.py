@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from infinity_engine.plan import Calibration, DriveFigures, Figure, HostUpdateFigures, LinkFigures, Unit
+from infinity_engine.plan import (
+    BlockFigures,
+    BlockShape,
+    Calibration,
+    DriveFigures,
+    Figure,
+    HostUpdateFigures,
+    LinkFigures,
+    Unit,
+)
 
 __all__ = ["calibration", "drive", "figure"]
 
@@ -28,6 +37,7 @@ def calibration() -> Calibration:
         },
         device_updates={"adamw": figure(25e9, Unit.PARAMETERS)},
         matmul={"fp32": figure(100e9, Unit.FLOPS), "bf16": figure(200e9, Unit.FLOPS)},
+        blocks={"bf16": {BlockShape(1024, 256): BlockFigures(forward=_flops(150e9), backward=_flops(120e9))}},
         all_gather=Figure.missing("one rank", Unit.BYTES),
         reduce_scatter=Figure.missing("one rank", Unit.BYTES),
         drives={"/mnt/a": drive()},
@@ -49,6 +59,10 @@ def drive() -> DriveFigures:
 def figure(median: float, unit: Unit = Unit.BYTES) -> Figure:
     """Return a figure of three rounds."""
     return Figure.of([median * 0.9, median, median * 1.1], unit)
+
+
+def _flops(median: float) -> Figure:
+    return figure(median, Unit.FLOPS)
 
 
 def _updates(alone: float, part: float) -> HostUpdateFigures:

@@ -158,6 +158,14 @@ def test_the_timeline_keeps_the_newest_operations() -> None:
     assert [record.name for record in device.timeline()] == ["work 1", "work 2"]
 
 
+def test_what_the_host_updates_takes_its_time_where_a_rate_is_given() -> None:
+    device, without = opened(rates=replace(RATES, host_update_params_per_s=3e8)), opened()
+    for each in (device, without):
+        each.host_updated(100)
+
+    assert (device.now_ns, without.now_ns) == (334, 0)
+
+
 def test_the_host_cannot_work_backwards() -> None:
     with pytest.raises(ValueError, match="0 ns or more"):
         opened().host_work(-1)

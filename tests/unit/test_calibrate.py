@@ -30,7 +30,7 @@ from infinity_engine.calibration.links import Links, measure_links
 from infinity_engine.cli.main import main
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import SGD, AdamW
-from infinity_engine.plan import Calibration, Figure, Rates, Unit
+from infinity_engine.plan import BlockShape, Calibration, Figure, Rates, Unit
 from infinity_engine.units import MiB
 
 TINY = Effort(seconds=0.1, rounds=2, update_bytes=MiB, io_bytes=MiB, file_bytes=2 * MiB, shortest_s=0.001)
@@ -97,7 +97,9 @@ def test_what_is_measured_are_all_optimizers_with_each_number_of_threads(cpu: Cp
     assert list(measured.host_updates) == list(measured.device_updates) == ["adamw", "adam", "lion", "adagrad", "sgd"]
     for row in (*measured.host_updates.values(), *measured.drives[str(drive)].host_updates.values()):
         assert list(row) == counts
-    assert list(measured.matmul) == ["fp32", "bf16"]
+    assert list(measured.matmul) == list(measured.blocks) == ["fp32", "bf16"]
+    for blocks in measured.blocks.values():  # in no time, the smallest one at least
+        assert BlockShape(512, 256) in blocks
 
 
 def test_rates_follow_for_every_optimizer(cpu: CpuAccelerator, drive: Path) -> None:

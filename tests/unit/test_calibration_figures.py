@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import (
+    BlockFigures,
+    BlockShape,
     Calibration,
+    ComputeRate,
     DriveFigures,
     DriveRates,
     Figure,
@@ -64,6 +67,13 @@ CALIBRATIONS = st.builds(
     host_updates=st.dictionaries(RULE, st.dictionaries(COUNT, UPDATES, max_size=3), max_size=3),
     device_updates=st.dictionaries(RULE, PARAMETERS, max_size=3),
     matmul=st.dictionaries(st.sampled_from(["fp32", "bf16"]), FLOPS, max_size=2),
+    blocks=st.dictionaries(
+        st.sampled_from(["fp32", "bf16"]),
+        st.dictionaries(
+            st.builds(BlockShape, COUNT, COUNT), st.builds(BlockFigures, forward=FLOPS, backward=FLOPS), max_size=3
+        ),
+        max_size=2,
+    ),
     all_gather=BYTES,
     reduce_scatter=BYTES,
     drives=st.dictionaries(st.sampled_from(["/mnt/a", "/mnt/b", "swap"]), DRIVES, max_size=3),
@@ -124,9 +134,9 @@ def test_a_calibration_is_a_value() -> None:
         one.date = "today"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, True])
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None, True])
 def test_another_version_is_refused_with_what_to_do(version: object) -> None:
-    with pytest.raises(ConfigError, match=r"^calibration\.version: expected version 1, .* `infinity calibrate` again"):
+    with pytest.raises(ConfigError, match=r"^calibration\.version: expected version 2, .* `infinity calibrate` again"):
         Calibration.from_mapping({**calibration().to_mapping(), "version": version})
 
 
@@ -289,6 +299,27 @@ def test_matrix_products_have_a_rate_for_each_dtype() -> None:
     assert calibration().flops_per_s("bf16") == 200e9
     with pytest.raises(ConfigError, match=r"^dtype: expected one of fp32, bf16"):
         calibration().flops_per_s("fp8")
+
+
+def test_blocks_are_had_as_rates_where_both_ways_were_measured() -> None:
+    measured = calibration()
+    half = BlockFigures(forward=figure(1e9, Unit.FLOPS), backward=Figure.missing("no time", Unit.FLOPS))
+    blocks = {"bf16": {**measured.blocks["bf16"], BlockShape(512, 256): half}, "fp32": {BlockShape(512, 256): half}}
+    found = dataclasses.replace(measured, blocks=blocks)
+
+    rates = found.block_rates("bf16")
+    assert rates is not None
+    assert dict(rates.measured) == {BlockShape(1024, 256): ComputeRate(150e9, 120e9)}
+    assert found.block_rates("fp32") is None
+
+
+@pytest.mark.parametrize("key", ["1024", "1024x", "x256", "0x256", "axb", "1024x256x3"])
+def test_a_block_is_named_by_its_width_and_tokens(key: str) -> None:
+    mapping: dict[str, Any] = calibration().to_mapping()
+    mapping["blocks"] = {"bf16": {key: mapping["blocks"]["bf16"]["1024x256"]}}
+
+    with pytest.raises(ConfigError, match=r"blocks\['bf16'\]: expected widths and tokens as keys"):
+        Calibration.from_mapping(mapping)
 
 
 @given(CALIBRATIONS, st.booleans(), st.booleans(), st.integers(1, 2000))

@@ -11,6 +11,9 @@ from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, algorithm1, static_split
 from infinity_engine.optim.policy import Limits
 from infinity_engine.plan import (
+    BlockRates,
+    BlockShape,
+    ComputeRate,
     DeviceOnly,
     DriveRates,
     HostOnly,
@@ -80,6 +83,43 @@ def test_one_memory_has_no_visitors() -> None:
     best = decide(training_of(SMALL), means(0, 20, unified=True)).best
 
     assert (best.choice.strategy, best.choice.parameters) == (HostOnly(), Tier.DEVICE)
+
+
+def test_one_memory_needs_no_rates_of_links() -> None:
+    rates = Rates(host_update_params_per_s=1e9)
+    found = decide(training_of(SMALL), replace(means(0, 20, unified=True), rates=rates))
+
+    update = found.best.timeline.update_ns
+    assert update == SMALL.numel  # a nanosecond each
+    assert found.least_update_ns == update
+    assert not {Lane.H2D, Lane.D2H} & found.best.timeline.moved.keys()
+
+
+def test_measured_blocks_go_before_one_rate_of_computing() -> None:
+    blocks = BlockRates({BlockShape(1024, 2048): ComputeRate(forward=1e12, backward=5e11)})
+    there = means(100, 100)
+    plain = decide(training_of(SMALL, checkpointing=False), there).best.timeline
+    slow = decide(training_of(SMALL, checkpointing=False), replace(there, blocks=blocks)).best.timeline
+
+    flops = SMALL.forward_flops_per_token(2048) * 2048
+    assert [phase.ns for phase in slow.phases[1:]] == pytest.approx([flops / 1e3, 2 * flops / 500], rel=1e-6)
+    assert slow.ns > plain.ns
+
+
+def test_updates_and_moves_disturb_one_another_as_long_as_both_work() -> None:
+    disturbed = means(2.0, 2.5, 100)
+    alone = replace(
+        disturbed.rates,
+        host_update_params_per_s=3e9,
+        nvme={"a": DriveRates(read_bytes_per_s=14e9, write_bytes_per_s=10e9)},
+    )
+    training, choice = training_of(SMALL), decide(training_of(SMALL), disturbed).best.choice
+
+    def update_ns(there: Means) -> int:
+        return Planner(training, there).candidate(choice).timeline.update_ns
+
+    always, never = update_ns(disturbed), update_ns(replace(disturbed, rates=alone))
+    assert never < update_ns(replace(disturbed, alone=alone)) < always
 
 
 def test_what_is_asked_for_is_kept_to() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,15 @@ def test_a_forward_waits_for_parameters_that_come_late() -> None:
     draft.host(subgroups[0])
 
     assert simulate(draft.plan(), RATES).step_ns(100) == 220 + 100
+
+
+def test_what_goes_over_a_free_lane_takes_no_time_and_needs_no_rate() -> None:
+    links = {Lane.H2D, Lane.D2H}
+    without, plan = replace(RATES, h2d_bytes_per_s=None, d2h_bytes_per_s=None), one_of_each()
+    free = simulate(plan, without, free=links)
+
+    assert all(time.start_ns == time.end_ns for op, time in zip(plan.ops, free.times, strict=True) if op.lane in links)
+    assert free.end_ns < simulate(plan, RATES).end_ns
 
 
 def test_a_simulation_of_nothing_takes_no_time() -> None:
