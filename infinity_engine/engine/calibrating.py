@@ -19,15 +19,20 @@ from infinity_engine.calibration.device import device_identity
 from infinity_engine.calibration.host import name_of
 from infinity_engine.calibration.identity import machine_identity
 from infinity_engine.config import EngineConfig
-from infinity_engine.errors import ConfigError
+from infinity_engine.engine.sizing import wish_of
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim import Rule
 from infinity_engine.optim.policy import OffloadPolicy
-from infinity_engine.plan import Calibration, Interleaved, NvmeStreamed, Rates, ResolvedBudget, Strategy
-from infinity_engine.units import format_bytes
+from infinity_engine.plan import Auto, Calibration, Interleaved, NvmeStreamed, Rates, ResolvedBudget, Strategy, Tier
+from infinity_engine.plan.step import Home
+from infinity_engine.sim.placing import place
+from infinity_engine.sim.sizing import Sizing
+from infinity_engine.units import GiB, format_bytes
 
 __all__ = ["needs_rates", "with_rates"]
 
 _LOG = logging.getLogger(__name__)
+_WORTH_MEASURING = GiB  # of states and parameters: less is moved so fast that a minute is not won back
 
 
 def needs_rates(strategy: Strategy) -> bool:
@@ -45,10 +50,14 @@ def with_rates(
     accelerator: Accelerator,
     budget: ResolvedBudget,
     queue: IOQueue | None,
+    sizing: Sizing,
+    io_bytes: int,
 ) -> EngineConfig:
     """Return the settings with rates, where these are needed, are not given, and may be taken from a calibration.
 
-    Whoever gives a policy of his own gives the rates that it needs.
+    Whoever gives a policy of his own gives the rates that it needs. `auto` needs them where not everything fits into
+    one place, and where a training is so large that measuring takes less than a good plan saves; it does without them
+    where they cannot be had.
 
     Raises:
         ConfigError: the calibration that the settings name cannot be used; or one has to be measured, and the budget
@@ -56,6 +65,11 @@ def with_rates(
     """
     if policy is not None or config.rates is not None or config.calibration == "off":
         return config
+    if isinstance(config.strategy, Auto):
+        worth = _bytes_of(sizing) >= _WORTH_MEASURING and not config.storage.early_updates
+        if not worth or not _leaves_a_choice(config, sizing, budget, io_bytes):
+            return config
+        return _with_rates_for_auto(config, rules, accelerator, budget, queue)
     if accelerator.unified or not needs_rates(config.strategy):  # on one memory, nothing visits the device
         return config
     streams = isinstance(config.strategy, NvmeStreamed)
@@ -72,6 +86,52 @@ def with_rates(
         beside_copies=True,
     )
     return replace(config, rates=_both_ways(rates))
+
+
+def _bytes_of(sizing: Sizing) -> int:
+    """Return what masters, states and parameters take."""
+    each = 4 * (1 + len(sizing.state_names))
+    return sum(each * subgroup.numel for subgroup in sizing.subgroups) + sum(sizing.parameters)
+
+
+def _leaves_a_choice(config: EngineConfig, sizing: Sizing, budget: ResolvedBudget, io_bytes: int) -> bool:
+    """Tell whether something has to be elsewhere than where modules compute."""
+    try:
+        plan = place(sizing, wish_of(config, None), budget, io_bytes=io_bytes)
+    except (CapacityError, ConfigError):  # whoever places it in earnest says so
+        return False
+    if sizing.unified:
+        return plan.demand.nvme > 0
+    return plan.steps.parameters is not Tier.DEVICE or set(plan.steps.homes().values()) != {Home.RESIDENT}
+
+
+def _with_rates_for_auto(
+    config: EngineConfig,
+    rules: Sequence[Rule],
+    accelerator: Accelerator,
+    budget: ResolvedBudget,
+    queue: IOQueue | None,
+) -> EngineConfig:
+    directories = tuple(budget.nvme)
+    try:
+        optimizer = name_of(rules[0])
+        if config.calibration == "auto":
+            found = _calibration(accelerator, budget, directories, queue)
+        else:
+            found = _read(Path(config.calibration), accelerator)
+        rates = found.rates(
+            optimizer=optimizer,
+            threads=config.update_threads,
+            directories=directories,
+            beside_io=bool(directories),
+            beside_copies=not accelerator.unified,
+        )
+    except ConfigError as problem:
+        if config.calibration != "auto":
+            raise
+        _LOG.warning("strategy='auto' plans without rates, by what fits: %s", problem)
+        return config
+    return replace(config, rates=rates)
 
 
 def _both_ways(rates: Rates) -> Rates:

@@ -103,6 +103,6 @@ def _takes(module: torch.nn.Module, ns: int, passes: Callable[[int], None]) -> N
     def forward(_module: torch.nn.Module, _given: object, made: torch.Tensor) -> None:
         passes(ns)
         if made.requires_grad:
-            made.register_hook(lambda _gradient: passes(2 * ns))
+            made.register_hook(lambda _gradient: passes(2 * ns))  # type: ignore[no-untyped-call]  # torch is
 
     module.register_forward_hook(forward)

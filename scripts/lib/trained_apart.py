@@ -98,8 +98,6 @@ class Result:
     block keeps of a forward to be recomputed from."""
     peak_bytes: int
     """Resident at the most, by the end of the last step."""
-    steady_bytes: int
-    """Likewise, after the first two steps."""
     read_bytes: int
     """From drives in all steps, as the kernel counts for the process."""
     written_bytes: int
@@ -107,6 +105,8 @@ class Result:
     """The most that each tier or directory held by the system's own accounts, and its limit."""
     digests: dict[str, str]
     """Of each parameter with its optimizer states, where they were wanted."""
+    steady_bytes: int = 0
+    """Resident at the most after the first two steps."""
 
 
 class Ending(Enum):

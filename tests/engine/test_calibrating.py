@@ -20,6 +20,7 @@ from infinity_engine.calibration.device import device_identity
 from infinity_engine.calibration.identity import machine_identity
 from infinity_engine.engine import calibrating
 from infinity_engine.engine.calibrating import needs_rates
+from infinity_engine.engine.choosing import choose
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Calibration, Rates, parse_strategy
@@ -240,3 +241,70 @@ def test_a_drive_that_cannot_be_measured_is_refused_and_the_model_is_as_it_was(
 
     assert model.weight is before
     assert not model.weight.isnan().any()
+
+
+# --- strategy="auto" ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let any training be large enough to measure for."""
+    monkeypatch.setattr(calibrating, "_WORTH_MEASURING", 1)
+
+
+AUTO = {"strategy": "auto", "budget": {"host": "64MiB", "device": "600KiB"}}
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+def test_auto_measures_nothing_for_a_small_training(device: Accelerator) -> None:
+    with engine(device, **AUTO) as made:
+        assert made.steps == 0
+
+
+@pytest.mark.usefixtures("nothing_is_measured", "worth_it")
+@pytest.mark.parametrize("settings", [{"budget": {"host": "64MiB", "device": "8MiB"}}, {"calibration": "off"}])
+def test_auto_measures_nothing_where_all_fits_on_the_device_or_where_that_is_off(
+    settings: dict[str, Any], device: Accelerator
+) -> None:
+    with engine(device, **{**AUTO, **settings}) as made:
+        assert made.steps == 0
+
+
+@pytest.mark.usefixtures("tiny", "worth_it")
+def test_auto_measures_once_where_there_is_a_choice_and_says_so(
+    device: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING), engine(device, **AUTO) as made:
+            assert made.steps == 0
+
+    assert [record.message[:9] for record in caplog.records] == ["measuring"]
+
+
+@pytest.mark.usefixtures("worth_it", "nothing_is_measured")
+def test_auto_plans_by_what_fits_where_the_budget_is_too_small_to_measure(
+    device: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), engine(device, **AUTO) as made:
+        assert made.steps == 0
+
+    assert "plans without rates, by what fits" in caplog.text
+
+
+@pytest.mark.usefixtures("worth_it", "nothing_is_measured")
+def test_auto_plans_with_what_was_kept(
+    device: Accelerator, cache: CalibrationCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.keep_machine(kept_for(device, calibration()))
+    seen: list[Rates | None] = []
+
+    def noted(*given: Any, config: Any, **more: Any) -> Any:
+        seen.append(config.rates)
+        return choose(*given, config=config, **more)
+
+    monkeypatch.setattr("infinity_engine.engine.assemble.choose", noted)
+    with engine(device, **AUTO):
+        pass
+
+    expected = calibration().with_drives({}).rates(optimizer="adamw", threads=2, beside_copies=True)
+    assert seen == [expected]
