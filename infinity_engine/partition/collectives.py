@@ -49,6 +49,7 @@ from infinity_engine.partition.rounds import (
 __all__ = ["CollectiveEvent", "Collectives"]
 
 _LOOK_S = 0.25  # how often a rank that waits looks whether another has failed
+_TURN_S = 1e-3  # for one sequence, while another has something under way
 _PAUSE_S = 0.1e-3  # between looks at a device
 _PATIENCE_S = 5.0  # for the others to say what became of them
 
@@ -151,14 +152,22 @@ class _Alone:
 class _Groups:
     """Two process groups of the same ranks: Gloo's for what the host says, and one for data."""
 
-    def __init__(self, ranks: Sequence[int] | None, timeout_s: float, *, own_world: bool, backend: str) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int] | None,
+        timeout_s: float,
+        *,
+        own_world: bool,
+        backend: str,
+        store: Store | None = None,
+    ) -> None:
         timeout = timedelta(seconds=timeout_s)
         self.host = dist.new_group(ranks, timeout, "gloo")
         self.data = dist.new_group(ranks, timeout, backend)
         self.backend = backend
         self._own_world = own_world
         of = getattr(self.host, "get_group_store", None)  # older torch has none
-        self.store: Store | None = None if of is None else of()
+        self.store = store or (None if of is None else of())
 
     def start(self, wire: Wire, *, on_host: bool) -> HostWork:
         group = self.host if on_host else self.data
@@ -177,6 +186,15 @@ class _Groups:
         if self._own_world:
             with suppress(Exception):
                 dist.destroy_process_group()
+
+
+def _init_world(timeout: timedelta) -> None:
+    """Meet the processes that the environment names; each time under keys of the store that nobody has used."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]  # it is there
+    # torch would use the keys of a group that has ended again, with the addresses that are left there.
+    turn = store.add(f"infinity/joins of rank {rank}", 1)
+    store = dist.PrefixStore(f"infinity/join {turn}", store)  # type: ignore[attr-defined]  # likewise
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _all_gather() -> Callable[..., Any]:
@@ -232,6 +250,7 @@ class Collectives:
         self._looked = 0.0
         self._headers: deque[tuple[Pending, HostWork, torch.Tensor]] = deque()
         self._under_way: deque[Pending] = deque()
+        self._sequences = [self]
 
     @classmethod
     def alone(cls) -> Collectives:
@@ -259,7 +278,7 @@ class Collectives:
         if own_world:
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:
                 return cls.alone()
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            _init_world(timedelta(seconds=timeout_s))
         if dist.get_world_size() == 1:
             if own_world:
                 dist.destroy_process_group()
@@ -267,6 +286,29 @@ class Collectives:
         groups = _Groups(None, timeout_s, own_world=own_world, backend="nccl" if on_gpu else "gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
         return cls(groups, name=name, rank=rank, size=size, timeout_s=timeout_s, lane=lane)
+
+    def beside(self) -> Collectives:
+        """Return a second sequence of collectives of the same ranks, each of which is in an order of its own.
+
+        Who waits for one lets both go on, and what makes one fail makes the other. All ranks call it, of a group that
+        `join` returned; they close what they got before that.
+        """
+        if isinstance(self._channel, _Alone):
+            return Collectives.alone()
+        assert isinstance(self._channel, _Groups), "several ranks have process groups"
+        backend, store = self._channel.backend, self._channel.store
+        groups = _Groups(None, self.timeout_s, own_world=False, backend=backend, store=store)
+        found = Collectives(
+            groups, name=self.name, rank=self.rank, size=self.size, timeout_s=self.timeout_s, lane=self._lane
+        )
+        self._sequences.append(found)
+        found._sequences = self._sequences
+        return found
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing works any more: one of them has failed, or this rank has left."""
+        return self._closed or self._failure is not None
 
     def split(self, shard_ranks: int) -> tuple[Collectives, Collectives]:
         """Return a mesh: the ranks among which parameters are cut, and those that own the same shards.
@@ -412,7 +454,8 @@ class Collectives:
 
     def _wait_until(self, reached: Callable[[], bool]) -> None:
         while True:
-            self.poll()
+            for each in self._sequences:
+                each.poll()
             if reached():
                 return
             self._look()
@@ -426,7 +469,7 @@ class Collectives:
         if work is None or isinstance(work, Event):
             time.sleep(_PAUSE_S)
         else:
-            work.block(_LOOK_S)
+            work.block(_TURN_S if any(each._under_way for each in self._sequences if each is not self) else _LOOK_S)
 
     def _begin(
         self,
@@ -542,6 +585,9 @@ class Collectives:
         for pending in self._under_way:
             if not pending.ended:
                 pending.end(failure)
+        for other in self._sequences:
+            if other._failure is None:
+                other._end_all(failure)
 
 
 def _brief(error: BaseException) -> str:

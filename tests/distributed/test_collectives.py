@@ -138,3 +138,29 @@ def test_a_mesh_has_neighbours_and_those_who_own_the_same() -> None:
         ((0, 2), (1, 2), [b"2", b"3"], [b"0", b"2"]),
         ((1, 2), (1, 2), [b"2", b"3"], [b"1", b"3"]),
     ]
+
+
+def test_ranks_that_have_left_can_join_again() -> None:
+    wanted = [
+        tuple(f"{turn} {what} {rank}".encode() for rank in range(2)) for turn in range(4) for what in ("of", "beside")
+    ]
+
+    for rank in launch(2, programs.again_and_again):
+        assert rank.error is None, rank.trace
+        assert rank.value == wanted
+
+
+def test_two_sequences_do_not_wait_for_each_others_order() -> None:
+    wanted = [bits(values(programs.BLOCK * 3, torch.float32, number)) for number in (0, 1)]
+
+    for rank in launch(3, programs.crossing):
+        assert rank.error is None, rank.trace
+        assert rank.value == wanted
+
+
+def test_what_makes_one_sequence_fail_makes_the_other() -> None:
+    for rank in launch(2, programs.fails_beside):
+        assert rank.error is None, rank.trace
+        first, second = rank.value
+        assert "rank 0: agreement on who: 0" in first.reason
+        assert second.reason == first.reason

@@ -227,6 +227,45 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.numpy(force=True).tobytes() if tensor.dtype != torch.bfloat16 else bits(tensor.view(torch.int16))
 
 
+def again_and_again() -> list[tuple[bytes, ...]]:
+    """Join and leave several times, with a second sequence of collectives; return what was said each time."""
+    found = []
+    for turn in range(4):
+        with Collectives.join(timeout_s=600) as ranks, ranks.beside() as others:
+            first = ranks.share("turn", f"{turn} of {ranks.rank}".encode())
+            found += [first, others.share("turn beside", f"{turn} beside {ranks.rank}".encode())]
+    return found
+
+
+def crossing() -> list[bytes]:
+    """Start collectives of two sequences in other orders on each rank; return what came of both."""
+    with Collectives.join(timeout_s=600) as ranks, ranks.beside() as others:
+        numel = BLOCK * ranks.size
+        [spec] = cut([numel], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
+        into = [torch.empty(numel), torch.empty(numel)]
+        groups = [ShardGroup("w", [GroupMember("w", spec, torch.float32)], each) for each in (ranks, others)]
+        events = {}
+        for number in (0, 1) if ranks.rank % 2 else (1, 0):
+            mine = values(numel, torch.float32, number)[groups[number].shard(0).first_element :][:BLOCK].clone()
+            events[number] = groups[number].gather([mine], [into[number]])
+            events[number].done()
+        for number in (1, 0) if ranks.rank % 2 else (0, 1):
+            events[number].wait()
+        return [bits(each) for each in into]
+
+
+def fails_beside() -> tuple[CollectiveError, CollectiveError]:
+    """Disagree in the second sequence; return what each of both raises after that."""
+    found = []
+    with Collectives.join(timeout_s=600) as ranks, ranks.beside() as others:
+        for sequence in (others, ranks):
+            try:
+                sequence.agree("who", ranks.rank)
+            except CollectiveError as error:
+                found.append(error)
+    return found[0], found[1]
+
+
 def mesh(shard_ranks: int) -> tuple[tuple[int, int], tuple[int, int], list[bytes], list[bytes]]:
     """Share one's number along both dimensions of a mesh."""
     with Collectives.join(timeout_s=600) as ranks:
