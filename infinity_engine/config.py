@@ -7,7 +7,7 @@ Knows no tensor and starts nothing. Used by engine/ and cli/ only: everything be
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
@@ -25,9 +25,12 @@ __all__ = [
     "EngineConfig",
     "Overlap",
     "ParametersAt",
+    "Partitioning",
     "Precision",
+    "RanksConfig",
     "Recording",
     "Setting",
+    "Stage",
     "StorageConfig",
     "TelemetryConfig",
     "settings_table",
@@ -84,6 +87,21 @@ class Checksum(Enum):
 
     CRC32C = "crc32c"  # A crc32c for each block, kept in host memory: a damaged one is an error.
     OFF = "off"  # Not at all.
+
+
+class Stage(Enum):
+    """What is cut over the ranks; what is not, each rank has whole."""
+
+    OPTIMIZER = "optimizer"  # Its states; each rank has whole parameters, and whole gradients until the step.
+    GRADIENTS = "gradients"  # Gradients as well, as soon as they are made.
+    PARAMETERS = "parameters"  # Parameters as well, which are whole only while modules need them.
+
+
+class Partitioning(Enum):
+    """Who owns what of a parameter: partition's names, said again so that settings need no native code."""
+
+    BANDWIDTH_CENTRIC = "bandwidth_centric"  # Every rank owns 1/N: the links and drives of all carry it at once.
+    BROADCAST = "broadcast"  # One rank owns all of it, and sends it to the others.
 
 
 class Recording(Enum):
@@ -201,6 +219,21 @@ def _calibration() -> _Kind:
     return _Kind(words, read)
 
 
+def _names() -> _Kind:
+    words = "a sequence of names"
+
+    def read(place: str, given: object) -> tuple[str, ...]:
+        if (
+            isinstance(given, str)
+            or not isinstance(given, Sequence)
+            or not all(isinstance(each, str) for each in given)
+        ):
+            raise ConfigError(field=place, value=given, expected=words)
+        return tuple(given)
+
+    return _Kind(words, read)
+
+
 def _strategy() -> _Kind:
     names = ", ".join(kind.name for kind in STRATEGIES)
     return _Kind(
@@ -233,6 +266,8 @@ def _plain(value: object) -> object:
         return value.to_plain()
     if isinstance(value, Directories):
         return dict(value)
+    if isinstance(value, tuple):
+        return list(value)
     return value.to_mapping() if isinstance(value, Budget | Rates | _Settings) else value
 
 
@@ -293,6 +328,38 @@ class StorageConfig(_Settings):
         metadata=_about(
             _or_none(_bytes_of_drives()),
             "what may be written to each drive in its life (its TBW); reports and warnings compare with it",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanksConfig(_Settings):
+    """How the processes of one run, which torchrun has started, train one model together; one alone needs none."""
+
+    stage: Stage = field(
+        default=Stage.PARAMETERS,
+        metadata=_about(_member(Stage), "what is cut over the ranks, beside the optimizer's states"),
+    )
+    partitioning: Partitioning = field(
+        default=Partitioning.BANDWIDTH_CENTRIC,
+        metadata=_about(_member(Partitioning), "whether each rank owns a part of every parameter, or one all of it"),
+    )
+    leaf_modules: Sequence[str] = field(
+        default=(),
+        metadata=_about(
+            _names(), "modules, or their classes, that are gathered as a whole: of which ranks run different parts"
+        ),
+    )
+    bucket_bytes: int = field(
+        default=2**25,
+        metadata=_about(
+            _whole(4096), "gradients that are summed over the ranks together; a gather goes in such rounds"
+        ),
+    )
+    timeout_s: float = field(
+        default=600.0,
+        metadata=_about(
+            _positive(), "seconds that a rank waits for another before it gives up and says whom it missed"
         ),
     )
 
@@ -392,6 +459,10 @@ class EngineConfig(_Settings):
     storage: StorageConfig = field(
         default=StorageConfig(),
         metadata=_about(_section(StorageConfig), "how deepnvme is used"),
+    )
+    ranks: RanksConfig = field(
+        default=RanksConfig(),
+        metadata=_about(_section(RanksConfig), "how several ranks train together"),
     )
     telemetry: TelemetryConfig = field(
         default=TelemetryConfig(),

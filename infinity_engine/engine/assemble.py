@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,14 +38,16 @@ from infinity_engine.engine.modules import ModuleParameters, check_modules
 from infinity_engine.engine.outgoing import Outgoing
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
 from infinity_engine.engine.progress import Progress, Teller
+from infinity_engine.engine.ranks import Ranks
 from infinity_engine.engine.scaling import LossScale
-from infinity_engine.engine.sizing import sizing_of
+from infinity_engine.engine.sharding import Sharding, Shards, check_cut
+from infinity_engine.engine.sizing import sizing_of, wish_of
 from infinity_engine.engine.states import StateKeeper, piece_numbers
 from infinity_engine.engine.swapping import SwappedStates
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool, return_freed_memory
-from infinity_engine.optim import NORM_BLOCK, FloatFormat, HostKernels, UpdateThreads, rules_of
+from infinity_engine.optim import NORM_BLOCK, FloatFormat, HostKernels, Rule, UpdateThreads, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Budget, Capacity, DriveRates, ResolvedBudget, Tier
 from infinity_engine.plan.step import Home
@@ -72,10 +74,17 @@ def assemble(
 ) -> Engine:
     """Return an engine; `device` and `queue` are used where given, and stay open. `initialize` says what is raised."""
     resources, teller = ExitStack(), Teller(progress)
+    ranks = Ranks.join(config.ranks)
     try:
-        parts = _parts(model, optimizer, config, device, resources, policy=policy, queue=queue, teller=teller)
+        accelerator = device
+        if accelerator is None:
+            accelerator = resources.enter_context(open_accelerator(config.accelerator.value))
+        planned = _planned(model, optimizer, config, accelerator, resources, policy=policy, queue=queue, ranks=ranks)
+        parts = _parts(model, optimizer, config, planned, resources, teller=teller)
         engine = Engine(parts)
-    except BaseException:
+    except BaseException as error:
+        if ranks is not None:
+            ranks.close(error)
         with suppress(Exception):  # what holds views of what is closed here is the error that is raised
             resources.close()
         raise
@@ -84,22 +93,45 @@ def assemble(
     return engine
 
 
-def _parts(
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """What is to be put together, checked and planned; the model is as it was."""
+
+    accelerator: Accelerator
+    rules: Sequence[Rule]
+    trained: Sequence[TrainedParameter]
+    """The model's; of several ranks, this one's shards of them."""
+    frozen: Sequence[ModelParameter]
+    built: BuiltModel | None
+    sizing: Sizing
+    sharding: Sharding | None
+    """None where there is one rank."""
+    budget: ResolvedBudget
+    rated: Mapping[str, int]
+    queue: IOQueue | None
+    sums_bytes: int
+    plan: Plan
+
+    @property
+    def everything(self) -> tuple[ModelParameter, ...]:
+        """All parameters, or shards."""
+        return (*self.trained, *self.frozen)
+
+
+def _planned(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     config: EngineConfig,
-    device: Accelerator | None,
+    accelerator: Accelerator,
     resources: ExitStack,
     *,
     policy: OffloadPolicy | None,
     queue: IOQueue | None,
-    teller: Teller,
-) -> EngineParts:
+    ranks: Ranks | None,
+) -> _Planned:
+    """Check what can be wrong, and return the plan; or refuse."""
     rules = rules_of(optimizer)
     trained = collect_parameters(model, optimizer)
-    accelerator = device
-    if accelerator is None:
-        accelerator = resources.enter_context(open_accelerator(config.accelerator.value))
     if accelerator.name == "cuda":
         raise ConfigError(
             field="accelerator",
@@ -109,60 +141,80 @@ def _parts(
     _check_early_updates(config, unified=accelerator.unified)
     frozen = collect_frozen(model, trained)
     built = originals_of(model)
+    cut = None
+    if ranks is not None:
+        check_cut(model, config, built=built is not None)
+        ranks.agree_on_run(config, _named(accelerator, policy), rules, (*trained, *frozen))
+        cut = ranks.cut(trained, frozen)
+        trained, frozen = cut.trained, cut.frozen
     sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
+    sharding = None if cut is None else Sharding.of(model, cut, _dtype(sizing), config.accumulation_steps)
+    if sharding is not None:
+        sizing = sharding.sized(sizing)
     budget = _budget(config, accelerator, built)
+    if ranks is not None:
+        budget = ranks.share_budget(budget, device_is_shared=accelerator.unified)
     rated = _endurance(config, budget)
     queue = _queue(config, budget, queue, resources)
     sums_bytes = _sums_bytes(config, sizing)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
-    plan = place(
-        sizing,
-        choose(
-            model,
-            trained,
-            sizing,
-            config=with_rates(
-                config,
-                policy,
-                rules,
-                accelerator=accelerator,
-                budget=budget,
-                queue=queue,
-                sizing=sizing,
-                io_bytes=io_bytes,
-            ),
-            policy=policy,
-            budget=budget,
-            io_bytes=io_bytes,
-        ),
-        budget,
+    rated_config = with_rates(
+        config,
+        policy,
+        rules,
+        accelerator=accelerator,
+        budget=budget,
+        queue=queue,
+        sizing=sizing,
         io_bytes=io_bytes,
     )
-    at_home = plan.steps.parameters is not Tier.DEVICE
-    if at_home:
+    if sharding is None:
+        wish = choose(model, trained, sizing, config=rated_config, policy=policy, budget=budget, io_bytes=io_bytes)
+        plan = place(sizing, wish, budget, io_bytes=io_bytes)
+    else:  # the planner knows one rank only: what fits decides
+        left = sharding.left_of(budget, unified=accelerator.unified)
+        plan = place(sizing, sharding.wish(wish_of(rated_config, policy)), left, io_bytes=io_bytes)
+    if plan.steps.parameters is not Tier.DEVICE or (sharding is not None and sharding.by_module):
         check_modules(model)
-    ledger = Ledger(budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)
-    swap = _swap(plan, ledger, budget, queue, resources, sums_bytes=sums_bytes)
+    return _Planned(
+        accelerator=accelerator,
+        rules=rules,
+        trained=trained,
+        frozen=frozen,
+        built=built,
+        sizing=sizing,
+        sharding=sharding,
+        budget=budget,
+        rated=rated,
+        queue=queue,
+        sums_bytes=sums_bytes,
+        plan=plan,
+    )
+
+
+def _parts(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: EngineConfig,
+    planned: _Planned,
+    resources: ExitStack,
+    *,
+    teller: Teller,
+) -> EngineParts:
+    """Reserve, move and put together what was planned."""
+    accelerator, sizing, plan = planned.accelerator, planned.sizing, planned.plan
+    trained, everything = planned.trained, planned.everything
+    ledger = Ledger(planned.budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)
+    swap = _swap(plan, ledger, planned.budget, planned.queue, resources, sums_bytes=planned.sums_bytes)
     host, on_device = _pools(plan.demand, ledger, accelerator, resources)
     passing = _passing(plan.demand, ledger, resources)
     _serve((host, passing), swap)
-    threads = UpdateThreads.anywhere(config.update_threads or len(os.sched_getaffinity(0)))
     telemetry = _telemetry(config, accelerator)
-    lanes = Lanes(
-        accelerator=accelerator,
-        compute=accelerator.stream(StreamKind.COMPUTE),
-        upload=None if accelerator.unified else accelerator.stream(StreamKind.H2D),
-        download=None if accelerator.unified else accelerator.stream(StreamKind.D2H),
-        kernels=HostKernels(threads),
-        host=host,
-        device=on_device,
-        meter=Meter(telemetry, accelerator, ledger),
-    )
+    lanes = _lanes(config, accelerator, host, on_device, Meter(telemetry, accelerator, ledger))
     autocast = config.precision in {Precision.BF16_AUTOCAST, Precision.FP16_AUTOCAST}
     hooks = Hooks()
     resources.callback(hooks.remove)
-    everything = (*trained, *frozen)
-    originals = _Originals(everything, built)
+    originals = _Originals(everything, planned.built)
     with _model_kept(model, everything):
         records, shown = _place(
             everything, sizing, plan, lanes=lanes, swap=swap, originals=originals, resources=resources, teller=teller
@@ -180,50 +232,84 @@ def _parts(
             resting=plan.resting.states,
         )
         resources.callback(states.close)
-        states.begin(originals.fill, rules, teller)
+        states.begin(originals.fill, planned.rules, teller)
         originals.release(everything)
         for parameter, values in shown:
             parameter.data = values
     gradients = _gradients(config, trained, sizing, plan, lanes=lanes, swap=swap)
-    fetcher = modules = None
-    if at_home:
-        demand = plan.demand
-        fetcher = ParameterFetcher(everything, records, lanes, demand.fetched, swap=swap, passing=passing)
+    fetcher = modules = whole = None
+    if plan.steps.parameters is not Tier.DEVICE:
+        fetcher = ParameterFetcher(everything, records, lanes, plan.demand.fetched, swap=swap, passing=passing)
         resources.callback(fetcher.close)
-        fetched = [each for each in everything if each.number in records]
-        modules = ModuleParameters(model, fetched, fetcher, hooks)
+    sharding = planned.sharding
+    if sharding is not None:
+        shards = Shards(lanes, gradients, fetcher, frozenset(records))
+        whole = sharding.whole(model, hooks, shards, ledger, resources, small_bytes=config.storage.small_bytes)
+        modules = whole.modules
+    elif fetcher is not None:
+        modules = ModuleParameters(model, [each for each in everything if each.number in records], fetcher, hooks)
+    early = _early_updates(sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes)
+    if whole is None and fetcher is not None:
+        states.hand_to(fetcher.receive)
+        if early is not None:
+            fetcher.call_beside(early.go_on)
+    deferral = None
+    if whole is None or fetcher is not None:  # else all is gathered when it is updated
+        deferral = _deferral(
+            config,
+            sizing,
+            plan,
+            records,
+            whole.provider if whole is not None else fetcher,
+            resources=resources,
+            awaited=lambda: AwaitedParameters(model, trained, gradients.has, Hooks()),
+        )
     return EngineParts(
         model=model,
         optimizer=optimizer,
         device_type=accelerator.torch_device.type,
-        trained=trained,
-        frozen=frozen,
+        trained=trained if sharding is None else sharding.cut.wholes,
+        frozen=planned.frozen if sharding is None else sharding.cut.frozen_wholes,
         plan=plan.steps,
         gradients=gradients,
         states=states,
-        early=_early_updates(sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes),
-        fetcher=fetcher,
+        early=early,
+        fetcher=fetcher if whole is None else whole.provider,
         modules=modules,
-        deferral=None
-        if config.overlap is Overlap.OFF
-        else _deferral(
-            sizing,
-            plan,
-            fetcher,
-            records,
-            lambda: AwaitedParameters(model, trained, gradients.has, Hooks()),
-            resources=resources,
-        ),
+        whole=whole,
+        deferral=deferral,
         scale=LossScale(dynamic=sizing.formats.parameter is FloatFormat.FP16),
         autocast=_dtype(sizing) if autocast else None,
         accumulation_steps=config.accumulation_steps,
         max_grad_norm=config.max_grad_norm,
         telemetry=telemetry,
         meter=lanes.meter,
-        drives=DriveMeter(telemetry, swap, rates=_drive_rates(config, accelerator), rated=rated),
+        drives=DriveMeter(telemetry, swap, rates=_drive_rates(config, accelerator), rated=planned.rated),
         ledger=ledger,
         hooks=hooks,
         resources=ExitStack(),
+    )
+
+
+def _named(accelerator: Accelerator, policy: OffloadPolicy | None) -> dict[str, object]:
+    """Return the names of what was given as an object, and is no setting."""
+    return {"accelerator in use": accelerator.name, "policy": None if policy is None else policy.name}
+
+
+def _lanes(
+    config: EngineConfig, accelerator: Accelerator, host: PinnedPool, device: DeviceMemory[Any], meter: Meter
+) -> Lanes:
+    """Return what moves and updates, with its streams and threads."""
+    threads = UpdateThreads.anywhere(config.update_threads or len(os.sched_getaffinity(0)))
+    return Lanes(
+        accelerator=accelerator,
+        compute=accelerator.stream(StreamKind.COMPUTE),
+        upload=None if accelerator.unified else accelerator.stream(StreamKind.H2D),
+        download=None if accelerator.unified else accelerator.stream(StreamKind.D2H),
+        kernels=HostKernels(threads),
+        host=host,
+        device=device,
+        meter=meter,
     )
 
 
@@ -342,7 +428,7 @@ def _sums_bytes(config: EngineConfig, sizing: Sizing) -> int:
     blocks = versions * sum(-(-nbytes // (NORM_BLOCK * sizing.width)) for nbytes in sizing.parameters)
     for subgroup in sizing.subgroups:
         states = 4 * (1 + len(sizing.state_names)) * subgroup.numel
-        gradients = sizing.width * subgroup.numel
+        gradients = sizing.wire * subgroup.numel
         blocks += versions * (states // CHECKSUM_BYTES + 1)
         blocks += config.accumulation_steps * (gradients // CHECKSUM_BYTES + len(subgroup.segments))
     return 4 * blocks
@@ -363,26 +449,29 @@ def _warn_of_memory(directories: Iterable[str]) -> None:
 
 
 def _deferral(
+    config: EngineConfig,
     sizing: Sizing,
     plan: Plan,
-    fetcher: ParameterFetcher | None,
     records: Collection[int],
-    awaited: Callable[[], Follower],
+    fetching: Follower | None,
     *,
     resources: ExitStack,
+    awaited: Callable[[], Follower],
 ) -> Deferral | None:
     """Return what of an update can wait until modules need it, None where all of it has to be made in the step.
 
     On one memory that gains nothing, but where drives are at work; what is not fetched there nobody would wait for.
     """
-    if sizing.unified and not (fetcher and records and plan.steps.buffer_bytes):
+    if config.overlap is Overlap.OFF:
+        return None
+    if sizing.unified and not (fetching and records and plan.steps.buffer_bytes):
         return None
     now = [
         each.index
         for each in sizing.subgroups
-        if fetcher and any(segment.parameter not in records for segment in each.segments)
+        if fetching and any(segment.parameter not in records for segment in each.segments)
     ]
-    follower = fetcher or awaited()
+    follower = fetching or awaited()
     resources.callback(follower.follow, None)
     return Deferral(now=now, parts=parts_of(sizing.subgroups), follower=follower)
 
@@ -599,6 +688,7 @@ def _on_device(
     """Return the tensor that modules compute with from here on, on the device."""
     dtype = _computed_dtype(each, sizing)
     stays = lanes.accelerator.unified and sizing.formats.parameter is None and not originals.on_drives(each)
+    stays = stays and each.part_of is None  # whose memory is the whole's, which goes
     if stays or not each.numel:
         return each.parameter.detach().to(dtype).contiguous()
     lease = lanes.device.lease(each.numel * dtype.itemsize, holder="parameters")

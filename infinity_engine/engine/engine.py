@@ -20,15 +20,16 @@ import torch
 from infinity_engine.engine.deferred import DeferredUpdate, Follower, Part
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
-from infinity_engine.engine.fetching import FetchingStats, ParameterFetcher
 from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.meter import Meter
 from infinity_engine.engine.modules import ModuleParameters
 from infinity_engine.engine.outcome import Outcome, StepResult
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
+from infinity_engine.engine.providing import FetchingStats, Provider
 from infinity_engine.engine.report import StepReport, report_of
 from infinity_engine.engine.scaling import LossScale
+from infinity_engine.engine.sharding import Whole
 from infinity_engine.engine.states import StateKeeper, StepInputs
 from infinity_engine.errors import ConfigError
 from infinity_engine.memory import Ledger, Usage
@@ -61,8 +62,9 @@ class EngineParts:
     plan: StepPlan
     gradients: GradientKeeper
     states: StateKeeper
-    fetcher: ParameterFetcher | None  # both None where parameters stay on the device
-    modules: ModuleParameters | None
+    fetcher: Provider | None  # None where one rank's parameters stay on the device
+    modules: ModuleParameters | None  # None where whole parameters stay there
+    whole: Whole | None  # None where there is one rank
     deferral: Deferral | None  # None: an update ends in its step
     early: EarlyUpdates | None  # None: an update begins in its step
     scale: LossScale
@@ -99,10 +101,7 @@ class Engine:
         self._closed = False
         for each in self._known.values():
             each.note_values()
-        if parts.fetcher is not None:
-            parts.states.hand_to(parts.fetcher.receive)
-            if parts.early is not None:
-                parts.fetcher.call_beside(parts.early.go_on)
+        if parts.modules is not None:
             for module in parts.model.modules():
                 parts.hooks.on_state_dict(module, self._refuse_state_dict)
         for each in parts.trained:
@@ -149,6 +148,8 @@ class Engine:
         try:
             with self._parts.telemetry.timed("backward"):
                 scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
+                if self._parts.whole is not None:
+                    self._parts.whole.end_backward(last=self._is_last)
                 if self._parts.early is not None:
                     self._parts.early.go_on()
         finally:
@@ -167,8 +168,9 @@ class Engine:
         parts = self._parts
         self._resume_update()
         self._end_update()
+        self._finish_gradients()
         self._check_optimizer()
-        if not parts.gradients.any:
+        if not parts.gradients.any and (parts.whole is None or not parts.whole.waits(last=self._is_last)):
             raise RuntimeError(
                 "there is nothing to step with: no gradient has come since the last step. Call backward() first; if "
                 "you did, the loss does not depend on any parameter of the optimizer"
@@ -210,6 +212,8 @@ class Engine:
         self._check_whole(deferred_too=False)
         if self._walk is not None:  # its gradients are in use, and none has come since
             return
+        if self._parts.whole is not None:
+            self._parts.whole.reducer.drop()
         if self._parts.early is not None:
             self._parts.early.drop()
         self._parts.gradients.clear()
@@ -227,6 +231,7 @@ class Engine:
                 value=True,
                 expected="False where gradients are clipped: some updates are made before the norm is known",
             )
+        self._finish_gradients(last=True)
         self._parts.gradients.settle()
         norm = self._norm().norm(self._unscale())
         self._clip_to = float(max_norm)
@@ -375,11 +380,23 @@ class Engine:
         self._walk = None
         self._parts.states.note_arrivals()
 
+    @property
+    def _is_last(self) -> bool:
+        """Whether the micro-batch is the last of a step."""
+        return self._micro_batches >= self._parts.accumulation_steps - 1
+
+    def _finish_gradients(self, *, last: bool = False) -> None:
+        """Let the gradients that came to any rank be with those who own them, if they are needed by now."""
+        if self._parts.whole is not None:
+            self._parts.whole.finish(last=last or self._is_last)
+
     def _norm(self) -> GradientNorm:
-        return self._parts.gradients.norm()
+        gradients, whole = self._parts.gradients, self._parts.whole
+        return gradients.norm() if whole is None else whole.norm(gradients)
 
     def _unscale(self) -> float:
-        return 1.0 / (self._parts.scale.value * self._parts.accumulation_steps)
+        ranks = 1 if self._parts.whole is None else self._parts.whole.ranks.size
+        return 1.0 / (self._parts.scale.value * self._parts.accumulation_steps * ranks)
 
     def _take(self, number: int, gradient: torch.Tensor) -> None:
         if gradient.layout != torch.strided:
@@ -395,7 +412,8 @@ class Engine:
                 "with fp16 the loss has to be scaled before its gradients are computed: call engine.backward(loss), "
                 "not loss.backward()"
             )
-        self._parts.gradients.take(number, gradient)
+        whole = self._parts.whole
+        (self._parts.gradients if whole is None else whole.reducer).take(number, gradient)
 
     def _tell_optimizer(self) -> None:
         """Let schedulers and step hooks see a step of the user's optimizer, which has no gradients and does nothing."""
@@ -438,12 +456,19 @@ class Engine:
                 for each in known:
                     each.check_untouched()
                 return
+            if self._parts.whole is not None:
+                self._parts.whole.check_same(known)
             for each in known:
                 if fetcher is not None:
                     fetcher.write_home(each.number)
                 if isinstance(each, TrainedParameter):
-                    self._parts.states.set_master(each.number, each.parameter.detach().reshape(-1).float().cpu())
+                    self._parts.states.set_master(each.number, self._own(each).float().cpu())
                 each.note_values()
+
+    def _own(self, each: ModelParameter) -> torch.Tensor:
+        """Return what this rank owns of a parameter that is shown, flat."""
+        flat, whole = each.parameter.detach().reshape(-1), self._parts.whole
+        return flat if whole is None else whole.own(each.number, flat)
 
     def _check_not_early(self) -> None:
         """Refuse to change parameters of which new values may have been made already, from those that they have."""
@@ -476,7 +501,8 @@ class Engine:
 
         def whole(name: str, value: Any) -> Any:
             known = self._known.get(id(names.get(name)))
-            if known is not None and known.on_drives and self._parts.fetcher is not None:
+            cut = self._parts.whole is not None and known is not None and known.numel > 0
+            if known is not None and (known.on_drives or cut) and self._parts.fetcher is not None:
                 return self._parts.fetcher.copy_of(known.number).view(known.parameter.shape)
             tensor = value if known is None else known.values.view(known.parameter.shape)
             return tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
@@ -497,9 +523,11 @@ class Engine:
         number = known.number
         self._settle_early()
         self._parts.gradients.start_writing()
-        flat = self._parts.states.state_of(number)
+        flat, steps = self._parts.states.state_of(number), self._parts.states.steps_of(number)
+        if self._parts.whole is not None:
+            flat, steps = self._parts.whole.states(known, flat, steps)
         shaped: dict[str, torch.Tensor | int] = {name: values.view(parameter.shape) for name, values in flat.items()}
-        return {**shaped, "step": self._parts.states.steps_of(number)}
+        return {**shaped, "step": steps}
 
     @property
     def plan(self) -> StepPlan:
@@ -552,8 +580,15 @@ class Engine:
 
     def close(self) -> None:
         """Take the hooks off and give all memory back but the parameters', which stay as they are. Again: nothing."""
+        self._close(None)
+
+    def _close(self, reason: BaseException | None) -> None:
+        """Close; of several ranks, let the others know if there is a `reason` that they should know."""
         if not self._closed:
             failed: RuntimeError | None = None
+            whole = self._parts.whole
+            if whole is not None and reason is not None:
+                whole.ranks.close(reason)
             try:
                 self._adopt_early()
                 self._resume_update()
@@ -568,7 +603,11 @@ class Engine:
             if self._parts.early is not None:
                 self._parts.early.drop()
             self._parts.gradients.clear()
-            self._parts.resources.close()
+            try:
+                self._parts.resources.close()
+            finally:
+                if whole is not None:
+                    whole.ranks.close(failed)
             if failed is not None:
                 raise failed
 
@@ -581,7 +620,7 @@ class Engine:
     ) -> None:
         """Close; where the body raised, its error is the one to see."""
         try:
-            self.close()
+            self._close(error)
         except Exception:
             if error is None:
                 raise
@@ -604,8 +643,8 @@ class Engine:
     def _refuse_state_dict(self) -> None:
         if not self._listing:
             raise RuntimeError(
-                "the values of this model's parameters are on the host, where the engine fetches them from: call "
-                "engine.state_dict(), which has them"
+                "the values of this model's parameters are where the engine fetches them from, on the host or on other "
+                "ranks: call engine.state_dict(), which has them"
             )
 
     def _check_optimizer(self) -> None:

@@ -18,6 +18,7 @@ from infinity_engine.engine.deferred import DeferredUpdate
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, absent
+from infinity_engine.engine.providing import FetchingStats
 from infinity_engine.errors import CapacityError, TraceMismatch, TransferError
 from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Event, Lease, PinnedPool, Views
@@ -27,19 +28,9 @@ from infinity_engine.schedule import NEVER, TraceFollower, Use, choose_fetches, 
 from infinity_engine.storage import Hop, Hops, Place, SwapFile, Transfer
 from infinity_engine.tiering import Mover, ShardRecord, Source
 
-__all__ = ["FetchingStats", "ParameterFetcher"]
+__all__ = ["ParameterFetcher"]
 
 _LOOK_AHEAD = 32  # uses
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchingStats:
-    """What was fetched since the beginning: in time is what was under way or there when it was asked for."""
-
-    fetched: int
-    fetched_bytes: int
-    in_time: int
-    late: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,13 +123,17 @@ class GradientKeeper:
 
     def norm(self) -> GradientNorm:
         """Return the norm of all that came, which is settled, as it lies in memory."""
+        return self.sums().total()
+
+    def sums(self) -> GradientSums:
+        """Return what that norm is made of."""
         sums = GradientSums(self._numels)
         events = [event for number, slots in enumerate(self._slots) for event in slots.put_sums(number, sums)]
         if events:
             with self._lanes.meter.waits(Wait.GRADIENTS):
                 for event in events:
                     event.wait()
-        return sums.total()
+        return sums
 
     def ask_first(self, taker: Taker) -> None:
         """Let somebody take pieces that would go to the drives; what it takes counts as if it were there."""

@@ -62,6 +62,14 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(pre_hook))
         self._handles.append(module.register_forward_hook(hook, always_call=True))
 
+    def before_backward(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
+        """Call `call` when the gradient of a tensor is there, before that of what it was made of is computed."""
+
+        def hook(_gradient: torch.Tensor) -> None:
+            call()
+
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch is; it goes with the tensor
+
     def before_call(self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any], None]) -> None:
         """Call `hook` itself, which so can be found again among the module's, when the module is about to run."""
         self._handles.append(module.register_forward_pre_hook(hook))

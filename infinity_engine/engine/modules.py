@@ -6,20 +6,21 @@ saved for it. What a running module asked for stays until it returns, and is its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.parameters import ModelParameter
+from infinity_engine.engine.providing import ModuleProvider
 from infinity_engine.errors import ConfigError
 from infinity_engine.schedule import Use
 
-__all__ = ["ModuleParameters", "check_modules", "is_compiled"]
+__all__ = ["ModuleParameters", "check_modules", "is_compiled", "leaves_of"]
 
 
 def check_modules(model: torch.nn.Module) -> None:
@@ -42,6 +43,27 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Tell whether a module does not run in Python, so that hooks may not see what it reads."""
     compiled = "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
     return compiled or isinstance(module, torch.jit.ScriptModule)
+
+
+def leaves_of(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """Return the modules that these name, or whose classes they name: one within another is not one.
+
+    Raises:
+        ConfigError: a name is that of none.
+    """
+    found: set[str] = set()
+    for name in names:
+        some = {path for path, module in model.named_modules() if name in (path, type(module).__name__)}
+        if not some:
+            expected = "the name of a module of the model, as named_modules() has it, or of a module's class"
+            raise ConfigError(field="ranks.leaf_modules", value=name, expected=expected)
+        found |= some
+    return frozenset(path for path in found if not _within(path, found))
+
+
+def _within(path: str, modules: Collection[str]) -> bool:
+    """Tell whether a module is in one of these."""
+    return any(path != each and (not each or path.startswith(f"{each}.")) for each in modules)
 
 
 @dataclass(slots=True)
@@ -83,10 +105,18 @@ class _SavedTensor(NamedTuple):
 
 
 class ModuleParameters:
-    """The uses that the modules of one model make of `parameters`."""
+    """The uses that the modules of one model make of `parameters`.
+
+    A module of `leaves` uses all that is within it, as a whole: when it begins, and when its backward does.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, parameters: Sequence[ModelParameter], fetcher: ParameterFetcher, hooks: Hooks
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[ModelParameter],
+        fetcher: ModuleProvider,
+        hooks: Hooks,
+        leaves: Collection[str] = (),
     ) -> None:
         self._fetcher = fetcher
         self._hooks = hooks
@@ -96,13 +126,21 @@ class ModuleParameters:
         self._numbers = {id(each.parameter): each.number for each in parameters if each.numel}
         self._outside = _Frame(None)
         self._frames = [self._outside]
+        self._leaf = _Frame(None)  # of the one whose backward began last
+        self._leaf_uses: dict[int, Use] = {}  # by modules' ids
+        self._in_leaves: set[int] = set()
         for name, module in model.named_modules():
+            is_leaf = name in leaves
             own = tuple(
-                self._numbers[id(each)] for each in module.parameters(recurse=False) if id(each) in self._numbers
+                self._numbers[id(each)] for each in module.parameters(recurse=is_leaf) if id(each) in self._numbers
             )
             if own or any(id(each) in self._numbers for each in module.parameters()):
                 hooks.on_read(module, self._read)
-                hooks.on_call(module, self._before(Use(name or "the model", own)), self._after)
+                if is_leaf:
+                    self._leaf_uses[id(module)] = Use(f"backward of {name or 'the model'}", own)
+                    self._in_leaves.update(own)
+                if not _within(name, leaves):
+                    hooks.on_call(module, self._before(Use(name or "the model", own)), self._after)
 
     def saving(self) -> AbstractContextManager[None]:
         """Let nothing in the body save parameters for the backward, which fetches them again instead.
@@ -116,6 +154,11 @@ class ModuleParameters:
         """Let go of all that is held: no module is running, and nobody needs what was read outside of one any more."""
         self._end_frames(1)
         self._end(self._outside)
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        """Let go of what the backward of a leaf has held: no backward is running."""
+        self._end(self._leaf)
 
     # --- modules --------------------------------------------------------------------------------------------------
 
@@ -141,6 +184,17 @@ class ModuleParameters:
             for number in self._returned(output):
                 self._hold(number, frames[at - 1])
             self._end_frames(at)
+        use = self._leaf_uses.get(id(module))
+        if use is not None:
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    self._hooks.before_backward(tensor, partial(self._before_backward, use))
+
+    def _before_backward(self, use: Use) -> None:
+        """Have all of a leaf, on every rank, until the backward of another begins."""
+        if not self._leaf.held.issuperset(use.parameters):
+            self._end(self._leaf)
+            self._ask(use, self._leaf)
 
     def _end_frames(self, at: int) -> None:
         """End the frames from there on, the innermost first."""
@@ -215,8 +269,21 @@ class ModuleParameters:
                 "under engine.gathered(), has changed it since: call backward before that, and forward again for "
                 "another one"
             )
-        self._fetcher.need(self._saved_uses[number])
+        if number not in self._in_leaves or not self._fetcher.is_shown(number):
+            self._fetcher.need(self._saved_uses[number])
         values = self._fetcher.fetched(number)
         if values.dtype is not saved.dtype:
             values = values.view(-1).view(saved.dtype)
         return values.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _tensors(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module returns."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for each in output.values():
+            yield from _tensors(each)
+    elif isinstance(output, list | tuple):
+        for each in output:
+            yield from _tensors(each)

@@ -18,11 +18,15 @@ __all__ = ["ModelParameter", "TrainedParameter", "absent", "collect_frozen", "co
 
 @dataclass(eq=False)
 class ModelParameter:
-    """One parameter of the model; `number` is its place among those that the engine knows."""
+    """One parameter of the model; `number` is its place among those that the engine knows.
+
+    Or this rank's shard of one, flat: a part of the model's parameter `part_of`, with the same number and name.
+    """
 
     number: int
     name: str
     parameter: torch.nn.Parameter
+    part_of: torch.nn.Parameter | None = field(default=None, repr=False, kw_only=True)
     _seen: tuple[int, int] = field(default=(0, 0), repr=False, kw_only=True)
     _at_home: torch.Tensor | None = field(default=None, repr=False, kw_only=True)
     _on_drives: torch.dtype | None = field(default=None, repr=False, kw_only=True)
@@ -31,6 +35,11 @@ class ModelParameter:
     def numel(self) -> int:
         """How many elements it has."""
         return self.parameter.numel()
+
+    @property
+    def of_model(self) -> torch.nn.Parameter:
+        """The model's parameter that it is, or is a shard of."""
+        return self.parameter if self.part_of is None else self.part_of
 
     @property
     def values(self) -> torch.Tensor:

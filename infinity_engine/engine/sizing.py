@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -16,7 +16,7 @@ from infinity_engine.sim.models import ModelShape, ModuleShape, ParameterShape
 from infinity_engine.sim.placing import Wish
 from infinity_engine.sim.sizing import Sizing, cut
 
-__all__ = ["shape_of", "sizing_of", "wish_of"]
+__all__ = ["bytes_of", "deepest_of", "shape_of", "sizing_of", "wish_of"]
 
 _PARAMETER = MappingProxyType(
     {
@@ -48,14 +48,11 @@ def sizing_of(
     unified: bool,
     in_memory: bool = True,
 ) -> Sizing:
-    """Return what there is to be held of a model whose parameters these are, and are in memory or not."""
+    """Return what there is to be held of a model whose parameters these are, or shards of them, in memory or not."""
     formats = Formats(parameter=_PARAMETER[config.precision])
     width = (formats.parameter or FloatFormat.FP32).nbytes
-    nbytes = {
-        id(each.parameter): each.numel
-        * (width if each.parameter.is_floating_point() else each.parameter.element_size())
-        for each in (*trained, *frozen)
-    }
+    nbytes = {id(each.of_model): bytes_of(each, width) for each in (*trained, *frozen)}
+    is_cut = any(each.part_of is not None for each in (*trained, *frozen))
     on_drives = config.budget is not None and config.budget.nvme
     return Sizing(
         subgroups=cut(
@@ -67,10 +64,27 @@ def sizing_of(
         formats=formats,
         state_names=max((rules[group].states for group in {each.group for each in trained}), key=len),
         parameters=tuple(nbytes.values()),
-        deepest=_deepest(model, lambda parameter: nbytes.get(id(parameter), 0)),
+        deepest=deepest_of(model, nbytes),
         unified=unified,
         sums=config.accumulation_steps > 1,
-        own=in_memory and formats.parameter is None and unified,
+        own=in_memory and formats.parameter is None and unified and not is_cut,
+        gradient_width=FloatFormat.FP32.nbytes if is_cut else width,  # sums of all ranks'
+    )
+
+
+def bytes_of(each: ModelParameter, width: int) -> int:
+    """Return the bytes that modules compute with of a parameter, whose numbers take `width` there."""
+    return each.numel * (width if each.parameter.is_floating_point() else each.parameter.element_size())
+
+
+def deepest_of(model: torch.nn.Module, nbytes: Mapping[int, int], leaves: Collection[str] = ()) -> int:
+    """Return the most bytes that modules within one another need at one time, of parameters by their ids.
+
+    Modules of `leaves` need all that is within them.
+    """
+    modules = dict(model.named_modules())
+    return _deepest(
+        model, lambda parameter: nbytes.get(id(parameter), 0), frozenset(id(modules[name]) for name in leaves)
     )
 
 
@@ -121,9 +135,11 @@ def wish_of(config: EngineConfig, policy: OffloadPolicy | None) -> Wish:
     )
 
 
-def _deepest(module: torch.nn.Module, nbytes: Callable[[torch.nn.Parameter], int]) -> int:
+def _deepest(module: torch.nn.Module, nbytes: Callable[[torch.nn.Parameter], int], leaves: Collection[int] = ()) -> int:
     """Return what the module needs at most at one time. Lists of parameters are not called: whoever has them reads."""
-    own = sum(nbytes(each) for each in module.parameters(recurse=False))
+    own = sum(nbytes(each) for each in module.parameters(recurse=id(module) in leaves))
+    if id(module) in leaves:
+        return own
     within = [child for child in module.children() if not isinstance(child, _LISTS)]
     own += sum(nbytes(each) for child in module.children() if isinstance(child, _LISTS) for each in child.parameters())
-    return own + max((_deepest(child, nbytes) for child in within), default=0)
+    return own + max((_deepest(child, nbytes, leaves) for child in within), default=0)

@@ -56,6 +56,11 @@ class GradientSums:
             raise ConfigError(field=f"gradient {parameter}", value=(first_element, len(sums)), expected=expected)
         blocks[first : first + len(sums)] = sums
 
+    @property
+    def blocks(self) -> tuple[npt.NDArray[np.float64], ...]:
+        """What came, of each parameter: one sum for each block."""
+        return tuple(self._blocks)
+
     def total(self) -> GradientNorm:
         """Return the norm of what came."""
         return GradientNorm(_native.tree_sum([_native.tree_sum(blocks.tolist()) for blocks in self._blocks]))

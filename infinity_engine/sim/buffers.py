@@ -79,9 +79,17 @@ class BufferLayout:
 
     @classmethod
     def of(
-        cls, subgroup: Subgroup, resting: Resting, *, streams: int, width: int, in_place: bool, copies: bool
+        cls,
+        subgroup: Subgroup,
+        resting: Resting,
+        *,
+        streams: int,
+        width: int,
+        gradient_width: int,
+        in_place: bool,
+        copies: bool,
     ) -> BufferLayout:
-        """Return it for a subgroup with so many fp32 streams of states, whose values have `width` bytes.
+        """Return it for a subgroup with so many fp32 streams of states, whose values have `width` bytes each.
 
         `in_place`: the values are the masters, and are loaded as well. `copies`: all of them are written once more.
         """
@@ -99,10 +107,10 @@ class BufferLayout:
                 store += nbytes
                 load += nbytes if in_place else 0
             if resting.gradients and states and nbytes >= resting.small_bytes:
-                each = align_up(nbytes, PAGE)
+                each = align_up(gradient_width * segment.numel, PAGE)
                 gradients[number] = tuple(at + each * micro_batch for micro_batch in range(resting.gradients))
                 at += each * resting.gradients
-                load += nbytes * resting.gradients
+                load += gradient_width * segment.numel * resting.gradients
                 if resting.gradients > 1:
                     gradients[number] += (at,)
                     at += align_up(4 * segment.numel, PAGE)

@@ -68,11 +68,18 @@ class Sizing:
     """Whether gradients of several micro-batches are added up."""
     own: bool = False
     """Whether modules go on with the memory that parameters have already, which is their user's."""
+    gradient_width: int | None = None
+    """Bytes of one element of a gradient; None: as many as modules compute with."""
 
     @property
     def width(self) -> int:
         """Bytes of one element as modules compute with it."""
         return (self.formats.parameter or FloatFormat.FP32).nbytes
+
+    @property
+    def wire(self) -> int:
+        """Bytes of one element of a gradient."""
+        return self.width if self.gradient_width is None else self.gradient_width
 
     # --- what plans are made of -------------------------------------------------------------------------------------
 
@@ -141,6 +148,7 @@ class Sizing:
             resting if on_host else replace(resting, gradients=0),
             streams=len(self.state_names) + (0 if in_place else 1),
             width=self.width,
+            gradient_width=self.wire,
             in_place=in_place,
             copies=parameters is Tier.DEVICE and home is Home.HOST and not self.unified and self.width < 4,
         )
@@ -277,8 +285,8 @@ class Sizing:
             for number, nbytes in enumerate(plan.buffer_bytes)
         ]
         if resting.gradients:
-            numel = max(segment.numel for each in self.subgroups for segment in each.segments)
-            wire = align_up(self.width * numel, _PAGE)
+            numel = max((segment.numel for each in self.subgroups for segment in each.segments), default=1)
+            wire = align_up(self.wire * numel, _PAGE)
             count = max(GRADIENT_SLOTS, resting.gradients)
             requests += [
                 Request(gradient_slot(number), wire, first=_BACKWARD, last=_BACKWARD) for number in range(count)
@@ -297,15 +305,14 @@ class Sizing:
 
     def _gradient_on_host(self, numel: int, resting: Resting, *, rests: bool) -> int:
         """Return what a piece of a gradient takes of the host, with the sum of several."""
-        nbytes = self.width * numel
-        if rests and resting.gradients and nbytes >= resting.small_bytes:
+        if rests and resting.gradients and self.width * numel >= resting.small_bytes:
             return 0
-        return align_up(nbytes, _PAGE) + (align_up(4 * numel, _PAGE) if self.sums else 0)
+        return align_up(self.wire * numel, _PAGE) + (align_up(4 * numel, _PAGE) if self.sums else 0)
 
     def _on_drives(self, subgroup: Subgroup, layout: BufferLayout, resting: Resting) -> int:
         """Return what states and gradients take there, in whole pages; a place may be in pieces on several drives."""
         gradients = sum(
-            resting.gradients * (align_up(self.width * subgroup.segments[number].numel, _PAGE) + _SPARE)
+            resting.gradients * (align_up(self.wire * subgroup.segments[number].numel, _PAGE) + _SPARE)
             for number in layout.gradients
         )
         return align_up(layout.states_bytes, _PAGE) + _SPARE + gradients
@@ -318,7 +325,7 @@ class Sizing:
         if home is Home.VISITING:
             return align_up(self._states(subgroup.numel, in_place=False), _PAGE)
         # Its gradient, the sum of several, what its update writes for the device; pieces begin on pages of their own.
-        each = (self.width + 4 + (0 if at_home else self.width)) * subgroup.numel
+        each = (self.wire + 4 + (0 if at_home else self.width)) * subgroup.numel
         states = align_up(self._states(subgroup.numel, in_place=at_home), _PAGE)
         return states + each + _PAGE * (1 + 2 * len(subgroup.segments))
 
@@ -333,7 +340,7 @@ class Sizing:
     @property
     def on_their_way(self) -> int:
         """Bytes of gradients that are on the device until they have gone down."""
-        return 2 * self.width * max((subgroup.numel for subgroup in self.subgroups), default=0)
+        return 2 * self.wire * max((subgroup.numel for subgroup in self.subgroups), default=0)
 
 
 def cut(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 __all__ = ["Rank", "launch"]
 
 _TICK_S = 0.5
-PRELOADED = ["pytest", "torch", "infinity_engine.optim", "infinity_engine.partition"]
+PRELOADED = ["pytest", "torch", "infinity_engine.engine.assemble"]
 
 
 @dataclass(frozen=True)

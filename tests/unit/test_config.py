@@ -20,8 +20,11 @@ from infinity_engine.config import (
     Checksum,
     EngineConfig,
     Overlap,
+    Partitioning,
     Precision,
+    RanksConfig,
     Recording,
+    Stage,
     StorageConfig,
     TelemetryConfig,
     settings_table,
@@ -74,6 +77,14 @@ CONFIGS = st.builds(
         checksum=st.none() | st.sampled_from(Checksum),
         endurance=st.none() | WHOLE | st.dictionaries(st.sampled_from(["/mnt/a", "/mnt/b"]), WHOLE),
     ),
+    ranks=st.builds(
+        RanksConfig,
+        stage=st.sampled_from(Stage),
+        partitioning=st.sampled_from(Partitioning),
+        leaf_modules=st.lists(st.sampled_from(["experts", "Block"])),
+        bucket_bytes=st.integers(4096, 2**62),
+        timeout_s=st.floats(0, exclude_min=True, allow_infinity=False),
+    ),
     telemetry=st.builds(TelemetryConfig, recording=st.sampled_from(Recording), keep_steps=WHOLE, keep_spans=WHOLE),
 )
 
@@ -99,7 +110,7 @@ SECTIONS = sorted(sections(WHOLE_CONFIG))
 
 
 def test_the_sections_that_are_fuzzed_are_all_there_are() -> None:
-    assert SECTIONS == [(), ("budget",), ("storage",), ("telemetry",)]
+    assert SECTIONS == [(), ("budget",), ("ranks",), ("storage",), ("telemetry",)]
 
 
 # --- values ---
@@ -304,6 +315,18 @@ def test_a_count_is_a_whole_number_from_1_and_no_bool(name: str, value: object) 
 
     assert (caught.value.field, caught.value.expected) == (name, "a whole number, 1 or more")
     assert caught.value.value is value
+
+
+@pytest.mark.parametrize("given", ["experts", 5, None, [5], {"experts": 1}])
+def test_what_is_no_sequence_of_names_names_no_modules(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"^ranks\.leaf_modules: expected a sequence of names, got "):
+        EngineConfig.from_mapping({"ranks": {"leaf_modules": given}})
+
+
+def test_the_partitionings_are_those_of_the_partitioner() -> None:
+    from infinity_engine.partition import Partitioning as Known
+
+    assert [each.value for each in Partitioning] == [each.value for each in Known]
 
 
 @pytest.mark.parametrize("value", [True, 0, -1.0, math.nan, math.inf, 10**400, "1", [1]])

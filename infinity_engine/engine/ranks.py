@@ -1,0 +1,257 @@
+"""`Ranks`: this rank among those that train one model: what all must have in common, who owns what, whole values.
+
+Knows parameters, budgets and settings; fetches, reduces and updates nothing. Made by `initialize` where there are
+several ranks, and closed last, with the error if there is one, of which the others are told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from deepnvme.checksum import crc32c
+from infinity_engine.config import EngineConfig, RanksConfig
+from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
+from infinity_engine.errors import CollectiveError
+from infinity_engine.optim import GradientNorm, GradientSums, Rule
+from infinity_engine.partition import (
+    Collectives,
+    GroupMember,
+    Partitioner,
+    Partitioning,
+    ShardGroup,
+    ShardSpec,
+    share_block_sums,
+)
+from infinity_engine.partition.failures import Process
+from infinity_engine.plan import ResolvedBudget
+from infinity_engine.units import align_up
+
+__all__ = ["Cut", "Ranks", "digest_of", "wire_of"]
+
+_MOST_SHOWN = 3
+# What may be another on each rank: where things are and how fast, and what only this process sees.
+_OF_EACH_RANK = ("budget.nvme", "calibration", "rates", "storage.backend", "storage.endurance", "telemetry")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The model's parameters, whole and as this rank's shards, `trained` and `frozen`; `specs` are of all ranks."""
+
+    ranks: Ranks
+    wholes: tuple[TrainedParameter, ...]
+    frozen_wholes: tuple[ModelParameter, ...]
+    trained: tuple[TrainedParameter, ...]
+    frozen: tuple[ModelParameter, ...]
+    specs: tuple[ShardSpec, ...]
+
+
+class Ranks:
+    """Rank `rank` of `size`, two or more. `gradients` is a second sequence of collectives, of what backwards make."""
+
+    def __init__(self, collectives: Collectives, config: RanksConfig) -> None:
+        self.config = config
+        self.partitioning = Partitioning(config.partitioning.value)
+        self.neighbours = 1
+        """How many ranks there are on this machine, once budgets were shared."""
+        self.collectives = collectives
+        self.gradients = collectives.beside()
+
+    @classmethod
+    def join(cls, config: RanksConfig) -> Ranks | None:
+        """Meet the others; None where there are none."""
+        collectives = Collectives.join(timeout_s=config.timeout_s)
+        if collectives.size == 1:
+            collectives.close()
+            return None
+        return cls(collectives, config)
+
+    @property
+    def rank(self) -> int:
+        """Which one this is."""
+        return self.collectives.rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.collectives.size
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the others, who are told why where `error` says it. Again: nothing."""
+        self.gradients.close(error)
+        self.collectives.close(error)
+
+    # --- what all have in common --------------------------------------------------------------------------------------
+
+    def agree_on(self, what: str, mine: Mapping[str, object]) -> None:
+        """Make sure that all ranks say the same of the same things.
+
+        Raises:
+            CollectiveError: they do not; names the first things that differ, and who says what of them.
+        """
+        payload = json.dumps({name: str(value) for name, value in mine.items()}).encode()
+        said: list[dict[str, str]] = [json.loads(each) for each in self.collectives.share(what, payload)]
+        names = list(dict.fromkeys(name for each in said for name in each))
+        found = [f"{name}: {told}" for name in names if (told := _told([each.get(name) for each in said]))]
+        if found:
+            more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+            raise CollectiveError(
+                group=self.collectives.name,
+                rank=self.rank,
+                op=f"agreement on {what}",
+                reason=f"the ranks differ in {'; '.join(found[:_MOST_SHOWN])}{more}",
+            )
+
+    def agree_on_run(
+        self,
+        config: EngineConfig,
+        others: Mapping[str, object],
+        rules: Sequence[Rule],
+        parameters: Sequence[ModelParameter],
+    ) -> None:
+        """Make sure that all ranks train the same model in the same way, from the same values.
+
+        Raises:
+            CollectiveError: they do not.
+        """
+        versions = {"infinity-engine": _version(), "torch": torch.__version__}
+        self.agree_on("versions", versions)
+        settings = {name: value for name, value in _flat(config.to_mapping()) if not name.startswith(_OF_EACH_RANK)}
+        self.agree_on("settings", {**settings, **others})
+        optimizer = {f"optimizer's group {number}": rule for number, rule in enumerate(rules)}
+        self.agree_on("the model", {**{each.name: _kind_of(each) for each in parameters}, **optimizer})
+        self.agree_on("the model's first values", {each.name: digest_of(each.parameter) for each in parameters})
+
+    def least(self, what: str, mine: int) -> int:
+        """Return the smallest of what the ranks say."""
+        return min(int(each) for each in self.collectives.share(what, str(mine).encode()))
+
+    def most(self, what: str, mine: int) -> int:
+        """Return the largest of what the ranks say."""
+        return max(int(each) for each in self.collectives.share(what, str(mine).encode()))
+
+    def share_budget(self, budget: ResolvedBudget, *, device_is_shared: bool) -> ResolvedBudget:
+        """Return this rank's part of a budget, which is that of its machine: of its host and of the drives.
+
+        Who names the same directory on the same machine has an equal part of it.
+        """
+        drives = {directory: _drive_of(directory) for directory in budget.nvme}
+        told = {"machine": Process.own().machine, "host": budget.host, "drives": list(drives.values())}
+        said = [json.loads(each) for each in self.collectives.share("budgets", json.dumps(told).encode())]
+        here = [each for each in said if each["machine"] == told["machine"]]
+        self.neighbours = len(here)
+        host = min(each["host"] for each in here) // len(here)
+        nvme = {
+            directory: limit // sum(drives[directory] in each["drives"] for each in here)
+            for directory, limit in budget.nvme.items()
+        }
+        return replace(budget, host=host, device=host if device_is_shared else budget.device, nvme=nvme)
+
+    # --- who owns what ------------------------------------------------------------------------------------------------
+
+    def cut(self, trained: Sequence[TrainedParameter], frozen: Sequence[ModelParameter]) -> Cut:
+        """Cut parameters over the ranks. What this one owns shares the memory of the whole ones until it is moved."""
+        partitioner = Partitioner(self.size, self.partitioning)
+        specs = tuple(partitioner.cut(each.numel) for each in (*trained, *frozen))
+        return Cut(
+            ranks=self,
+            wholes=tuple(trained),
+            frozen_wholes=tuple(frozen),
+            trained=tuple(
+                TrainedParameter(each.number, each.name, self._own(each, spec), each.group, part_of=each.parameter)
+                for each, spec in zip(trained, specs, strict=False)
+            ),
+            frozen=tuple(
+                ModelParameter(each.number, each.name, self._own(each, specs[each.number]), part_of=each.parameter)
+                for each in frozen
+            ),
+            specs=specs,
+        )
+
+    def _own(self, each: ModelParameter, spec: ShardSpec) -> torch.nn.Parameter:
+        shard, whole = spec.shards[self.rank], each.parameter.detach()
+        values = torch.empty(0, dtype=whole.dtype, device=whole.device)  # no view, which would keep all of it
+        if shard.numel:
+            values = whole.reshape(-1)[shard.first_element : shard.end]
+        return torch.nn.Parameter(values, requires_grad=False)
+
+    def own(self, spec: ShardSpec, whole: torch.Tensor) -> torch.Tensor:
+        """Return what this rank owns of a flat tensor."""
+        shard = spec.shards[self.rank]
+        return whole[shard.first_element : shard.end]
+
+    def group(self, name: str, members: Sequence[GroupMember], collectives: Collectives | None = None) -> ShardGroup:
+        """Return parameters that go together."""
+        return ShardGroup(name, members, collectives or self.collectives, partitioning=self.partitioning)
+
+    def whole(self, name: str, spec: ShardSpec, shard: torch.Tensor) -> torch.Tensor:
+        """Return, on every rank and in new host memory, all of what each has a shard of; flat, as they are."""
+        group = self.group(name, [GroupMember(name, spec, shard.dtype)])
+        whole = torch.empty(spec.numel, dtype=shard.dtype, device="cpu")
+        wire = torch.empty(
+            wire_of(group.gather_bytes(), self.size + 1, self.config.bucket_bytes), dtype=torch.uint8, device="cpu"
+        )
+        group.gather([shard], [whole], wire=wire).wait()
+        return whole
+
+    def norm(self, sums: GradientSums, specs: Sequence[ShardSpec]) -> GradientNorm:
+        """Return the norm of what all ranks have the block sums of."""
+        whole = GradientSums([spec.numel for spec in specs])
+        for number, blocks in enumerate(share_block_sums(self.collectives, specs, sums.blocks)):
+            whole.put(number, 0, blocks)
+        return whole.total()
+
+
+def wire_of(nbytes: int, parts: int, most: int) -> int:
+    """Return how large a buffer is taken where `nbytes` let a collective go in one round, and it has so many parts."""
+    least = 64 * parts
+    return min(nbytes, max(align_up(most, least), least)) if nbytes else 0
+
+
+def _told(values: Sequence[str | None]) -> str | None:
+    """Say which ranks said what, where it is not the same."""
+    ranks: dict[str | None, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    if len(ranks) == 1:
+        return None
+    return ", ".join(
+        f"{'nothing' if value is None else value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
+        for value, who in ranks.items()
+    )
+
+
+def _flat(mapping: Mapping[str, object], within: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name}", value
+
+
+def _kind_of(each: ModelParameter) -> str:
+    of = f"in group {each.group}" if isinstance(each, TrainedParameter) else "frozen"
+    return f"{str(each.parameter.dtype).removeprefix('torch.')} {list(each.parameter.shape)} {of}, number {each.number}"
+
+
+def digest_of(values: torch.Tensor) -> str:
+    """Return words that differ where values do."""
+    bytes_ = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return f"values of checksum {crc32c(bytes_.data):08x}" if bytes_.size else "no values"
+
+
+def _drive_of(directory: str) -> str:
+    path = Path(directory).resolve()
+    return f"{path.stat().st_dev} {path}"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("infinity-engine")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"

@@ -1,0 +1,295 @@
+"""`Sharding`: a model that is cut over the ranks: what it takes of this one beside its shards, and what makes it whole.
+
+Put together by `assemble`, used by the engine; where there is one rank, there is none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from infinity_engine.config import EngineConfig, ParametersAt, Stage
+from infinity_engine.engine.fetching import ParameterFetcher
+from infinity_engine.engine.gathering import WIRES, CutParameter, ParameterGatherer, room_of_wires
+from infinity_engine.engine.gradients import GradientKeeper
+from infinity_engine.engine.hooks import Hooks
+from infinity_engine.engine.lanes import Lanes
+from infinity_engine.engine.modules import ModuleParameters, leaves_of
+from infinity_engine.engine.parameters import ModelParameter
+from infinity_engine.engine.providing import Provider
+from infinity_engine.engine.ranks import Cut, Ranks, digest_of
+from infinity_engine.engine.reducing import GradientReducer, room_of_reduces
+from infinity_engine.engine.replicating import ParameterReplicas, room_of_gathers
+from infinity_engine.engine.sizing import deepest_of
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.memory import DeviceMemory, Ledger
+from infinity_engine.optim import GradientNorm
+from infinity_engine.partition import GroupMember
+from infinity_engine.plan import ResolvedBudget, Tier
+from infinity_engine.sim.placing import Wish
+from infinity_engine.sim.sizing import Sizing
+
+__all__ = ["Sharding", "Shards", "Whole", "check_cut"]
+
+_LARGEST_SMALL_PART = 4  # of the room for whole parameters, small ones that stay whole take at most one in so many
+
+
+def check_cut(model: torch.nn.Module, config: EngineConfig, *, built: bool) -> None:
+    """Refuse what this version does not do on several ranks.
+
+    Raises:
+        ConfigError: it is something of that.
+    """
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            expected = (
+                "an ordinary tensor: a DTensor is a shard of something already, as tensor parallelism makes it, and "
+                "its operations communicate. Let one of the two cut the model"
+            )
+            raise ConfigError(field=f"parameter {name}", value=type(parameter).__name__, expected=expected)
+    if built:
+        expected = (
+            "one in memory on several ranks: this version takes models from init_context or load_into on one only"
+        )
+        raise ConfigError(field="model", value="one that was built on drives", expected=expected)
+    if config.ranks.stage is not Stage.PARAMETERS and config.parameters not in {ParametersAt.AUTO, ParametersAt.DEVICE}:
+        expected = (
+            f'"auto" or "device" with ranks.stage="{config.ranks.stage.value}", which has them whole on each rank'
+        )
+        raise ConfigError(field="parameters", value=config.parameters.value, expected=expected)
+    if config.ranks.stage is not Stage.PARAMETERS and config.ranks.leaf_modules:
+        expected = f'none with ranks.stage="{config.ranks.stage.value}", which gathers around no modules'
+        raise ConfigError(field="ranks.leaf_modules", value=config.ranks.leaf_modules, expected=expected)
+    if config.storage.early_updates:
+        expected = "False on several ranks: this version updates in the backward on one only"
+        raise ConfigError(field="storage.early_updates", value=True, expected=expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What the parameters that `cut` has shards of take of the device when they are whole."""
+
+    cut: Cut
+    parameters: tuple[CutParameter, ...]
+    members: tuple[GroupMember, ...]
+    """What is reduced: one for each that is trained."""
+    adds_up: bool
+    """Whether gradients of several micro-batches are added up before they are reduced."""
+    by_module: bool
+    """Whether parameters are whole only while modules need them."""
+    leaves: frozenset[str]
+    least: int
+    """The bytes of what is whole at the same time: all, or the most that modules within one another need."""
+    deepest_shards: int
+    """The most bytes of the largest shards that any rank has, of what modules within one another need."""
+    gather_bytes: int
+    reduce_bytes: int
+    wires_bytes: int
+    """Of all buffers that collectives go through."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, cut: Cut, dtype: torch.dtype, accumulation_steps: int) -> Sharding:
+        """Return it for a model whose modules compute in `dtype`."""
+        ranks = cut.ranks
+        leaves = leaves_of(model, ranks.config.leaf_modules)
+        parameters = tuple(
+            CutParameter(
+                whole=whole,
+                shard=shard,
+                spec=spec,
+                dtype=dtype if whole.parameter.is_floating_point() else whole.parameter.dtype,
+            )
+            for whole, shard, spec in zip(
+                (*cut.wholes, *cut.frozen_wholes), (*cut.trained, *cut.frozen), cut.specs, strict=True
+            )
+        )
+        members = [each.member for each in parameters[: len(cut.trained)]]
+        adds_up = ranks.config.stage is Stage.OPTIMIZER and accumulation_steps > 1
+        if adds_up:
+            members = [replace(each, dtype=torch.float32) for each in members]
+        by_module = ranks.config.stage is Stage.PARAMETERS
+        shards = deepest_of(model, {id(each.whole.parameter): each.largest_shard for each in parameters}, leaves)
+        wholes = deepest_of(model, {id(each.whole.parameter): each.nbytes for each in parameters}, leaves)
+        gathers = room_of_wires(model, parameters, ranks, leaves) if by_module else room_of_gathers(parameters, ranks)
+        return cls(
+            cut=cut,
+            parameters=parameters,
+            members=tuple(members),
+            adds_up=adds_up,
+            by_module=by_module,
+            leaves=leaves,
+            least=wholes if by_module else sum(each.nbytes for each in parameters),
+            deepest_shards=shards,
+            wires_bytes=gathers * (WIRES if by_module else 1) + (reduces := room_of_reduces(members, ranks)),
+            gather_bytes=gathers,
+            reduce_bytes=reduces,
+        )
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who works together."""
+        return self.cut.ranks
+
+    def wish(self, wish: Wish) -> Wish:
+        """Return what settings ask for, of shards: with all parameters whole on the device, they stay there as well."""
+        return wish if self.by_module else replace(wish, tiers=(Tier.DEVICE,))
+
+    def left_of(self, budget: ResolvedBudget, *, unified: bool) -> ResolvedBudget:
+        """Return the budget without the least that whole parameters and collectives take of it.
+
+        Raises:
+            CapacityError: it has not so much.
+        """
+        needed = self.least + self.wires_bytes
+        tier, has = (Tier.HOST, budget.host) if unified else (Tier.DEVICE, budget.device)
+        if needed > has:
+            raise CapacityError(
+                tier=tier.name,
+                asked=needed,
+                free=has,
+                limit=has,
+                change=f"raise the budget's {tier.name.lower()}: whole parameters that are there at once "
+                f"take {self.least} B, and buffers of collectives take {self.wires_bytes} B, "
+                "which ranks.bucket_bytes lowers",
+            )
+        return replace(budget, host=has - needed) if unified else replace(budget, device=has - needed)
+
+    def sized(self, sizing: Sizing) -> Sizing:
+        """Return what there is to be held of the shards: what modules need at a time is as much on all ranks."""
+        return replace(sizing, deepest=self.deepest_shards)
+
+    def whole(
+        self,
+        model: torch.nn.Module,
+        hooks: Hooks,
+        shards: Shards,
+        ledger: Ledger,
+        resources: ExitStack,
+        *,
+        small_bytes: int,
+    ) -> Whole:
+        """Take the memory for whole parameters, with what the budget has left, and return what makes them whole."""
+        limit = self._limit(ledger)
+        reservation = ledger.reserve(Tier.DEVICE, limit + self.wires_bytes, holder="whole parameters")
+        resources.callback(reservation.close)
+        memory: DeviceMemory[Any] = DeviceMemory(shards.lanes.accelerator, reservation)
+        resources.callback(memory.close)
+        wire = resources.enter_context(memory.lease(self.reduce_bytes, holder="buffers of collectives"))
+        take = shards.gradients.take
+        reducer = GradientReducer(self.members, self.ranks, shards.lanes, wire, take, adds_up=self.adds_up)
+        if not self.by_module:
+            replicas = ParameterReplicas(
+                self.parameters, self.ranks, shards.lanes, memory, wire_bytes=self.gather_bytes
+            )
+            resources.callback(replicas.close)
+            return Whole(self, replicas, None, reducer)
+        gatherer = ParameterGatherer(
+            self.parameters,
+            self.ranks,
+            shards.lanes,
+            memory,
+            limit=limit,
+            wire_bytes=self.gather_bytes,
+            small=self._small(small_bytes, min(limit - self.least, limit // _LARGEST_SMALL_PART)),
+            below=shards.fetcher,
+            below_bytes=self.deepest_shards,
+            fetched=shards.fetched,
+        )
+        resources.callback(gatherer.close)
+        wholes = [each.whole for each in self.parameters]
+        return Whole(self, gatherer, ModuleParameters(model, wholes, gatherer, hooks, self.leaves), reducer)
+
+    def _limit(self, ledger: Ledger) -> int:
+        """Return the bytes of whole parameters that all ranks have room for, what the budget has left among them."""
+        every = sum(each.nbytes for each in self.parameters)
+        more = min(max(ledger.free(Tier.DEVICE) - self.wires_bytes - self.least, 0), every - self.least)
+        return self.ranks.least("room for whole parameters", self.least + more)
+
+    def _small(self, small_bytes: int, room: int) -> list[int]:
+        """Return the parameters of fewer bytes that stay whole from one update to the next."""
+        found = []
+        for each in self.parameters:
+            if each.nbytes < small_bytes and each.nbytes <= room:
+                found.append(each.whole.number)
+                room -= each.nbytes
+        return found
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Who has this rank's shards: the keeper of their gradients, and the fetcher of those that are not at home."""
+
+    lanes: Lanes
+    gradients: GradientKeeper
+    fetcher: ParameterFetcher | None
+    fetched: Collection[int]
+
+
+class Whole:
+    """What makes parameters whole and sums of gradients, and what the engine asks of all ranks."""
+
+    def __init__(
+        self, sharding: Sharding, provider: Provider, modules: ModuleParameters | None, reducer: GradientReducer
+    ) -> None:
+        self.sharding = sharding
+        self.provider = provider
+        self.modules = modules
+        self.reducer = reducer
+        self._norm: GradientNorm | None = None  # of what the reducer has handed on
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who works together."""
+        return self.sharding.ranks
+
+    def end_backward(self, *, last: bool) -> None:
+        """Let all gradients be with those who own them, if they are needed by now; all ranks come to this."""
+        if self.modules is not None:
+            self.modules.end_backward()
+        if not self.waits(last=last):
+            self._reduce()
+
+    def waits(self, *, last: bool) -> bool:
+        """Tell whether gradients stay where they were made until the last micro-batch."""
+        return self.reducer.adds_up and not last
+
+    def finish(self, *, last: bool) -> None:
+        """Reduce gradients that came outside of `Engine.backward`, if they are needed by now."""
+        if self.reducer.open and not self.waits(last=last):
+            self._reduce()
+
+    def _reduce(self) -> None:
+        self._norm = None
+        self.reducer.finish()
+
+    def norm(self, gradients: GradientKeeper) -> GradientNorm:
+        """Return the norm of the gradients that all ranks keep, exchanged once: who repeats a step does so alone."""
+        if self._norm is None or not gradients.any:
+            cut = self.sharding.cut
+            self._norm = self.ranks.norm(gradients.sums(), cut.specs[: len(cut.trained)])
+        return self._norm
+
+    def own(self, number: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return what this rank owns of a whole parameter."""
+        return self.ranks.own(self.sharding.cut.specs[number], flat)
+
+    def states(
+        self, each: ModelParameter, mine: Mapping[str, torch.Tensor], steps: int
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Return a parameter's whole states, and its steps, of which a rank that owns nothing of it has none."""
+        spec = self.sharding.cut.specs[each.number]
+        whole = {name: self.ranks.whole(f"{name} of {each.name}", spec, values) for name, values in mine.items()}
+        return whole, self.ranks.most(f"steps of {each.name}", steps)
+
+    def check_same(self, changed: Sequence[ModelParameter]) -> None:
+        """Make sure that all ranks have changed parameters to the same values.
+
+        Raises:
+            CollectiveError: they have not.
+        """
+        said = {each.name: digest_of(each.parameter.data) for each in changed}
+        self.ranks.agree_on("what gathered(modify=True) wrote", said)

@@ -1,0 +1,97 @@
+"""Ranks that do not begin alike, or of which one ends: all are told who and what, and the next start is clean. Gloo."""
+
+from __future__ import annotations
+
+import re
+import signal
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from support import rank_training as programs
+from support.rank_training import Run
+from support.ranks import Rank, launch
+
+
+@cache
+def differences() -> list[dict[str, str]]:
+    """Return what each of three ranks was told, where the last begins with something else."""
+    ranks = launch(3, programs.differ, timeout_s=200)
+    for rank in ranks:
+        assert rank.error is None, rank.trace
+    return [rank.value for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("settings", "agreement on settings: the ranks differ in precision: fp32 on ranks 0, 1, bf16 on rank 2"),
+        (
+            "model",
+            "agreement on the model: the ranks differ in position: float32 [12, 24] in group 0, number 0 on ranks 0, 1",
+        ),
+        ("values", "agreement on the model's first values: the ranks differ in embed.weight: values of checksum"),
+    ],
+)
+def test_ranks_that_begin_with_something_else_are_all_told_what(what: str, told: str) -> None:
+    for found in differences():
+        assert found[what].startswith(told)
+
+
+def test_what_one_rank_refuses_is_told_to_the_others() -> None:
+    first, second, _ = differences()
+
+    for found in (first, second):
+        assert "rank 2 has left with ConfigError: Budget.nvme" in found["refused"]
+
+
+def test_ranks_that_run_different_experts_are_told_apart_and_not_hung() -> None:
+    for found in differences():
+        assert "the ranks do not do the same" in found["experts"]
+        assert "gather of" in found["experts"]
+
+
+@pytest.mark.parametrize(
+    ("how", "size", "rank", "step"),
+    [
+        ("killed", 2, 1, 2),
+        ("raises", 3, 0, 1),
+        *(pytest.param("killed", 3, 2, step, marks=pytest.mark.slow) for step in range(8)),
+    ],
+)
+def test_the_others_are_told_of_a_rank_that_ends_in_a_step(how: str, size: int, rank: int, step: int) -> None:
+    ranks = launch(size, programs.ends, rank, step, how, {})
+
+    ended = ranks.pop(rank)
+    if how == "killed":
+        assert ended.exitcode == -signal.SIGKILL
+        told = rf"rank {rank} \(process \d+ of this machine\) has ended without a word"
+    else:
+        assert ended.value == "its own"
+        told = f"rank {rank} has left with ZeroDivisionError: division by zero"
+    for each in ranks:
+        assert each.error is None, each.trace
+        assert re.search(told, each.value)
+        assert re.match(r"(gather|reduce) of|what has a gradient", each.value)
+
+
+def test_after_a_killed_rank_the_next_start_is_clean(tmp_path: Path) -> None:
+    drives = {
+        "strategy": "nvme_streamed",
+        "parameters": "nvme",
+        "storage": {"small_bytes": 0},
+        "budget": {"host": "64MiB", "nvme": {str(tmp_path): "64MiB"}},
+    }
+    launch(2, programs.ends, 1, 1, "killed", drives)
+
+    again = launch(2, programs.train, Run(steps=1, settings=drives))
+
+    assert [each.trace for each in again] == ["", ""]
+    assert trained_alike(again)
+    assert list(tmp_path.iterdir()) == []
+
+
+def trained_alike(ranks: list[Rank]) -> bool:
+    """Tell whether ranks have the same losses' steps and no error."""
+    return all(rank.value["states"].keys() == ranks[0].value["states"].keys() for rank in ranks)

@@ -1,0 +1,263 @@
+"""P1 and P4 of several ranks: they train as one does on the same batch, and to the same bits whatever the strategy.
+
+Within tolerance of one rank: a rank's gradient is of its rows of the batch, so sums over rows are in another order. The
+engine's own sums are in the ranks' order whatever the strategy, so those of one number of ranks agree to the bit. Gloo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from infinity_engine.engine.outcome import Outcome
+from support import rank_training as programs
+from support.rank_training import RATES, Run
+from support.ranks import launch
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+ONE_BY_ONE = {"storage": {"small_bytes": 0}}
+# Room for little more than two modules, in rounds of two blocks.
+TIGHT = {**ONE_BY_ONE, "budget": {"host": "1MiB"}, "ranks": {"bucket_bytes": 8192}}
+FEW = {
+    "small": Run(),
+    "one by one": Run(settings=TIGHT),
+    "broadcast": Run(settings={**ONE_BY_ONE, "ranks": {"partitioning": "broadcast"}}),
+    "emulated": Run(emulated=True, settings={"strategy": "interleaved", "rates": RATES}),
+    "at home on the host": Run(
+        emulated=True,
+        settings={
+            **ONE_BY_ONE,
+            "parameters": "host",
+            "strategy": "interleaved",
+            "rates": RATES,
+            "budget": {"host": "64MiB", "device": "1MiB"},
+        },
+    ),
+    "stage gradients": Run(settings={"ranks": {"stage": "gradients", "bucket_bytes": 8192}}),
+    "stage optimizer": Run(emulated=True, settings={"ranks": {"stage": "optimizer"}}),
+    "bf16": Run(accumulation=2, settings={"precision": "bf16", "max_grad_norm": 0.05}),
+    "bf16, one by one": Run(accumulation=2, settings={**TIGHT, "precision": "bf16", "max_grad_norm": 0.05}),
+    "bf16, stage gradients": Run(
+        accumulation=2, settings={"precision": "bf16", "max_grad_norm": 0.05, "ranks": {"stage": "gradients"}}
+    ),
+    "bf16, stage optimizer": Run(
+        accumulation=2, settings={"precision": "bf16", "max_grad_norm": 0.05, "ranks": {"stage": "optimizer"}}
+    ),
+    "encoder-decoder": Run(model="encoder-decoder", settings=ONE_BY_ONE),
+    "llama": Run(model="llama", settings=ONE_BY_ONE),
+    "odd": Run(model="odd", settings=ONE_BY_ONE),
+    "routed": Run(model="routed", settings={**ONE_BY_ONE, "ranks": {"leaf_modules": ["Experts"]}}),
+    "routed, stage gradients": Run(model="routed", settings={"ranks": {"stage": "gradients"}}),
+}
+AS_SMALL = ("one by one", "broadcast", "emulated", "at home on the host", "stage gradients", "stage optimizer")
+
+
+@cache
+def ran(size: int) -> list[dict[str, dict[str, Any]]]:
+    """Return what each of so many ranks got, of one launch for all tests."""
+    return launched(size, programs.train_all, FEW if size == 2 else {name: FEW[name] for name in ("small", "routed")})
+
+
+def launched(size: int, program: Any, *arguments: Any) -> list[Any]:
+    ranks = launch(size, program, *arguments, timeout_s=200)
+    for rank in ranks:
+        assert rank.error is None, rank.trace
+        assert rank.exitcode == 0
+    return [rank.value for rank in ranks]
+
+
+@cache
+def alone(name: str) -> dict[str, Any]:
+    """Return what one rank gets of the whole batches, with no settings that change no bits."""
+    run = FEW[name]
+    settings = {key: value for key, value in run.settings.items() if key in {"precision", "max_grad_norm"}}
+    return programs.train(replace(run, emulated=False, settings=settings))
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, rtol: float, atol: float) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.allclose(one[name].float(), other[name].float(), rtol=rtol, atol=atol)]
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(2, name) for name in FEW] + [(size, name) for size in (3, 4) for name in ("small", "routed")]
+)
+def test_several_ranks_train_as_one_does_on_the_same_batch(size: int, name: str) -> None:
+    one = alone(name)
+    rtol, atol = (2e-2, 4e-3) if "bf16" in name else (2e-4, 2e-5)
+
+    for rank in ran(size):
+        found = rank[name]
+        assert far(found["states"], one["states"], rtol=rtol, atol=atol) == []
+        assert found["within"]
+        if one["norms"][0] is not None:
+            assert found["norms"] == pytest.approx(one["norms"], rel=1e-2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_ranks_have_the_same_bits_and_the_same_norm(size: int) -> None:
+    first, *others = ran(size)
+
+    for rank in others:
+        for name, found in rank.items():
+            assert differing(found["states"], first[name]["states"]) == []
+            assert found["norms"] == first[name]["norms"]
+
+
+@pytest.mark.parametrize("name", AS_SMALL)
+def test_strategies_and_partitionings_have_the_same_bits(name: str) -> None:
+    [found, *_] = ran(2)
+
+    assert differing(found[name]["states"], found["small"]["states"]) == []
+    assert found[name]["losses"] == found["small"]["losses"]
+
+
+@pytest.mark.parametrize("name", ["bf16, one by one", "bf16, stage gradients"])
+def test_buckets_rounds_and_stages_change_no_bit_of_accumulated_and_clipped_gradients(name: str) -> None:
+    [found, *_] = ran(2)
+
+    assert differing(found[name]["states"], found["bf16"]["states"]) == []
+    assert found[name]["norms"] == found["bf16"]["norms"]
+
+
+def test_closing_leaves_whole_parameters_on_every_rank() -> None:
+    for rank in ran(2):
+        for found in rank.values():
+            assert differing(found["after"], {name: found["states"][name] for name in found["after"]}) == []
+
+
+def test_an_expert_that_no_rank_uses_makes_no_step() -> None:
+    for size in (2, 3, 4):
+        for rank in ran(size):
+            states = rank["routed"]["states"]
+            made = [int(states[f"blocks.0.experts.{number}.weight: step"]) for number in range(4)]
+            assert made == [3, 3, 3, 0]
+
+
+def test_one_process_of_torchrun_trains_as_one_without_it() -> None:
+    [found] = launched(1, programs.train, FEW["small"])
+
+    assert differing(found["states"], alone("small")["states"]) == []
+
+
+@cache
+def looked() -> list[dict[str, Any]]:
+    return launched(2, programs.looks)
+
+
+def test_parameters_are_whole_only_while_somebody_needs_them() -> None:
+    for found in looked():
+        assert found["is nan"]
+        assert found["gathered"]
+        assert "engine.state_dict()" in found["state_dict"]
+
+
+def test_evaluation_needs_no_gradients_and_no_engine_call() -> None:
+    for found in looked():
+        assert found["evaluated"] == found["outside"]
+
+
+def test_a_change_under_gathered_is_kept_on_all_ranks() -> None:
+    for found in looked():
+        assert found["doubled"]
+        assert found["master"]
+
+
+def test_ranks_that_write_different_values_are_told() -> None:
+    for found in looked():
+        assert (
+            "agreement on what gathered(modify=True) wrote: the ranks differ in embed.weight" in found["other values"]
+        )
+
+
+def test_zero_grad_drops_the_gradients_of_all_ranks() -> None:
+    first, second = looked()
+
+    assert "there is nothing to step with" in first["nothing"]
+    assert first["norm"] == second["norm"] > 0
+
+
+def test_a_backward_outside_of_the_engine_is_reduced_by_the_step() -> None:
+    first, second = looked()
+
+    assert first["stepped"] is Outcome.UPDATED
+    assert first["steps"] == second["steps"] == 1
+    assert differing(first["bits"], second["bits"]) == []
+    assert differing(first["after"], {name: first["bits"][name] for name in first["after"]}) == []
+
+
+def test_a_parameter_that_some_ranks_use_is_updated_on_all_and_one_that_none_does_on_none() -> None:
+    size = 3
+    ranks = launched(size, programs.sometimes)
+    expected = used_by_some(size)
+
+    for found in ranks:
+        for step, (ours, plain) in enumerate(zip(found, expected, strict=True)):
+            assert ours["norm"] == pytest.approx(plain["norm"], rel=1e-5), step
+            assert (
+                far({name: ours["states"][name] for name in plain["states"]}, plain["states"], rtol=1e-5, atol=1e-6)
+                == []
+            )
+        assert [int(each["states"]["sometimes: step"]) for each in found] == [0, 1, 2, 3, 3]
+        assert int(found[-1]["states"]["unused: step"]) == 0
+
+
+def used_by_some(size: int) -> list[dict[str, Any]]:
+    """Train as `sometimes` does, with PyTorch alone: the loss is the mean of the ranks' losses."""
+    task, optimizer = programs.made(Run(model="odd", optimizer="sgd"))
+    assert isinstance(task, programs.Odd)
+    found = []
+    for step in range(5):
+        rows = torch.cat([task.batch(100 * step + part) for part in range(12)]).chunk(size)
+        optimizer.zero_grad()
+        for rank in range(size):
+            task.uses = (False, rank == size - 1, True, rank == 0, False)[step]
+            (task(rows[rank]) / size).backward()
+        norm = torch.nn.utils.clip_grad_norm_(task.parameters(), 1e9)
+        optimizer.step()
+        states = {name: tensor.detach().clone() for name, tensor in task.state_dict().items()}
+        found.append({"norm": norm.item(), "states": states})
+    return found
+
+
+# --- the whole matrix ------------------------------------------------------------------------------------------------
+
+# Batch norm computes with what its rank has seen, and whole batches that go to one expert make ranks go other ways.
+EVERY_MODEL = [name for name in programs.KINDS if name not in {"conv net", "mixture of experts"}]
+
+
+def every_run(model: str) -> dict[str, Run]:
+    leaf = {"leaf_modules": ["Experts"]} if model == "routed" else {}
+    runs = {}
+    for precision, accumulation, clip in (("fp32", 1, None), ("bf16", 3, 0.05), ("fp16", 1, None)):
+        common = {"precision": precision, "max_grad_norm": clip, "ranks": leaf}
+        for name, run in FEW.items():
+            if name in {"small", *AS_SMALL}:
+                ranks = {**run.settings.get("ranks", {}), **leaf}
+                settings = {**run.settings, **common, "ranks": ranks}
+                runs[f"{precision} {name}"] = replace(run, model=model, accumulation=accumulation, settings=settings)
+    return runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("model", EVERY_MODEL)
+def test_every_model_and_strategy_has_the_same_bits_on_so_many_ranks(model: str, size: int) -> None:
+    [found, *others] = launched(size, programs.train_all, every_run(model))
+
+    for precision in ("fp32", "bf16", "fp16"):
+        for name in AS_SMALL:
+            assert differing(found[f"{precision} {name}"]["states"], found[f"{precision} small"]["states"]) == []
+    for rank in others:
+        for name, each in rank.items():
+            assert differing(each["states"], found[name]["states"]) == []

@@ -1,0 +1,341 @@
+"""Training on several ranks for tests: each function runs on every rank and returns what the test looks at."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import infinity_engine
+from infinity_engine.accel import Accelerator, Emulation, emulated_accelerator
+from infinity_engine.engine.engine import Engine
+from infinity_engine.errors import CollectiveError, ConfigError
+from infinity_engine.plan import Rates
+from support.determinism import deterministic_compute
+from support.small_models import MODELS, Task
+
+__all__ = [
+    "KINDS",
+    "RATES",
+    "Odd",
+    "Run",
+    "batch_of",
+    "differ",
+    "ends",
+    "engine_of",
+    "looks",
+    "made",
+    "sometimes",
+    "states_of",
+    "train",
+    "train_all",
+    "where",
+]
+
+RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
+SETTINGS = {
+    "accelerator": "cpu",
+    "subgroup_numel": 4096,
+    "update_threads": 1,
+    "budget": {"host": "256MiB", "device": "32MiB"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained and how; the rows of each batch are divided among the ranks, in order."""
+
+    model: str = "gpt"
+    optimizer: str = "adamw"
+    steps: int = 3
+    accumulation: int = 1
+    emulated: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Experts(nn.Module):
+    """Sends each row to the expert that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for number in sorted(set(which.tolist())):
+            rows = which == number
+            out[rows] = self.experts[number](x[rows])
+        return x + out
+
+
+class Routed(Task):
+    """Two layers of experts; of four, the last is never used, and each half of a batch uses others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 24)
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+        self.last = nn.Linear(24, 1)
+
+    def batch(self, seed: int) -> torch.Tensor:
+        rows = torch.randn(6, 17, generator=torch.Generator().manual_seed(seed))
+        rows[:, 0] = seed % 100 // 4  # of twelve parts, four after one another have the same expert
+        return rows
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        which = batch[:, 0].long()
+        x = torch.relu(self.first(batch[:, 1:].to(self.last.weight.dtype)))
+        for block in self.blocks:
+            x = torch.relu(block(x, which))
+        return torch.as_tensor(self.last(x)).float().pow(2).mean()
+
+
+class Odd(Task):
+    """Parameters of no element, of one, of blocks and a bit, frozen ones, one that nobody uses, one that some do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses = False
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.one = nn.Parameter(torch.ones(1))
+        self.wide = nn.Linear(16, 1000)
+        self.frozen = nn.Linear(1000, 20)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(9000))
+        self.sometimes = nn.Parameter(torch.ones(5000))
+
+    def batch(self, seed: int) -> torch.Tensor:
+        return torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(torch.tanh(self.wide(batch.to(self.one.dtype)))) * self.one + self.empty.sum()
+        if self.uses:
+            x = x + self.sometimes.sum() / 5000
+        return torch.as_tensor(x).float().pow(2).mean()
+
+
+KINDS: Mapping[str, Callable[[], Task]] = {**MODELS, "routed": Routed, "odd": Odd}
+
+
+def made(run: Run) -> tuple[Task, torch.optim.Optimizer]:
+    """Return the model and its optimizer, of two groups."""
+    torch.manual_seed(0)
+    task = KINDS[run.model]()
+    parameters = list(task.parameters())
+    half = len(parameters) // 2
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": lambda some: torch.optim.AdamW(some, lr=3e-3, weight_decay=0.1),
+        "sgd": lambda some: torch.optim.SGD(some, lr=1e-2, momentum=0.9),
+    }
+    optimizer = kinds[run.optimizer](parameters[:half])
+    optimizer.add_param_group({"params": parameters[half:], "lr": 1e-3})
+    return task, optimizer
+
+
+def engine_of(run: Run, task: Task, optimizer: torch.optim.Optimizer, around: ExitStack) -> Engine:
+    """Return an engine for it, which ends with `around`."""
+    device: AbstractContextManager[Accelerator | None] = nullcontext()
+    if run.emulated:
+        device = emulated_accelerator(Emulation(rates=RATES, capacity_bytes=64 << 20))
+    settings = {**SETTINGS, "accumulation_steps": run.accumulation, **run.settings}
+    on = around.enter_context(device)
+    return around.enter_context(infinity_engine.initialize(task, optimizer, settings, device=on))
+
+
+def where() -> tuple[int, int]:
+    """Return this rank, and how many there are."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def batch_of(task: Task, seed: int) -> torch.Tensor:
+    """Return this rank's rows of a batch of twelve parts."""
+    rank, size = where()
+    rows = torch.cat([task.batch(100 * seed + part) for part in range(12)])
+    return rows.chunk(size)[rank]
+
+
+def states_of(engine: Engine, task: Task) -> dict[str, torch.Tensor]:
+    """Return the whole weights, and the states of what is trained."""
+    bits = engine.state_dict()
+    for name, parameter in task.named_parameters():
+        if parameter.requires_grad:
+            state = engine.state_of(parameter)
+            bits.update({f"{name}: {key}": torch.as_tensor(value) for key, value in state.items()})
+    return bits
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train with this rank's part of each batch; return losses, norms, weights and states."""
+    losses, norms = [], []
+    task, optimizer = made(run)
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        for step in range(run.steps):
+            for micro_batch in range(run.accumulation):
+                loss = engine(batch_of(task, step * run.accumulation + micro_batch))
+                engine.backward(loss)
+                result = engine.step()
+                losses.append(loss.item())
+            norms.append(result.gradient_norm)
+        usage = engine.usage()
+        found: dict[str, Any] = {"losses": losses, "norms": norms, "states": states_of(engine, task)}
+        found["within"] = all(each.peak_held <= each.limit for each in usage)
+    found["after"] = {name: each.detach().clone() for name, each in task.named_parameters()}
+    return found
+
+
+def train_all(runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
+    """Train one after another in one group of processes, which is the user's."""
+    dist.init_process_group("gloo")
+    try:
+        return {name: train(run) for name, run in runs.items()}
+    finally:
+        dist.destroy_process_group()
+
+
+# --- what else there is to an engine ----------------------------------------------------------------------------------
+
+
+def looks() -> dict[str, Any]:
+    """Use what an engine has beside training; return what came of it by name."""
+    found: dict[str, Any] = {}
+    rank, _ = where()
+    run = Run(settings={"storage": {"small_bytes": 0}})
+    task, optimizer = made(run)
+    before = {name: each.detach().clone() for name, each in task.named_parameters()}
+    embed, position = task.get_parameter("embed.weight"), task.get_parameter("position")
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        found["is nan"] = bool(embed.detach().isnan().all())
+        with torch.no_grad():
+            found["evaluated"] = engine.eval()(batch_of(task, 3)).item()
+            found["outside"] = task(batch_of(task, 3)).item()
+        engine.train()
+        with engine.gathered(embed):
+            found["gathered"] = torch.equal(embed.detach(), before["embed.weight"])
+        with engine.gathered([embed, position], modify=True), torch.no_grad():
+            embed.mul_(2)
+        found["doubled"] = torch.equal(engine.state_dict()["embed.weight"], 2 * before["embed.weight"])
+        found["master"] = torch.equal(torch.as_tensor(engine.state_of(embed)["master"]), 2 * before["embed.weight"])
+        engine.backward(engine(batch_of(task, 0)))
+        found["norm"] = engine.clip_grad_norm_(0.1)
+        engine.zero_grad()
+        found["state_dict"] = _refused(task.state_dict)
+        found["nothing"] = _refused(engine.step)
+        engine(batch_of(task, 1)).backward()  # not through the engine
+        found["stepped"] = engine.step().outcome
+        found["steps"] = engine.state_of(embed)["step"]
+        found["bits"] = engine.state_dict()
+    found["after"] = {name: each.detach().clone() for name, each in task.named_parameters()}
+    found["other values"] = _told(lambda: _write(rank))
+    return found
+
+
+def _write(rank: int) -> None:
+    """Let each rank write something else."""
+    task, optimizer = made(Run())
+    embed = task.get_parameter("embed.weight")
+    with ExitStack() as around:
+        engine = engine_of(Run(), task, optimizer, around)
+        with engine.gathered(embed, modify=True), torch.no_grad():
+            embed.add_(rank)
+
+
+def _refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "it was not refused"
+
+
+def _told(call: Callable[[], object]) -> str:
+    """Return what this rank is told of the others, or what `call` says."""
+    try:
+        return str(call())
+    except CollectiveError as error:
+        return f"{error.op}: {error.reason}"
+    except ConfigError as error:
+        return str(error)
+
+
+def sometimes() -> list[dict[str, Any]]:
+    """Train a parameter that in turn nobody, the last rank and everybody uses; return gradients' norms and states."""
+    rank, size = where()
+    run = Run(model="odd", optimizer="sgd")
+    task, optimizer = made(run)
+    assert isinstance(task, Odd)
+    found = []
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        for step in range(5):
+            task.uses = (False, rank == size - 1, True, rank == 0, False)[step]
+            engine.backward(engine(batch_of(task, step)))
+            norm = engine.clip_grad_norm_(1e9)
+            engine.step()
+            found.append({"norm": norm, "states": states_of(engine, task)})
+    return found
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def differ() -> dict[str, str]:
+    """Begin with something else on the last rank, each time in a new engine; return what each was told."""
+    rank, size = where()
+    last = rank == size - 1
+    dist.init_process_group("gloo")
+
+    def begins(run: Run, task: Task | None = None) -> str:
+        ready, optimizer = made(run)
+        if task is not None:
+            ready, optimizer = task, torch.optim.AdamW(task.parameters())
+        with ExitStack() as around:
+            return _told(lambda: engine_of(run, ready, optimizer, around).steps)
+
+    try:
+        settings = begins(Run(settings={"precision": "bf16" if last else "fp32"}))
+        model = begins(Run(model="llama" if last else "gpt"))
+        torch.manual_seed(rank)
+        values = begins(Run(), MODELS["gpt"]())
+        drives = {"/no/such/directory": "1MiB"} if last else {}
+        refused = begins(Run(settings={"budget": {"host": "64MiB", "nvme": drives}}))
+        experts = _told(lambda: train(Run(model="routed")))
+        return {"settings": settings, "model": model, "values": values, "refused": refused, "experts": experts}
+    finally:
+        dist.destroy_process_group()
+
+
+def ends(rank: int, step: int, how: str, settings: Mapping[str, Any]) -> str:
+    """Train until a rank is killed, or raises, in the middle of a step; return what the others were told."""
+    run = Run(model="gpt", steps=100, settings={"storage": {"small_bytes": 0}, **settings})
+    task, optimizer = made(run)
+    me, _ = where()
+
+    def body() -> None:
+        with ExitStack() as around:
+            engine = engine_of(run, task, optimizer, around)
+            for number in range(run.steps):
+                loss = engine(batch_of(task, number))
+                if (me, number) == (rank, step):
+                    _end(how)
+                engine.backward(loss)
+                engine.step()
+
+    try:
+        return _told(body)
+    except ZeroDivisionError:
+        return "its own"
+
+
+def _end(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ZeroDivisionError("division by zero")
