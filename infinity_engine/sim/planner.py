@@ -274,8 +274,8 @@ class Planner:
             return
         if room.most_resident >= 1:
             yield "device", DeviceOnly()
-        elif room.most_resident > 0:
-            yield "split", StaticSplit(ratio=room.most_resident)
+        if 0 < (split := self._split(room)) < 1:
+            yield "split", StaticSplit(ratio=split)
         if room.best_share is None or cheap:
             return
         residents = {"": 0.0, "with some resident": room.balanced, "with most resident": room.most_beside_staging}
@@ -292,6 +292,13 @@ class Planner:
                     yield f"interleaved {number} {name}", update
                 if drives:
                     yield f"drives and interleaved {number} {name}", NvmeStreamed(update=update)
+
+    def _split(self, room: _Room) -> float:
+        """Return the part to be resident where nothing visits: what fits, and no more than is done with the rest."""
+        host, device = self.means.rates.host_update_params_per_s, self.means.rates.device_update_params_per_s
+        if room.most_resident < 1 or host is None or device is None:
+            return room.most_resident
+        return _rounded(device / (device + host))
 
     # --- one choice -----------------------------------------------------------------------------------------------
 

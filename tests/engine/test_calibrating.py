@@ -203,7 +203,7 @@ def test_the_drives_of_a_streamed_strategy_are_measured_too(
 def test_a_host_budget_that_measuring_would_exceed_is_refused_with_what_to_do(device: Accelerator) -> None:
     with (
         pytest.raises(
-            ConfigError, match=r"^budget\.host: expected 192 MiB or more, .*`infinity calibrate` once before"
+            ConfigError, match=r"^budget\.host: expected 320 MiB or more, .*`infinity calibrate` once before"
         ),
         engine(device),
     ):

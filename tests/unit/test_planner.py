@@ -22,6 +22,7 @@ from infinity_engine.plan import (
     NvmeStreamed,
     Rates,
     ResolvedBudget,
+    StaticSplit,
     Tier,
 )
 from infinity_engine.plan.step import Home
@@ -77,6 +78,13 @@ def test_what_the_host_cannot_hold_rests_on_drives() -> None:
 
     assert isinstance(best.choice.strategy, NvmeStreamed)
     assert best.plan.resting.states
+
+
+def test_the_host_takes_its_part_of_the_updates_where_all_fits_and_it_is_fast() -> None:
+    there = means(100, 100)
+    fast = replace(there, rates=replace(there.rates, host_update_params_per_s=3e10, h2d_bytes_per_s=1e12))
+
+    assert isinstance(decide(training_of(SMALL), fast).best.choice.strategy, StaticSplit)
 
 
 def test_one_memory_has_no_visitors() -> None:
