@@ -393,7 +393,7 @@ before = peak()
 with CpuAccelerator() as device:
     effort = replace(FULL, seconds=1.0, rounds=1)
     calibrated([sys.argv[1]], accelerator=device, effort=effort, cache=CalibrationCache(None))
-print(peak() - before)
+print(peak() - before, effort.memory_bytes)
 """
 
 
@@ -403,7 +403,8 @@ def test_measuring_takes_no_more_memory_than_it_says(drive: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) <= 256 * MiB
+    grown, said = map(int, done.stdout.split())
+    assert grown <= said
 
 
 # --- efforts ---
@@ -479,7 +480,7 @@ def test_the_command_measures_prints_and_writes_all_figures(
     assert status == 0
     assert list(measured.drives) == [str(drive)]
     assert "adamw, 1 thread" in output
-    assert f"Drive of {drive}" in output
+    assert f"Driveof{drive}" in "".join(output.split())  # a long name is cut into lines
     assert "not measured: one rank" in output
     assert "Not kept." in output
     assert "infinity: measuring matrix products\n" in errors

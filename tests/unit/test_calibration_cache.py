@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from infinity_engine.calibration.cache import CalibrationCache, CalibrationWarning, cache_folder
+from infinity_engine.plan.calibration import CALIBRATION_VERSION
 from support.calibrations import calibration, drive
 
 MACHINE = dict(calibration().machine)
@@ -133,7 +134,7 @@ def deep(path: Path) -> None:
 
 
 def of_another_version(path: Path) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": CALIBRATION_VERSION + 1}))
 
 
 def of_another_machine(path: Path) -> None:
