@@ -90,6 +90,10 @@ class _Gather:
     held: Sequence[int]  # shards that the fetcher below holds for it
     ended: bool = False
 
+    def end(self) -> None:
+        """Note that nobody needs what it used any more."""
+        self.ended = True
+
 
 @dataclass(frozen=True, slots=True)
 class _Here:
@@ -456,7 +460,7 @@ class ParameterGatherer:
             with self._lanes.meter.waits(Wait.PARAMETERS):
                 gather.event.wait()
         gather.event.wait()  # raises what failed
-        gather.ended = True
+        gather.end()
         self._under_way.remove(gather)
         gather.group.release()
         if gather.wire is not None:

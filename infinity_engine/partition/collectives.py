@@ -301,9 +301,13 @@ class Collectives:
         found = Collectives(
             groups, name=self.name, rank=self.rank, size=self.size, timeout_s=self.timeout_s, lane=self._lane
         )
-        self._sequences.append(found)
-        found._sequences = self._sequences
+        found._go_with(self._sequences)
         return found
+
+    def _go_with(self, others: list[Collectives]) -> None:
+        """Be one of these sequences."""
+        others.append(self)
+        self._sequences = others
 
     @property
     def failed(self) -> bool:
