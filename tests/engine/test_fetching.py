@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity_engine
 from infinity_engine.accel import Emulation, StreamKind, VirtualAccelerator
 from infinity_engine.engine.engine import Engine
+from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.errors import CapacityError, TransferError
 from infinity_engine.plan import Rates, Tier
 
@@ -747,7 +748,7 @@ def failing() -> nn.Module:
 def held(made: Engine) -> int:
     """Return the device bytes that are in use, once all that can be given up is."""
     fetcher = made._parts.fetcher
-    assert fetcher is not None
+    assert isinstance(fetcher, ParameterFetcher)
     fetcher._lanes.accelerator.synchronize()
     fetcher._lanes.device.settle()
     while fetcher.give():
