@@ -42,11 +42,10 @@ class Emulation:
     """What an emulated device is like."""
 
     rates: Rates
-    """Of h2d, d2h and the device's updates. That of the host's updates, where given, passes time on a virtual clock.
-
-    The others are not used."""
+    """Of h2d, d2h and the device's updates; that of the host's where `host_takes_time`. The others are not used."""
     capacity_bytes: int
     clock: Clock = Clock.VIRTUAL
+    host_takes_time: bool = False  # Whether a virtual clock goes on while the host updates, at its rate.
     seed: int = 0  # Draws one of the legal orders, where the clock is virtual.
     fault: Callable[[StreamKind], Exception | None] | None = None
     """Asked, with the stream's kind, before each copy and work; the error that it returns is how that ends."""

@@ -66,7 +66,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         super().__init__(VirtualOperation, emulation)
         self._random = random.Random(emulation.seed)  # noqa: S311 - draws an order, keeps no secret
         self._now_ns = 0
-        rate = emulation.rates.host_update_params_per_s
+        rate = emulation.rates.host_update_params_per_s if emulation.host_takes_time else None
         self._host_ratio = None if rate is None else rate.as_integer_ratio()
         self._link_free_ns = {StreamKind.H2D: 0, StreamKind.D2H: 0}
         self._host_knows: dict[Stream, int] = {}

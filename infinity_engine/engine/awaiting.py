@@ -58,7 +58,7 @@ class AwaitedParameters:
         if any(map(is_compiled, self._model.modules())):
             update.end()
             return
-        update.make(set(self._numbers.values()) - self._asked)
+        update.make(number for number in set(self._numbers.values()) - self._asked if self._updated(number))
         for number in self._numbers.values():
             if self._updated(number) and number not in self._hidden and not update.has_made(number):
                 self._hide(number)

@@ -264,14 +264,13 @@ class Engine:
             self._end_update()
         else:
             with self._failing_ends():
+                self._walk.poll()
                 self._walk.arrive(parts.deferral.now)
         if parts.fetcher is not None:
             parts.fetcher.changed(each.number for each in parts.trained)
         if self._walk is not None:
             with self._failing_ends():
                 self._defer(self._walk)
-                if self._walk is not None:  # who follows it may have needed all of it
-                    self._walk.poll()
         parts.scale.step_made()
         self._clip_to = parts.max_grad_norm
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)

@@ -68,7 +68,7 @@ def sizing_of(
         unified=unified,
         sums=config.accumulation_steps > 1,
         own=in_memory and formats.parameter is None and unified and not is_cut,
-        gradient_width=FloatFormat.FP32.nbytes if is_cut else width,  # sums of all ranks'
+        gradient_width=FloatFormat.FP32.nbytes if is_cut else None,  # sums of all ranks'
     )
 
 

@@ -95,6 +95,10 @@ class Mover:
             IllegalTransition: it is on its way somewhere.
         """
         here, there = _UPWARDS.index(record.home()), _UPWARDS.index(to)
+        if into is not None and here == there:
+            raise IllegalTransition(
+                shard=record.name, source=to.name, target=f"{to.name}, in other memory", allowed=("another tier",)
+            )
         if there < here and record.is_current(to):
             record.advance(HOME_OF[to])
             for tier in _UPWARDS[there + 1 :] if source is Source.RELEASED else ():

@@ -56,7 +56,7 @@ def train_emulated(case: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
 
     emulated = Emulated(**case)
     capacity = settings["budget"]["device"] + (1 << 30)
-    device = VirtualAccelerator(Emulation(rates=emulated.rates(), capacity_bytes=capacity))
+    device = VirtualAccelerator(Emulation(rates=emulated.rates(), capacity_bytes=capacity, host_takes_time=True))
     torch.manual_seed(0)
     model = TinyGPT(
         width=emulated.width, depth=emulated.depth, heads=max(1, emulated.width // 64), context=emulated.context

@@ -558,8 +558,13 @@ def test_a_step_that_is_interrupted_anywhere_goes_on(first: int, parameters: str
             return
 
 
-@pytest.mark.parametrize("parameters", WHERE)
-@pytest.mark.parametrize("overlap", ["auto", "off"])
+LOSES = pytest.mark.xfail(reason="the memory of one fetched parameter is lost until close(): CHANGELOG, known gaps")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "overlap"),
+    [("device", "auto"), ("device", "off"), ("host", "off"), pytest.param("host", "auto", marks=LOSES)],
+)
 def test_ctrl_c_when_the_kernel_has_returned_updates_nothing_twice(parameters: str, overlap: str) -> None:
     expected = on_one_memory(2)
     settings: dict[str, Any] = {"parameters": parameters, "overlap": overlap}

@@ -23,9 +23,18 @@ PER_BYTE_DOWN = (10, 3)
 
 
 def opened(
-    *, rates: Rates = RATES, seed: int = 0, capacity_bytes: int = 1 << 16, kept: int = 100
+    *,
+    rates: Rates = RATES,
+    seed: int = 0,
+    capacity_bytes: int = 1 << 16,
+    kept: int = 100,
+    host_takes_time: bool = False,
 ) -> VirtualAccelerator:
-    return VirtualAccelerator(Emulation(rates=rates, capacity_bytes=capacity_bytes, seed=seed, timeline_kept=kept))
+    return VirtualAccelerator(
+        Emulation(
+            rates=rates, capacity_bytes=capacity_bytes, seed=seed, timeline_kept=kept, host_takes_time=host_takes_time
+        )
+    )
 
 
 def on_host(nbytes: int) -> torch.Tensor:
@@ -158,12 +167,13 @@ def test_the_timeline_keeps_the_newest_operations() -> None:
     assert [record.name for record in device.timeline()] == ["work 1", "work 2"]
 
 
-def test_what_the_host_updates_takes_its_time_where_a_rate_is_given() -> None:
-    device, without = opened(rates=replace(RATES, host_update_params_per_s=3e8)), opened()
-    for each in (device, without):
+def test_what_the_host_updates_takes_its_time_where_that_is_asked_for() -> None:
+    rates = replace(RATES, host_update_params_per_s=3e8)
+    device, without, unknown = opened(rates=rates, host_takes_time=True), opened(rates=rates), opened()
+    for each in (device, without, unknown):
         each.host_updated(100)
 
-    assert (device.now_ns, without.now_ns) == (334, 0)
+    assert (device.now_ns, without.now_ns, unknown.now_ns) == (334, 0, 0)
 
 
 def test_the_host_cannot_work_backwards() -> None:
