@@ -51,6 +51,11 @@ class DeferredUpdate:
         self._end = end
         self._made = frozenset(made)
 
+    @property
+    def failed(self) -> bool:
+        """Whether an op of it has failed."""
+        return self._walk.failed
+
     def has_made(self, parameter: int) -> bool:
         """Tell whether a parameter has its new values where the update leaves them. Does not wait."""
         return not self.missing(parameter)

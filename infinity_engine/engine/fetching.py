@@ -368,6 +368,14 @@ class ParameterFetcher:
         return {number for number in numbers if number not in self._here and not update.has_made(number)}
 
     def _fetch_ahead(self) -> None:
+        """Begin to fetch what comes next. Who needs what an update has failed to make is told that, and nobody here."""
+        try:
+            self._fetch_upcoming()
+        except RuntimeError:
+            if self._update is None or not self._update.failed:
+                raise
+
+    def _fetch_upcoming(self) -> None:
         self._complete_all()
         at = self._trace.at
         start = max(self._ahead, at)
