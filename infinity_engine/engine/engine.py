@@ -264,13 +264,16 @@ class Engine:
             self._end_update()
         else:
             with self._failing_ends():
-                self._walk.poll()
+                if not parts.plan.buffer_bytes:
+                    self._walk.poll()
                 self._walk.arrive(parts.deferral.now)
         if parts.fetcher is not None:
             parts.fetcher.changed(each.number for each in parts.trained)
         if self._walk is not None:
             with self._failing_ends():
                 self._defer(self._walk)
+                if parts.plan.buffer_bytes and self._walk is not None:  # now who follows it has what buffers hold
+                    self._walk.poll()
         parts.scale.step_made()
         self._clip_to = parts.max_grad_norm
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)

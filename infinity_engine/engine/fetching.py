@@ -206,6 +206,7 @@ class ParameterFetcher:
                 "`with engine.gathered(...)`"
             )
         self._drop_all()
+        self._update = None  # one that has failed is begun anew
         for number in list(self._here):
             self._release(number)
         for number, record in self._records.items():
@@ -370,10 +371,12 @@ class ParameterFetcher:
     def _fetch_ahead(self) -> None:
         """Begin to fetch what comes next. Who needs what an update has failed to make is told that, and nobody here."""
         try:
-            self._fetch_upcoming()
-        except RuntimeError:
+            if self._update is None or not self._update.failed:
+                self._fetch_upcoming()
+        except RuntimeError as error:
             if self._update is None or not self._update.failed:
                 raise
+            error.with_traceback(None)  # the update keeps it, and its frames have views of parameters
 
     def _fetch_upcoming(self) -> None:
         self._complete_all()

@@ -153,7 +153,7 @@ class Walk:
     def _telling(self) -> Iterator[None]:
         """Let what was submitted end where something fails in the body, and say what failed first in the plan."""
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # frames of who was told before have views of parameters
         try:
             yield
         except _OpError as failed:
