@@ -271,9 +271,10 @@ class Engine:
             parts.fetcher.changed(each.number for each in parts.trained)
         if self._walk is not None:
             with self._failing_ends():
-                self._defer(self._walk)
-                if parts.plan.buffer_bytes and self._walk is not None:  # now who follows it has what buffers hold
-                    self._walk.poll()
+                walk = self._walk
+                self._defer(walk)
+                if parts.plan.buffer_bytes:  # now who follows it has what buffers hold
+                    walk.poll()
         parts.scale.step_made()
         self._clip_to = parts.max_grad_norm
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
