@@ -12,12 +12,13 @@ That is looked at between the host's updates, and whenever one of them has to wa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Protocol
 
 from infinity_engine.accel import Event as StreamEvent
+from infinity_engine.errors import InfinityError
 from infinity_engine.memory import Event
 from infinity_engine.plan.ops import Lane, Op
 from infinity_engine.plan.step import StepPlan
@@ -38,12 +39,17 @@ class Carrier(Protocol):
         """Submit an op, to begin when `after` have passed; None where it has ended on return."""
 
 
-class Executor:
-    """Walks plans with one carrier."""
+def _nothing() -> None:
+    pass
 
-    def __init__(self, carrier: Carrier, telemetry: Telemetry) -> None:
+
+class Executor:
+    """Walks plans with one carrier. Between ops it calls `safe_point`: what that raises harms no walk."""
+
+    def __init__(self, carrier: Carrier, telemetry: Telemetry, safe_point: Callable[[], None] = _nothing) -> None:
         self._carrier = carrier
         self._telemetry = telemetry
+        self._safe_point = safe_point
 
     def run(self, plan: StepPlan) -> None:
         """Carry out every op of the plan and wait until all have ended.
@@ -55,23 +61,26 @@ class Executor:
 
     def begin(self, plan: StepPlan) -> Walk:
         """Return a walk along the plan that goes on whenever it is told to."""
-        return Walk(plan, self._carrier, self._telemetry)
+        return Walk(plan, self._carrier, self._telemetry, self._safe_point)
 
 
 class Walk:
     """One walk along a plan. Once an op has failed, it has ended, and every call says so again."""
 
-    def __init__(self, plan: StepPlan, carrier: Carrier, telemetry: Telemetry) -> None:
+    def __init__(
+        self, plan: StepPlan, carrier: Carrier, telemetry: Telemetry, safe_point: Callable[[], None] = _nothing
+    ) -> None:
         self._plan = plan
         self._carrier = carrier
         self._telemetry = telemetry
+        self._safe_point = safe_point
         self._order = deque(plan.submission_order())
         self._events: dict[int, Event | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
         self._arrivals = plan.arrivals()
         self._updates = {op.subgroup: number for number, op in enumerate(plan.ops) if op.lane is Lane.HOST}
         self._arrived: set[int] = set()  # subgroups
-        self._failure: RuntimeError | None = None
+        self._failure: tuple[str, BaseException | None] | None = None  # what is said of it, and its cause
 
     @property
     def failed(self) -> bool:
@@ -114,9 +123,11 @@ class Walk:
             RuntimeError: an op failed, as `finish` says.
         """
         wanted = [self._updates[index] for index in subgroups if index in self._updates]
-        with self._telling():
-            while any(number not in self._events for number in wanted):
+        while any(number not in self._events for number in wanted):
+            self._safe_point()
+            with self._telling():
                 self._take()
+        with self._telling():
             self._submit_others()
             self._advance()
 
@@ -140,35 +151,49 @@ class Walk:
 
     def _carry_out(self, wanted: Sequence[int]) -> None:
         """Carry out these ops and what is before them, and wait for their end."""
-        with self._telling():
-            while any(number not in self._events for number in wanted):
+        self._check()
+        while any(number not in self._events for number in wanted):
+            self._safe_point()
+            with self._telling():
                 if self._order:
                     self._take()
                 else:
                     self._let_go_of_one()
-            for number in wanted:
+        for number in wanted:
+            self._safe_point()
+            with self._telling():
                 self._wait_for(number)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
         """Let what was submitted end where something fails in the body, and say what failed first in the plan."""
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)  # frames of who was told before have views of parameters
+        self._check()
         try:
             yield
         except _OpError as failed:
             number, cause = min([(failed.number, failed.cause), *self._end()], key=lambda each: each[0])
+            failed.with_traceback(None)  # it is the context of what is raised
         except BaseException:
-            self._failure = RuntimeError("the walk along the plan was interrupted")
+            self._failure = "the walk along the plan was interrupted", None
             self._end()  # reads into buffers that others are about to have
             raise
         else:
             return
         op = self._plan.ops[number]
-        self._failure = RuntimeError(
-            f"op {number} of the plan, {op.name} of subgroup {op.subgroup}, failed: {type(cause).__name__}: {cause}"
-        )
-        raise self._failure from cause
+        said = f"op {number} of the plan, {op.name} of subgroup {op.subgroup}, failed: {type(cause).__name__}: {cause}"
+        self._failure = said, cause
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse to go on where an op has failed.
+
+        Frames have those that called them, with views of parameters: only mistakes in the code keep theirs.
+        """
+        if self._failure is not None:
+            said, cause = self._failure
+            if isinstance(cause, InfinityError):
+                cause.with_traceback(None)
+            raise RuntimeError(said) from cause
 
     def _end(self) -> list[tuple[int, Exception]]:
         """Wait until all that was submitted has ended; return which ops failed, and why."""
