@@ -41,6 +41,7 @@ from infinity_engine.engine.progress import Progress, Teller
 from infinity_engine.engine.ranks import Ranks
 from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.sharding import Sharding, Shards, check_cut
+from infinity_engine.engine.signals import HeldSignals
 from infinity_engine.engine.sizing import sizing_of, wish_of
 from infinity_engine.engine.states import StateKeeper, piece_numbers
 from infinity_engine.engine.swapping import SwappedStates
@@ -212,7 +213,8 @@ def _parts(
     telemetry = _telemetry(config, accelerator)
     lanes = _lanes(config, accelerator, host, on_device, Meter(telemetry, accelerator, ledger))
     autocast = config.precision in {Precision.BF16_AUTOCAST, Precision.FP16_AUTOCAST}
-    hooks = Hooks()
+    signals = HeldSignals()
+    hooks = Hooks(signals)
     resources.callback(hooks.remove)
     originals = _Originals(everything, planned.built)
     with _model_kept(model, everything):
@@ -262,7 +264,7 @@ def _parts(
             records,
             whole.provider if whole is not None else fetcher,
             resources=resources,
-            awaited=lambda: AwaitedParameters(model, trained, gradients.has, Hooks()),
+            awaited=lambda: AwaitedParameters(model, trained, gradients.has, Hooks(signals)),
         )
     return EngineParts(
         model=model,

@@ -88,18 +88,21 @@ class AwaitedParameters:
         missing = [number for number in numbers if number in self._hidden]
         if update is None or not missing:
             return
-        while not all(map(update.has_made, missing)):
-            if not update.go_on():
-                update.make(missing)
-        self._show(missing)
+        with self._hooks.signals:
+            while not all(map(update.has_made, missing)):
+                if not update.go_on():
+                    update.make(missing)
+            self._show(missing)
 
     def _listed(self) -> None:
-        if self._update is not None:
-            self._update.end()
+        with self._hooks.signals:
+            if self._update is not None:
+                self._update.end()
 
     def _copied(self) -> None:
         self._listed()
-        self._hooks.remove()
+        with self._hooks.signals:
+            self._hooks.remove()
 
     def _hide(self, number: int) -> None:
         each = self._trained[number]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -39,6 +39,9 @@ from infinity_engine.schedule import Executor, Walk
 from infinity_engine.telemetry import Telemetry, Timeline
 
 __all__ = ["Deferral", "Engine", "EngineParts"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +82,29 @@ class EngineParts:
     resources: ExitStack
 
 
+def _held(method: Callable[Concatenate[Engine, _P], _R]) -> Callable[Concatenate[Engine, _P], _R]:
+    """Hold signals back while a method runs."""
+
+    @wraps(method)
+    def held(self: Engine, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._signals:
+            return method(self, *args, **kwargs)
+
+    return held
+
+
 class Engine:
-    """Trains one model. Call it like the model."""
+    """Trains one model. Call it like the model.
+
+    Ctrl-C, and what other signals' handlers raise, comes between ops of an update and never within one.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
         self.model = parts.model
         self.optimizer = parts.optimizer
         self._parts = parts
-        self._executor = Executor(parts.states, parts.telemetry)
+        self._signals = parts.hooks.signals
+        self._executor = Executor(parts.states, parts.telemetry, self._signals.let_through)
         self._walk: Walk | None = None  # of an update that goes on after its step
         self._counted = False  # whether the step that was begun was counted already
         self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
@@ -116,23 +134,36 @@ class Engine:
         Raises:
             RuntimeError: an update that goes on beside this has failed: the next call goes on with it.
         """
-        self._check_whole(deferred_too=False)
-        self._begin()
         parts = self._parts
-        with ExitStack() as around:
-            around.enter_context(parts.telemetry.timed("forward"))
-            if parts.modules is not None:
-                around.enter_context(parts.modules.saving())
-            if parts.autocast is not None:
-                # Without its cache: the casts that it keeps would stay saved, and parameters need none.
-                kind = parts.device_type
-                around.enter_context(torch.autocast(kind, dtype=parts.autocast, cache_enabled=False))
+        with self._signals.watching(), ExitStack() as around:
+            with self._signals:
+                self._check_whole(deferred_too=False)
+                self._begin()
+                around.enter_context(parts.telemetry.timed("forward"))
+                if parts.modules is not None:
+                    around.enter_context(parts.modules.saving())
+                if parts.autocast is not None:
+                    # Without its cache: the casts that it keeps would stay saved, and parameters need none.
+                    kind = parts.device_type
+                    around.enter_context(torch.autocast(kind, dtype=parts.autocast, cache_enabled=False))
             return self.model(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute the gradients of `loss`, which with fp16 is scaled first."""
-        self._check_whole()
-        self._begin()
+        self._check_open()
+        self._check_loss(loss)
+        with self._signals.watching():
+            self._begin_backward()
+            scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
+            self._scaling = True
+            try:
+                with self._parts.telemetry.timed("backward"):
+                    scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
+                    self._end_backward()
+            finally:
+                self._scaling = False
+
+    def _check_loss(self, loss: torch.Tensor) -> None:
         if loss.numel() != 1:
             expected = "a tensor of one element, as Tensor.backward() needs"
             raise ConfigError(field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected)
@@ -140,21 +171,23 @@ class Engine:
             warnings.warn(
                 f"the loss is {loss.item()} in step {self._steps}: what it depends on will be NaN after this",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        self._begin_early()
-        scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
-        self._scaling = True
-        try:
-            with self._parts.telemetry.timed("backward"):
-                scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
-                if self._parts.whole is not None:
-                    self._parts.whole.end_backward(last=self._is_last)
-                if self._parts.early is not None:
-                    self._parts.early.go_on()
-        finally:
-            self._scaling = False
 
+    @_held
+    def _begin_backward(self) -> None:
+        self._check_whole()
+        self._begin()
+        self._begin_early()
+
+    @_held
+    def _end_backward(self) -> None:
+        if self._parts.whole is not None:
+            self._parts.whole.end_backward(last=self._is_last)
+        if self._parts.early is not None:
+            self._parts.early.go_on()
+
+    @_held
     def step(self) -> StepResult:
         """Update every parameter that has a gradient, and use the gradients up.
 
@@ -181,8 +214,7 @@ class Engine:
             if self._micro_batches < parts.accumulation_steps:
                 return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
         if not parts.states.begun:  # else what has changed values may be what the step has begun
-            for each in parts.trained:
-                each.check_untouched()
+            self._check_untouched(parts.trained)
         before = self._steps
         try:
             with parts.telemetry.timed("update"):
@@ -207,6 +239,7 @@ class Engine:
         parts.drives.warn_of_wear()
         return result
 
+    @_held
     def zero_grad(self) -> None:
         """Drop the gradients that have come, as if there had been no backward."""
         self._check_whole(deferred_too=False)
@@ -219,6 +252,7 @@ class Engine:
         self._parts.gradients.clear()
         self._micro_batches = 0
 
+    @_held
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Let the next step clip the gradients to `max_norm`; return their norm as it is now.
 
@@ -264,17 +298,14 @@ class Engine:
             self._end_update()
         else:
             with self._failing_ends():
-                if not parts.plan.buffer_bytes:
-                    self._walk.poll()
                 self._walk.arrive(parts.deferral.now)
         if parts.fetcher is not None:
             parts.fetcher.changed(each.number for each in parts.trained)
         if self._walk is not None:
             with self._failing_ends():
                 walk = self._walk
-                self._defer(walk)
-                if parts.plan.buffer_bytes:  # now who follows it has what buffers hold
-                    walk.poll()
+                self._defer(walk)  # first: who follows it is handed what is in buffers. It may end it
+                walk.poll()
         parts.scale.step_made()
         self._clip_to = parts.max_grad_norm
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
@@ -439,34 +470,47 @@ class Engine:
         self, parameters: torch.nn.Parameter | Iterable[torch.nn.Parameter], *, modify: bool = False
     ) -> Iterator[None]:
         """Have whole parameters within the body; what it changes of them, with `modify`, is kept."""
-        self._check_whole()
         wanted = [parameters] if isinstance(parameters, torch.nn.Parameter) else list(parameters)
         known = [self._known[id(each)] for each in wanted if id(each) in self._known]
-        for each in known:
-            each.check_untouched()
+        around = ExitStack()
+        try:
+            with self._signals:
+                self._gather(known, around, modify=modify)
+            yield
+            with self._signals:
+                self._take_over(known) if modify else self._check_untouched(known)
+        finally:
+            with self._signals:
+                around.close()
+
+    def _gather(self, known: Sequence[ModelParameter], around: ExitStack, *, modify: bool) -> None:
+        """Have whole parameters until `around` ends."""
+        self._check_whole()
+        self._check_untouched(known)
         changing = modify and any(isinstance(each, TrainedParameter) for each in known)
         if changing:
             self._check_not_early()
         self._settle_early()
         self._parts.gradients.start_writing()
-        fetcher = self._parts.fetcher
-        with (
-            self._without_early() if changing else nullcontext(),
-            nullcontext() if fetcher is None else fetcher.gathered([each.number for each in known]),
-        ):
-            yield
-            if not modify:
-                for each in known:
-                    each.check_untouched()
-                return
-            if self._parts.whole is not None:
-                self._parts.whole.check_same(known)
-            for each in known:
-                if fetcher is not None:
-                    fetcher.write_home(each.number)
-                if isinstance(each, TrainedParameter):
-                    self._parts.states.set_master(each.number, self._own(each).float().cpu())
-                each.note_values()
+        if changing:
+            around.enter_context(self._without_early())
+        if self._parts.fetcher is not None:
+            around.enter_context(self._parts.fetcher.gathered([each.number for each in known]))
+
+    def _take_over(self, known: Sequence[ModelParameter]) -> None:
+        """Keep what somebody has made of parameters that are gathered."""
+        if self._parts.whole is not None:
+            self._parts.whole.check_same(known)
+        for each in known:
+            if self._parts.fetcher is not None:
+                self._parts.fetcher.write_home(each.number)
+            if isinstance(each, TrainedParameter):
+                self._parts.states.set_master(each.number, self._own(each).float().cpu())
+            each.note_values()
+
+    def _check_untouched(self, known: Iterable[ModelParameter]) -> None:
+        for each in known:
+            each.check_untouched()
 
     def _own(self, each: ModelParameter) -> torch.Tensor:
         """Return what this rank owns of a parameter that is shown, flat."""
@@ -492,6 +536,7 @@ class Engine:
         finally:
             self._modifying -= 1
 
+    @_held
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state dict as copies on the host, wherever its parameters are."""
         self._check_whole()
@@ -503,6 +548,7 @@ class Engine:
             self._listing = False
 
         def whole(name: str, value: Any) -> Any:
+            self._signals.let_through()
             known = self._known.get(id(names.get(name)))
             cut = self._parts.whole is not None and known is not None and known.numel > 0
             if known is not None and (known.on_drives or cut) and self._parts.fetcher is not None:
@@ -512,6 +558,7 @@ class Engine:
 
         return {name: whole(name, value) for name, value in listed.items()}
 
+    @_held
     def state_of(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor | int]:
         """Return copies of a parameter's fp32 master and moments, in its shape, and how many updates it has had.
 
@@ -585,6 +632,7 @@ class Engine:
         """Take the hooks off and give all memory back but the parameters', which stay as they are. Again: nothing."""
         self._close(None)
 
+    @_held
     def _close(self, reason: BaseException | None) -> None:
         """Close; of several ranks, let the others know if there is a `reason` that they should know."""
         if not self._closed:

@@ -1,6 +1,6 @@
 """The only registrar of hooks: whatever the engine hangs on the user's objects is hung here, and taken off again.
 
-Hooks call what they are given and decide nothing.
+Hooks call what they are given, with signals held back, and decide nothing.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from infinity_engine.engine.signals import HeldSignals
+
 __all__ = ["Hooks"]
 
 
 class Hooks:
     """The hooks of one engine, or of one model that is being built."""
 
-    def __init__(self) -> None:
+    def __init__(self, signals: HeldSignals | None = None) -> None:
+        self.signals = HeldSignals() if signals is None else signals
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watched: list[tuple[torch.nn.Module, dict[str, torch.nn.Parameter | None]]] = []
 
     def on_gradient(self, parameter: torch.nn.Parameter, take: Callable[[torch.Tensor], None]) -> None:
         """Call `take` with each gradient of a parameter, which then has none."""
 
+        @self.signals.holding
         def hook(owner: torch.Tensor) -> None:
             gradient, owner.grad = owner.grad, None
             if gradient is not None:
@@ -53,9 +57,11 @@ class Hooks:
     ) -> None:
         """Call `before` when a module is about to run, and `after`, with what it returns, also where it raises."""
 
+        @self.signals.holding
         def pre_hook(owner: torch.nn.Module, _args: Any) -> None:
             before(owner)
 
+        @self.signals.holding
         def hook(owner: torch.nn.Module, _args: Any, output: Any) -> None:
             after(owner, output)
 
@@ -65,13 +71,17 @@ class Hooks:
     def before_backward(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
         """Call `call` when the gradient of a tensor is there, before that of what it was made of is computed."""
 
+        @self.signals.holding
         def hook(_gradient: torch.Tensor) -> None:
             call()
 
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch is; it goes with the tensor
 
     def before_call(self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any], None]) -> None:
-        """Call `hook` itself, which so can be found again among the module's, when the module is about to run."""
+        """Call `hook` itself, which so can be found again among the module's, when the module is about to run.
+
+        It is called as it is, also by compilers; nor does `on_any_use` hold signals back.
+        """
         self._handles.append(module.register_forward_pre_hook(hook))
 
     def on_registration(
@@ -90,7 +100,7 @@ class Hooks:
         """Call `read` with a parameter of the module's own before anybody gets it as an attribute."""
         parameters = module._parameters
         self._watched.append((module, parameters))
-        module.__dict__["_parameters"] = _WatchedParameters(parameters, read)
+        module.__dict__["_parameters"] = _WatchedParameters(parameters, self.signals.holding(read))
 
     def on_any_use(
         self,
@@ -124,7 +134,7 @@ class Hooks:
         self, pack: Callable[[torch.Tensor], object], unpack: Callable[[Any], torch.Tensor]
     ) -> AbstractContextManager[None]:
         """Return what lets autograd save what `pack` returns, in this thread and within its body."""
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.signals.holding(pack), self.signals.holding(unpack))
 
     def nobody_saves(self) -> bool:
         """Tell whether no such hooks are set: those of checkpointing see what is saved, and ours would hide it."""

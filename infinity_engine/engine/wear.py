@@ -68,5 +68,5 @@ class Wear:
                     f"this engine has written {format_decimal_bytes(nbytes)} to {directory}, {stands}. More of the "
                     "budget's host is fewer writes; storage.endurance says what is left of a drive",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from infinity_engine.engine.meter import Cargo
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import NvmeStreamed
 from infinity_engine.plan.ops import Lane
+from support.interrupts import interrupted_at
 from support.nvme_training import Bits, Case, Trained, bits_of, made, opened, train, trained
 from support.small_models import MODELS, Task
 
@@ -79,37 +78,7 @@ class Roomy(Task):
         return x.float().pow(2).mean()
 
 
-class Interrupt(BaseException):
-    pass
-
-
-@contextmanager
-def interrupted_at(
-    line: int, files: tuple[str, ...] = ("engine/early.py", "engine/swapping.py"), function: str | None = None
-) -> Iterator[list[bool]]:
-    """Interrupt the body where the n-th line of what makes early updates begins; tell whether it was.
-
-    With `function`, only the lines of functions of that name count.
-    """
-    seen, told = 0, [False]
-
-    def trace(frame: FrameType, event: str, _argument: object) -> Any:
-        nonlocal seen
-        if not frame.f_code.co_filename.endswith(files) or function not in {None, frame.f_code.co_name}:
-            return None
-        seen += event == "line"
-        if event == "line" and seen == line:
-            told[0] = True
-            raise Interrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield told
-    except Interrupt:
-        pass
-    finally:
-        sys.settrace(None)
+FILES = ("engine/early.py", "engine/swapping.py")
 
 
 @contextmanager
@@ -227,7 +196,7 @@ def test_a_backward_that_is_interrupted_anywhere_can_be_taken_back(first: int, t
     case = replace(EARLY, steps=2)
     for line in range(first, 5000, 150):
         with early(case, tmp_path) as (engine, task):
-            with interrupted_at(line) as told:
+            with interrupted_at(line, FILES) as told:
                 engine.backward(engine(task.batch(7)))
             engine.zero_grad()
             train(engine, task, replace(case, steps=1), first=1)
@@ -303,7 +272,7 @@ def test_a_step_that_is_interrupted_anywhere_goes_on_where_it_stopped(
 def test_closing_after_a_step_that_was_interrupted_gives_all_back(line: int, tmp_path: Path) -> None:
     with early(EARLY, tmp_path) as (engine, task):
         engine.backward(engine(task.batch(1)))
-        with interrupted_at(line):
+        with interrupted_at(line, FILES):
             engine.step()
         engine.close()
     assert not list(tmp_path.iterdir())

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from infinity_engine.accel import Emulation, StreamKind, VirtualAccelerator
 from infinity_engine.engine.engine import Engine
 from infinity_engine.optim import host
 from infinity_engine.plan import Rates
-from support.interrupts import interrupted
+from support.interrupts import interrupted, interrupted_at
 
 RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
 WIDTH, LAYERS = 64, 4  # one subgroup for each layer
@@ -495,34 +493,6 @@ def test_a_failure_is_told_by_whoever_meets_it_and_modules_are_not_shown_a_mixtu
         assert differing(expected, bits(made)) == []
 
 
-class Interrupt(BaseException):
-    pass
-
-
-@contextmanager
-def interrupted_at(line: int, files: tuple[str, ...]) -> Iterator[list[bool]]:
-    """Interrupt the body where the n-th line of these files begins; tell whether it was."""
-    seen, told = 0, [False]
-
-    def trace(frame: FrameType, event: str, _argument: object) -> Any:
-        nonlocal seen
-        if not frame.f_code.co_filename.endswith(files):
-            return None
-        seen += event == "line"
-        if event == "line" and seen == line:
-            told[0] = True
-            raise Interrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield told
-    except Interrupt:
-        pass
-    finally:
-        sys.settrace(None)
-
-
 FILES = ("engine/awaiting.py", "engine/deferred.py", "engine/hooks.py", "schedule/executor.py", "engine/engine.py")
 
 
@@ -558,13 +528,8 @@ def test_a_step_that_is_interrupted_anywhere_goes_on(first: int, parameters: str
             return
 
 
-LOSES = pytest.mark.xfail(reason="the memory of one fetched parameter is lost until close(): CHANGELOG, known gaps")
-
-
-@pytest.mark.parametrize(
-    ("parameters", "overlap"),
-    [("device", "auto"), ("device", "off"), ("host", "off"), pytest.param("host", "auto", marks=LOSES)],
-)
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+@pytest.mark.parametrize("parameters", WHERE)
 def test_ctrl_c_when_the_kernel_has_returned_updates_nothing_twice(parameters: str, overlap: str) -> None:
     expected = on_one_memory(2)
     settings: dict[str, Any] = {"parameters": parameters, "overlap": overlap}

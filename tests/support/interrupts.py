@@ -1,16 +1,20 @@
-"""Ctrl-C at each place where Python would notice it, one after the other, without signals and without luck.
+"""Ctrl-C at each place where Python would notice it, or at any line, one after the other and without luck.
 
-Those are where a function begins, and where a call of C code has returned: in no variable is then what it returned.
+Those places are where a function begins, and where a call of C code has returned: in no variable is then what it
+returned. The signal is a true one: whoever holds it back sees it later.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from itertools import count
 from types import FrameType, ModuleType
+from typing import Any
 
-__all__ = ["interrupted", "interruptions"]
+__all__ = ["interrupted", "interrupted_at", "interruptions"]
 
 
 def interruptions(prepare: Callable[[], Callable[[], object]], *modules: ModuleType) -> Iterator[int]:
@@ -36,7 +40,7 @@ def interrupted(act: Callable[[], object], nth: int, modules: Collection[ModuleT
             left -= 1
             if left < 0:
                 sys.setprofile(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
     before = sys.getprofile()
     sys.setprofile(look)
@@ -47,3 +51,30 @@ def interrupted(act: Callable[[], object], nth: int, modules: Collection[ModuleT
     finally:
         sys.setprofile(before)
     return False
+
+
+@contextmanager
+def interrupted_at(line: int, files: tuple[str, ...], function: str | None = None) -> Iterator[list[bool]]:
+    """Interrupt the body where the n-th line, from 1, of files that end so begins; tell whether it was.
+
+    With `function`, only the lines of functions of that name count.
+    """
+    seen, told = 0, [False]
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal seen
+        if not frame.f_code.co_filename.endswith(files) or function not in {None, frame.f_code.co_name}:
+            return None
+        seen += event == "line"
+        if event == "line" and seen == line:
+            told[0] = True
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield told
+    except KeyboardInterrupt:
+        assert told[0], "nobody else interrupts"
+    finally:
+        sys.settrace(None)
