@@ -116,7 +116,8 @@ class AwaitedParameters:
     def _show(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             each = self._trained[number]
-            each.show(self._hidden[number])
-            each.note_values()  # copies of the update may have moved the version meanwhile
+            if each.parameter.data_ptr() == self._absent[number].data_ptr():  # else `step` refuses what somebody set
+                each.show(self._hidden[number])
+                each.note_values()  # copies of the update may have moved the version meanwhile
             each.live_at(None)
             del self._hidden[number]

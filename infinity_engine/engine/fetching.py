@@ -565,13 +565,13 @@ class ParameterFetcher:
         self._lanes.meter.copies(lane, Cargo.PARAMETERS, nbytes, transfer.event, name="parameter", parameter=name)
 
     def _show(self, number: int) -> None:
-        here = self._here[number]
+        here, each = self._here[number], self._parameters[number]
+        each.check_untouched()
         event = here.transfer.event if self._homes[number] is Tier.HOST else None
         if event is not None and self._lanes.accelerator.torch_device.type != "cpu":
             self._lanes.accelerator.wait_for(self._lanes.compute, event)
         else:
             self._arrived(here)
-        each = self._parameters[number]
         each.show(here.lease.tensor(each.dtype, each.parameter.shape))
         self._shown[number] = address = each.parameter.data_ptr()
         self._by_address[address] = number

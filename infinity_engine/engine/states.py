@@ -347,7 +347,7 @@ class StateKeeper:
         held = self._held[index]
         state = self._state_in(self._states_of(held), held, held.steps)
         op = UpdateOnHost(subgroup=index, params=held.subgroup.numel)
-        self._apply(op, held, state, self._targets(held), inputs, made=[])
+        self._apply(op, held, state, self._targets(held), inputs)
         return list(state.steps)
 
     def adopt(self, made: Mapping[int, Sequence[int]]) -> dict[int, Place]:
@@ -434,10 +434,9 @@ class StateKeeper:
         if visits:
             self._visits[op.subgroup] = state.steps
         targets = self._targets_on_device(op.staging, held)
-        made: list[None] = []  # interrupted, the emulated device does its work again
 
         def work() -> None:
-            self._update(op, held, state, targets, arrives=visits, made=made)
+            self._update(op, held, state, targets, arrives=visits)
             if self._formats.parameter is None and not self._at_home and not self._in_place(held.home):
                 self._copy_masters(held.subgroup, state, inputs.gradients)
 
@@ -451,20 +450,15 @@ class StateKeeper:
         targets: Sequence[Values | None],
         *,
         arrives: bool = False,
-        made: list[None] | None = None,
     ) -> None:
         """Update a subgroup whose states are in `state`; `arrives`: it counts as updated when it is home again."""
         inputs = self._inputs
         assert inputs is not None, "a step has begun"
-        made = [] if made is None else made
-        if held.subgroup.index in self._done or made:
+        if held.subgroup.index in self._done:
             return
-        try:
-            self._apply(op, held, state, targets, inputs, made=made)
-        finally:
-            if made and not arrives:
-                self._note_update(held, state.steps)
+        self._apply(op, held, state, targets, inputs)
         if not arrives:
+            self._note_update(held, state.steps)
             self._hand_over(held)
 
     def _hand_over(self, held: _Held) -> None:
@@ -483,10 +477,8 @@ class StateKeeper:
         state: SubgroupState,
         targets: Sequence[Values | None],
         inputs: StepInputs,
-        *,
-        made: list[None],
     ) -> None:
-        """Update a subgroup and its step counts; interrupted, that has happened where `made` is not empty."""
+        """Update a subgroup and its step counts."""
         segments = held.subgroup.segments
         update = update_records(
             state,
@@ -495,11 +487,8 @@ class StateKeeper:
             parameters=targets,
             gradient_factor=inputs.gradient_factor,
         )
-        try:
-            self._lanes.meter.updates(op, partial(self._lanes.kernels.update, update, made))
-        finally:
-            if made:
-                state.steps[:] = update.steps
+        self._lanes.meter.updates(op, partial(self._lanes.kernels.update, update))
+        state.steps[:] = update.steps
         if self._swapped is not None:
             nbytes = self._nbytes(held.subgroup, held.home)
             self._lanes.meter.needs(Cargo.STATES, nbytes, found=held.lease is not None)

@@ -34,15 +34,9 @@ class HostKernels:
         if self.home not in _native.homes():
             raise ConfigError.unknown_name(field="home", name=self.home, known=_native.homes())
 
-    def update(self, update: Update, made: list[None] | None = None) -> None:
-        """Carry out an update; the caller then sets the state's steps.
-
-        Interrupted, it has happened where `made` is not empty: Ctrl-C comes when native code has returned.
-        """
-        # One call of C code, so that nothing comes between the update and its being noted.
-        (made if made is not None else []).extend(
-            map(_native.update, (update.records,), (self.threads.native,), (self.home,))
-        )
+    def update(self, update: Update) -> None:
+        """Carry out an update; the caller then sets the state's steps."""
+        _native.update(update.records, self.threads.native, self.home)
 
     def block_sums(self, gradient: Stream) -> npt.NDArray[np.float64]:
         """Return the sum of squares of each block of a gradient."""

@@ -530,6 +530,17 @@ def test_a_step_that_is_interrupted_anywhere_goes_on(first: int, parameters: str
 
 @pytest.mark.parametrize("overlap", ["auto", "off"])
 @pytest.mark.parametrize("parameters", WHERE)
+def test_a_parameter_whose_data_somebody_replaces_after_a_step_is_refused(parameters: str, overlap: str) -> None:
+    with opened(parameters=parameters, overlap=overlap) as made:
+        last = list(made.model.parameters())[-1]
+        train(made)
+        last.data = torch.ones(WIDTH, WIDTH)
+        with pytest.raises(RuntimeError, match=r"6\.weight was changed outside of the engine"):
+            train(made, first=1)
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+@pytest.mark.parametrize("parameters", WHERE)
 def test_ctrl_c_when_the_kernel_has_returned_updates_nothing_twice(parameters: str, overlap: str) -> None:
     expected = on_one_memory(2)
     settings: dict[str, Any] = {"parameters": parameters, "overlap": overlap}
