@@ -21,7 +21,17 @@ from deepnvme.extents import PAGE, whole_pages
 from deepnvme.pool import Pool
 from deepnvme.queue import Batch, IOQueue
 
-__all__ = ["RUN_BYTES", "SMALL_BYTES", "Piece", "Pipeline", "Staged", "Stretch", "once_there_is_room", "together"]
+__all__ = [
+    "MOST_BYTES",
+    "RUN_BYTES",
+    "SMALL_BYTES",
+    "Piece",
+    "Pipeline",
+    "Staged",
+    "Stretch",
+    "once_there_is_room",
+    "together",
+]
 
 _T = TypeVar("_T")
 
@@ -31,9 +41,11 @@ SMALL_BYTES = 256 << 10
 RUN_BYTES = 8 << 20
 """The most that one such operation moves."""
 
+MOST_BYTES = 64 << 20
+"""From so many under way for each drive on, no more are begun."""
+
 _GAP_BYTES = 128 << 10  # reading over so much is cheaper than another operation
 _STAGED_RUNS = 4
-_MOST_BYTES = 64 << 20  # from so many under way for each drive on, no more are begun
 _UNTIL_ROOM_S = 0.001  # how long a queue that refuses to wait is left alone before it is asked again
 
 
@@ -69,7 +81,7 @@ class Pipeline:
     def __init__(self, *, drives: int = 1) -> None:
         self._steps: deque[_Step] = deque()
         self._nbytes = 0
-        self._most_bytes = drives * _MOST_BYTES
+        self._most_bytes = drives * MOST_BYTES
 
     @property
     def empty(self) -> bool:

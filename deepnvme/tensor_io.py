@@ -21,7 +21,17 @@ from deepnvme.copying import gather, scatter
 from deepnvme.errors import ChecksumError, ClosedError, ForkedError, NVMeError, VolumeFullError
 from deepnvme.extents import Extent, slices, whole_pages
 from deepnvme.manifest import Record
-from deepnvme.pipeline import RUN_BYTES, SMALL_BYTES, Piece, Pipeline, Staged, Stretch, once_there_is_room, together
+from deepnvme.pipeline import (
+    MOST_BYTES,
+    RUN_BYTES,
+    SMALL_BYTES,
+    Piece,
+    Pipeline,
+    Staged,
+    Stretch,
+    once_there_is_room,
+    together,
+)
 from deepnvme.queue import Batch
 from deepnvme.volume import Volume
 
@@ -31,7 +41,7 @@ _PIECE_BYTES = 8 << 20  # of a large tensor: one is summed while the drives are 
 _LARGE_RUNS = 4  # of each drive
 _STAGED_DRIVES = 2  # up to so many one thread keeps up with, which copies
 _STAGED_BYTES = 4 << 20  # pieces from here on travel through one on their way to new memory
-_UNSUMMED = 4  # pieces that a write has begun before the first of them is summed: beside its transfer, that costs least
+_UNSUMMED = MOST_BYTES // _PIECE_BYTES - 1  # pieces begun before the first is summed: while it is being transferred
 
 
 @dataclass(frozen=True)

@@ -1502,7 +1502,7 @@ def test_the_copy_of_a_large_tensor_is_gone_before_the_next_one_is_made(
     tmp_path: Path, checksum: Checksum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_io, "_PIECE_BYTES", MIB)
-    monkeypatch.setattr(pipeline, "_MOST_BYTES", 2 * MIB)
+    monkeypatch.setattr(pipeline, "MOST_BYTES", 2 * MIB)
     copies: list[weakref.ref[object]] = []
     gathered = Scattered.gathered
 
