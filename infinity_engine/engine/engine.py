@@ -30,6 +30,7 @@ from infinity_engine.engine.providing import FetchingStats, Provider
 from infinity_engine.engine.report import StepReport, report_of
 from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.sharding import Whole
+from infinity_engine.engine.signals import HeldEnd
 from infinity_engine.engine.states import StateKeeper, StepInputs
 from infinity_engine.errors import ConfigError
 from infinity_engine.memory import Ledger, Usage
@@ -104,7 +105,7 @@ class Engine:
         self.optimizer = parts.optimizer
         self._parts = parts
         self._signals = parts.hooks.signals
-        self._executor = Executor(parts.states, parts.telemetry, self._signals.let_through)
+        self._executor = Executor(parts.states, parts.telemetry, self._safe_point)
         self._walk: Walk | None = None  # of an update that goes on after its step
         self._counted = False  # whether the step that was begun was counted already
         self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
@@ -116,7 +117,7 @@ class Engine:
         self._recording = False
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
         self._listing = False
-        self._closed = False
+        self._closing = self._closed = False
         for each in self._known.values():
             each.note_values()
         if parts.modules is not None:
@@ -134,9 +135,10 @@ class Engine:
         Raises:
             RuntimeError: an update that goes on beside this has failed: the next call goes on with it.
         """
-        parts = self._parts
-        with self._signals.watching(), ExitStack() as around:
+        parts, end = self._parts, HeldEnd(self._signals)
+        with end as around, end:
             with self._signals:
+                self._signals.watch(around)
                 self._check_whole(deferred_too=False)
                 self._begin()
                 around.enter_context(parts.telemetry.timed("forward"))
@@ -152,16 +154,12 @@ class Engine:
         """Compute the gradients of `loss`, which with fp16 is scaled first."""
         self._check_open()
         self._check_loss(loss)
-        with self._signals.watching():
-            self._begin_backward()
+        end = HeldEnd(self._signals)
+        with end as around, end:
+            self._begin_backward(around)
             scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
-            self._scaling = True
-            try:
-                with self._parts.telemetry.timed("backward"):
-                    scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
-                    self._end_backward()
-            finally:
-                self._scaling = False
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
+            self._end_backward()
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         if loss.numel() != 1:
@@ -175,10 +173,17 @@ class Engine:
             )
 
     @_held
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, around: ExitStack) -> None:
+        self._signals.watch(around)
         self._check_whole()
         self._begin()
         self._begin_early()
+        around.enter_context(self._parts.telemetry.timed("backward"))
+        around.callback(self._end_scaling)
+        self._scaling = True
+
+    def _end_scaling(self) -> None:
+        self._scaling = False
 
     @_held
     def _end_backward(self) -> None:
@@ -469,24 +474,22 @@ class Engine:
     def gathered(
         self, parameters: torch.nn.Parameter | Iterable[torch.nn.Parameter], *, modify: bool = False
     ) -> Iterator[None]:
-        """Have whole parameters within the body; what it changes of them, with `modify`, is kept."""
+        """Have whole parameters within the body; what it finds and changes of them, with `modify`, is kept."""
         wanted = [parameters] if isinstance(parameters, torch.nn.Parameter) else list(parameters)
         known = [self._known[id(each)] for each in wanted if id(each) in self._known]
-        around = ExitStack()
-        try:
+        end = HeldEnd(self._signals)
+        with end as around, end:
             with self._signals:
                 self._gather(known, around, modify=modify)
             yield
             with self._signals:
                 self._take_over(known) if modify else self._check_untouched(known)
-        finally:
-            with self._signals:
-                around.close()
 
     def _gather(self, known: Sequence[ModelParameter], around: ExitStack, *, modify: bool) -> None:
         """Have whole parameters until `around` ends."""
         self._check_whole()
-        self._check_untouched(known)
+        if not modify:
+            self._check_untouched(known)
         changing = modify and any(isinstance(each, TrainedParameter) for each in known)
         if changing:
             self._check_not_early()
@@ -548,7 +551,7 @@ class Engine:
             self._listing = False
 
         def whole(name: str, value: Any) -> Any:
-            self._signals.let_through()
+            self._safe_point()
             known = self._known.get(id(names.get(name)))
             cut = self._parts.whole is not None and known is not None and known.numel > 0
             if known is not None and (known.on_drives or cut) and self._parts.fetcher is not None:
@@ -636,6 +639,7 @@ class Engine:
     def _close(self, reason: BaseException | None) -> None:
         """Close; of several ranks, let the others know if there is a `reason` that they should know."""
         if not self._closed:
+            self._closing = True
             failed: RuntimeError | None = None
             whole = self._parts.whole
             if whole is not None and reason is not None:
@@ -683,6 +687,11 @@ class Engine:
     def __reduce__(self) -> str:
         """Refuse likewise."""
         raise TypeError("an engine cannot be pickled: its states are in memory that only this process has")
+
+    def _safe_point(self) -> None:
+        """Let Ctrl-C act here, unless that would leave an engine that is half closed."""
+        if not self._closing:
+            self._signals.safe_point()
 
     def _begin(self) -> None:
         """Begin to record a step, where none is being recorded."""

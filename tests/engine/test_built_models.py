@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import infinity_engine
-from support.nvme_training import RATES, Case, bits_of, emulated, made, train, trained
+from support.engine_bits import bits_of
+from support.nvme_training import RATES, Case, emulated, made, train, trained
 from support.small_models import MODELS
 
 BUDGET_HOST = "64MiB"
@@ -45,7 +46,7 @@ def test_a_model_that_was_built_on_drives_trains_like_one_that_was_built_in_memo
         budget={**budget, "device": "32MiB"},
     ) as engine:
         losses = train(engine, task, case)
-        bits = bits_of(engine, task)
+        bits = bits_of(engine)
         assert [usage for usage in engine.usage() if usage.peak_held > usage.limit] == []
     if on is not None:
         on.close()

@@ -21,8 +21,9 @@ from infinity_engine.engine.meter import Cargo
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import NvmeStreamed
 from infinity_engine.plan.ops import Lane
+from support.engine_bits import Bits, bits_of
 from support.interrupts import interrupted_at
-from support.nvme_training import Bits, Case, Trained, bits_of, made, opened, train, trained
+from support.nvme_training import Case, Trained, made, opened, train, trained
 from support.small_models import MODELS, Task
 
 LATE = Case(strategy=NvmeStreamed(), parameters="nvme", precision="bf16")
@@ -127,7 +128,7 @@ def test_a_drive_that_is_late_by_chance_changes_no_bits(seed: int, tmp_path: Pat
     case = replace(EARLY, accumulation=2, steps=4, host=17_500_000)
     with IOQueue(faults=plan) as queue, opened(case, None, tmp_path, queue=queue) as (engine, task):
         losses = train(engine, task, case)
-        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
     assert losses == in_memory(replace(case, host=0)).losses
 
 
@@ -141,32 +142,32 @@ def test_of_a_parameter_that_lies_in_several_subgroups_some_may_be_early_and_oth
     delays = FaultPlan(seed=1).delay(probability=0.3, delay_us=3000)
     with IOQueue(faults=delays) as queue, opened(case, None, tmp_path, queue=queue) as (engine, task):
         train(engine, task, case)
-        bits = bits_of(engine, task)
+        bits = bits_of(engine)
     assert_same(bits, in_memory(replace(case, host=0)).bits)
 
 
 def test_before_its_step_an_update_is_not_to_be_seen_and_afterwards_it_is_the_same(tmp_path: Path) -> None:
     case = replace(EARLY, steps=2)
     with early(case, tmp_path) as (engine, task):
-        before = bits_of(engine, task)
+        before = bits_of(engine)
         engine.backward(engine(task.batch(1)))
-        assert_same(bits_of(engine, task), before)
+        assert_same(bits_of(engine), before)
         with torch.no_grad():
             loss = engine(task.batch(1)).item()
         assert loss == in_memory(replace(case, host=0)).losses[1]
         engine.step()
-        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
 def test_zero_grad_takes_updates_back(tmp_path: Path) -> None:
     case = replace(EARLY, steps=2)
     with early(case, tmp_path) as (engine, task):
-        before = bits_of(engine, task)
+        before = bits_of(engine)
         engine.backward(engine(task.batch(7)))
         engine.zero_grad()
-        assert_same(bits_of(engine, task), before)
+        assert_same(bits_of(engine), before)
         train(engine, task, replace(case, steps=1), first=1)
-        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
 def test_a_backward_that_fails_half_way_leaves_the_old_version(tmp_path: Path) -> None:
@@ -179,16 +180,16 @@ def test_a_backward_that_fails_half_way_leaves_the_old_version(tmp_path: Path) -
         raise StopError
 
     with early(case, tmp_path) as (engine, task):
-        before = bits_of(engine, task)
+        before = bits_of(engine)
         first = next(module for module in task.modules() if isinstance(module, torch.nn.Embedding))
         handle = first.register_forward_hook(lambda _m, _i, output: output.register_hook(stop) and None)
         with pytest.raises(StopError):
             engine.backward(engine(task.batch(7)))
         handle.remove()
         engine.zero_grad()
-        assert_same(bits_of(engine, task), before)
+        assert_same(bits_of(engine), before)
         train(engine, task, replace(case, steps=1), first=1)
-        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
 @pytest.mark.parametrize("first", [1, 50, 98])
@@ -200,7 +201,7 @@ def test_a_backward_that_is_interrupted_anywhere_can_be_taken_back(first: int, t
                 engine.backward(engine(task.batch(7)))
             engine.zero_grad()
             train(engine, task, replace(case, steps=1), first=1)
-            assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+            assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
         if not told[0]:
             return
 
@@ -218,7 +219,7 @@ def test_new_values_come_to_modules_from_the_buffers_in_which_they_were_made(
         on_drives = sum(width * each.numel() for each in task.parameters() if width * each.numel() >= case.small_bytes)
         states_and_values = on_drives if precision == "fp32" else 0  # values are masters there
         assert read - states_and_values < on_drives / 2  # else it were all of them at least, in the forward
-        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
 @pytest.mark.parametrize("host", [17_400_000, 17_800_000])
@@ -229,7 +230,7 @@ def test_a_forward_that_is_interrupted_while_values_come_can_be_run_again(host: 
             with interrupted_at(line, ("engine/fetching.py",), "receive") as told:
                 engine(task.batch(7))
             train(engine, task, replace(case, steps=1), first=1)
-            assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+            assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
         if not told[0]:
             return
 
@@ -245,7 +246,7 @@ def test_an_update_that_is_interrupted_at_its_end_writes_nothing_from_buffers_th
             with interrupted_at(line, ("engine/swapping.py",), name) as told:
                 engine.zero_grad()
             engine.zero_grad()
-            assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+            assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
         if not told[0]:
             return
 
@@ -263,7 +264,7 @@ def test_a_step_that_is_interrupted_anywhere_goes_on_where_it_stopped(
                 engine.step()
             if told[0] and engine.steps == 1:
                 engine.step()
-            assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+            assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
         if not told[0]:
             return
 
@@ -292,7 +293,7 @@ def test_more_gradients_than_there_are_micro_batches_are_added_up_all_the_same(
                 for again in range(1 + more.get(micro_batch, 0)):
                     engine.backward(engine(task.batch(10 * micro_batch + again)))
                 engine.step()
-            return bits_of(engine, task)
+            return bits_of(engine)
 
     memory = replace(case, early=False, host="256MiB", parameters="auto", strategy=Case().strategy)
     assert_same(bits(case, tmp_path), bits(memory, None))
@@ -309,7 +310,7 @@ def test_changing_parameters_of_which_new_values_may_be_made_is_refused(tmp_path
             ):
                 pass
         engine.step()
-        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
 def test_a_backward_within_a_body_that_changes_parameters_updates_nothing_early(tmp_path: Path) -> None:
@@ -324,7 +325,7 @@ def test_a_backward_within_a_body_that_changes_parameters_updates_nothing_early(
                 engine.backward(loss)
                 last.data.mul_(0.5)
             engine.step()
-            return bits_of(engine, task)
+            return bits_of(engine)
 
     memory = replace(case, early=False, host="256MiB", parameters="auto", strategy=Case().strategy)
     assert_same(bits(case, tmp_path), bits(memory, None))
@@ -348,7 +349,7 @@ def test_hyperparameters_that_change_after_the_backward_are_refused(tmp_path: Pa
             engine.step()
         group["lr"] = lr
         engine.step()
-        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
 def test_hyperparameters_can_change_after_a_backward_that_was_refused(tmp_path: Path) -> None:
@@ -360,21 +361,21 @@ def test_hyperparameters_can_change_after_a_backward_that_was_refused(tmp_path: 
             engine.backward(torch.zeros(2, requires_grad=True))
         group["lr"] = lr
         train(engine, task, replace(case, steps=1), first=1)
-        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
 def test_a_second_backward_before_a_step_is_refused_and_can_be_taken_back(tmp_path: Path) -> None:
     case = replace(EARLY, steps=2)
     with early(case, tmp_path) as (engine, task):
-        before = bits_of(engine, task)
+        before = bits_of(engine)
         engine.backward(engine(task.batch(1)))
         largest = [each for each in task.parameters() if each.numel() > 1000][-3]  # is updated early
         with engine.gathered([largest]), pytest.raises(RuntimeError, match=r"one backward\(\) for each micro-batch"):
             engine.backward(largest.float().sum())
         engine.zero_grad()
-        assert_same(bits_of(engine, task), before)
+        assert_same(bits_of(engine), before)
         train(engine, task, replace(case, steps=1), first=1)
-        assert_same(bits_of(engine, task), in_memory(replace(case, host=0)).bits)
+        assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
 @pytest.mark.parametrize("requests", [Requests.READS, Requests.WRITES])

@@ -28,13 +28,13 @@ from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.errors import CapacityError, TransferError
 from infinity_engine.plan import Rates, Tier
+from support.engine_bits import bits_of, differing
 
 RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
 CAPACITY = 4 << 20
 HOST = "16MiB"
 STEPS = 3
 WIDTH = 8
-Bits = dict[str, torch.Tensor]
 Loss = Callable[[Engine, torch.Tensor], torch.Tensor]
 Fault = Callable[[StreamKind], Exception | None]
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -119,29 +119,15 @@ def train(made: Engine, loss: Loss = squares, *, steps: int = STEPS, first: int 
     return losses
 
 
-def bits(made: Engine) -> Bits:
-    """Return weights, masters and moments."""
-    found = made.state_dict()
-    for name, parameter in made.model.named_parameters():
-        if parameter.requires_grad:
-            found.update({f"{name}: {key}": torch.as_tensor(it) for key, it in made.state_of(parameter).items()})
-    return found
-
-
-def differing(first: Bits, second: Bits) -> list[str]:
-    assert first.keys() == second.keys()
-    return [name for name in first if not torch.equal(first[name], second[name])]
-
-
 def assert_the_same(
     make: Callable[[], nn.Module], run: Callable[[Engine], object], *, more: int | None = 0, **settings: Any
 ) -> None:
     """Assert that what `run` returns, and what it leaves, is the same with and without fetching."""
     with unfetched(make) as made:
-        expected = run(made), bits(made)
+        expected = run(made), bits_of(made)
     for seed in range(3):
         with fetching(make, more=more, seed=seed, **settings) as made:
-            result = run(made), bits(made)
+            result = run(made), bits_of(made)
             assert made.fetching().fetched > 0
         assert differing(expected[1], result[1]) == []
         assert result[0] == expected[0]
@@ -500,10 +486,10 @@ def test_from_the_second_step_of_one_order_on_nothing_is_late() -> None:
 def test_accumulated_micro_batches_have_the_same_bits() -> None:
     with unfetched(mlp, accumulation_steps=2) as made:
         train(made, steps=4)
-        expected = bits(made)
+        expected = bits_of(made)
     with fetching(mlp, accumulation_steps=2) as made:
         train(made, steps=4)
-        assert differing(expected, bits(made)) == []
+        assert differing(expected, bits_of(made)) == []
 
 
 # --- what is told ------------------------------------------------------------------------------------------------
@@ -661,10 +647,10 @@ def test_a_change_under_gathered_is_trained_on(precision: str) -> None:
         return [*losses, weight.float().sum().item(), *train(made, loss, first=STEPS)]
 
     with unfetched(mlp, precision=precision) as made:
-        expected = run(made), bits(made)
+        expected = run(made), bits_of(made)
     with fetching(mlp, precision=precision) as made:
         assert run(made) == expected[0]
-        assert differing(expected[1], bits(made)) == []
+        assert differing(expected[1], bits_of(made)) == []
 
 
 def test_gathered_shows_values_and_a_change_without_modify_is_told() -> None:
@@ -692,7 +678,7 @@ def mlp_values() -> list[torch.Tensor]:
 def test_a_step_within_gathered_is_refused_and_can_be_made_after_it() -> None:
     with unfetched(mlp) as made:
         train(made, steps=1)
-        expected = bits(made)
+        expected = bits_of(made)
     with fetching(mlp) as made:
         weight = model_of(made)[0].weight
         made.backward(squares(made, noise(0)))
@@ -700,7 +686,7 @@ def test_a_step_within_gathered_is_refused_and_can_be_made_after_it() -> None:
             made.step()
         made.step()
 
-        assert differing(expected, bits(made)) == []
+        assert differing(expected, bits_of(made)) == []
 
 
 def test_gathered_can_be_within_gathered_and_within_a_forward() -> None:
@@ -763,7 +749,7 @@ def test_an_error_in_any_module_leaves_the_engine_usable_and_nothing_held(
     call: Loss, error: BaseException, graph: Callable[[], Any]
 ) -> None:
     with unfetched(failing) as made:
-        expected = train(made), bits(made)
+        expected = train(made), bits_of(made)
     with fetching(failing) as made:
         empty = held(made)
         for module in [module for module in made.model.modules() if isinstance(module, Fails)]:
@@ -773,8 +759,8 @@ def test_an_error_in_any_module_leaves_the_engine_usable_and_nothing_held(
             if isinstance(error, Exception):
                 assert not made._parts.fetcher._holders  # type: ignore[union-attr]
 
-        assert (train(made), bits(made))[0] == expected[0]
-        assert differing(expected[1], bits(made)) == []
+        assert (train(made), bits_of(made))[0] == expected[0]
+        assert differing(expected[1], bits_of(made)) == []
         assert held(made) == empty
 
 
@@ -783,7 +769,7 @@ def test_an_error_in_a_backward_leaves_nothing_held() -> None:
         raise ZeroDivisionError
 
     with unfetched(mlp) as made:
-        expected = train(made), bits(made)
+        expected = train(made), bits_of(made)
     with fetching(mlp) as made:
         empty = held(made)
         handle = model_of(made)[2].register_forward_hook(lambda *of: of[2].register_hook(fail) and None)
@@ -794,7 +780,7 @@ def test_an_error_in_a_backward_leaves_nothing_held() -> None:
         assert held(made) == empty
 
         assert train(made) == expected[0]
-        assert differing(expected[1], bits(made)) == []
+        assert differing(expected[1], bits_of(made)) == []
 
 
 def test_a_forward_without_a_backward_keeps_nothing() -> None:
@@ -858,7 +844,7 @@ def test_whatever_copy_fails_the_step_can_be_made_again_with_the_same_bits(strat
     settings: dict[str, Any] = {"strategy": strategy, "more": 4096, "subgroup_numel": 4096, "overlap": "off"}
     with unfetched(small) as made:
         train(made, steps=2)
-        expected = bits(made)
+        expected = bits_of(made)
     breaks = Breaks()
     with fetching(small, fault=breaks, **settings) as made:
         train(made, steps=2)
@@ -871,7 +857,7 @@ def test_whatever_copy_fails_the_step_can_be_made_again_with_the_same_bits(strat
             breaks.countdown = nth
             failures = sum(finish(made, noise(step)) for step in range(2))
             assert (str(breaks.countdown), failures) == ("None", 1), nth
-            assert differing(expected, bits(made)) == []
+            assert differing(expected, bits_of(made)) == []
 
 
 # --- larger than the room that gradients need ---------------------------------------------------------------------
@@ -908,11 +894,11 @@ def test_a_model_much_larger_than_the_device_is_trained_with_the_same_bits(
 
     settings: dict[str, Any] = {"precision": precision, "subgroup_numel": 4096}
     with unfetched(make, **settings) as made:
-        expected = train(made, loss), bits(made)
+        expected = train(made, loss), bits_of(made)
     for seed in range(2):
         with fetching(make, more=more, seed=seed, **settings) as made:
             assert train(made, loss) == expected[0]
-            assert differing(expected[1], bits(made)) == []
+            assert differing(expected[1], bits_of(made)) == []
             (usage,) = (usage for usage in made.usage() if usage.tier is Tier.DEVICE)
             assert usage.peak_held <= usage.limit < 6 * 4 * 64 * 65
 
@@ -1025,14 +1011,14 @@ def test_the_parameters_mapping_follows_what_is_added_and_taken_away() -> None:
 
 def test_two_engines_do_not_disturb_each_other() -> None:
     with unfetched(mlp) as made:
-        losses, expected = train(made), bits(made)
+        losses, expected = train(made), bits_of(made)
     with fetching(mlp) as first, fetching(tied, seed=1) as other, fetching(mlp, seed=2) as second:
         for step in range(STEPS):
             for made in (first, other, second):
                 assert train(made, steps=1, first=step) == [losses[step]] or made is other
 
-        assert differing(expected, bits(first)) == []
-        assert differing(expected, bits(second)) == []
+        assert differing(expected, bits_of(first)) == []
+        assert differing(expected, bits_of(second)) == []
 
 
 def test_a_module_that_is_attached_late_computes_with_its_own_and_with_fetched_parameters() -> None:

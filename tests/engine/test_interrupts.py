@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,9 @@ import infinity_engine
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError
 from infinity_engine.plan import Interleaved, NvmeStreamed
-from support.interrupts import interrupted_at
-from support.nvme_training import Bits, Case, bits_of, emulated, opened, train
+from support.engine_bits import Bits, bits_of, differing
+from support.interrupts import interrupted, interrupted_at
+from support.nvme_training import Case, emulated, opened, train
 from support.small_models import Task
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -47,7 +51,7 @@ def in_memory() -> Bits:
     case = replace(MEMORY, steps=3)
     with opened(case, None, None) as (engine, task):
         train(engine, task, case)
-        return bits_of(engine, task)
+        return bits_of(engine)
 
 
 def fitting(case: Case, *, device: bool, drive: Path) -> Case:
@@ -104,8 +108,76 @@ def test_what_ctrl_c_interrupts_anywhere_can_be_done_again(where: str, in_step: 
             train(engine, task, case)
             came = is_interrupted(engine, task, case, line, in_step=in_step)
             train(engine, task, case, first=2)
-            expected, found = in_memory(), bits_of(engine, task)
-            assert [name for name in expected if not torch.equal(expected[name], found[name])] == [], line
+            assert differing(in_memory(), bits_of(engine)) == [], line
         times += came
         line += chance.randrange(1, 2 * EVERY[in_step])
     assert times
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_handler_may_use_the_engine_that_was_in_the_midst_of_a_step(where: str, tmp_path: Path) -> None:
+    case, device = WHERE[where]
+    case = fitting(case, device=device, drive=tmp_path)
+    saved: list[dict[str, Any]] = []
+    with ExitStack() as around:
+        on = around.enter_context(emulated(0)) if device else None
+        drive = tmp_path if case.parameters == "nvme" else None
+        engine, task = around.enter_context(opened(case, on, drive))
+        before = signal.signal(signal.SIGUSR1, lambda *_: saved.append(engine.state_dict()))
+        around.callback(signal.signal, signal.SIGUSR1, before)
+        train(engine, task, case)
+        with interrupted_at(200, FILES, number=signal.SIGUSR1) as told:
+            train(engine, task, case, first=1)
+        train(engine, task, case, first=2)
+
+        assert told[0]
+        assert len(saved) == 1
+        assert engine.steps == 3
+        assert differing(in_memory(), bits_of(engine)) == []
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_was_changed_when_ctrl_c_came_can_be_taken_over(where: str, tmp_path: Path) -> None:
+    case, device = WHERE[where]
+    case = fitting(case, device=device, drive=tmp_path)
+    with ExitStack() as around:
+        on = around.enter_context(emulated(0)) if device else None
+        drive = tmp_path if case.parameters == "nvme" else None
+        engine, task = around.enter_context(opened(case, on, drive))
+        train(engine, task, case)
+        changed = max(task.parameters(), key=torch.nn.Parameter.numel)
+
+        def change() -> None:
+            with torch.no_grad(), engine.gathered(changed, modify=True):
+                changed.zero_()
+                signal.raise_signal(signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            change()
+        with engine.gathered(changed, modify=True):
+            assert not changed.count_nonzero()
+        train(engine, task, case, first=1)
+
+        assert engine.steps == 2
+
+
+def test_ctrl_c_while_an_engine_is_closed_comes_when_it_is(tmp_path: Path) -> None:
+    case = fitting(DRIVES, device=False, drive=tmp_path)
+    with opened(case, None, tmp_path) as (engine, task):
+        micro_batches(engine, task, case, 0)
+        engine.step()
+        with interrupted_at(300, FILES) as told:
+            engine.close()
+        assert told[0]
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_forward_that_is_interrupted_leaves_no_context_behind(tmp_path: Path) -> None:
+    case = replace(MEMORY, precision="bf16_autocast")
+    with opened(case, None, None) as (engine, task):
+        for nth in range(40):
+            interrupted(lambda: engine(task.batch(0)), 3 * nth, [contextlib, torch.amp.autocast_mode])
+            assert not torch.is_autocast_enabled("cpu"), nth
+            assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None, nth
+        engine.zero_grad()
+        train(engine, task, case)

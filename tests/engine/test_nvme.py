@@ -28,7 +28,8 @@ from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, ResolvedBu
 from infinity_engine.sim.placing import Plan, place
 from infinity_engine.sim.sizing import Sizing, cut
 from infinity_engine.storage import Hop, Place, SwapFile
-from support.nvme_training import RATES, Bits, Case, bits_of, emulated, opened
+from support.engine_bits import Bits, bits_of
+from support.nvme_training import RATES, Case, emulated, opened
 from support.small_models import MODELS, Task
 
 Use = Callable[[Engine, Task], Bits]
@@ -69,7 +70,7 @@ def test_a_norm_asked_for_by_hand_is_that_of_gradients_that_are_still_on_their_w
             engine.backward(engine(task.batch(seed)))
             norms.append(engine.clip_grad_norm_(0.05))
             engine.step()
-        return {"norms": torch.tensor(norms), **bits_of(engine, task)}
+        return {"norms": torch.tensor(norms), **bits_of(engine)}
 
     same_as_in_memory(clipped, CASE, accelerator, tmp_path)
 
@@ -81,11 +82,11 @@ def test_states_can_be_seen_and_masters_changed_between_backward_and_step(accele
         weight = task.get_parameter("embed.weight")
         for seed in range(3):
             engine.backward(engine(task.batch(seed)))
-            seen.update({f"{seed} {name}": each for name, each in bits_of(engine, task).items()})
+            seen.update({f"{seed} {name}": each for name, each in bits_of(engine).items()})
             with engine.gathered(weight, modify=True), torch.no_grad():
                 weight.mul_(1.5)
             engine.step()
-        return {**seen, **bits_of(engine, task)}
+        return {**seen, **bits_of(engine)}
 
     same_as_in_memory(looked_at, CASE, accelerator, tmp_path)
 
@@ -116,7 +117,7 @@ def test_no_step_is_made_of_gradients_of_which_one_is_lost_until_they_are_droppe
         for seed in range(3):
             engine.backward(engine(task.batch(seed)))
             engine.step()
-        return bits_of(engine, task)
+        return bits_of(engine)
 
     def with_one_lost(engine: Engine, task: Task) -> Bits:
         engine.backward(engine(task.batch(0)))
@@ -130,7 +131,7 @@ def test_no_step_is_made_of_gradients_of_which_one_is_lost_until_they_are_droppe
         for seed in (1, 2):
             engine.backward(engine(task.batch(seed)))
             engine.step()
-        return bits_of(engine, task)
+        return bits_of(engine)
 
     case = replace(CASE, host=LITTLE[accelerator])
     with opened(case, device(accelerator), tmp_path) as (engine, task):
@@ -153,7 +154,7 @@ def test_more_gradients_than_there_is_room_for_are_refused_with_what_to_do_and_t
             engine.zero_grad()
         engine.backward(engine(task.batch(0)))
         engine.step()
-        return bits_of(engine, task)
+        return bits_of(engine)
 
     same_as_in_memory(once, CASE, accelerator, tmp_path)
 
@@ -191,7 +192,7 @@ def stepped(optimizer: str, precision: str, host: int | str, **settings: Any) ->
                     engine.step()
                 usage = engine.usage()
                 assert [each for each in usage if max(each.peak_held, each.peak_reserved) > each.limit] == []
-                return bits_of(engine, task)
+                return bits_of(engine)
         except CapacityError as refused:
             if "nvme" not in budget or not isinstance(host, int) or refused.asked <= host:
                 raise
@@ -308,7 +309,7 @@ def test_two_engines_train_side_by_side_on_one_directory_which_is_empty_after_th
             for engine, model in ((first, task), (second, other)):
                 engine.backward(engine(model.batch(seed)))
                 engine.step()
-        ours, theirs = bits_of(first, task), bits_of(second, other)
+        ours, theirs = bits_of(first), bits_of(second)
         assert len(list(tmp_path.iterdir())) == 2
 
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

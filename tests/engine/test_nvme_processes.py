@@ -32,7 +32,7 @@ def told():
     with IOQueue() as queue:
         with opened(STREAMED, None, drive, queue=queue) as (engine, task):
             train(engine, task, STREAMED)
-            bits = bits_of(engine, task)
+            bits = bits_of(engine)
             (used,) = queue.stats().drives.values()
     return {"bits": digest_of(bits), "registered_bytes": used.registered_bytes, "asserts": __debug__}
 

@@ -21,6 +21,7 @@ from infinity_engine.accel import Emulation, StreamKind, VirtualAccelerator
 from infinity_engine.engine.engine import Engine
 from infinity_engine.optim import host
 from infinity_engine.plan import Rates
+from support.engine_bits import Bits, bits_of, differing
 from support.interrupts import interrupted, interrupted_at
 
 RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
@@ -30,7 +31,6 @@ STRATEGIES: dict[str, Any] = {
     "device": "device_only",
     "all": {"name": "interleaved", "share": 0.5, "resident": 0.25},
 }
-Bits = dict[str, torch.Tensor]
 Use = Callable[[Engine], object]
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -81,26 +81,13 @@ def train(made: Engine, *, steps: int = 1, first: int = 0) -> list[float]:
     return losses
 
 
-def bits(made: Engine) -> Bits:
-    found = made.state_dict()
-    for name, parameter in made.model.named_parameters():
-        if parameter.requires_grad:
-            found.update({f"{name}: {key}": torch.as_tensor(it) for key, it in made.state_of(parameter).items()})
-    return found
-
-
-def differing(first: Bits, second: Bits) -> list[str]:
-    assert first.keys() == second.keys()
-    return [name for name in first if not torch.equal(first[name], second[name])]
-
-
 def on_one_memory(steps: int, *, precision: str = "fp32", model: Callable[[], nn.Module] = layers) -> Bits:
     net = model()
     settings: dict[str, Any] = {"precision": precision, "subgroup_numel": 4096, "update_threads": 1}
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     with infinity_engine.initialize(net, optimizer, accelerator="cpu", budget={"host": "16MiB"}, **settings) as made:
         train(made, steps=steps)
-        return bits(made)
+        return bits_of(made)
 
 
 def is_left(made: Engine) -> bool:
@@ -121,7 +108,7 @@ def test_bits_are_those_without(parameters: str, strategy: str, precision: str) 
         settings = {"strategy": STRATEGIES[strategy], "parameters": parameters, "precision": precision, "seed": seed}
         with opened(**settings) as made:
             train(made, steps=4)
-            assert differing(expected, bits(made)) == []
+            assert differing(expected, bits_of(made)) == []
 
 
 @pytest.mark.parametrize("parameters", WHERE)
@@ -243,7 +230,7 @@ def test_a_model_that_computes_with_references_is_trained_with_the_same_bits() -
 
     with opened(HoldsReferences()) as made:
         train(made, steps=3)
-        assert differing(expected, bits(made)) == []
+        assert differing(expected, bits_of(made)) == []
 
 
 class Chooses(nn.Module):
@@ -266,7 +253,7 @@ def test_parameters_that_had_no_gradient_are_as_they_were(parameters: str) -> No
 
     with opened(Chooses(), parameters=parameters) as made:
         train(made, steps=6)
-        assert differing(expected, bits(made)) == []
+        assert differing(expected, bits_of(made)) == []
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -278,7 +265,9 @@ def test_a_compiled_model_is_trained_with_the_same_bits(whole: bool) -> None:
         net[2].compile(backend="aot_eager")
     with opened(torch.compile(net, backend="aot_eager") if whole else net) as made:  # type: ignore[arg-type]
         train(made, steps=3)
-        assert differing(expected, {name.removeprefix("_orig_mod."): each for name, each in bits(made).items()}) == []
+        assert (
+            differing(expected, {name.removeprefix("_orig_mod."): each for name, each in bits_of(made).items()}) == []
+        )
     torch._dynamo.reset()
 
 
@@ -350,7 +339,7 @@ def test_whatever_is_done_while_some_is_left_bits_are_the_same(parameters: str, 
             train(made, first=step)
             assert is_left(made)
             use(made)
-        assert differing(expected, bits(made)) == []
+        assert differing(expected, bits_of(made)) == []
 
 
 @pytest.mark.parametrize("parameters", WHERE)
@@ -395,7 +384,7 @@ def test_where_there_is_no_room_beside_the_staging_sets_the_update_ends_first() 
     least = 2 * 4 * 4096 + 12 * 4096  # of gradients on their way, and one staging set
     with opened(parameters="host", strategy={"name": "interleaved", "share": 1.0}, device_bytes=least) as made:
         train(made, steps=3)
-        assert differing(expected, bits(made)) == []
+        assert differing(expected, bits_of(made)) == []
 
 
 # --- failures -----------------------------------------------------------------------------------------------------
@@ -464,7 +453,7 @@ def test_whatever_fails_is_told_and_gone_on_with(parameters: str, precision: str
                 made.state_dict()
             except RuntimeError as error:
                 told.append(str(error))
-            assert differing(expected, bits(made)) == [], nth
+            assert differing(expected, bits_of(made)) == [], nth
     assert any("op " in each and "of the plan" in each for each in told)
 
 
@@ -490,7 +479,7 @@ def test_a_failure_is_told_by_whoever_meets_it_and_modules_are_not_shown_a_mixtu
         broken[0] = False
 
         train(made, first=1)
-        assert differing(expected, bits(made)) == []
+        assert differing(expected, bits_of(made)) == []
 
 
 FILES = ("engine/awaiting.py", "engine/deferred.py", "engine/hooks.py", "schedule/executor.py", "engine/engine.py")
@@ -506,7 +495,7 @@ def test_a_forward_that_is_interrupted_anywhere_can_be_made_again(first: int, pa
             with interrupted_at(line, FILES) as told:
                 loss_of(made, 1)
             train(made, first=1)
-            assert differing(expected, bits(made)) == [], line
+            assert differing(expected, bits_of(made)) == [], line
         if not told[0]:
             return
 
@@ -523,7 +512,7 @@ def test_a_step_that_is_interrupted_anywhere_goes_on(first: int, parameters: str
             if told[0] and made.steps == 0:
                 made.step()
             train(made, first=1)
-            assert differing(expected, bits(made)) == [], line
+            assert differing(expected, bits_of(made)) == [], line
         if not told[0]:
             return
 
@@ -553,7 +542,7 @@ def test_ctrl_c_when_the_kernel_has_returned_updates_nothing_twice(parameters: s
                 made.step()
             was = interrupted(lambda: loss_of(made, 1), nth, [host]) or was
             train(made, first=1)
-            assert differing(expected, bits(made)) == [], nth
+            assert differing(expected, bits_of(made)) == [], nth
             return was
 
     assert stepped(0)

@@ -22,7 +22,8 @@ from infinity_engine.plan import Budget, Rates, ResolvedBudget, Tier
 from infinity_engine.sim.planner import Candidate, decide
 from infinity_engine.sim.report import report_of
 from infinity_engine.sim.training import Means, Training
-from support.nvme_training import RATES, bits_of, emulated
+from support.engine_bits import bits_of
+from support.nvme_training import RATES, emulated
 from support.small_models import MODELS, Task
 
 SUBGROUP = 4096
@@ -141,7 +142,7 @@ def test_auto_with_rates_is_the_planners_choice_and_changes_no_bit(case: str, tm
             for seed in range(3):
                 engine.backward(engine(task.batch(seed)))
                 engine.step()
-            bits.append(bits_of(engine, task))
+            bits.append(bits_of(engine))
             plans.append(engine._parts.plan)
 
     there = Means(budget=budget, rates=RATES, for_all=False, io_bytes=16 << 20 if nvme else 0)

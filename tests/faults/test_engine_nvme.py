@@ -21,8 +21,9 @@ from deepnvme.faults import Requests
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError, DamageError, TransferError
 from infinity_engine.storage import IOHop, Place, SwapFile
+from support.engine_bits import bits_of
 from support.nvme_disks import DiskUnavailableError, tmpfs
-from support.nvme_training import STREAMED, Case, Trained, bits_of, emulated, made, opened, trained
+from support.nvme_training import STREAMED, Case, Trained, emulated, made, opened, trained
 from support.small_models import Task
 
 Result = TypeVar("Result")
@@ -248,7 +249,7 @@ def test_a_bit_that_a_drive_returns_flipped_is_told_and_training_goes_on_to_the_
         bad, path = BadRead(kind, tmp_path, monkeypatch), str(next(tmp_path.glob("*/data")))
         for seed in range(1, CASE.steps):
             one_step(engine, task, seed, told)
-        bits = bits_of(engine, task)
+        bits = bits_of(engine)
     if on is not None:
         on.close()
 
@@ -268,7 +269,7 @@ def test_what_a_drive_has_damaged_for_good_is_told_each_time_and_all_else_can_be
     torch.set_num_threads(1)
     with opened(replace(CASE, checksum="crc32c"), None, tmp_path) as (engine, task):
         one_step(engine, task, 0, [])
-        expected = bits_of(engine, task)
+        expected = bits_of(engine)
         bad = BadRead("states", tmp_path, monkeypatch)
         with pytest.raises(DamageError, match=r"^states of subgroup 1 \(position, embed\.weight"):
             engine.state_of(task.get_parameter("embed.weight"))

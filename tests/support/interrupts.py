@@ -54,7 +54,9 @@ def interrupted(act: Callable[[], object], nth: int, modules: Collection[ModuleT
 
 
 @contextmanager
-def interrupted_at(line: int, files: tuple[str, ...], function: str | None = None) -> Iterator[list[bool]]:
+def interrupted_at(
+    line: int, files: tuple[str, ...], function: str | None = None, *, number: signal.Signals = signal.SIGINT
+) -> Iterator[list[bool]]:
     """Interrupt the body where the n-th line, from 1, of files that end so begins; tell whether it was.
 
     With `function`, only the lines of functions of that name count.
@@ -68,7 +70,7 @@ def interrupted_at(line: int, files: tuple[str, ...], function: str | None = Non
         seen += event == "line"
         if event == "line" and seen == line:
             told[0] = True
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return trace
 
     sys.settrace(trace)

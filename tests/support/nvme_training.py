@@ -18,21 +18,10 @@ from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError
 from infinity_engine.plan import DriveRates, HostOnly, NvmeStreamed, Rates, Strategy
 from infinity_engine.plan.ops import LoadStates
+from support.engine_bits import Bits, bits_of
 from support.small_models import MODELS, Task
 
-__all__ = [
-    "RATES",
-    "STREAMED",
-    "Case",
-    "Trained",
-    "bits_of",
-    "digest_of",
-    "emulated",
-    "made",
-    "opened",
-    "train",
-    "trained",
-]
+__all__ = ["RATES", "STREAMED", "Case", "Trained", "digest_of", "emulated", "made", "opened", "train", "trained"]
 
 RATES = Rates(
     h2d_bytes_per_s=5e9,
@@ -41,7 +30,6 @@ RATES = Rates(
     device_update_params_per_s=2e9,
     nvme={"/": DriveRates(read_bytes_per_s=2e9, write_bytes_per_s=1e9)},
 )
-Bits = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +110,6 @@ def opened(case: Case, on: Accelerator | None, drive: Path | None, **more: Any) 
         yield engine, task
 
 
-def bits_of(engine: Engine, task: Task) -> Bits:
-    """Return copies of all parameters and their states."""
-    bits: Bits = engine.state_dict()
-    for name, parameter in task.named_parameters():
-        if parameter.requires_grad:
-            state = engine.state_of(parameter)
-            bits.update({f"{name}: {key}": torch.as_tensor(value) for key, value in state.items()})
-    return bits
-
-
 def digest_of(bits: Bits) -> str:
     """Return what is the same in two processes if and only if all bits are."""
     digest = hashlib.sha256()
@@ -159,7 +137,7 @@ def trained(case: Case, on: Accelerator | None, drive: Path | None) -> Trained:
         try:
             with opened(replace(case, host=host), on, drive) as (engine, task):
                 losses = train(engine, task, case)
-                bits = bits_of(engine, task)
+                bits = bits_of(engine)
                 loads = sum(isinstance(op, LoadStates) for op in engine.plan.ops)
             break
         except CapacityError as error:

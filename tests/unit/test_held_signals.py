@@ -1,16 +1,19 @@
-"""Signals are held back in a body, act at its end or at a safe point, and go where they went before it."""
+"""Signals are held back in a body, act at its end, Ctrl-C at a safe point too, and go where they went before it."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import FrameType
 
 import pytest
+import torch
 
 from infinity_engine.engine import signals as signals_module
-from infinity_engine.engine.signals import HeldSignals
+from infinity_engine.engine.signals import HeldEnd, HeldSignals
 from support.interrupts import interruptions
 
 
@@ -21,7 +24,7 @@ class Told(BaseException):
 class Handler:
     """Counts what comes, and raises where it is told to."""
 
-    def __init__(self, *, raises: bool) -> None:
+    def __init__(self, *, raises: bool = False) -> None:
         self.raises = raises
         self.came: list[tuple[int, bool]] = []  # and whether it has a frame
 
@@ -33,7 +36,7 @@ class Handler:
 
 @pytest.fixture
 def handlers() -> Iterator[dict[int, Handler]]:
-    made = {signal.SIGINT: Handler(raises=True), signal.SIGTERM: Handler(raises=False)}
+    made = {signal.SIGINT: Handler(raises=True), signal.SIGTERM: Handler()}
     before = {number: signal.signal(number, handler) for number, handler in made.items()}
     yield {int(number): handler for number, handler in made.items()}
     for number, handler in before.items():
@@ -42,6 +45,10 @@ def handlers() -> Iterator[dict[int, Handler]]:
 
 def in_place(handlers: dict[int, Handler]) -> bool:
     return all(signal.getsignal(number) is handler for number, handler in handlers.items())
+
+
+def in_a_hold(body: Callable[[], object]) -> None:
+    HeldSignals().holding(body)()
 
 
 def test_what_comes_within_a_hold_acts_when_it_has_ended(handlers: dict[int, Handler]) -> None:
@@ -53,12 +60,42 @@ def test_what_comes_within_a_hold_acts_when_it_has_ended(handlers: dict[int, Han
         seen.extend(list(each.came) for each in handlers.values())
 
     with pytest.raises(Told):
-        HeldSignals().holding(body)()
+        in_a_hold(body)
 
     assert seen == [[], []]
     assert handlers[signal.SIGTERM].came == [(signal.SIGTERM, True)]
     assert handlers[signal.SIGINT].came == [(signal.SIGINT, True)]
     assert in_place(handlers)
+
+
+def test_what_came_behind_one_whose_handler_raises_acts_as_well(handlers: dict[int, Handler]) -> None:
+    def body() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Told):
+        in_a_hold(body)
+
+    assert handlers[signal.SIGTERM].came == [(signal.SIGTERM, True)]
+
+
+def test_what_comes_several_times_acts_once(handlers: dict[int, Handler]) -> None:
+    with HeldSignals():
+        for _ in range(5):
+            signal.raise_signal(signal.SIGTERM)
+    assert handlers[signal.SIGTERM].came == [(signal.SIGTERM, True)]
+
+
+@pytest.mark.parametrize("number", signals_module._SIGNALS)
+def test_whatever_may_raise_is_held(number: signal.Signals) -> None:
+    handler = Handler(raises=True)
+    before = signal.signal(number, handler)
+    try:
+        with pytest.raises(Told):
+            in_a_hold(lambda: signal.raise_signal(number))
+    finally:
+        signal.signal(number, before)
+    assert len(handler.came) == 1
 
 
 def test_a_hold_within_another_ends_with_it(handlers: dict[int, Handler]) -> None:
@@ -71,15 +108,42 @@ def test_a_hold_within_another_ends_with_it(handlers: dict[int, Handler]) -> Non
     assert in_place(handlers)
 
 
-def test_at_a_safe_point_it_acts_within_the_hold(handlers: dict[int, Handler]) -> None:
+def test_at_a_safe_point_ctrl_c_acts_within_the_hold() -> None:
     held = HeldSignals()
     with held:
-        held.let_through()
+        held.safe_point()
         signal.raise_signal(signal.SIGINT)
-        with pytest.raises(Told):
-            held.let_through()
-        held.let_through()
-    assert len(handlers[signal.SIGINT].came) == 1
+        with pytest.raises(KeyboardInterrupt):
+            held.safe_point()
+        held.safe_point()
+
+
+def test_handlers_of_others_which_may_call_the_engine_act_when_the_hold_has_ended(
+    handlers: dict[int, Handler],
+) -> None:
+    held = HeldSignals()
+    with held:
+        signal.raise_signal(signal.SIGTERM)
+        held.safe_point()
+        assert handlers[signal.SIGTERM].came == []
+    assert len(handlers[signal.SIGTERM].came) == 1
+
+
+def test_a_handler_is_not_held_itself() -> None:
+    came: list[str] = []
+
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            came.append("Ctrl-C within the handler")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        in_a_hold(lambda: signal.raise_signal(signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert came == ["Ctrl-C within the handler"]
 
 
 def test_what_the_body_raises_comes_with_what_the_handler_raises(handlers: dict[int, Handler]) -> None:
@@ -88,14 +152,17 @@ def test_what_the_body_raises_comes_with_what_the_handler_raises(handlers: dict[
         raise ValueError("of the body")
 
     with pytest.raises(Told) as told:
-        HeldSignals().holding(body)()
+        in_a_hold(body)
     assert isinstance(told.value.__context__, ValueError)
     assert in_place(handlers)
 
 
 def test_while_somebody_watches_signals_act_at_once_but_in_holds(handlers: dict[int, Handler]) -> None:
     held = HeldSignals()
-    with held.watching():
+    end = HeldEnd(held)
+    with end as stack, end:
+        with held:
+            held.watch(stack)
         with pytest.raises(Told):
             signal.raise_signal(signal.SIGINT)
         with held:
@@ -107,7 +174,7 @@ def test_while_somebody_watches_signals_act_at_once_but_in_holds(handlers: dict[
 
 
 def test_a_handler_that_somebody_sets_within_a_hold_stays(handlers: dict[int, Handler]) -> None:
-    newer = Handler(raises=False)
+    newer = Handler()
     with HeldSignals():
         signal.signal(signal.SIGINT, newer)
     assert signal.getsignal(signal.SIGINT) is newer
@@ -125,7 +192,9 @@ def test_another_thread_holds_nothing(handlers: dict[int, Handler]) -> None:
     held, inside, leave = HeldSignals(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with held, held.watching():
+        with held, ExitStack() as stack:
+            held.watch(stack)
+            held.safe_point()
             inside.set()
             leave.wait(60)
 
@@ -139,21 +208,57 @@ def test_another_thread_holds_nothing(handlers: dict[int, Handler]) -> None:
     assert in_place(handlers)
 
 
-def test_wherever_it_is_interrupted_itself_no_signal_is_lost_and_none_is_held_for_ever() -> None:
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_that_another_thread_forks_in_a_hold_is_not_held() -> None:
+    left: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            signal.raise_signal(signal.SIGUSR1)  # whose handler ends it
+            os._exit(1)
+        left.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: os._exit(42))
+    try:
+        with HeldSignals():
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert left == [42]
+
+
+def test_what_a_compiler_traces_has_no_holds() -> None:
+    held = HeldSignals().holding(lambda x: x + 1)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return held(x)
+
+    assert compiled(torch.zeros(1)).item() == 1
+    torch._dynamo.reset()
+
+
+def test_wherever_it_is_interrupted_itself_no_signal_is_lost_and_handlers_go_back() -> None:
     held = HeldSignals()
+    closed: list[str] = []
 
     def use() -> None:
-        with held.watching(), held, held:
-            pass
+        end = HeldEnd(held)
+        with end as stack, end:
+            with held:
+                held.watch(stack)
+                stack.callback(lambda: closed.append("a context"))
+            with held, held:
+                pass
 
-    for _ in interruptions(lambda: use, signals_module):
+    for nth in interruptions(lambda: use, signals_module):
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, nth
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt), held:
-            signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    with held:
-        pass
-    assert before is signal.default_int_handler
+            held.holding(lambda: signal.raise_signal(signal.SIGINT))()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, nth
+    assert closed
