@@ -39,11 +39,12 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
     """
     if isinstance(thing, Memory):
         return thing
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(thing, torch.Tensor):
-        return _of_tensor(thing, torch)
-    if hasattr(thing, "__cuda_array_interface__"):
-        raise TypeError(_DEVICE.format(kind=type(thing).__name__))
+    if type(thing) is not memoryview:  # which is what a pool gives, and certainly neither of these
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(thing, torch.Tensor):
+            return _of_tensor(thing, torch)
+        if hasattr(thing, "__cuda_array_interface__"):
+            raise TypeError(_DEVICE.format(kind=type(thing).__name__))
     try:
         view = _native.BufferView(thing, writable=writable)
     except TypeError:
@@ -124,6 +125,8 @@ def _of_dlpack(thing: Any, *, writable: bool) -> Memory:
 
 
 def _holds_objects(thing: Any) -> bool:
+    if type(thing) is memoryview:
+        return "O" in thing.format
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(thing, numpy.ndarray):
         return bool(thing.dtype.hasobject)

@@ -12,8 +12,7 @@ import os
 import threading
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from deepnvme import _native
 from deepnvme.buffers import Memory
@@ -32,21 +31,8 @@ _SUCCEEDED, _END_OF_FILE, _CANCELLED = (
 )
 
 
-@dataclass
-class _Work:
-    """What has to outlive an operation, and what its error says."""
-
-    future: IOFuture[Any]
-    verb: _native.Verb
-    path: str
-    offset: int
-    asked: int
-    at_end: _native.AtEndOfFile
-    memory: Memory | None
-
-    @property
-    def op(self) -> str:
-        return self.verb.name.lower()
+# What its error says of an operation, and its future, which holds its memory: a tuple, as it is made for each.
+_Work: TypeAlias = "tuple[IOFuture[Any], _native.Verb, _native.OpenFile, int, int, _native.AtEndOfFile]"
 
 
 class Pending:
@@ -81,11 +67,11 @@ class Pending:
         """
         address, asked = (memory.address, memory.nbytes) if memory else (0, 0)
         ticket = _native.Ticket()
-        future: IOFuture[Any] = IOFuture(ticket, self)
+        future: IOFuture[Any] = IOFuture(ticket, self, memory)
         number = next(self._numbers)
         wait_s = SLICE_S if patience_s is None else patience_s
         try:
-            self._works[number] = _Work(future, verb, file.path, offset, asked, at_end, memory)
+            self._works[number] = (future, verb, file, offset, asked, at_end)
             while not self._native.submit(number, verb, file, address, asked, offset, at_end, ticket, wait_s):
                 if patience_s is not None:
                     raise QueueFull(self._max_pending)
@@ -127,8 +113,9 @@ class Pending:
     def forget_parents(self) -> None:
         """In a forked child: what the parent submitted ends there, and would be waited for here for ever."""
         self._of_a_parent = True
-        for work in self._works.values():
-            work.future._end_in_child(ForkedError(f"{work.op} of {work.path} was submitted by the parent process"))
+        for future, verb, file, *_ in self._works.values():
+            message = f"{verb.name.lower()} of {file.path} was submitted by the parent process"
+            future._end_in_child(ForkedError(message))
         self._works.clear()
 
     def _complete_unheard(self, number: int, ending: int, done: int, error: int) -> bool:
@@ -138,31 +125,23 @@ class Pending:
         """
         work = self._works.get(number)
         if work is not None:
-            work.memory = None
-            if ending == _CANCELLED or not work.future._end_unheard(done, self._error_of(work, ending, done, error)):
+            error_of = None if ending == _SUCCEEDED else self._error_of(work, ending, done, error)
+            if ending == _CANCELLED or not work[0]._end_unheard(done, error_of):
                 return False
             self._works.pop(number, None)
-        self._tell_of_room()
+        if self._want_room:
+            self._tell_of_room()
         return True
 
     def _complete(self, number: int, ending: int, done: int, error: int) -> None:
         work = self._works.pop(number, None)
-        if work is not None:
-            work.memory = None  # before the future ends: whoever it wakes may resize or hand on the memory at once
         self._tell_of_room()
         if work is None:
             return
-        future = work.future
-        failure = self._error_of(work, ending, done, error)
         if ending == _CANCELLED:
-            super(IOFuture, future).cancel()
-            future.set_running_or_notify_cancel()
-        elif future.done():  # by a thread that was interrupted before it could say so
-            future._end_unheard(done, failure)
-        elif failure is not None:
-            future.set_exception(failure)
+            work[0]._end_cancelled()
         else:
-            future.set_result(done)
+            work[0]._end(done, self._error_of(work, ending, done, error))
 
     def _tell_of_room(self) -> None:
         """Wake all who wait for room. Takes no lock and may be interrupted anywhere: telling twice is harmless."""
@@ -176,21 +155,17 @@ class Pending:
     def _error_of(self, work: _Work, ending: int, done: int, error: int) -> NVMeError | None:
         if ending in (_SUCCEEDED, _CANCELLED):
             return None
+        _, verb, file, offset, asked, at_end = work
         if ending == _END_OF_FILE:
             return short_read_error(
-                work.at_end,
-                path=work.path,
-                offset=work.offset,
-                asked=work.asked,
-                done=done,
-                backend=self._backend,
+                at_end, path=file.path, offset=offset, asked=asked, done=done, backend=self._backend
             )
         return io_error(
             error,
-            op=work.op,
-            path=work.path,
-            offset=work.offset,
-            asked=work.asked,
+            op=verb.name.lower(),
+            path=file.path,
+            offset=offset,
+            asked=asked,
             done=done,
             backend=self._backend,
         )

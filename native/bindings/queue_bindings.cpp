@@ -283,6 +283,7 @@ void bind_queue(py::module_& module) {
     py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket")
         .def(py::init<>())
         .def("cancel", &Ticket::cancel)
+        .def("release_waiters", &Ticket::release_waiters)
         .def_property_readonly("taken", &Ticket::taken);
     module.def("set_liburing_path", &set_liburing_path, py::arg("path"));
     module.def("on_fuse", &on_fuse, py::arg("path"), py::call_guard<py::gil_scoped_release>());

@@ -1,6 +1,8 @@
 // What becomes of operations: chunks, budgets, short transfers, errors, cancellation, closing. On memory and
 // fault backends, so that every path is taken on purpose; the Python suite repeats the user's view on real
 // drives.
+#include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -12,7 +14,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -467,6 +471,36 @@ TEST(a_wait_whose_time_is_up_returns_nothing_and_leaves_nothing_behind) {
     CHECK(bench.queue.wait_for(*ticket, 0ns)->empty());
 }
 
+TEST(a_wait_ends_when_a_signal_handler_has_run_and_the_operation_goes_on) {
+    Bench bench(with_slow_syncs(300'000));
+    const std::shared_ptr<Ticket> ticket = bench.sync_with_ticket();
+    struct sigaction action = {};
+    action.sa_handler = [](int) {};
+    CHECK_EQ(::sigaction(SIGUSR1, &action, nullptr), 0);
+    std::atomic<bool> over = false;
+    std::thread signals([&, waiter = ::pthread_self()] {
+        while (!over) {  // one that comes before the wait ends nothing
+            ::pthread_kill(waiter, SIGUSR1);
+            std::this_thread::sleep_for(1ms);
+        }
+    });
+    CHECK(!bench.queue.wait_for(*ticket, long_enough).has_value());
+    over = true;
+    signals.join();
+    CHECK_EQ(bench.outcome(1).ending, Ending::succeeded);
+}
+
+TEST(waiters_can_be_released_before_the_end_and_still_find_it_when_it_comes) {
+    Bench bench(with_slow_syncs(300'000));
+    const std::shared_ptr<Ticket> ticket = bench.sync_with_ticket();
+    std::thread waiter([&] { CHECK(!bench.queue.wait_for(*ticket, long_enough).has_value()); });
+    ticket->release_waiters();
+    waiter.join();
+    CHECK(!bench.queue.wait_for(*ticket, long_enough).has_value());
+    CHECK_EQ(bench.outcome(1).ending, Ending::succeeded);
+    CHECK(bench.queue.wait_for(*ticket, 0ns)->empty());
+}
+
 TEST(of_many_that_wait_for_one_operation_one_takes_it_and_all_are_woken) {
     Bench bench(with_slow_syncs(50'000));
     const std::shared_ptr<Ticket> ticket = bench.sync_with_ticket();
@@ -613,6 +647,58 @@ TEST(every_operation_reaches_exactly_one_of_those_that_wait_and_listen) {
     std::sort(heard.begin(), heard.end());
     CHECK_EQ(heard.size(), threads * each);
     for (std::size_t id = 0; id < heard.size(); ++id) CHECK_EQ(heard[id], id);
+}
+
+namespace {
+
+// Counts how often it is woken.
+class Woken final : public Backend {
+  public:
+    Woken(std::unique_ptr<Backend> inner, std::atomic<int>& times)
+        : inner_(std::move(inner)), times_(times) {}
+    [[nodiscard]] std::string_view name() const noexcept override { return inner_->name(); }
+    void attach() override { inner_->attach(); }
+    [[nodiscard]] unsigned capacity() const noexcept override { return inner_->capacity(); }
+    [[nodiscard]] bool push(const Request& request) override { return inner_->push(request); }
+    [[nodiscard]] std::size_t submit_and_reap(std::span<Completion> out, Wait wait) override {
+        return inner_->submit_and_reap(out, wait);
+    }
+    void wake() noexcept override {
+        ++times_;
+        inner_->wake();
+    }
+
+  private:
+    std::unique_ptr<Backend> inner_;
+    std::atomic<int>& times_;
+};
+
+}  // namespace
+
+TEST(a_drive_that_has_no_room_is_not_woken_for_what_it_could_not_begin) {
+    Bench other;  // for its file
+    std::atomic<int> wakes = 0;
+    std::atomic<int> ended = 0;
+    FaultPlan slow = one_rule({.kind = FaultRule::Kind::delay, .every = 1, .delay_us = 50'000});
+    auto backend =
+        std::make_unique<Woken>(make_fault_backend(make_backend("memory", 64), std::move(slow)), wakes);
+    Drive drive(std::move(backend), {.chunk_bytes = chunk, .inflight_bytes = chunk},
+                [&](const std::vector<Outcome>& outcomes) { ended += static_cast<int>(outcomes.size()); });
+    std::vector<std::byte> memory = pattern(3 * chunk, 1);
+    const auto submit = [&] {
+        Operation operation;
+        operation.verb = Verb::write;
+        operation.file = other.file;
+        operation.memory = memory.data();
+        operation.length = memory.size();
+        drive.submit(std::move(operation));
+    };
+    submit();
+    while (drive.stats().chunks == 0) std::this_thread::sleep_for(1ms);
+    for (int i = 0; i < 10; ++i) submit();
+    drive.stop();
+    CHECK_EQ(ended.load(), 11);
+    CHECK(wakes <= 2);  // for the first, and to stop
 }
 
 TEST(wrong_options_are_refused_before_a_thread_starts) {

@@ -122,6 +122,53 @@ def test_a_failure_needs_nobody_elses_thread() -> None:
         assert isinstance(file.pread(bytearray(10)).exception(HANG_S), ShortReadError)
 
 
+def test_the_queues_own_thread_sleeps_on_while_others_wait_for_their_own(tmp_path: Path) -> None:
+    def switches(thread: threading.Thread) -> int:
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        return int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+
+    others = threading.enumerate()
+    with memory_file(FaultPlan().delay(delay_us=20_000, every=1)) as (_, file):
+        (completer,) = (thread for thread in threading.enumerate() if thread not in others)
+        file.pwrite(b"abc").result(TIMEOUT_S)
+        before = switches(completer)
+        for _ in range(20):
+            assert file.pwrite(b"abc").result(TIMEOUT_S) == 3
+        assert switches(completer) - before < 10  # 0 but for what ends before it is waited for
+
+
+def test_a_callback_added_at_any_line_of_ending_is_called_once() -> None:
+    for nth in range(1, 1000):
+        calls: list[object] = []
+        with memory_file(FaultPlan().delay(delay_us=2000, every=1)) as (queue, file):
+            future = file.pwrite(b"abc")
+            added = with_call_at(nth, partial(future.add_done_callback, calls.append), partial(future.result, HANG_S))
+            assert future.result(HANG_S) == 3
+        queue.close()
+        if not added:
+            break
+        assert calls == [future], f"added at line {nth}"
+    assert 10 < nth < 999
+
+
+def test_what_waits_on_many_is_told_although_it_comes_at_any_line_of_ending() -> None:
+    for nth in range(1, 1000):
+        with memory_file(FaultPlan().delay(delay_us=2000, every=1)) as (_, file):
+            future = file.pwrite(b"abc")
+            waiting: list[concurrent.futures.Future[Any]] = []
+
+            def wait_on_many(future: IOFuture[int] = future, waiting: list[Any] = waiting) -> None:
+                thread, end = begun_in_thread(lambda: concurrent.futures.wait([future], HANG_S).done)
+                waiting.append(end)
+                thread.join(0.002)
+
+            came = with_call_at(nth, wait_on_many, partial(future.result, HANG_S))
+            if not came:
+                break
+            assert waiting[0].result(TIMEOUT_S) == {future}, f"came at line {nth}"
+    assert 10 < nth < 999
+
+
 # --- with a timeout ----------------------------------------------------------------------------------------------
 
 
@@ -350,6 +397,23 @@ def ends_despite_interrupts(future: IOFuture[int]) -> tuple[int, int]:
             interrupts += 1
 
 
+def test_a_signal_is_handled_at_once_while_the_main_thread_waits(tmp_path: Path) -> None:
+    def handler(_: int, __: FrameType | None) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with held("memory", tmp_path / "file") as (_, _file, first):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Interrupted):
+                first.result()
+            assert not first.done()  # the drive holds it for much longer
+            assert first.result(TIMEOUT_S) == CHUNK
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_any_number_of_interrupts_loses_no_operation_and_no_memory(backend: str, tmp_path: Path) -> None:
     data = pattern(4000, seed=1)
     called: list[object] = []
@@ -392,6 +456,33 @@ class InterruptAt:
                 self.struck = True
                 raise Interrupted
         return self
+
+
+class CallAt(InterruptAt):
+    """Makes a call before the nth line, instead of raising."""
+
+    def __init__(self, nth: int, call: Callable[[], object]) -> None:
+        super().__init__(nth)
+        self.call = call
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> InterruptAt | None:
+        try:
+            return super().__call__(frame, event, argument)
+        except Interrupted:
+            self.call()
+            return self
+
+
+def with_call_at(nth: int, call: Callable[[], object], work: Callable[[], object]) -> bool:
+    """Do the work, and make the call before its nth line of deepnvme's. False: it has ended before."""
+    caller = CallAt(nth, call)
+    before = sys.gettrace()
+    sys.settrace(caller)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return caller.struck
 
 
 def line_of(frame: FrameType) -> str:

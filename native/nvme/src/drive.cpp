@@ -195,13 +195,14 @@ bool Drive::take_inbox() {
 }
 
 // Sleeping is declared under the lock that submit takes: an operation is either seen here or wakes the
-// backend.
+// backend. While others wait for room it could not begin, and the completion that makes room is enough.
 Wait Drive::how_to_wait() {
     const std::lock_guard lock(mutex_);
     const bool idle = waiting_.empty() && parked_.empty() && issued_.empty();
     if (!inbox_.empty() || arenas_seen_ != arenas_asked_ || (stopping_ && idle)) return Wait::none;
-    sleeping_ = true;
-    return waiting_.empty() ? Wait::some : Wait::several;  // the drive has all that it has room for
+    const bool full = !waiting_.empty() && in_kernel_ > 0;  // the drive has all that it has room for
+    sleeping_ = !full;
+    return full ? Wait::several : Wait::some;
 }
 
 // Registered buffers can change only while nothing is in flight; issue() waits for that.

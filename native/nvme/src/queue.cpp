@@ -1,9 +1,13 @@
 #include "deepnvme/queue.hpp"
 
+#include <linux/futex.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <climits>
+#include <ctime>
 #include <iterator>
 #include <utility>
 
@@ -24,7 +28,27 @@ std::unique_ptr<Backend> backend_for(const QueueOptions& options, const std::str
     return options.faults ? make_fault_backend(std::move(backend), *options.faults) : std::move(backend);
 }
 
+// Until it is not 0, at most so long. Unlike a condition variable's, the sleep ends when a signal handler has
+// run, and costs the thread that wakes to cold caches little.
+void sleep_while_zero(std::atomic<std::uint32_t>& word, std::chrono::nanoseconds timeout) {
+    if (timeout <= std::chrono::nanoseconds::zero()) return;
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
+    const timespec rest{static_cast<std::time_t>(seconds.count()),
+                        static_cast<long>((timeout - seconds).count())};
+    ::syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, 0, &rest, nullptr, 0);
+}
+
+void wake_all(std::atomic<std::uint32_t>& word) noexcept {
+    ::syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
 }  // namespace
+
+void Ticket::release_waiters() noexcept {
+    std::uint32_t under_way = 0;
+    state_.compare_exchange_strong(under_way, released);
+    wake_all(state_);
+}
 
 Queue::Queue(QueueOptions options)
     : options_(std::move(options)),
@@ -192,14 +216,17 @@ std::vector<Outcome> Queue::wait_ended() {
 std::optional<std::vector<Outcome>> Queue::wait_for(Ticket& ticket, std::chrono::nanoseconds timeout) {
     if (belongs_to_a_parent()) return std::vector<Outcome>{};
     std::unique_lock lock(mutex_);
-    if (!ticket.ended_) {
+    if (ticket.state_ != Ticket::ended) {
         ++ticket.waiting_;
-        if (!ticket.changed_.wait_for(lock, timeout, [&] { return ticket.ended_; })) {
+        lock.unlock();
+        sleep_while_zero(ticket.state_, timeout);
+        lock.lock();
+        if (ticket.state_ != Ticket::ended) {
             --ticket.waiting_;
             return std::nullopt;
         }
         --coming_;
-        if (ended_.empty()) news_.notify_one();
+        if (ended_.empty() && drained_) news_.notify_one();
     }
     if (!ended_.empty()) ++settling_;
     return std::exchange(ended_, {});
@@ -209,7 +236,7 @@ void Queue::hand_back(std::vector<Outcome> outcomes) {
     const std::lock_guard lock(mutex_);
     std::move(outcomes.begin(), outcomes.end(), std::back_inserter(handed_back_));
     --settling_;
-    news_.notify_one();
+    if (!handed_back_.empty() || drained_) news_.notify_one();
 }
 
 bool Queue::close(std::chrono::nanoseconds patience) {
@@ -269,9 +296,11 @@ void Queue::ended(std::vector<Outcome> outcomes) {
     room_.notify_all();
     for (Outcome& outcome : outcomes) {
         if (outcome.ticket) {
-            outcome.ticket->ended_ = true;
-            coming_ += std::exchange(outcome.ticket->waiting_, 0);
-            outcome.ticket->changed_.notify_all();
+            outcome.ticket->state_ = Ticket::ended;
+            if (const unsigned woken = std::exchange(outcome.ticket->waiting_, 0); woken > 0) {
+                coming_ += woken;
+                wake_all(outcome.ticket->state_);
+            }
         }
         ended_.push_back(std::move(outcome));
     }

@@ -34,6 +34,9 @@ class Ticket {
     [[nodiscard]] bool cancel() noexcept { return claim(Claim::cancelled); }
     // Whether a queue took the operation: it then ends, exactly once.
     [[nodiscard]] bool taken() const noexcept { return taken_; }
+    // Lets go whoever waits for the end now or later: it was cancelled, and the drive may be long in coming
+    // to it.
+    void release_waiters() noexcept;
 
   private:
     friend class Queue;  // what is not atomic below is guarded by its mutex
@@ -46,9 +49,10 @@ class Ticket {
 
     std::atomic<Claim> claim_{Claim::free};
     std::atomic<bool> taken_ = false;
-    bool ended_ = false;
-    unsigned waiting_ = 0;  // threads that sleep on `changed_`
-    std::condition_variable changed_;
+    static constexpr std::uint32_t ended = 1;
+    static constexpr std::uint32_t released = 2;
+    std::atomic<std::uint32_t> state_ = 0;  // a futex
+    unsigned waiting_ = 0;                  // threads that sleep on it
 };
 
 // What a caller wants done with one piece of memory. Memory and file stay valid until it has ended.

@@ -56,9 +56,9 @@ class Queue {
     // once the queue is closed and everything was returned.
     [[nodiscard]] std::vector<Outcome> wait_ended();
     // Blocks until that operation has ended and returns whatever has ended and nobody took yet, itself among
-    // it or not; nothing when the time is up. Saves a thread's wake-up per operation: see
-    // docs/decisions/0003. Whoever takes outcomes here calls hand_back when they are dealt with: wait_ended
-    // does not end before.
+    // it or not; nothing when the time is up, a signal handler has run, or Ticket::release_waiters was
+    // called. Saves a thread's wake-up per operation: see docs/decisions/0003. Whoever takes outcomes here
+    // calls hand_back when they are dealt with: wait_ended does not end before.
     [[nodiscard]] std::optional<std::vector<Outcome>> wait_for(Ticket& ticket,
                                                                std::chrono::nanoseconds timeout);
     // What wait_for returned is dealt with, but for these, which are for wait_ended() after all.
