@@ -235,7 +235,7 @@ def test_what_a_compiler_traces_has_no_holds() -> None:
 
     @torch.compile(backend="eager", fullgraph=True)
     def compiled(x: torch.Tensor) -> torch.Tensor:
-        return held(x)
+        return torch.as_tensor(held(x))
 
     assert compiled(torch.zeros(1)).item() == 1
     torch._dynamo.reset()
