@@ -52,6 +52,10 @@ def _nothing() -> None:
     pass
 
 
+def _no_rounds(_said: Sequence[int]) -> Sequence[Round]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
     """One collective of torch, between what fills its buffers and what empties them. All are flat uint8 tensors."""
@@ -120,7 +124,7 @@ class Pending:
 
     def agreed(self, nbytes: Sequence[int]) -> None:
         """Note that all ranks do this, and how many bytes each has to share."""
-        self._rounds = list(self._make_rounds(nbytes))
+        self._rounds, self._make_rounds = list(self._make_rounds(nbytes)), _no_rounds
         self.since = time.monotonic()
 
     @property
@@ -154,7 +158,7 @@ class Pending:
         """Note how it ended, and let go of all that it used."""
         self.ended, self.error = True, error
         tell, self._tell = self._tell, ignore
-        self._rounds, self._work, self._after = [], None, ()
+        self._rounds, self._make_rounds, self._work, self._after = [], _no_rounds, None, ()
         tell(error)
 
 
