@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +108,7 @@ class ParameterGatherer:
 
     The limit is the same on all ranks. Parameters of `small` stay whole from one update to the next, and are gathered
     together. `below` brings the shards of `fetched`, which are at home elsewhere, to the device, where it has room for
-    `below_bytes` of the largest shards.
+    `below_bytes` of the largest shards. `beside` is called whenever modules ask for something.
     """
 
     def __init__(
@@ -124,8 +124,10 @@ class ParameterGatherer:
         below: ParameterFetcher | None = None,
         below_bytes: int = 0,
         fetched: Collection[int] = (),
+        beside: Callable[[], None],
     ) -> None:
         self.limit = limit
+        self._beside = beside
         self._ranks = ranks
         self._lanes = lanes
         self._memory = memory
@@ -177,6 +179,7 @@ class ParameterGatherer:
         try:
             self._provide(use)
             self._gather_ahead()
+            self._beside()
         finally:
             self.let_go(use.parameters)
 

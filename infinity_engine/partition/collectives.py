@@ -52,6 +52,7 @@ _LOOK_S = 0.25  # how often a rank that waits looks whether another has failed
 _TURN_S = 1e-3  # for one sequence, while another has something under way
 _PAUSE_S = 0.1e-3  # between looks at a device
 _PATIENCE_S = 5.0  # for the others to say what became of them
+_STALL_S = 0.05  # who waits for so long asks whether it is because of what another waits for
 
 
 class CollectiveEvent(Event):
@@ -76,6 +77,11 @@ class CollectiveEvent(Event):
             CollectiveError: it failed, or one before it.
         """
         self._owner.wait_for(self._pending)
+
+    @property
+    def said(self) -> Sequence[int]:
+        """The number that each rank has sent along, once it has ended well."""
+        return self._pending.said
 
     def launched(self) -> Event | None:
         """Block until all of it is in its stream; return the event that other streams can wait for.
@@ -247,7 +253,8 @@ class Collectives:
         self._closed = False
         self._polling = False
         self._started = 0
-        self._looked = 0.0
+        self._looked = self._asked = 0.0
+        self._join: Callable[[int], object] | None = None
         self._headers: deque[tuple[Pending, HostWork, torch.Tensor]] = deque()
         self._under_way: deque[Pending] = deque()
         self._sequences = [self]
@@ -309,6 +316,24 @@ class Collectives:
         others.append(self)
         self._sequences = others
 
+    def on_stall(self, join: Callable[[int], object]) -> None:
+        """Call `join` with the number of a collective of this sequence that a rank waits for and this one lacks.
+
+        Called while this rank waits in another sequence for one that the other rank has not come to, so that neither
+        would go on. [Note: who waits for whom]
+        """
+        self._join = join
+
+    @property
+    def started(self) -> int:
+        """How many collectives of this sequence were started here."""
+        return self._started
+
+    @property
+    def can_stall(self) -> bool:
+        """Whether ranks can wait for one another in two orders, as they hear of it: `on_stall`."""
+        return self._failures.can_tell
+
     @property
     def failed(self) -> bool:
         """Whether nothing works any more: one of them has failed, or this rank has left."""
@@ -357,19 +382,25 @@ class Collectives:
         rounds: Sequence[Round],
         *,
         key: bytes = b"",
+        says: int | None = None,
         after: Sequence[Event] = (),
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> CollectiveEvent:
         """Begin a collective, whose data moves once all of `after` have passed and all ranks have come to it.
 
         `op` names it for messages; all ranks must start the same, with the same `key`. `ended` is called when it
-        ends, with the error if there is one.
+        ends, with the error if there is one. What a rank `says` all can read from the event; where all say 0, no data
+        moves.
 
         Raises:
             CollectiveError: an earlier one has failed.
             RuntimeError: it is closed.
         """
-        pending = self._begin(op, lambda _: rounds, self._issue, key=key, after=after, ended=ended)
+
+        def of_what_was_said(said: Sequence[int]) -> Sequence[Round]:
+            return rounds if says is None or any(said) else ()
+
+        pending = self._begin(op, of_what_was_said, self._issue, key=key, nbytes=says or 0, after=after, ended=ended)
         self.poll()
         return CollectiveEvent(self, pending)
 
@@ -421,13 +452,13 @@ class Collectives:
 
     def wait_for(self, pending: Pending) -> None:
         """Let a collective come to its end."""
-        self._wait_until(lambda: pending.ended)
+        self._wait_until(lambda: pending.ended, pending)
         if pending.error is not None:
             raise pending.error
 
     def wait_for_launch(self, pending: Pending) -> Event | None:
         """Let a collective come to its end or, where it has one, into its stream."""
-        self._wait_until(lambda: pending.ended or (pending.issued and isinstance(pending.work, Event)))
+        self._wait_until(lambda: pending.ended or (pending.issued and isinstance(pending.work, Event)), pending)
         if pending.error is not None:
             raise pending.error
         return pending.work if isinstance(pending.work, Event) else None
@@ -456,15 +487,36 @@ class Collectives:
 
     # --- how they go on ---------------------------------------------------------------------------------------------
 
-    def _wait_until(self, reached: Callable[[], bool]) -> None:
+    def _wait_until(self, reached: Callable[[], bool], pending: Pending) -> None:
+        since = time.monotonic()
         while True:
             for each in self._sequences:
                 each.poll()
             if reached():
                 return
             self._look()
+            if time.monotonic() - max(since, self._asked) > _STALL_S and pending.waits_for_headers:
+                self._asked = time.monotonic()
+                self._resolve_stall(pending)
             if not reached():
                 self._block()
+
+    def _resolve_stall(self, pending: Pending) -> None:
+        """Say which one this rank waits for; or start what a rank waits for that has not come to that.
+
+        [Note: who waits for whom] Where ranks do other things between two gathers, one may wait for a reduce that
+        another would start later, after a gather that the first has not come to. Who waits for a reduce says so, and
+        how many gathers it has started; who waits for a gather beyond that starts the reduce. Nothing that belongs to
+        it can come any more: in the order of gathers, which is that of all ranks, it is past where the other is.
+        """
+        others = [each for each in self._sequences if each is not self]
+        if self._join is not None:
+            self._failures.want(pending.number, sum(each._started for each in others))
+        for other in others:
+            if other._join is not None:
+                number, position = other._failures.wanted()
+                if number > other._started and pending.number > position:
+                    other._join(number)
 
     def _block(self) -> None:
         """Let others have the processor, until the oldest can go on or for a short time."""
@@ -473,7 +525,8 @@ class Collectives:
         if work is None or isinstance(work, Event):
             time.sleep(_PAUSE_S)
         else:
-            work.block(_TURN_S if any(each._under_way for each in self._sequences if each is not self) else _LOOK_S)
+            others = [each for each in self._sequences if each is not self]
+            work.block(_TURN_S if any(each._under_way for each in others) else _STALL_S if others else _LOOK_S)
 
     def _begin(
         self,

@@ -66,7 +66,7 @@ class Round:
 
 
 Rounds = Callable[[Sequence[int]], Sequence[Round]]
-"""Makes the rounds, from how many bytes each rank has to share."""
+"""Makes the rounds, from the number that each rank has sent along, as how many bytes it has to share."""
 
 
 class HostWork(Protocol):
@@ -104,6 +104,7 @@ class Pending:
         self.ended = False
         self.error: CollectiveError | None = None
         self.since = time.monotonic()
+        self.said: Sequence[int] = ()
         self._make_rounds = rounds
         self._rounds: list[Round] | None = None
         self._issue = issue
@@ -123,7 +124,8 @@ class Pending:
         return self._rounds is not None and not self._rounds
 
     def agreed(self, nbytes: Sequence[int]) -> None:
-        """Note that all ranks do this, and how many bytes each has to share."""
+        """Note that all ranks do this, and which number each has sent along, as how many bytes it has to share."""
+        self.said = tuple(nbytes)
         self._rounds, self._make_rounds = list(self._make_rounds(nbytes)), _no_rounds
         self.since = time.monotonic()
 

@@ -53,6 +53,13 @@ FEW = {
     "odd": Run(model="odd", settings=ONE_BY_ONE),
     "routed": Run(model="routed", settings={**ONE_BY_ONE, "ranks": {"leaf_modules": ["Experts"]}}),
     "routed, stage gradients": Run(model="routed", settings={"ranks": {"stage": "gradients"}}),
+    # Room for a few gradients: what one rank waits for is of experts that the other does not use.
+    "routed, little room": Run(
+        model="routed", settings={**ONE_BY_ONE, "ranks": {"leaf_modules": ["Experts"], "bucket_bytes": 4096}}
+    ),
+    "routed, little room, stage gradients": Run(
+        model="routed", settings={"ranks": {"stage": "gradients", "bucket_bytes": 4096}}
+    ),
 }
 AS_SMALL = ("one by one", "broadcast", "emulated", "at home on the host", "stage gradients", "stage optimizer")
 
@@ -136,10 +143,27 @@ def test_closing_leaves_whole_parameters_on_every_rank() -> None:
             assert differing(found["after"], {name: found["states"][name] for name in found["after"]}) == []
 
 
-def test_an_expert_that_no_rank_uses_makes_no_step() -> None:
-    for size in (2, 3, 4):
+@pytest.mark.parametrize("name", ["routed, little room", "routed, little room, stage gradients"])
+def test_ranks_that_use_other_experts_and_have_room_for_few_gradients_have_the_same_bits(name: str) -> None:
+    [found, *_] = ran(2)
+
+    assert differing(found[name]["states"], found["routed"]["states"]) == []
+
+
+@pytest.mark.parametrize("stage", ["parameters", "gradients"])
+def test_a_backward_never_holds_more_whole_gradients_than_there_is_room_for(stage: str) -> None:
+    for found in launched(2, programs.holds, stage, 1):
+        one = 64 * 64 * 4
+        assert found["most"] <= one + 2 * 32768 + one  # one that autograd has just made
+        assert found["room"] < 10 * one
+        assert found["left"] == 0
+
+
+@pytest.mark.parametrize("name", ["routed", "routed, little room"])
+def test_an_expert_that_no_rank_uses_makes_no_step(name: str) -> None:
+    for size in (2, 3, 4) if name == "routed" else (2,):
         for rank in ran(size):
-            states = rank["routed"]["states"]
+            states = rank[name]["states"]
             made = [int(states[f"blocks.0.experts.{number}.weight: step"]) for number in range(4)]
             assert made == [3, 3, 3, 0]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +32,7 @@ __all__ = [
     "differ",
     "ends",
     "engine_of",
+    "holds",
     "looks",
     "made",
     "sometimes",
@@ -282,6 +285,56 @@ def sometimes() -> list[dict[str, Any]]:
             engine.step()
             found.append({"norm": norm, "states": states_of(engine, task)})
     return found
+
+
+class Deep(Task):
+    """Many layers of as many parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(40))
+
+    def batch(self, seed: int) -> torch.Tensor:
+        return torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = batch
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+def holds(stage: str, slow: int) -> dict[str, Any]:
+    """Train a deep model, in whose backwards one rank is slower; return the most bytes of whole gradients at a time."""
+    rank, _ = where()
+    torch.manual_seed(0)
+    task = Deep()
+    alive = most = 0
+
+    def gone(nbytes: int) -> None:
+        nonlocal alive
+        alive -= nbytes
+
+    def came(parameter: torch.Tensor) -> None:
+        nonlocal alive, most
+        if rank == slow:
+            time.sleep(0.003)
+        assert parameter.grad is not None
+        alive += parameter.grad.nbytes
+        weakref.finalize(parameter.grad.untyped_storage(), gone, parameter.grad.nbytes)
+        most = max(most, alive)
+
+    for each in task.parameters():
+        each.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]  # torch is
+    settings = {"storage": {"small_bytes": 0}, "ranks": {"stage": stage, "bucket_bytes": 32768}}
+    run = Run(steps=2, settings=settings)
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(run, task, torch.optim.SGD(task.parameters(), lr=0.1), around)
+        for step in range(run.steps):
+            engine.backward(engine(batch_of(task, step)))
+            engine.step()
+        [host] = engine.usage()
+        return {"most": most, "left": alive, "room": dict(host.holders).get("whole gradients")}
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
