@@ -107,8 +107,8 @@ class ParameterGatherer:
     """Gathers `parameters` into `memory`, of which it keeps `limit` bytes, through buffers of `wire_bytes` each.
 
     The limit is the same on all ranks. Parameters of `small` stay whole from one update to the next, and are gathered
-    together. `below` brings the shards of `fetched`, which are at home elsewhere, to the device, where it has room for
-    `below_bytes` of the largest shards. `beside` is called whenever modules ask for something.
+    together. `below` brings the shards of `fetched`, which are at home elsewhere, to the device. Where some rank has
+    such, gathers take no more than `below_bytes` of the largest shards on any. `beside` is called whenever modules ask for something.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ParameterGatherer:
         wire_bytes: int,
         small: Collection[int] = (),
         below: ParameterFetcher | None = None,
-        below_bytes: int = 0,
+        below_bytes: int | None = None,
         fetched: Collection[int] = (),
         beside: Callable[[], None],
     ) -> None:
@@ -417,14 +417,14 @@ class ParameterGatherer:
         """Begin to make these whole, none of which is here, in as many gathers as shards need to be on the device."""
         part: list[int] = []
         for number in numbers:
-            if part and self._below is not None and self._weight([*part, number]) > self._below_bytes:
+            if part and self._below_bytes is not None and self._weight([*part, number]) > self._below_bytes:
                 self._gather_part(name, part)
                 part = []
             part.append(number)
         self._gather_part(name, part)
 
     def _gather_part(self, name: str, numbers: Sequence[int]) -> None:
-        while self._below is not None and self._under_way and self._weight_with(numbers) > self._below_bytes:
+        while self._below_bytes is not None and self._under_way and self._weight_with(numbers) > self._below_bytes:
             self._end(self._under_way[0])
         group = self._group(name, tuple(numbers))
         wire = self._wire() if group.gather_bytes() else None

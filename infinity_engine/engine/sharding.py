@@ -210,7 +210,7 @@ class Sharding:
             wire_bytes=self.gather_bytes,
             small=self._small(small_bytes, min(limit - self.least, limit // _LARGEST_SMALL_PART)),
             below=shards.fetcher,
-            below_bytes=self.deepest_shards,
+            below_bytes=self.deepest_shards if self._some_fetch(shards) else None,
             fetched=shards.fetched,
             beside=reducer.go_on,
         )
@@ -224,6 +224,10 @@ class Sharding:
         free = ledger.free(Tier.DEVICE) - self.wires_bytes - self.least
         more = min(max(free, 0), every - self.least)
         return self.ranks.least("room for whole parameters", self.least + more)
+
+    def _some_fetch(self, shards: Shards) -> bool:
+        """Tell whether shards are at home elsewhere on any rank: plans may differ where machines do."""
+        return self.ranks.most("who fetches shards", int(shards.fetcher is not None)) > 0
 
     def _small(self, small_bytes: int, room: int) -> list[int]:
         """Return the parameters of fewer bytes that stay whole from one update to the next."""

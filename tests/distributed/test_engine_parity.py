@@ -174,6 +174,21 @@ def test_one_process_of_torchrun_trains_as_one_without_it() -> None:
     assert differing(found["states"], alone("small")["states"]) == []
 
 
+LITTLE = 200 << 10  # of a device: parameters are at home on the host
+
+
+def test_ranks_whose_parameters_are_at_home_elsewhere_gather_in_the_same_parts() -> None:
+    first, second = launched(2, programs.have_other_devices, (64 << 20, LITTLE))
+
+    assert (first["parameters"], second["parameters"]) == ("DEVICE", "HOST")
+    assert first["alike"] == second["alike"] == [True, True]
+
+
+def test_what_there_was_no_room_to_gather_keeps_no_buffers() -> None:
+    for found in launched(2, programs.run_short, (LITTLE, LITTLE)):
+        assert found == ["CapacityError"] * 4 + ["UPDATED"]
+
+
 @cache
 def looked() -> list[dict[str, Any]]:
     return launched(2, programs.looks)

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 import infinity_engine
 from infinity_engine.accel import Accelerator, Emulation, emulated_accelerator
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import CollectiveError, ConfigError
+from infinity_engine.errors import CapacityError, CollectiveError, ConfigError
 from infinity_engine.plan import Rates
 from support.determinism import deterministic_compute
 from support.small_models import MODELS, Task
@@ -32,9 +32,11 @@ __all__ = [
     "differ",
     "ends",
     "engine_of",
+    "have_other_devices",
     "holds",
     "looks",
     "made",
+    "run_short",
     "sometimes",
     "states_of",
     "train",
@@ -60,6 +62,7 @@ class Run:
     steps: int = 3
     accumulation: int = 1
     emulated: bool = False
+    device_bytes: Sequence[int] = ()  # of each rank's emulated device
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -146,7 +149,8 @@ def engine_of(run: Run, task: Task, optimizer: torch.optim.Optimizer, around: Ex
     """Return an engine for it, which ends with `around`."""
     device: AbstractContextManager[Accelerator | None] = nullcontext()
     if run.emulated:
-        device = emulated_accelerator(Emulation(rates=RATES, capacity_bytes=64 << 20))
+        nbytes = run.device_bytes[where()[0]] if run.device_bytes else 64 << 20
+        device = emulated_accelerator(Emulation(rates=RATES, capacity_bytes=nbytes))
     settings = {**SETTINGS, "accumulation_steps": run.accumulation, **run.settings}
     on = around.enter_context(device)
     return around.enter_context(infinity_engine.initialize(task, optimizer, settings, device=on))
@@ -190,6 +194,7 @@ def train(run: Run) -> dict[str, Any]:
         usage = engine.usage()
         found: dict[str, Any] = {"losses": losses, "norms": norms, "states": states_of(engine, task)}
         found["within"] = all(each.peak_held <= each.limit for each in usage)
+        found["parameters"] = engine.plan.parameters.name
     found["after"] = {name: each.detach().clone() for name, each in task.named_parameters()}
     return found
 
@@ -335,6 +340,76 @@ def holds(stage: str, slow: int) -> dict[str, Any]:
             engine.step()
         [host] = engine.usage()
         return {"most": most, "left": alive, "room": dict(host.holders).get("whole gradients")}
+
+
+class Uneven(Task):
+    """Of as many elements, two parameters of one block each have larger shards than one of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(64, 128, bias=False)
+        self.narrow = nn.Linear(128, 64, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+
+    def batch(self, seed: int) -> torch.Tensor:
+        return torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.narrow(torch.tanh(self.wide(batch))))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+def _uneven(device_bytes: Sequence[int], around: ExitStack) -> tuple[Uneven, Engine]:
+    """Return a model of which no more is whole than one module, where a device has so few bytes."""
+    torch.manual_seed(0)
+    task = Uneven()
+    run = Run(
+        emulated=True,
+        device_bytes=device_bytes,
+        settings={
+            "strategy": "host_only",
+            "budget": {"host": "64MiB"},
+            "storage": {"small_bytes": 0},
+            "ranks": {"bucket_bytes": 4096},
+        },
+    )
+    return task, engine_of(run, task, torch.optim.SGD(task.parameters(), lr=0.1), around)
+
+
+def run_short(device_bytes: Sequence[int]) -> list[str]:
+    """Ask for more than there is room for, again and again, and then for what there is; return what came of it."""
+    found = []
+    with deterministic_compute(), ExitStack() as around:
+        task, engine = _uneven(device_bytes, around)
+        parameters = list(task.parameters())
+        with engine.gathered(parameters[-1]):
+            kept = parameters[-1].detach()
+        for _ in range(4):
+            try:
+                with engine.gathered(parameters[-3:-1]):
+                    found.append("there was room")
+            except CapacityError as error:
+                found.append(type(error).__name__)
+        del kept
+        engine.backward(engine(batch_of(task, 0)))
+        found.append(engine.step().outcome.name)
+    return found
+
+
+def have_other_devices(device_bytes: Sequence[int]) -> dict[str, Any]:
+    """Use parameters together on ranks of which the devices are not as large."""
+    with deterministic_compute(), ExitStack() as around:
+        task, engine = _uneven(device_bytes, around)
+        engine.backward(engine(batch_of(task, 0)))
+        engine.step()
+        two = dict(list(task.named_parameters())[-2:])
+        with engine.gathered(two.values()):
+            values = {name: each.detach().clone() for name, each in two.items()}
+        bits = engine.state_dict()
+        alike = [torch.equal(values[name], bits[name]) for name in two]
+        return {"parameters": engine.plan.parameters.name, "alike": alike}
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
