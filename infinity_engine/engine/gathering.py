@@ -108,7 +108,8 @@ class ParameterGatherer:
 
     The limit is the same on all ranks. Parameters of `small` stay whole from one update to the next, and are gathered
     together. `below` brings the shards of `fetched`, which are at home elsewhere, to the device. Where some rank has
-    such, gathers take no more than `below_bytes` of the largest shards on any. `beside` is called whenever modules ask for something.
+    such, gathers take no more than `below_bytes` of the largest shards on any. `beside` is called whenever modules ask
+    for something.
     """
 
     def __init__(
@@ -428,6 +429,7 @@ class ParameterGatherer:
             self._end(self._under_way[0])
         group = self._group(name, tuple(numbers))
         wire = self._wire() if group.gather_bytes() else None
+        held: Sequence[int] = ()
         leases: list[Lease] = []
         try:
             held = self._hold_shards(name, numbers)
@@ -438,6 +440,7 @@ class ParameterGatherer:
         except BaseException:
             for lease in leases:
                 lease.close()
+            self._give_back(wire, held)
             raise
         gather = _Gather(group, tuple(numbers), event, wire, held)
         self._under_way.append(gather)
@@ -459,17 +462,24 @@ class ParameterGatherer:
         """Wait until a gather has ended, and let go of what it used."""
         if gather.ended:
             return
-        if not gather.event.done():
-            with self._lanes.meter.waits(Wait.PARAMETERS):
-                gather.event.wait()
-        gather.event.wait()  # raises what failed
+        try:
+            if not gather.event.done():
+                with self._lanes.meter.waits(Wait.PARAMETERS):
+                    gather.event.wait()
+            gather.event.wait()  # raises what failed
+        finally:
+            if gather in self._under_way and gather.event.done():
+                self._under_way.remove(gather)
+                self._give_back(gather.wire, gather.held)
         gather.end()
-        self._under_way.remove(gather)
         gather.group.release()
-        if gather.wire is not None:
-            self._free_wires.append(gather.wire)
+
+    def _give_back(self, wire: Lease | None, held: Sequence[int]) -> None:
+        """Let others have what a gather has used."""
+        if wire is not None:
+            self._free_wires.append(wire)
         if self._below is not None:
-            self._below.let_go(gather.held)
+            self._below.let_go(held)
 
     def _wire(self) -> Lease:
         """Return a buffer, that of the oldest gather where none is free: [Note: all ranks decide alike]."""
