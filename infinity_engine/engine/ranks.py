@@ -127,6 +127,16 @@ class Ranks:
         self.agree_on("the model", {**{each.name: _kind_of(each) for each in parameters}, **optimizer})
         self.agree_on("the model's first values", {each.name: digest_of(each.parameter) for each in parameters})
 
+    def agree_again_on(self, what: str, mine: Mapping[str, object]) -> None:
+        """Do as `agree_on`, for what is asked often and mostly is the same: ranks exchange a checksum first.
+
+        Raises:
+            CollectiveError: they do not say the same.
+        """
+        checksum = crc32c(json.dumps({name: str(value) for name, value in mine.items()}).encode())
+        if len(set(self.collectives.share(f"whether all agree on {what}", str(checksum).encode()))) > 1:
+            self.agree_on(what, mine)
+
     def least(self, what: str, mine: int) -> int:
         """Return the smallest of what the ranks say."""
         return min(int(each) for each in self.collectives.share(what, str(mine).encode()))

@@ -27,7 +27,7 @@ from infinity_engine.engine.replicating import ParameterReplicas, room_of_gather
 from infinity_engine.engine.sizing import deepest_of
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import DeviceMemory, Ledger
-from infinity_engine.optim import GradientNorm
+from infinity_engine.optim import GradientNorm, Rule
 from infinity_engine.partition import GroupMember
 from infinity_engine.plan import ResolvedBudget, Tier
 from infinity_engine.sim.placing import Wish
@@ -260,6 +260,7 @@ class Whole:
         self.modules = modules
         self.reducer = reducer
         self._norm: GradientNorm | None = None  # of what the reducer has handed on
+        self._agreed: Mapping[str, object] | None = None  # on the update with that
 
     @property
     def ranks(self) -> Ranks:
@@ -282,8 +283,20 @@ class Whole:
         if self.reducer.open and not self.waits(last=last):
             self._reduce()
 
+    def agree_on_update(self, rules: Sequence[Rule], max_grad_norm: float | None, loss_scale: float) -> None:
+        """Make sure that all ranks update in the same way; asked once: who repeats a step does so alone.
+
+        Raises:
+            CollectiveError: they do not; names what differs, and who has what.
+        """
+        groups = {f"optimizer's group {number}": rule for number, rule in enumerate(rules)}
+        mine = {**groups, "max_grad_norm": max_grad_norm, "loss scale": loss_scale}
+        if mine != self._agreed:
+            self.ranks.agree_again_on("what the update is made with", mine)
+            self._agreed = mine
+
     def _reduce(self) -> None:
-        self._norm = None
+        self._norm = self._agreed = None
         self.reducer.finish()
 
     def norm(self, gradients: GradientKeeper) -> GradientNorm:

@@ -32,9 +32,14 @@ def differences() -> list[dict[str, str]]:
             "agreement on the model: the ranks differ in position: float32 [12, 24] in group 0, number 0 on ranks 0, 1",
         ),
         ("values", "agreement on the model's first values: the ranks differ in embed.weight: values of checksum"),
+        ("rate", "agreement on what the update is made with: the ranks differ in optimizer's group 1: AdamW(lr=0.001,"),
+        (
+            "clip",
+            "agreement on what the update is made with: the ranks differ in max_grad_norm: 1.0 on ranks 0, 1, 2.0",
+        ),
     ],
 )
-def test_ranks_that_begin_with_something_else_are_all_told_what(what: str, told: str) -> None:
+def test_ranks_that_begin_or_step_with_something_else_are_all_told_what(what: str, told: str) -> None:
     for found in differences():
         assert found[what].startswith(told)
 

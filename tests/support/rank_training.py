@@ -436,9 +436,26 @@ def differ() -> dict[str, str]:
         drives = {"/no/such/directory": "1MiB"} if last else {}
         refused = begins(Run(settings={"budget": {"host": "64MiB", "nvme": drives}}))
         experts = _told(lambda: train(Run(model="routed")))
-        return {"settings": settings, "model": model, "values": values, "refused": refused, "experts": experts}
+        rate = _told(lambda: _steps_with(rate=2e-3 if last else 1e-3))
+        clip = _told(lambda: _steps_with(clip=2.0 if last else 1.0))
+        begun = {"settings": settings, "model": model, "values": values, "refused": refused}
+        return {**begun, "experts": experts, "rate": rate, "clip": clip}
     finally:
         dist.destroy_process_group()
+
+
+def _steps_with(rate: float = 1e-3, clip: float | None = None) -> None:
+    """Make a step as all do, and another with this learning rate and bound of the norm."""
+    task, optimizer = made(Run())
+    with ExitStack() as around:
+        engine = engine_of(Run(), task, optimizer, around)
+        for step in range(2):
+            engine.backward(engine(batch_of(task, step)))
+            if step:
+                optimizer.param_groups[1]["lr"] = rate
+            if step and clip is not None:
+                engine.clip_grad_norm_(clip)
+            engine.step()
 
 
 def ends(rank: int, step: int, how: str, settings: Mapping[str, Any]) -> str:
