@@ -340,9 +340,8 @@ class ParameterGatherer:
         if self._ranks.collectives.failed:
             return {}
         nbytes = sum(each.nbytes for each in self._parameters.values())
-        free = (
-            self._ranks.least("memory for whole parameters", probe_memory().available_bytes) // self._ranks.neighbours
-        )
+        mine = probe_memory().available_bytes // self._ranks.neighbours
+        free = self._ranks.least("memory for whole parameters", mine)
         if free < nbytes:
             warnings.warn(
                 f"the model's parameters of {nbytes} B stay NaN after close(), as a rank has {free} B for them: save "

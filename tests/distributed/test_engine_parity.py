@@ -137,6 +137,12 @@ def test_buckets_rounds_and_stages_change_no_bit_of_accumulated_and_clipped_grad
     assert found[name]["norms"] == found["bf16"]["norms"]
 
 
+def test_parameters_stay_nan_on_all_ranks_where_one_machine_has_no_room_for_those_of_its_ranks() -> None:
+    for warned in launched(2, programs.close_crowded, 1):
+        assert len(warned) == 1
+        assert "as a rank has 0 B for them" in warned[0]
+
+
 def test_closing_leaves_whole_parameters_on_every_rank() -> None:
     for rank in ran(2):
         for found in rank.values():
@@ -159,6 +165,13 @@ def test_a_backward_never_holds_more_whole_gradients_than_there_is_room_for(stag
         assert found["left"] == 0
 
 
+def test_sums_of_several_micro_batches_that_are_kept_whole_count() -> None:
+    for found in launched(2, programs.holds, "optimizer", 1, 2):
+        every = 40 * 64 * 64 * 4
+        assert found["room"] >= every
+        assert [each >= every for each in found["held"]] == [True, False, True, False]
+
+
 @pytest.mark.parametrize("name", ["routed", "routed, little room"])
 def test_an_expert_that_no_rank_uses_makes_no_step(name: str) -> None:
     for size in (2, 3, 4) if name == "routed" else (2,):
@@ -172,6 +185,14 @@ def test_one_process_of_torchrun_trains_as_one_without_it() -> None:
     [found] = launched(1, programs.train, FEW["small"])
 
     assert differing(found["states"], alone("small")["states"]) == []
+
+
+def test_one_rank_of_a_machine_measures_it_and_all_divide_its_cores() -> None:
+    first, second = launched(2, programs.begin_alike)
+
+    of_each = max(1, first["cores"] // 2)
+    assert (first["asked"], second["asked"]) == ([of_each], [])
+    assert first["threads"] == second["threads"] == [of_each]
 
 
 LITTLE = 200 << 10  # of a device: parameters are at home on the host

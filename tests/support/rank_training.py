@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,8 +20,11 @@ from torch import nn
 
 import infinity_engine
 from infinity_engine.accel import Accelerator, Emulation, emulated_accelerator
+from infinity_engine.config import EngineConfig
+from infinity_engine.engine import assemble
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, CollectiveError, ConfigError
+from infinity_engine.optim import UpdateThreads
 from infinity_engine.plan import Rates
 from support.determinism import deterministic_compute
 from support.small_models import MODELS, Task
@@ -29,16 +35,20 @@ __all__ = [
     "Odd",
     "Run",
     "batch_of",
+    "begin_alike",
+    "close_crowded",
     "differ",
     "ends",
     "engine_of",
     "have_other_devices",
     "holds",
+    "is_killed",
     "looks",
     "made",
     "run_short",
     "sometimes",
     "states_of",
+    "steps_with",
     "train",
     "train_all",
     "where",
@@ -309,7 +319,7 @@ class Deep(Task):
         return x.pow(2).mean()
 
 
-def holds(stage: str, slow: int) -> dict[str, Any]:
+def holds(stage: str, slow: int, accumulation: int = 1) -> dict[str, Any]:
     """Train a deep model, in whose backwards one rank is slower; return the most bytes of whole gradients at a time."""
     rank, _ = where()
     torch.manual_seed(0)
@@ -332,14 +342,17 @@ def holds(stage: str, slow: int) -> dict[str, Any]:
     for each in task.parameters():
         each.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]  # torch is
     settings = {"storage": {"small_bytes": 0}, "ranks": {"stage": stage, "bucket_bytes": 32768}}
-    run = Run(steps=2, settings=settings)
+    run = Run(steps=2, accumulation=accumulation, settings=settings)
+    held = []
     with deterministic_compute(), ExitStack() as around:
         engine = engine_of(run, task, torch.optim.SGD(task.parameters(), lr=0.1), around)
-        for step in range(run.steps):
+        for step in range(run.steps * accumulation):
+            before = engine.usage()[0].held
             engine.backward(engine(batch_of(task, step)))
+            held.append(engine.usage()[0].held - before)
             engine.step()
         [host] = engine.usage()
-        return {"most": most, "left": alive, "room": dict(host.holders).get("whole gradients")}
+        return {"most": most, "left": alive, "held": held, "room": dict(host.holders).get("whole gradients")}
 
 
 class Uneven(Task):
@@ -376,6 +389,42 @@ def _uneven(device_bytes: Sequence[int], around: ExitStack) -> tuple[Uneven, Eng
         },
     )
     return task, engine_of(run, task, torch.optim.SGD(task.parameters(), lr=0.1), around)
+
+
+def close_crowded(rank: int) -> list[str]:
+    """Close where only one rank shares its machine with so many that there is no room; return what was warned of."""
+    task, optimizer = made(Run())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ExitStack() as around:
+            engine = engine_of(Run(), task, optimizer, around)
+            whole = engine._parts.whole
+            assert whole is not None
+            if where()[0] == rank:
+                whole.ranks.neighbours = 1 << 60
+    return [str(each.message) for each in caught if "stay NaN" in str(each.message)]
+
+
+def begin_alike() -> dict[str, Any]:
+    """Begin where rates have to be measured; return who did, with how many threads, and what goes on after that."""
+    asked: list[int | None] = []
+    threads: list[int] = []
+
+    def measured(config: EngineConfig, *_: object, **__: object) -> EngineConfig:
+        asked.append(config.update_threads)
+        return replace(config, rates=RATES)
+
+    def counted(_: type[UpdateThreads], count: int) -> UpdateThreads:
+        threads.append(count)
+        return UpdateThreads([-1] * count)
+
+    with ExitStack() as around:
+        around.enter_context(patch.object(assemble, "with_rates", measured))
+        around.enter_context(patch.object(UpdateThreads, "anywhere", classmethod(counted)))
+        task, optimizer = made(Run())
+        settings = {"strategy": "interleaved", "update_threads": None}
+        engine = engine_of(Run(emulated=True, settings=settings), task, optimizer, around)
+        return {"asked": asked, "threads": threads, "steps": engine.steps, "cores": len(os.sched_getaffinity(0))}
 
 
 def run_short(device_bytes: Sequence[int]) -> list[str]:
@@ -436,12 +485,18 @@ def differ() -> dict[str, str]:
         drives = {"/no/such/directory": "1MiB"} if last else {}
         refused = begins(Run(settings={"budget": {"host": "64MiB", "nvme": drives}}))
         experts = _told(lambda: train(Run(model="routed")))
-        rate = _told(lambda: _steps_with(rate=2e-3 if last else 1e-3))
-        clip = _told(lambda: _steps_with(clip=2.0 if last else 1.0))
-        begun = {"settings": settings, "model": model, "values": values, "refused": refused}
-        return {**begun, "experts": experts, "rate": rate, "clip": clip}
+        return {"settings": settings, "model": model, "values": values, "refused": refused, "experts": experts}
     finally:
         dist.destroy_process_group()
+
+
+def steps_with(what: str) -> str:
+    """Step with something else on the last rank, once all have made a step; return what each was told."""
+    rank, size = where()
+    last = rank == size - 1
+    if what == "rate":
+        return _told(lambda: _steps_with(rate=2e-3 if last else 1e-3))
+    return _told(lambda: _steps_with(clip=2.0 if last else 1.0))
 
 
 def _steps_with(rate: float = 1e-3, clip: float | None = None) -> None:
@@ -478,6 +533,23 @@ def ends(rank: int, step: int, how: str, settings: Mapping[str, Any]) -> str:
         return _told(body)
     except ZeroDivisionError:
         return "its own"
+
+
+def is_killed(rank: int, after_s: float, settings: Mapping[str, Any]) -> str:
+    """Train until a rank is killed, so long after the first step; return what the others were told."""
+    run = Run(steps=100_000, settings={"storage": {"small_bytes": 0}, **settings})
+    task, optimizer = made(run)
+
+    def body() -> None:
+        with ExitStack() as around:
+            engine = engine_of(run, task, optimizer, around)
+            for number in range(run.steps):
+                engine.backward(engine(batch_of(task, number)))
+                engine.step()
+                if not number and where()[0] == rank:
+                    threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    return _told(body)
 
 
 def _end(how: str) -> None:
