@@ -50,6 +50,7 @@ __all__ = ["CollectiveEvent", "Collectives"]
 
 _LOOK_S = 0.25  # how often a rank that waits looks whether another has failed
 _TURN_S = 1e-3  # for one sequence, while another has something under way
+_LONGEST_S = 1e8  # three years: torch counts in 64 bits
 _PAUSE_S = 0.1e-3  # between looks at a device
 _PATIENCE_S = 5.0  # for the others to say what became of them
 _STALL_S = 0.05  # who waits for so long asks whether it is because of what another waits for
@@ -171,7 +172,7 @@ class _Groups:
         self.host = dist.new_group(ranks, timeout, "gloo")
         self.data = dist.new_group(ranks, timeout, backend)
         self.backend = backend
-        self._own_world = own_world
+        self._world = dist.group.WORLD if own_world else None
         of = getattr(self.host, "get_group_store", None)  # older torch has none
         self.store = store or (None if of is None else of())
 
@@ -189,7 +190,8 @@ class _Groups:
         for group in (self.data, self.host):
             with suppress(Exception):  # after a failure there is nothing to be done for them
                 dist.destroy_process_group(group)
-        if self._own_world:
+        # Others, of a later engine or of the user, may be of the world that this one has made; or it is another now.
+        if self._world is not None and dist.is_initialized() and dist.group.WORLD is self._world and not _others():
             with suppress(Exception):
                 dist.destroy_process_group()
 
@@ -201,6 +203,12 @@ def _init_world(timeout: timedelta) -> None:
     turn = store.add(f"infinity/joins of rank {rank}", 1)
     store = dist.PrefixStore(f"infinity/join {turn}", store)  # type: ignore[attr-defined]  # likewise
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _others() -> bool:
+    """Tell whether there are process groups beside the world, whose end would be theirs."""
+    groups = getattr(dist.distributed_c10d, "_world").pg_map  # noqa: B009  # torch has no other list of them
+    return len(groups) > 1
 
 
 def _all_gather() -> Callable[..., Any]:
@@ -276,10 +284,12 @@ class Collectives:
         `timeout_s` bounds how long one rank waits for another.
 
         Raises:
-            ConfigError: `timeout_s` is not positive.
+            ConfigError: `timeout_s` is not positive, or longer than torch can wait.
         """
-        if timeout_s <= 0:
-            raise ConfigError(field="timeout_s", value=timeout_s, expected="more than 0 seconds")
+        if not 0 < timeout_s <= _LONGEST_S:
+            raise ConfigError(
+                field="timeout_s", value=timeout_s, expected=f"more than 0 seconds, and at most {_LONGEST_S:g}"
+            )
         on_gpu = lane is not None and lane[0].torch_device.type != "cpu"
         own_world = not dist.is_initialized()
         if own_world:
