@@ -92,6 +92,7 @@ class Checksum(Enum):
 class Stage(Enum):
     """What is cut over the ranks; what is not, each rank has whole."""
 
+    ALONE = "alone"  # Nothing: each process trains a model of its own, whoever has started it.
     OPTIMIZER = "optimizer"  # Its states; each rank has whole parameters, and whole gradients until the step.
     GRADIENTS = "gradients"  # Gradients as well, as soon as they are made.
     PARAMETERS = "parameters"  # Parameters as well, which are whole only while modules need them.
@@ -453,7 +454,8 @@ class EngineConfig(_Settings):
     update_threads: int | None = field(
         default=None,
         metadata=_about(
-            _or_none(_whole(1)), "threads that update on the host; None: as many as this process has cores"
+            _or_none(_whole(1)),
+            "threads that update on the host; None: as many as this process has cores, which ranks divide",
         ),
     )
     storage: StorageConfig = field(

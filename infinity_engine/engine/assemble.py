@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, o
 from infinity_engine.config import Checksum, EngineConfig, Overlap, Precision, Recording
 from infinity_engine.engine.awaiting import AwaitedParameters
 from infinity_engine.engine.built import BuiltModel, originals_of
-from infinity_engine.engine.calibrating import with_rates
+from infinity_engine.engine.calibrating import with_rates, with_rates_of_machine
 from infinity_engine.engine.choosing import choose
 from infinity_engine.engine.deferred import Follower, parts_of
 from infinity_engine.engine.drives import DriveMeter
@@ -109,6 +110,7 @@ class _Planned:
     """None where there is one rank."""
     budget: ResolvedBudget
     rated: Mapping[str, int]
+    update_threads: int
     queue: IOQueue | None
     sums_bytes: int
     plan: Plan
@@ -155,12 +157,14 @@ def _planned(
     budget = _budget(config, accelerator, built)
     if ranks is not None:
         budget = ranks.share_budget(budget, device_is_shared=accelerator.unified)
-    rated = _endurance(config, budget)
+    endurance = _endurance(config, budget)
     queue = _queue(config, budget, queue, resources)
     sums_bytes = _sums_bytes(config, sizing)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
-    rated_config = with_rates(
-        config,
+    update_threads = config.update_threads or (len(os.sched_getaffinity(0)) if ranks is None else ranks.cores)
+    rated = partial(
+        with_rates,
+        config if ranks is None else replace(config, update_threads=update_threads),
         policy,
         rules,
         accelerator=accelerator,
@@ -169,6 +173,7 @@ def _planned(
         sizing=sizing,
         io_bytes=io_bytes,
     )
+    rated_config = rated() if ranks is None else with_rates_of_machine(config, ranks, budget.nvme, rated)
     if sharding is None:
         wish = choose(model, trained, sizing, config=rated_config, policy=policy, budget=budget, io_bytes=io_bytes)
         plan = place(sizing, wish, budget, io_bytes=io_bytes)
@@ -186,7 +191,8 @@ def _planned(
         sizing=sizing,
         sharding=sharding,
         budget=budget,
-        rated=rated,
+        rated=endurance,
+        update_threads=update_threads,
         queue=queue,
         sums_bytes=sums_bytes,
         plan=plan,
@@ -211,7 +217,8 @@ def _parts(
     passing = _passing(plan.demand, ledger, resources)
     _serve((host, passing), swap)
     telemetry = _telemetry(config, accelerator)
-    lanes = _lanes(config, accelerator, host, on_device, Meter(telemetry, accelerator, ledger))
+    meter = Meter(telemetry, accelerator, ledger)
+    lanes = _lanes(planned.update_threads, accelerator, host, on_device, meter)
     autocast = config.precision in {Precision.BF16_AUTOCAST, Precision.FP16_AUTOCAST}
     signals = HeldSignals()
     hooks = Hooks(signals)
@@ -299,16 +306,15 @@ def _named(accelerator: Accelerator, policy: OffloadPolicy | None) -> dict[str, 
 
 
 def _lanes(
-    config: EngineConfig, accelerator: Accelerator, host: PinnedPool, device: DeviceMemory[Any], meter: Meter
+    update_threads: int, accelerator: Accelerator, host: PinnedPool, device: DeviceMemory[Any], meter: Meter
 ) -> Lanes:
     """Return what moves and updates, with its streams and threads."""
-    threads = UpdateThreads.anywhere(config.update_threads or len(os.sched_getaffinity(0)))
     return Lanes(
         accelerator=accelerator,
         compute=accelerator.stream(StreamKind.COMPUTE),
         upload=None if accelerator.unified else accelerator.stream(StreamKind.H2D),
         download=None if accelerator.unified else accelerator.stream(StreamKind.D2H),
-        kernels=HostKernels(threads),
+        kernels=HostKernels(UpdateThreads.anywhere(update_threads)),
         host=host,
         device=device,
         meter=meter,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from infinity_engine.calibration.device import device_identity
 from infinity_engine.calibration.host import name_of
 from infinity_engine.calibration.identity import machine_identity
 from infinity_engine.config import EngineConfig
+from infinity_engine.engine.ranks import Ranks
 from infinity_engine.engine.sizing import wish_of
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim import Rule
@@ -29,7 +30,7 @@ from infinity_engine.sim.placing import place
 from infinity_engine.sim.sizing import Sizing
 from infinity_engine.units import GiB, format_bytes
 
-__all__ = ["needs_rates", "with_rates"]
+__all__ = ["needs_rates", "with_rates", "with_rates_of_machine"]
 
 _LOG = logging.getLogger(__name__)
 _WORTH_MEASURING = GiB  # of states and parameters: less is moved so fast that a minute is not won back
@@ -86,6 +87,28 @@ def with_rates(
         beside_copies=True,
     )
     return replace(config, rates=_both_ways(rates))
+
+
+def with_rates_of_machine(
+    config: EngineConfig, ranks: Ranks, directories: Iterable[str], rated: Callable[[], EngineConfig]
+) -> EngineConfig:
+    """Return the settings as `rated` does, which only one rank of each machine asks; but for drives of its own.
+
+    Raises:
+        CollectiveError: that rank has failed, as `with_rates` says.
+    """
+    mine = sorted(directories)
+
+    def asked() -> str:
+        rates = rated().rates
+        return json.dumps([mine, None if rates is None else rates.to_mapping()])
+
+    told, rates = json.loads(ranks.once_a_machine("rates of the machine", asked))
+    if config.rates is not None or config.calibration == "off":
+        return config
+    if told != mine:
+        return rated()
+    return replace(config, rates=None if rates is None else Rates.from_mapping(rates))
 
 
 def _bytes_of(sizing: Sizing) -> int:

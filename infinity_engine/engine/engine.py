@@ -283,6 +283,8 @@ class Engine:
         self._settle_early()
         parts.gradients.settle()
         unscale, used = self._unscale(), parts.scale.value
+        if parts.whole is not None:
+            parts.whole.agree_on_update(rules, self._clip_to, used)
         norm = None
         if self._clip_to is not None or used != 1.0:
             total = self._norm()

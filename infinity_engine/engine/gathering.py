@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -107,8 +107,9 @@ class ParameterGatherer:
     """Gathers `parameters` into `memory`, of which it keeps `limit` bytes, through buffers of `wire_bytes` each.
 
     The limit is the same on all ranks. Parameters of `small` stay whole from one update to the next, and are gathered
-    together. `below` brings the shards of `fetched`, which are at home elsewhere, to the device, where it has room for
-    `below_bytes` of the largest shards.
+    together. `below` brings the shards of `fetched`, which are at home elsewhere, to the device. Where some rank has
+    such, gathers take no more than `below_bytes` of the largest shards on any. `beside` is called whenever modules ask
+    for something.
     """
 
     def __init__(
@@ -122,10 +123,12 @@ class ParameterGatherer:
         wire_bytes: int,
         small: Collection[int] = (),
         below: ParameterFetcher | None = None,
-        below_bytes: int = 0,
+        below_bytes: int | None = None,
         fetched: Collection[int] = (),
+        beside: Callable[[], None],
     ) -> None:
         self.limit = limit
+        self._beside = beside
         self._ranks = ranks
         self._lanes = lanes
         self._memory = memory
@@ -177,6 +180,7 @@ class ParameterGatherer:
         try:
             self._provide(use)
             self._gather_ahead()
+            self._beside()
         finally:
             self.let_go(use.parameters)
 
@@ -336,9 +340,8 @@ class ParameterGatherer:
         if self._ranks.collectives.failed:
             return {}
         nbytes = sum(each.nbytes for each in self._parameters.values())
-        free = (
-            self._ranks.least("memory for whole parameters", probe_memory().available_bytes) // self._ranks.neighbours
-        )
+        mine = probe_memory().available_bytes // self._ranks.neighbours
+        free = self._ranks.least("memory for whole parameters", mine)
         if free < nbytes:
             warnings.warn(
                 f"the model's parameters of {nbytes} B stay NaN after close(), as a rank has {free} B for them: save "
@@ -414,17 +417,18 @@ class ParameterGatherer:
         """Begin to make these whole, none of which is here, in as many gathers as shards need to be on the device."""
         part: list[int] = []
         for number in numbers:
-            if part and self._below is not None and self._weight([*part, number]) > self._below_bytes:
+            if part and self._below_bytes is not None and self._weight([*part, number]) > self._below_bytes:
                 self._gather_part(name, part)
                 part = []
             part.append(number)
         self._gather_part(name, part)
 
     def _gather_part(self, name: str, numbers: Sequence[int]) -> None:
-        while self._below is not None and self._under_way and self._weight_with(numbers) > self._below_bytes:
+        while self._below_bytes is not None and self._under_way and self._weight_with(numbers) > self._below_bytes:
             self._end(self._under_way[0])
         group = self._group(name, tuple(numbers))
         wire = self._wire() if group.gather_bytes() else None
+        held: Sequence[int] = ()
         leases: list[Lease] = []
         try:
             held = self._hold_shards(name, numbers)
@@ -435,6 +439,7 @@ class ParameterGatherer:
         except BaseException:
             for lease in leases:
                 lease.close()
+            self._give_back(wire, held)
             raise
         gather = _Gather(group, tuple(numbers), event, wire, held)
         self._under_way.append(gather)
@@ -456,17 +461,24 @@ class ParameterGatherer:
         """Wait until a gather has ended, and let go of what it used."""
         if gather.ended:
             return
-        if not gather.event.done():
-            with self._lanes.meter.waits(Wait.PARAMETERS):
-                gather.event.wait()
-        gather.event.wait()  # raises what failed
+        try:
+            if not gather.event.done():
+                with self._lanes.meter.waits(Wait.PARAMETERS):
+                    gather.event.wait()
+            gather.event.wait()  # raises what failed
+        finally:
+            if gather in self._under_way and gather.event.done():
+                self._under_way.remove(gather)
+                self._give_back(gather.wire, gather.held)
         gather.end()
-        self._under_way.remove(gather)
         gather.group.release()
-        if gather.wire is not None:
-            self._free_wires.append(gather.wire)
+
+    def _give_back(self, wire: Lease | None, held: Sequence[int]) -> None:
+        """Let others have what a gather has used."""
+        if wire is not None:
+            self._free_wires.append(wire)
         if self._below is not None:
-            self._below.let_go(gather.held)
+            self._below.let_go(held)
 
     def _wire(self) -> Lease:
         """Return a buffer, that of the oldest gather where none is free: [Note: all ranks decide alike]."""

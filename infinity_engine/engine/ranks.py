@@ -7,7 +7,9 @@ several ranks, and closed last, with the error if there is one, of which the oth
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -15,9 +17,11 @@ from pathlib import Path
 import torch
 
 from deepnvme.checksum import crc32c
-from infinity_engine.config import EngineConfig, RanksConfig
+from deepnvme.probing import find_mount, read_mounts
+from infinity_engine.config import EngineConfig, RanksConfig, Stage
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.errors import CollectiveError
+from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.optim import GradientNorm, GradientSums, Rule
 from infinity_engine.partition import (
     Collectives,
@@ -59,17 +63,26 @@ class Ranks:
         self.partitioning = Partitioning(config.partitioning.value)
         self.neighbours = 1
         """How many ranks there are on this machine, once budgets were shared."""
+        self.cores = len(os.sched_getaffinity(0))
+        """How many of the cores that this process may run on are this rank's, once budgets were shared."""
+        self._first_here = collectives.rank
         self.collectives = collectives
         self.gradients = collectives.beside()
 
     @classmethod
     def join(cls, config: RanksConfig) -> Ranks | None:
         """Meet the others; None where there are none."""
+        if config.stage is Stage.ALONE:
+            return None
         collectives = Collectives.join(timeout_s=config.timeout_s)
         if collectives.size == 1:
             collectives.close()
             return None
-        return cls(collectives, config)
+        try:
+            return cls(collectives, config)
+        except BaseException as error:
+            collectives.close(error)
+            raise
 
     @property
     def rank(self) -> int:
@@ -127,6 +140,16 @@ class Ranks:
         self.agree_on("the model", {**{each.name: _kind_of(each) for each in parameters}, **optimizer})
         self.agree_on("the model's first values", {each.name: digest_of(each.parameter) for each in parameters})
 
+    def agree_again_on(self, what: str, mine: Mapping[str, object]) -> None:
+        """Do as `agree_on`, for what is asked often and mostly is the same: ranks exchange a checksum first.
+
+        Raises:
+            CollectiveError: they do not say the same.
+        """
+        checksum = crc32c(json.dumps({name: str(value) for name, value in mine.items()}).encode())
+        if len(set(self.collectives.share(f"whether all agree on {what}", str(checksum).encode()))) > 1:
+            self.agree_on(what, mine)
+
     def least(self, what: str, mine: int) -> int:
         """Return the smallest of what the ranks say."""
         return min(int(each) for each in self.collectives.share(what, str(mine).encode()))
@@ -136,21 +159,33 @@ class Ranks:
         return max(int(each) for each in self.collectives.share(what, str(mine).encode()))
 
     def share_budget(self, budget: ResolvedBudget, *, device_is_shared: bool) -> ResolvedBudget:
-        """Return this rank's part of a budget, which is that of its machine: of its host and of the drives.
+        """Return this rank's part of a budget, which is that of its machine: of its host, its cores and its drives.
 
-        Who names the same directory on the same machine has an equal part of it.
+        Who names the same directory on the same machine has an equal part of it. Directories of one file system, which
+        ranks may have each for itself, have together no more than is free there.
         """
-        drives = {directory: _drive_of(directory) for directory in budget.nvme}
-        told = {"machine": Process.own().machine, "host": budget.host, "drives": list(drives.values())}
-        said = [json.loads(each) for each in self.collectives.share("budgets", json.dumps(told).encode())]
-        here = [each for each in said if each["machine"] == told["machine"]]
-        self.neighbours = len(here)
-        host = min(each["host"] for each in here) // len(here)
-        nvme = {
-            directory: limit // sum(drives[directory] in each["drives"] for each in here)
-            for directory, limit in budget.nvme.items()
+        places = {directory: str(Path(directory).resolve()) for directory in budget.nvme}
+        told = {
+            "machine": Process.own().machine,
+            "host": budget.host,
+            "cores": sorted(os.sched_getaffinity(0)),
+            "drives": {places[each]: [*_file_system_of(each), limit] for each, limit in budget.nvme.items()},
         }
+        said = [json.loads(each) for each in self.collectives.share("budgets", json.dumps(told).encode())]
+        ranks = [rank for rank, each in enumerate(said) if each["machine"] == told["machine"]]
+        here = [said[rank] for rank in ranks]
+        self.neighbours, self._first_here = len(here), ranks[0]
+        users = Counter(core for each in here for core in each["cores"])
+        self.cores = max(1, int(sum(1 / users[core] for core in os.sched_getaffinity(0)) + 1e-6))
+        host = min(each["host"] for each in here) // len(here)
+        drives = [each["drives"] for each in here]
+        nvme = {directory: _part_of(places[directory], limit, drives) for directory, limit in budget.nvme.items()}
         return replace(budget, host=host, device=host if device_is_shared else budget.device, nvme=nvme)
+
+    def once_a_machine(self, what: str, make: Callable[[], str]) -> str:
+        """Return what the first rank of this machine makes, while the others wait; once budgets were shared."""
+        mine = make() if self.rank == self._first_here else ""
+        return self.collectives.share(what, mine.encode())[self._first_here].decode()
 
     # --- who owns what ------------------------------------------------------------------------------------------------
 
@@ -245,9 +280,25 @@ def digest_of(values: torch.Tensor) -> str:
     return f"values of checksum {crc32c(bytes_.data):08x}" if bytes_.size else "no values"
 
 
-def _drive_of(directory: str) -> str:
-    path = Path(directory).resolve()
-    return f"{path.stat().st_dev} {path}"
+def _file_system_of(directory: str) -> tuple[str, int]:
+    """Return which one a directory is on, and how many bytes may be taken there, as budgets count them."""
+    mount = find_mount(read_mounts(), os.path.realpath(directory))
+    return mount.device if mount else "", probe_capacity([directory]).nvme[directory]
+
+
+def _part_of(place: str, limit: int, drives: Sequence[Mapping[str, tuple[str, int, int]]]) -> int:
+    """Return a rank's part of a directory, of which `drives` have what each rank of the machine said."""
+    system = next(each[place][0] for each in drives if place in each)
+    limits: dict[str, int] = {}
+    free = []
+    for each in drives:
+        for other, (where, bytes_, most) in each.items():
+            if where == system:
+                limits[other] = max(limits.get(other, 0), most)
+                free.append(bytes_)
+    every = sum(limits.values())
+    part = limit // sum(place in each for each in drives)
+    return part if every <= min(free) else part * min(free) // every
 
 
 def _version() -> str:

@@ -22,12 +22,12 @@ from infinity_engine.engine.modules import ModuleParameters, leaves_of
 from infinity_engine.engine.parameters import ModelParameter
 from infinity_engine.engine.providing import Provider
 from infinity_engine.engine.ranks import Cut, Ranks, digest_of
-from infinity_engine.engine.reducing import GradientReducer, room_of_reduces
+from infinity_engine.engine.reducing import REDUCES, GradientReducer, Room
 from infinity_engine.engine.replicating import ParameterReplicas, room_of_gathers
 from infinity_engine.engine.sizing import deepest_of
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import DeviceMemory, Ledger
-from infinity_engine.optim import GradientNorm
+from infinity_engine.optim import GradientNorm, Rule
 from infinity_engine.partition import GroupMember
 from infinity_engine.plan import ResolvedBudget, Tier
 from infinity_engine.sim.placing import Wish
@@ -87,7 +87,7 @@ class Sharding:
     deepest_shards: int
     """The most bytes of the largest shards that any rank has, of what modules within one another need."""
     gather_bytes: int
-    reduce_bytes: int
+    reduces: Room
     wires_bytes: int
     """Of all buffers that collectives go through."""
 
@@ -115,6 +115,7 @@ class Sharding:
         shards = deepest_of(model, {id(each.whole.parameter): each.largest_shard for each in parameters}, leaves)
         wholes = deepest_of(model, {id(each.whole.parameter): each.nbytes for each in parameters}, leaves)
         gathers = room_of_wires(model, parameters, ranks, leaves) if by_module else room_of_gathers(parameters, ranks)
+        reduces = Room.of(members, ranks, adds_up=adds_up)
         return cls(
             cut=cut,
             parameters=parameters,
@@ -124,9 +125,9 @@ class Sharding:
             leaves=leaves,
             least=wholes if by_module else sum(each.nbytes for each in parameters),
             deepest_shards=shards,
-            wires_bytes=gathers * (WIRES if by_module else 1) + (reduces := room_of_reduces(members, ranks)),
+            wires_bytes=gathers * (WIRES if by_module else 1) + reduces.wire * REDUCES,
             gather_bytes=gathers,
-            reduce_bytes=reduces,
+            reduces=reduces,
         )
 
     @property
@@ -144,7 +145,7 @@ class Sharding:
         Raises:
             CapacityError: it has not so much.
         """
-        needed = self.least + self.wires_bytes
+        needed = self.least + self.wires_bytes + self.reduces.held
         tier, has = (Tier.HOST, budget.host) if unified else (Tier.DEVICE, budget.device)
         if needed > has:
             raise CapacityError(
@@ -153,8 +154,8 @@ class Sharding:
                 free=has,
                 limit=has,
                 change=f"raise the budget's {tier.name.lower()}: whole parameters that are there at once "
-                f"take {self.least} B, and buffers of collectives take {self.wires_bytes} B, "
-                "which ranks.bucket_bytes lowers",
+                f"take {self.least} B, whole gradients {self.reduces.held} B, and buffers of collectives "
+                f"{self.wires_bytes} B; ranks.bucket_bytes lowers both of the latter",
             )
         return replace(budget, host=has - needed) if unified else replace(budget, device=has - needed)
 
@@ -173,14 +174,27 @@ class Sharding:
         small_bytes: int,
     ) -> Whole:
         """Take the memory for whole parameters, with what the budget has left, and return what makes them whole."""
+        held = ledger.reserve(Tier.DEVICE, self.reduces.held, holder="whole gradients")
+        resources.callback(held.close)
         limit = self._limit(ledger)
         reservation = ledger.reserve(Tier.DEVICE, limit + self.wires_bytes, holder="whole parameters")
         resources.callback(reservation.close)
         memory: DeviceMemory[Any] = DeviceMemory(shards.lanes.accelerator, reservation)
         resources.callback(memory.close)
-        wire = resources.enter_context(memory.lease(self.reduce_bytes, holder="buffers of collectives"))
-        take = shards.gradients.take
-        reducer = GradientReducer(self.members, self.ranks, shards.lanes, wire, take, adds_up=self.adds_up)
+        reducer = GradientReducer(
+            self.members,
+            self.ranks,
+            shards.lanes,
+            shards.gradients.take,
+            room=self.reduces,
+            wires=[
+                resources.enter_context(memory.lease(self.reduces.wire, holder="buffers of collectives"))
+                for _ in range(REDUCES)
+            ],
+            held=held,
+            adds_up=self.adds_up,
+        )
+        resources.callback(reducer.close)
         if not self.by_module:
             replicas = ParameterReplicas(
                 self.parameters, self.ranks, shards.lanes, memory, wire_bytes=self.gather_bytes
@@ -196,8 +210,9 @@ class Sharding:
             wire_bytes=self.gather_bytes,
             small=self._small(small_bytes, min(limit - self.least, limit // _LARGEST_SMALL_PART)),
             below=shards.fetcher,
-            below_bytes=self.deepest_shards,
+            below_bytes=self.deepest_shards if self._some_fetch(shards) else None,
             fetched=shards.fetched,
+            beside=reducer.go_on,
         )
         resources.callback(gatherer.close)
         wholes = [each.whole for each in self.parameters]
@@ -206,8 +221,13 @@ class Sharding:
     def _limit(self, ledger: Ledger) -> int:
         """Return the bytes of whole parameters that all ranks have room for, what the budget has left among them."""
         every = sum(each.nbytes for each in self.parameters)
-        more = min(max(ledger.free(Tier.DEVICE) - self.wires_bytes - self.least, 0), every - self.least)
+        free = ledger.free(Tier.DEVICE) - self.wires_bytes - self.least
+        more = min(max(free, 0), every - self.least)
         return self.ranks.least("room for whole parameters", self.least + more)
+
+    def _some_fetch(self, shards: Shards) -> bool:
+        """Tell whether shards are at home elsewhere on any rank: plans may differ where machines do."""
+        return self.ranks.most("who fetches shards", int(shards.fetcher is not None)) > 0
 
     def _small(self, small_bytes: int, room: int) -> list[int]:
         """Return the parameters of fewer bytes that stay whole from one update to the next."""
@@ -240,6 +260,7 @@ class Whole:
         self.modules = modules
         self.reducer = reducer
         self._norm: GradientNorm | None = None  # of what the reducer has handed on
+        self._agreed: Mapping[str, object] | None = None  # on the update with that
 
     @property
     def ranks(self) -> Ranks:
@@ -262,8 +283,20 @@ class Whole:
         if self.reducer.open and not self.waits(last=last):
             self._reduce()
 
+    def agree_on_update(self, rules: Sequence[Rule], max_grad_norm: float | None, loss_scale: float) -> None:
+        """Make sure that all ranks update in the same way; asked once: who repeats a step does so alone.
+
+        Raises:
+            CollectiveError: they do not; names what differs, and who has what.
+        """
+        groups = {f"optimizer's group {number}": rule for number, rule in enumerate(rules)}
+        mine = {**groups, "max_grad_norm": max_grad_norm, "loss scale": loss_scale}
+        if mine != self._agreed:
+            self.ranks.agree_again_on("what the update is made with", mine)
+            self._agreed = mine
+
     def _reduce(self) -> None:
-        self._norm = None
+        self._norm = self._agreed = None
         self.reducer.finish()
 
     def norm(self, gradients: GradientKeeper) -> GradientNorm:

@@ -50,8 +50,10 @@ __all__ = ["CollectiveEvent", "Collectives"]
 
 _LOOK_S = 0.25  # how often a rank that waits looks whether another has failed
 _TURN_S = 1e-3  # for one sequence, while another has something under way
+_LONGEST_S = 1e8  # three years: torch counts in 64 bits
 _PAUSE_S = 0.1e-3  # between looks at a device
 _PATIENCE_S = 5.0  # for the others to say what became of them
+_STALL_S = 0.05  # who waits for so long asks whether it is because of what another waits for
 
 
 class CollectiveEvent(Event):
@@ -76,6 +78,11 @@ class CollectiveEvent(Event):
             CollectiveError: it failed, or one before it.
         """
         self._owner.wait_for(self._pending)
+
+    @property
+    def said(self) -> Sequence[int]:
+        """The number that each rank has sent along, once it has ended well."""
+        return self._pending.said
 
     def launched(self) -> Event | None:
         """Block until all of it is in its stream; return the event that other streams can wait for.
@@ -165,7 +172,7 @@ class _Groups:
         self.host = dist.new_group(ranks, timeout, "gloo")
         self.data = dist.new_group(ranks, timeout, backend)
         self.backend = backend
-        self._own_world = own_world
+        self._world = dist.group.WORLD if own_world else None
         of = getattr(self.host, "get_group_store", None)  # older torch has none
         self.store = store or (None if of is None else of())
 
@@ -183,7 +190,8 @@ class _Groups:
         for group in (self.data, self.host):
             with suppress(Exception):  # after a failure there is nothing to be done for them
                 dist.destroy_process_group(group)
-        if self._own_world:
+        # Others, of a later engine or of the user, may be of the world that this one has made; or it is another now.
+        if self._world is not None and dist.is_initialized() and dist.group.WORLD is self._world and not _others():
             with suppress(Exception):
                 dist.destroy_process_group()
 
@@ -195,6 +203,12 @@ def _init_world(timeout: timedelta) -> None:
     turn = store.add(f"infinity/joins of rank {rank}", 1)
     store = dist.PrefixStore(f"infinity/join {turn}", store)  # type: ignore[attr-defined]  # likewise
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _others() -> bool:
+    """Tell whether there are process groups beside the world, whose end would be theirs."""
+    groups = getattr(dist.distributed_c10d, "_world").pg_map  # noqa: B009  # torch has no other list of them
+    return len(groups) > 1
 
 
 def _all_gather() -> Callable[..., Any]:
@@ -247,7 +261,8 @@ class Collectives:
         self._closed = False
         self._polling = False
         self._started = 0
-        self._looked = 0.0
+        self._looked = self._asked = 0.0
+        self._join: Callable[[int], object] | None = None
         self._headers: deque[tuple[Pending, HostWork, torch.Tensor]] = deque()
         self._under_way: deque[Pending] = deque()
         self._sequences = [self]
@@ -269,10 +284,12 @@ class Collectives:
         `timeout_s` bounds how long one rank waits for another.
 
         Raises:
-            ConfigError: `timeout_s` is not positive.
+            ConfigError: `timeout_s` is not positive, or longer than torch can wait.
         """
-        if timeout_s <= 0:
-            raise ConfigError(field="timeout_s", value=timeout_s, expected="more than 0 seconds")
+        if not 0 < timeout_s <= _LONGEST_S:
+            raise ConfigError(
+                field="timeout_s", value=timeout_s, expected=f"more than 0 seconds, and at most {_LONGEST_S:g}"
+            )
         on_gpu = lane is not None and lane[0].torch_device.type != "cpu"
         own_world = not dist.is_initialized()
         if own_world:
@@ -308,6 +325,24 @@ class Collectives:
         """Be one of these sequences."""
         others.append(self)
         self._sequences = others
+
+    def on_stall(self, join: Callable[[int], object]) -> None:
+        """Call `join` with the number of a collective of this sequence that a rank waits for and this one lacks.
+
+        Called while this rank waits in another sequence for one that the other rank has not come to, so that neither
+        would go on. [Note: who waits for whom]
+        """
+        self._join = join
+
+    @property
+    def started(self) -> int:
+        """How many collectives of this sequence were started here."""
+        return self._started
+
+    @property
+    def can_stall(self) -> bool:
+        """Whether ranks can wait for one another in two orders, as they hear of it: `on_stall`."""
+        return self._failures.can_tell
 
     @property
     def failed(self) -> bool:
@@ -357,19 +392,25 @@ class Collectives:
         rounds: Sequence[Round],
         *,
         key: bytes = b"",
+        says: int | None = None,
         after: Sequence[Event] = (),
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> CollectiveEvent:
         """Begin a collective, whose data moves once all of `after` have passed and all ranks have come to it.
 
         `op` names it for messages; all ranks must start the same, with the same `key`. `ended` is called when it
-        ends, with the error if there is one.
+        ends, with the error if there is one. What a rank `says` all can read from the event; where all say 0, no data
+        moves.
 
         Raises:
             CollectiveError: an earlier one has failed.
             RuntimeError: it is closed.
         """
-        pending = self._begin(op, lambda _: rounds, self._issue, key=key, after=after, ended=ended)
+
+        def of_what_was_said(said: Sequence[int]) -> Sequence[Round]:
+            return rounds if says is None or any(said) else ()
+
+        pending = self._begin(op, of_what_was_said, self._issue, key=key, nbytes=says or 0, after=after, ended=ended)
         self.poll()
         return CollectiveEvent(self, pending)
 
@@ -421,13 +462,13 @@ class Collectives:
 
     def wait_for(self, pending: Pending) -> None:
         """Let a collective come to its end."""
-        self._wait_until(lambda: pending.ended)
+        self._wait_until(lambda: pending.ended, pending)
         if pending.error is not None:
             raise pending.error
 
     def wait_for_launch(self, pending: Pending) -> Event | None:
         """Let a collective come to its end or, where it has one, into its stream."""
-        self._wait_until(lambda: pending.ended or (pending.issued and isinstance(pending.work, Event)))
+        self._wait_until(lambda: pending.ended or (pending.issued and isinstance(pending.work, Event)), pending)
         if pending.error is not None:
             raise pending.error
         return pending.work if isinstance(pending.work, Event) else None
@@ -456,15 +497,36 @@ class Collectives:
 
     # --- how they go on ---------------------------------------------------------------------------------------------
 
-    def _wait_until(self, reached: Callable[[], bool]) -> None:
+    def _wait_until(self, reached: Callable[[], bool], pending: Pending) -> None:
+        since = time.monotonic()
         while True:
             for each in self._sequences:
                 each.poll()
             if reached():
                 return
             self._look()
+            if time.monotonic() - max(since, self._asked) > _STALL_S and pending.waits_for_headers:
+                self._asked = time.monotonic()
+                self._resolve_stall(pending)
             if not reached():
                 self._block()
+
+    def _resolve_stall(self, pending: Pending) -> None:
+        """Say which one this rank waits for; or start what a rank waits for that has not come to that.
+
+        [Note: who waits for whom] Where ranks do other things between two gathers, one may wait for a reduce that
+        another would start later, after a gather that the first has not come to. Who waits for a reduce says so, and
+        how many gathers it has started; who waits for a gather beyond that starts the reduce. Nothing that belongs to
+        it can come any more: in the order of gathers, which is that of all ranks, it is past where the other is.
+        """
+        others = [each for each in self._sequences if each is not self]
+        if self._join is not None:
+            self._failures.want(pending.number, sum(each._started for each in others))
+        for other in others:
+            if other._join is not None:
+                number, position = other._failures.wanted()
+                if number > other._started and pending.number > position:
+                    other._join(number)
 
     def _block(self) -> None:
         """Let others have the processor, until the oldest can go on or for a short time."""
@@ -473,7 +535,8 @@ class Collectives:
         if work is None or isinstance(work, Event):
             time.sleep(_PAUSE_S)
         else:
-            work.block(_TURN_S if any(each._under_way for each in self._sequences if each is not self) else _LOOK_S)
+            others = [each for each in self._sequences if each is not self]
+            work.block(_TURN_S if any(each._under_way for each in others) else _STALL_S if others else _LOOK_S)
 
     def _begin(
         self,

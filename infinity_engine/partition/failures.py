@@ -1,4 +1,4 @@
-"""`Failures`: what ranks tell one another when one cannot go on, so that each can name who it was.
+"""`Failures`: what ranks tell one another when one cannot go on, so that each can name who it was, or can help it.
 
 Uses the key-value store that the ranks met at, and looks at processes of its own machine; takes no part in collectives,
 which do not work any more by then. Without a store it knows only that something failed.
@@ -77,6 +77,11 @@ class Failures:
         if store is not None:
             self._put(f"process/{rank}", json.dumps(asdict(Process.own())))
 
+    @property
+    def can_tell(self) -> bool:
+        """Whether there is a store, without which the others hear nothing."""
+        return self._store is not None
+
     def seen(self) -> bool:
         """Tell whether some rank has failed, as far as it could say so."""
         return self._has("failed")
@@ -90,6 +95,16 @@ class Failures:
         """Let those who miss this rank know that it ended on purpose."""
         if not self._has(f"said/{self._rank}"):
             self._put(f"said/{self._rank}", what[:_MOST_SHOWN])
+
+    def want(self, number: int, position: int) -> None:
+        """Let the others know that this rank waits for a collective in its sequence, and how far it is in another."""
+        self._put("wanted", f"{number} {position}")
+
+    def wanted(self) -> tuple[int, int]:
+        """Return which collective some rank waits for, or waited for, and how far it is in another sequence."""
+        text = self._get("wanted")
+        number, position = (0, 0) if text is None else map(int, text.split())
+        return number, position
 
     def account(self) -> list[str]:
         """Say what became of each of the others; waits, for a bounded time, until they have told it."""

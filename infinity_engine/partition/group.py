@@ -29,7 +29,10 @@ from infinity_engine.partition.shard import Partitioning, Shard, ShardSpec
 from infinity_engine.partition.wire import WIRE_ALIGNMENT, Piece, Window, WireLayout
 from infinity_engine.units import align_down
 
-__all__ = ["GATHER_TRANSITIONS", "Adder", "GatherState", "GroupMember", "ShardGroup", "TorchAdder"]
+__all__ = ["GATHER_TRANSITIONS", "MOST_TOLD", "Adder", "GatherState", "GroupMember", "ShardGroup", "TorchAdder"]
+
+MOST_TOLD = 63
+"""Of so many members, the first, ranks tell one another whether they have a gradient."""
 
 
 class GatherState(Enum):
@@ -247,7 +250,8 @@ class ShardGroup:
 
         `gradients` are of the whole parameters, None where this rank has none; flat, as `wire` is, whose bytes are used
         until the end: the more of them, up to `reduce_bytes`, the fewer rounds. Returns at once.
-        [Note: the order of sums]
+        [Note: the order of sums] What each rank has `said` are bits: of the first MOST_TOLD members, those that it has
+        a gradient of. Where it has none, as no rank has, `into` stays as it is.
 
         Raises:
             CollectiveError: an earlier collective has failed.
@@ -258,7 +262,11 @@ class ShardGroup:
         self._check("into", into, mine, dtype=torch.float32)
         most = self._room(wire, self.reduce_bytes(), 2 * self._layout.ranks)
         rounds = self._reducing(gradients, into, adder, _no_bytes() if wire is None else wire, most)
-        return self._collectives.start(f"reduce of {self.name}", rounds, key=digest(self._key, most), after=after)
+        says = sum(1 << place for place, each in enumerate(gradients[:MOST_TOLD]) if each is not None)
+        if any(each is not None for each in gradients[MOST_TOLD:]):
+            says |= 1 << MOST_TOLD
+        key = digest(self._key, most)
+        return self._collectives.start(f"reduce of {self.name}", rounds, key=key, says=says, after=after)
 
     def _reducing(
         self,

@@ -19,7 +19,7 @@ _LAYOUT = struct.Struct("<QQ16sH222s")
 class Header:
     """Which collective it is: its number, what must be equal on all ranks as a digest, and its name for messages.
 
-    `nbytes` may differ between ranks: it is what this one has to share.
+    `nbytes` may differ between ranks: it is what this one has to share, or another number that it sends along.
     """
 
     SIZE = _LAYOUT.size

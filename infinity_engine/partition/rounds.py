@@ -52,6 +52,10 @@ def _nothing() -> None:
     pass
 
 
+def _no_rounds(_said: Sequence[int]) -> Sequence[Round]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
     """One collective of torch, between what fills its buffers and what empties them. All are flat uint8 tensors."""
@@ -62,7 +66,7 @@ class Round:
 
 
 Rounds = Callable[[Sequence[int]], Sequence[Round]]
-"""Makes the rounds, from how many bytes each rank has to share."""
+"""Makes the rounds, from the number that each rank has sent along, as how many bytes it has to share."""
 
 
 class HostWork(Protocol):
@@ -100,6 +104,7 @@ class Pending:
         self.ended = False
         self.error: CollectiveError | None = None
         self.since = time.monotonic()
+        self.said: Sequence[int] = ()
         self._make_rounds = rounds
         self._rounds: list[Round] | None = None
         self._issue = issue
@@ -119,8 +124,9 @@ class Pending:
         return self._rounds is not None and not self._rounds
 
     def agreed(self, nbytes: Sequence[int]) -> None:
-        """Note that all ranks do this, and how many bytes each has to share."""
-        self._rounds = list(self._make_rounds(nbytes))
+        """Note that all ranks do this, and which number each has sent along, as how many bytes it has to share."""
+        self.said = tuple(nbytes)
+        self._rounds, self._make_rounds = list(self._make_rounds(nbytes)), _no_rounds
         self.since = time.monotonic()
 
     @property
@@ -154,7 +160,7 @@ class Pending:
         """Note how it ended, and let go of all that it used."""
         self.ended, self.error = True, error
         tell, self._tell = self._tell, ignore
-        self._rounds, self._work, self._after = [], None, ()
+        self._rounds, self._make_rounds, self._work, self._after = [], _no_rounds, None, ()
         tell(error)
 
 

@@ -150,6 +150,12 @@ def test_ranks_that_have_left_can_join_again() -> None:
         assert rank.value == wanted
 
 
+def test_a_group_that_ends_leaves_those_that_came_after_it() -> None:
+    for rank in launch(2, programs.two_at_once):
+        assert rank.error is None, rank.trace
+        assert rank.value == ((b"0", b"1"), True)
+
+
 def test_two_sequences_do_not_wait_for_each_others_order() -> None:
     wanted = [bits(values(programs.BLOCK * 3, torch.float32, number)) for number in (0, 1)]
 

@@ -6,6 +6,8 @@ import re
 import signal
 from functools import cache
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,19 @@ def differences() -> list[dict[str, str]]:
 def test_ranks_that_begin_with_something_else_are_all_told_what(what: str, told: str) -> None:
     for found in differences():
         assert found[what].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("what", "differs"),
+    [
+        ("rate", r"optimizer's group 1: .*lr=0\.001.* on ranks 0, 1"),
+        ("clip", r"max_grad_norm: 1\.0 on ranks 0, 1, 2\.0"),
+    ],
+)
+def test_ranks_that_step_with_something_else_are_all_told_what(what: str, differs: str) -> None:
+    for rank in launch(3, programs.steps_with, what):
+        assert rank.error is None, rank.trace
+        assert re.match(f"agreement on what the update is made with: the ranks differ in {differs}", rank.value)
 
 
 def test_what_one_rank_refuses_is_told_to_the_others() -> None:
@@ -77,12 +92,7 @@ def test_the_others_are_told_of_a_rank_that_ends_in_a_step(how: str, size: int, 
 
 
 def test_after_a_killed_rank_the_next_start_is_clean(tmp_path: Path) -> None:
-    drives = {
-        "strategy": "nvme_streamed",
-        "parameters": "nvme",
-        "storage": {"small_bytes": 0},
-        "budget": {"host": "64MiB", "nvme": {str(tmp_path): "64MiB"}},
-    }
+    drives = on_drives(tmp_path)
     launch(2, programs.ends, 1, 1, "killed", drives)
 
     again = launch(2, programs.train, Run(steps=1, settings=drives))
@@ -90,6 +100,36 @@ def test_after_a_killed_rank_the_next_start_is_clean(tmp_path: Path) -> None:
     assert [each.trace for each in again] == ["", ""]
     assert trained_alike(again)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_whenever_a_rank_is_killed_the_others_are_told_and_the_next_start_is_clean(count: int, tmp_path: Path) -> None:
+    random = Random(count)
+    drives = on_drives(tmp_path)
+    for number in range(count):
+        size = 2 + number % 2
+        killed = random.randrange(size)
+        ranks = launch(size, programs.is_killed, killed, random.uniform(0.0, 0.5), drives)
+
+        assert ranks.pop(killed).exitcode == -signal.SIGKILL
+        for each in ranks:
+            assert each.error is None, each.trace
+            assert re.search(rf"rank {killed} \(process \d+ of this machine\) has ended without a word", each.value)
+
+    again = launch(2, programs.train, Run(steps=1, settings=drives))
+
+    assert [each.trace for each in again] == ["", ""]
+    assert list(tmp_path.iterdir()) == []
+
+
+def on_drives(directory: Path) -> dict[str, Any]:
+    """Return settings with which parameters and states rest in a directory."""
+    return {
+        "strategy": "nvme_streamed",
+        "parameters": "nvme",
+        "storage": {"small_bytes": 0},
+        "budget": {"host": "64MiB", "nvme": {str(directory): "64MiB"}},
+    }
 
 
 def trained_alike(ranks: list[Rank]) -> bool:

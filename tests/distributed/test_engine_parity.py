@@ -53,6 +53,13 @@ FEW = {
     "odd": Run(model="odd", settings=ONE_BY_ONE),
     "routed": Run(model="routed", settings={**ONE_BY_ONE, "ranks": {"leaf_modules": ["Experts"]}}),
     "routed, stage gradients": Run(model="routed", settings={"ranks": {"stage": "gradients"}}),
+    # Room for a few gradients: what one rank waits for is of experts that the other does not use.
+    "routed, little room": Run(
+        model="routed", settings={**ONE_BY_ONE, "ranks": {"leaf_modules": ["Experts"], "bucket_bytes": 4096}}
+    ),
+    "routed, little room, stage gradients": Run(
+        model="routed", settings={"ranks": {"stage": "gradients", "bucket_bytes": 4096}}
+    ),
 }
 AS_SMALL = ("one by one", "broadcast", "emulated", "at home on the host", "stage gradients", "stage optimizer")
 
@@ -130,16 +137,46 @@ def test_buckets_rounds_and_stages_change_no_bit_of_accumulated_and_clipped_grad
     assert found[name]["norms"] == found["bf16"]["norms"]
 
 
+def test_parameters_stay_nan_on_all_ranks_where_one_machine_has_no_room_for_those_of_its_ranks() -> None:
+    for warned in launched(2, programs.close_crowded, 1):
+        assert len(warned) == 1
+        assert "as a rank has 0 B for them" in warned[0]
+
+
 def test_closing_leaves_whole_parameters_on_every_rank() -> None:
     for rank in ran(2):
         for found in rank.values():
             assert differing(found["after"], {name: found["states"][name] for name in found["after"]}) == []
 
 
-def test_an_expert_that_no_rank_uses_makes_no_step() -> None:
-    for size in (2, 3, 4):
+@pytest.mark.parametrize("name", ["routed, little room", "routed, little room, stage gradients"])
+def test_ranks_that_use_other_experts_and_have_room_for_few_gradients_have_the_same_bits(name: str) -> None:
+    [found, *_] = ran(2)
+
+    assert differing(found[name]["states"], found["routed"]["states"]) == []
+
+
+@pytest.mark.parametrize("stage", ["parameters", "gradients"])
+def test_a_backward_never_holds_more_whole_gradients_than_there_is_room_for(stage: str) -> None:
+    for found in launched(2, programs.holds, stage, 1):
+        one = 64 * 64 * 4
+        assert found["most"] <= one + 2 * 32768 + one  # one that autograd has just made
+        assert found["room"] < 10 * one
+        assert found["left"] == 0
+
+
+def test_sums_of_several_micro_batches_that_are_kept_whole_count() -> None:
+    for found in launched(2, programs.holds, "optimizer", 1, 2):
+        every = 40 * 64 * 64 * 4
+        assert found["room"] >= every
+        assert [each >= every for each in found["held"]] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["routed", "routed, little room"])
+def test_an_expert_that_no_rank_uses_makes_no_step(name: str) -> None:
+    for size in (2, 3, 4) if name == "routed" else (2,):
         for rank in ran(size):
-            states = rank["routed"]["states"]
+            states = rank[name]["states"]
             made = [int(states[f"blocks.0.experts.{number}.weight: step"]) for number in range(4)]
             assert made == [3, 3, 3, 0]
 
@@ -148,6 +185,29 @@ def test_one_process_of_torchrun_trains_as_one_without_it() -> None:
     [found] = launched(1, programs.train, FEW["small"])
 
     assert differing(found["states"], alone("small")["states"]) == []
+
+
+def test_one_rank_of_a_machine_measures_it_and_all_divide_its_cores() -> None:
+    first, second = launched(2, programs.begin_alike)
+
+    of_each = max(1, first["cores"] // 2)
+    assert (first["asked"], second["asked"]) == ([of_each], [])
+    assert first["threads"] == second["threads"] == [of_each]
+
+
+LITTLE = 200 << 10  # of a device: parameters are at home on the host
+
+
+def test_ranks_whose_parameters_are_at_home_elsewhere_gather_in_the_same_parts() -> None:
+    first, second = launched(2, programs.have_other_devices, (64 << 20, LITTLE))
+
+    assert (first["parameters"], second["parameters"]) == ("DEVICE", "HOST")
+    assert first["alike"] == second["alike"] == [True, True]
+
+
+def test_what_there_was_no_room_to_gather_keeps_no_buffers() -> None:
+    for found in launched(2, programs.run_short, (LITTLE, LITTLE)):
+        assert found == ["CapacityError"] * 4 + ["UPDATED"]
 
 
 @cache

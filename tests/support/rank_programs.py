@@ -237,6 +237,15 @@ def again_and_again() -> list[tuple[bytes, ...]]:
     return found
 
 
+def two_at_once() -> tuple[tuple[bytes, ...], bool]:
+    """Leave a group while another, which has found the processes that the first has brought together, goes on."""
+    me = f"{os.environ['RANK']}".encode()
+    first = Collectives.join(timeout_s=600)
+    with Collectives.join(timeout_s=600, name="others") as second:
+        first.close()
+        return second.share("who", me), dist.is_initialized()
+
+
 def crossing() -> list[bytes]:
     """Start collectives of two sequences in other orders on each rank; return what came of both."""
     with Collectives.join(timeout_s=600) as ranks, ranks.beside() as others:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,8 +20,11 @@ from torch import nn
 
 import infinity_engine
 from infinity_engine.accel import Accelerator, Emulation, emulated_accelerator
+from infinity_engine.config import EngineConfig
+from infinity_engine.engine import assemble
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import CollectiveError, ConfigError
+from infinity_engine.errors import CapacityError, CollectiveError, ConfigError
+from infinity_engine.optim import UpdateThreads
 from infinity_engine.plan import Rates
 from support.determinism import deterministic_compute
 from support.small_models import MODELS, Task
@@ -27,13 +35,20 @@ __all__ = [
     "Odd",
     "Run",
     "batch_of",
+    "begin_alike",
+    "close_crowded",
     "differ",
     "ends",
     "engine_of",
+    "have_other_devices",
+    "holds",
+    "is_killed",
     "looks",
     "made",
+    "run_short",
     "sometimes",
     "states_of",
+    "steps_with",
     "train",
     "train_all",
     "where",
@@ -57,6 +72,7 @@ class Run:
     steps: int = 3
     accumulation: int = 1
     emulated: bool = False
+    device_bytes: Sequence[int] = ()  # of each rank's emulated device
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -143,7 +159,8 @@ def engine_of(run: Run, task: Task, optimizer: torch.optim.Optimizer, around: Ex
     """Return an engine for it, which ends with `around`."""
     device: AbstractContextManager[Accelerator | None] = nullcontext()
     if run.emulated:
-        device = emulated_accelerator(Emulation(rates=RATES, capacity_bytes=64 << 20))
+        nbytes = run.device_bytes[where()[0]] if run.device_bytes else 64 << 20
+        device = emulated_accelerator(Emulation(rates=RATES, capacity_bytes=nbytes))
     settings = {**SETTINGS, "accumulation_steps": run.accumulation, **run.settings}
     on = around.enter_context(device)
     return around.enter_context(infinity_engine.initialize(task, optimizer, settings, device=on))
@@ -187,6 +204,7 @@ def train(run: Run) -> dict[str, Any]:
         usage = engine.usage()
         found: dict[str, Any] = {"losses": losses, "norms": norms, "states": states_of(engine, task)}
         found["within"] = all(each.peak_held <= each.limit for each in usage)
+        found["parameters"] = engine.plan.parameters.name
     found["after"] = {name: each.detach().clone() for name, each in task.named_parameters()}
     return found
 
@@ -284,6 +302,165 @@ def sometimes() -> list[dict[str, Any]]:
     return found
 
 
+class Deep(Task):
+    """Many layers of as many parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(40))
+
+    def batch(self, seed: int) -> torch.Tensor:
+        return torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = batch
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+def holds(stage: str, slow: int, accumulation: int = 1) -> dict[str, Any]:
+    """Train a deep model, in whose backwards one rank is slower; return the most bytes of whole gradients at a time."""
+    rank, _ = where()
+    torch.manual_seed(0)
+    task = Deep()
+    alive = most = 0
+
+    def gone(nbytes: int) -> None:
+        nonlocal alive
+        alive -= nbytes
+
+    def came(parameter: torch.Tensor) -> None:
+        nonlocal alive, most
+        if rank == slow:
+            time.sleep(0.003)
+        assert parameter.grad is not None
+        alive += parameter.grad.nbytes
+        weakref.finalize(parameter.grad.untyped_storage(), gone, parameter.grad.nbytes)
+        most = max(most, alive)
+
+    for each in task.parameters():
+        each.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]  # torch is
+    settings = {"storage": {"small_bytes": 0}, "ranks": {"stage": stage, "bucket_bytes": 32768}}
+    run = Run(steps=2, accumulation=accumulation, settings=settings)
+    held = []
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(run, task, torch.optim.SGD(task.parameters(), lr=0.1), around)
+        for step in range(run.steps * accumulation):
+            before = engine.usage()[0].held
+            engine.backward(engine(batch_of(task, step)))
+            held.append(engine.usage()[0].held - before)
+            engine.step()
+        [host] = engine.usage()
+        return {"most": most, "left": alive, "held": held, "room": dict(host.holders).get("whole gradients")}
+
+
+class Uneven(Task):
+    """Of as many elements, two parameters of one block each have larger shards than one of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(64, 128, bias=False)
+        self.narrow = nn.Linear(128, 64, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+
+    def batch(self, seed: int) -> torch.Tensor:
+        return torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.narrow(torch.tanh(self.wide(batch))))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+def _uneven(device_bytes: Sequence[int], around: ExitStack) -> tuple[Uneven, Engine]:
+    """Return a model of which no more is whole than one module, where a device has so few bytes."""
+    torch.manual_seed(0)
+    task = Uneven()
+    run = Run(
+        emulated=True,
+        device_bytes=device_bytes,
+        settings={
+            "strategy": "host_only",
+            "budget": {"host": "64MiB"},
+            "storage": {"small_bytes": 0},
+            "ranks": {"bucket_bytes": 4096},
+        },
+    )
+    return task, engine_of(run, task, torch.optim.SGD(task.parameters(), lr=0.1), around)
+
+
+def close_crowded(rank: int) -> list[str]:
+    """Close where only one rank shares its machine with so many that there is no room; return what was warned of."""
+    task, optimizer = made(Run())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ExitStack() as around:
+            engine = engine_of(Run(), task, optimizer, around)
+            whole = engine._parts.whole
+            assert whole is not None
+            if where()[0] == rank:
+                whole.ranks.neighbours = 1 << 60
+    return [str(each.message) for each in caught if "stay NaN" in str(each.message)]
+
+
+def begin_alike() -> dict[str, Any]:
+    """Begin where rates have to be measured; return who did, with how many threads, and what goes on after that."""
+    asked: list[int | None] = []
+    threads: list[int] = []
+
+    def measured(config: EngineConfig, *_: object, **__: object) -> EngineConfig:
+        asked.append(config.update_threads)
+        return replace(config, rates=RATES)
+
+    def counted(_: type[UpdateThreads], count: int) -> UpdateThreads:
+        threads.append(count)
+        return UpdateThreads([-1] * count)
+
+    with ExitStack() as around:
+        around.enter_context(patch.object(assemble, "with_rates", measured))
+        around.enter_context(patch.object(UpdateThreads, "anywhere", classmethod(counted)))
+        task, optimizer = made(Run())
+        settings = {"strategy": "interleaved", "update_threads": None}
+        engine = engine_of(Run(emulated=True, settings=settings), task, optimizer, around)
+        return {"asked": asked, "threads": threads, "steps": engine.steps, "cores": len(os.sched_getaffinity(0))}
+
+
+def run_short(device_bytes: Sequence[int]) -> list[str]:
+    """Ask for more than there is room for, again and again, and then for what there is; return what came of it."""
+    found = []
+    with deterministic_compute(), ExitStack() as around:
+        task, engine = _uneven(device_bytes, around)
+        parameters = list(task.parameters())
+        with engine.gathered(parameters[-1]):
+            kept = parameters[-1].detach()
+        for _ in range(4):
+            try:
+                with engine.gathered(parameters[-3:-1]):
+                    found.append("there was room")
+            except CapacityError as error:
+                found.append(type(error).__name__)
+        del kept
+        engine.backward(engine(batch_of(task, 0)))
+        found.append(engine.step().outcome.name)
+    return found
+
+
+def have_other_devices(device_bytes: Sequence[int]) -> dict[str, Any]:
+    """Use parameters together on ranks of which the devices are not as large."""
+    with deterministic_compute(), ExitStack() as around:
+        task, engine = _uneven(device_bytes, around)
+        engine.backward(engine(batch_of(task, 0)))
+        engine.step()
+        two = dict(list(task.named_parameters())[-2:])
+        with engine.gathered(two.values()):
+            values = {name: each.detach().clone() for name, each in two.items()}
+        bits = engine.state_dict()
+        alike = [torch.equal(values[name], bits[name]) for name in two]
+        return {"parameters": engine.plan.parameters.name, "alike": alike}
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +490,29 @@ def differ() -> dict[str, str]:
         dist.destroy_process_group()
 
 
+def steps_with(what: str) -> str:
+    """Step with something else on the last rank, once all have made a step; return what each was told."""
+    rank, size = where()
+    last = rank == size - 1
+    if what == "rate":
+        return _told(lambda: _steps_with(rate=2e-3 if last else 1e-3))
+    return _told(lambda: _steps_with(clip=2.0 if last else 1.0))
+
+
+def _steps_with(rate: float = 1e-3, clip: float | None = None) -> None:
+    """Make a step as all do, and another with this learning rate and bound of the norm."""
+    task, optimizer = made(Run())
+    with ExitStack() as around:
+        engine = engine_of(Run(), task, optimizer, around)
+        for step in range(2):
+            engine.backward(engine(batch_of(task, step)))
+            if step:
+                optimizer.param_groups[1]["lr"] = rate
+            if step and clip is not None:
+                engine.clip_grad_norm_(clip)
+            engine.step()
+
+
 def ends(rank: int, step: int, how: str, settings: Mapping[str, Any]) -> str:
     """Train until a rank is killed, or raises, in the middle of a step; return what the others were told."""
     run = Run(model="gpt", steps=100, settings={"storage": {"small_bytes": 0}, **settings})
@@ -333,6 +533,23 @@ def ends(rank: int, step: int, how: str, settings: Mapping[str, Any]) -> str:
         return _told(body)
     except ZeroDivisionError:
         return "its own"
+
+
+def is_killed(rank: int, after_s: float, settings: Mapping[str, Any]) -> str:
+    """Train until a rank is killed, so long after the first step; return what the others were told."""
+    run = Run(steps=100_000, settings={"storage": {"small_bytes": 0}, **settings})
+    task, optimizer = made(run)
+
+    def body() -> None:
+        with ExitStack() as around:
+            engine = engine_of(run, task, optimizer, around)
+            for number in range(run.steps):
+                engine.backward(engine(batch_of(task, number)))
+                engine.step()
+                if not number and where()[0] == rank:
+                    threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    return _told(body)
 
 
 def _end(how: str) -> None:

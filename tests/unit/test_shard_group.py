@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import product
 
 import pytest
@@ -50,6 +51,18 @@ def group_of(*numels: int, ranks: Collectives | None = None) -> ShardGroup:
     partitioner = Partitioner(1)
     members = [GroupMember(f"p{at}", partitioner.cut(numel), torch.float32) for at, numel in enumerate(numels)]
     return ShardGroup("layer", members, ranks or Collectives.alone())
+
+
+def test_a_gather_that_has_ended_keeps_nobodys_memory() -> None:
+    into = torch.zeros(3)
+    alive = weakref.ref(into.untyped_storage())
+
+    event = group_of(3).gather([torch.ones(3)], [into])
+    event.wait()
+    del into
+
+    assert event.done()
+    assert alive() is None
 
 
 # --- states ------------------------------------------------------------------------------------------------------
