@@ -120,6 +120,8 @@ class Engine:
         self._closing = self._closed = False
         for each in self._known.values():
             each.note_values()
+        if parts.whole is not None:
+            parts.whole.ranks.on_wait(self._safe_point)
         if parts.modules is not None:
             for module in parts.model.modules():
                 parts.hooks.on_state_dict(module, self._refuse_state_dict)

@@ -94,6 +94,11 @@ class Ranks:
         """How many there are."""
         return self.collectives.size
 
+    def on_wait(self, call: Callable[[], object]) -> None:
+        """Call this again and again while this rank waits for others: what it raises ends the wait."""
+        self.gradients.on_wait(call)
+        self.collectives.on_wait(call)
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave the others, who are told why where `error` says it. Again: nothing."""
         self.gradients.close(error)

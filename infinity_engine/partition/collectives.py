@@ -263,6 +263,7 @@ class Collectives:
         self._started = 0
         self._looked = self._asked = 0.0
         self._join: Callable[[int], object] | None = None
+        self._while_waiting: Callable[[], object] | None = None
         self._headers: deque[tuple[Pending, HostWork, torch.Tensor]] = deque()
         self._under_way: deque[Pending] = deque()
         self._sequences = [self]
@@ -325,6 +326,10 @@ class Collectives:
         """Be one of these sequences."""
         others.append(self)
         self._sequences = others
+
+    def on_wait(self, call: Callable[[], object]) -> None:
+        """Call this again and again while this rank waits in this sequence: what it raises ends the wait."""
+        self._while_waiting = call
 
     def on_stall(self, join: Callable[[int], object]) -> None:
         """Call `join` with the number of a collective of this sequence that a rank waits for and this one lacks.
@@ -505,6 +510,8 @@ class Collectives:
             if reached():
                 return
             self._look()
+            if self._while_waiting is not None:
+                self._while_waiting()
             if time.monotonic() - max(since, self._asked) > _STALL_S and pending.waits_for_headers:
                 self._asked = time.monotonic()
                 self._resolve_stall(pending)

@@ -54,6 +54,13 @@ def test_ranks_that_step_with_something_else_are_all_told_what(what: str, differ
         assert re.match(f"agreement on what the update is made with: the ranks differ in {differs}", rank.value)
 
 
+def test_ctrl_c_ends_a_rank_that_waits_for_others_and_they_are_told(tmp_path: Path) -> None:
+    first, second = launch(2, programs.is_interrupted, str(tmp_path / "told"))
+
+    assert first.value == "Ctrl-C", first.trace
+    assert "rank 0 has left with KeyboardInterrupt" in second.value, second.trace
+
+
 def test_what_one_rank_refuses_is_told_to_the_others() -> None:
     first, second, _ = differences()
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -550,6 +551,28 @@ def is_killed(rank: int, after_s: float, settings: Mapping[str, Any]) -> str:
                     threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     return _told(body)
+
+
+def is_interrupted(told: str) -> str:
+    """Let rank 0 get Ctrl-C while it waits for the other, which comes when it is told of that; return what each saw."""
+    run = Run(settings={"storage": {"small_bytes": 0}})
+    task, optimizer = made(run)
+
+    def body() -> None:
+        with ExitStack() as around:
+            engine = engine_of(run, task, optimizer, around)
+            if where()[0]:
+                while not Path(told).exists():
+                    time.sleep(0.01)
+            else:
+                threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+            engine(batch_of(task, 0))
+
+    try:
+        return _told(body)
+    except KeyboardInterrupt:
+        Path(told).touch()
+        return "Ctrl-C"
 
 
 def _end(how: str) -> None:
