@@ -38,6 +38,9 @@ class Lane(Enum):
     NVME_READ = "nvme read"  # From the drives to the host.
     NVME_WRITE = "nvme write"  # From the host to the drives.
 
+    # Of the object, which is the only one of its name: an Enum's own hash is worked out in Python, at each look-up.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:

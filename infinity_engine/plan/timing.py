@@ -60,9 +60,12 @@ class LaneClocks:
 
     def run(self, op: Op) -> OpTime:
         """Take the plan's next op and return when it runs."""
-        start_ns = max([self._free_ns[op.lane], *(self.times[number].end_ns for number in op.after)])
-        time = OpTime(start_ns, start_ns + self.duration_ns(op.lane, op.amount))
-        self._free_ns[op.lane] = time.end_ns
+        lane = op.lane
+        start_ns = self._free_ns[lane]
+        for number in op.after:
+            start_ns = max(start_ns, self.times[number].end_ns)
+        time = OpTime(start_ns, start_ns + self.duration_ns(lane, op.amount))
+        self._free_ns[lane] = time.end_ns
         self.times.append(time)
         return time
 

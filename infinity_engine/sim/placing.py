@@ -5,8 +5,9 @@ Pure: asks policies and adds up bytes. Called by the engine, which carries out w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 from infinity_engine.errors import CapacityError, ConfigError
@@ -53,17 +54,18 @@ class Plan:
     """Of the subgroups of which some does."""
 
 
-def place(sizing: Sizing, wish: Wish, budget: ResolvedBudget, *, io_bytes: int) -> Plan:
+def place(sizing: Sizing, wish: Wish, budget: ResolvedBudget, *, io_bytes: int, like: Plan | None = None) -> Plan:
     """Return the plan that the policy or the strategy makes, what it takes, and what rests on drives.
 
     Where that is left open, parameters stay on the device if all fits with them there, else on the host; and nothing
-    rests on drives that has room elsewhere. `io_bytes` of the host are what using the drives takes.
+    rests on drives that has room elsewhere. `io_bytes` of the host are what using the drives takes. `like` is a plan
+    for the same wish and another budget, if there is one: it shortens the search.
 
     Raises:
         CapacityError: a tier cannot hold what it would have to.
         ConfigError: something is to rest on drives, and the budget has none; or the policy makes no sound plan.
     """
-    return _Placing(sizing, wish, budget, io_bytes).plan()
+    return _Placing(sizing, wish, budget, io_bytes, like).plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class _Placing:
     wish: Wish
     budget: ResolvedBudget
     io_bytes: int
+    like: Plan | None = None
 
     def plan(self) -> Plan:
         wish, budget = self.wish, self.budget
@@ -160,10 +163,16 @@ class _Placing:
         if states:
             choices += [(buffers, micro_batches) for buffers in range(_MOST_BUFFERS, 0, -1)]
         refused: CapacityError | None = None
+        homes = {each.index: Home.HOST for each in sizing.subgroups} if self.like is None else self.like.steps.homes()
+        least: dict[int, Callable[[int], int]] = {}  # of the host, by gradients: with so many buffers
         for buffers, gradients in choices:
+            if gradients in least and least[gradients](buffers) > budget.host:
+                continue
             tried = replace(resting, gradients=gradients, early=early)
             try:
-                plan = self._settled(parameters, resting=tried, buffers=buffers)
+                plan = self._settled(parameters, homes, resting=tried, buffers=buffers)
+                homes = plan.steps.homes()
+                least[gradients] = partial(self._least_of_host, plan)
                 self._check_host(plan.demand, self.io_bytes)
             except CapacityError as error:
                 refused = error
@@ -176,7 +185,7 @@ class _Placing:
             )  # room to compute with, first
             while kept:
                 fewer = replace(tried, states=tried.states - frozenset(kept))
-                plan_of_fewer = self._settled(parameters, resting=fewer, buffers=buffers)
+                plan_of_fewer = self._settled(parameters, homes, resting=fewer, buffers=buffers)
                 if sizing.held_on_host(plan_of_fewer.demand) + self.io_bytes <= budget.host:
                     plan = plan_of_fewer
                     break
@@ -185,10 +194,18 @@ class _Placing:
         assert refused is not None, "there is a choice"
         raise refused
 
-    def _settled(self, parameters: Tier, *, resting: Resting, buffers: int) -> Plan:
-        """Return the plan whose buffers fit what it lets be updated where, which decides what passes them."""
+    def _least_of_host(self, plan: Plan, buffers: int) -> int:
+        """Return what of the host a plan takes at least that has so many buffers instead, and no more of them."""
+        there = plan.steps.buffer_bytes
+        held = self.sizing.held_on_host(plan.demand) + self.io_bytes
+        return held - (len(there) - buffers) * there[0] if there else held
+
+    def _settled(self, parameters: Tier, homes: Mapping[int, Home], *, resting: Resting, buffers: int) -> Plan:
+        """Return the plan whose buffers fit what it lets be updated where, which decides what passes them.
+
+        `homes` is where that may be: what another plan of the same wish does.
+        """
         sizing = self.sizing
-        homes = {each.index: Home.HOST for each in sizing.subgroups}
         for _ in range(_MOST_TRIES):
             rests = replace(resting, states=sizing.with_states(resting.states, homes, parameters))
             layouts = {

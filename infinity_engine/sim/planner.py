@@ -7,10 +7,11 @@ command line, and by whoever has rates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim import NORM_BLOCK
@@ -29,6 +30,7 @@ from infinity_engine.plan import (
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
 from infinity_engine.sim.placing import Plan, Wish, place
+from infinity_engine.sim.room import Parts, Room
 from infinity_engine.sim.simulate import simulate
 from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_step
@@ -46,9 +48,43 @@ _GATHERED = 2  # modules at once
 _FINALISTS = (4, 2)  # forms that are looked at with more subgroups, and with still more
 _WORTH_IT = Fraction(997, 1000)  # of a step: smaller subgroups that save less than the rest are not looked for
 _MOST_ROUNDS = 4  # to find what PyTorch holds beside a plan that leaves it that much
+_FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
+_LAST_STEPS = (1 / 8, 1 / 32, 1 / 128)
+_WAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))  # more or less of what is resident, and of what visits
+_MOST_FAMILIES = 3  # that are gone on from, of those whose best corner is not this much slower than another's
+_NEAR = 1.15
+_OFF = 2.0  # subgroups that rounding may be off by, where a corner does not fit
 
 
-_Form = tuple[Tier, str]
+class _Family(NamedTuple):
+    """Where parameters stay, and whether states may rest on drives."""
+
+    tier: Tier
+    drives: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What makes candidates of different sizes alike: the parts, and the corner that they come from."""
+
+    family: _Family
+    name: str
+    parts: Parts
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that has these parts."""
+        resident = _rounded(self.parts.resident)
+        others = 1 - resident
+        share = _rounded(self.parts.visiting / others) if others else 0.0
+        if self.family.drives and not (resident or share):
+            return NvmeStreamed()
+        if self.family.drives or share:
+            update = Interleaved(share=share, resident=resident)
+            return NvmeStreamed(update=update) if self.family.drives else update
+        if 0 < resident < 1:
+            return StaticSplit(ratio=resident)
+        return DeviceOnly() if resident else HostOnly()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +157,7 @@ class Planner:
 
     def decide(self) -> Decision:
         """Return the best plan; `decide` says what is raised."""
-        ranked = sorted(self._search(), key=lambda each: (each.timeline.ns, each.timeline.update_ns))
+        ranked = sorted(_Search(self).run(), key=lambda each: (each.timeline.ns, each.timeline.update_ns))
         best = ranked[0]
         kinds = {_kind(best.choice): best}
         for each in ranked:
@@ -134,6 +170,11 @@ class Planner:
             least_update_ns=self._least_ns(best),
         )
 
+    @property
+    def trained_numel(self) -> int:
+        """How many parameters one rank trains."""
+        return sum(-(-each.numel // self.means.ranks) for each in self.training.ordered() if each.trained)
+
     def candidate(self, choice: Choice) -> Candidate:
         """Return what becomes of one choice.
 
@@ -145,66 +186,6 @@ class Planner:
         timeline = time_step(plan, sizing, self.training, self.means)
         return Candidate(choice=choice, sizing=sizing, plan=plan, budget=budget, beside=beside, timeline=timeline)
 
-    # --- the search -----------------------------------------------------------------------------------------------
-
-    def _search(self) -> list[Candidate]:
-        """Return what fits: all forms at the coarsest size at which any fits, and the best of these at finer ones.
-
-        Raises:
-            CapacityError: nothing does.
-        """
-        self.check_all()
-        counts, finer = self._numels(_COUNTS), self._numels(_FINER)
-        for numel in (*counts, *finer):
-            found = dict(self._candidates(self._choices(numel, cheap=numel in finer)))
-            if found:
-                break
-        else:
-            self.placed(self._frugal((*counts, *finer)[-1]))
-            raise ConfigError(field="strategy", value=self.strategy, expected="one that can be carried out")
-        every = [*found.values()]
-        best = min(each.timeline.ns for each in every)
-        for number, (size, finalists) in enumerate(
-            zip((each for each in counts if each < numel), _FINALISTS, strict=False)
-        ):
-            fastest = sorted({each.timeline.ns for each in found.values()})[:finalists]
-            forms = {form for form, each in found.items() if each.timeline.ns in fastest}
-            # At first also what was too large before: staging sets and buffers are smaller now.
-            tried = (each for each in self._choices(size) if each[0] in forms or (not number and each[0] not in found))
-            refined = dict(self._candidates(tried))
-            # And the very shares that were best, as what rests on drives can hang on a small part of them.
-            again = {(each[0], f"{each[1]}, again"): replace(found[each].choice, subgroup_numel=size) for each in forms}
-            refined |= dict(self._candidates(again.items()))
-            every += refined.values()
-            found |= refined
-            least = min((each.timeline.ns for each in refined.values()), default=best)
-            if number and least > _WORTH_IT * best:
-                break
-            best = min(least, best)
-        return [*every, *self._finer(min(every, key=lambda each: each.timeline.ns), found)]
-
-    def _finer(self, best: Candidate, found: Mapping[_Form, Candidate]) -> Iterator[Candidate]:
-        """Yield the best with smaller subgroups, where so much is resident that few are left to hide one another."""
-        homes = [*best.plan.steps.homes().values()]
-        others = len(homes) - homes.count(Home.RESIDENT)
-        if not others or others >= _ENOUGH or self.subgroup_numel is not None:
-            return
-        count = min(len(homes) * _COUNTS[0] // others, _FINER[-1])
-        form = next((form for form, each in found.items() if each.choice == best.choice), None)
-        numel = self._numels((count,))[0]
-        if form is not None and count > len(homes) and numel < best.choice.subgroup_numel:
-            for _, candidate in self._candidates(each for each in self._choices(numel) if each[0] == form):
-                yield candidate
-
-    def _candidates(self, choices: Iterable[tuple[_Form, Choice]]) -> Iterator[tuple[_Form, Candidate]]:
-        """Yield those that fit."""
-        known: dict[Choice, Candidate] = {}
-        for form, choice in choices:
-            with suppress(CapacityError):
-                if choice not in known:  # as where the best share is also the largest for which there is room
-                    known[choice] = self.candidate(choice)
-                yield form, known[choice]
-
     def check_all(self) -> None:
         """Refuse at once what all tiers together cannot hold: masters, states, parameters and gradients.
 
@@ -214,91 +195,11 @@ class Planner:
         width, budget = self.training.width, self.means.of_one_rank()
         each = 4 * len(self.training.state_names) + (width if self.means.for_all else 0)
         each += 0 if self.training.in_memory else 4 + (width if width < _FP32 else 0)
-        numel = sum(-(-each.numel // self.means.ranks) for each in self.training.ordered() if each.trained)
+        numel = self.trained_numel
         there = (0 if self.means.unified else budget.device) + budget.host + sum(budget.nvme.values())
         if each * numel > there:
             tier = Tier.NVME if budget.nvme else Tier.HOST
             raise _short(tier, each * numel, there, "give a tier more: all of them together are too small")
-
-    def _frugal(self, numel: int) -> Choice:
-        """Return the choice that needs least of the device and the host."""
-        tier = list(self._tiers())[-1]
-        drives = bool(self.means.budget.nvme)
-        strategy = self.strategy if self.strategy is not None and not isinstance(self.strategy, Auto) else None
-        return Choice(
-            strategy=strategy or (NvmeStreamed() if drives else HostOnly()), parameters=tier, subgroup_numel=numel
-        )
-
-    def _numels(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sizes of subgroups to try, those first of which there are few."""
-        if self.subgroup_numel is not None:
-            return (self.subgroup_numel,) if counts == _COUNTS else ()
-        every = sum(-(-each.numel // self.means.ranks) for each in self.training.ordered() if each.trained)
-        wanted = (max(every // count, min(_LEAST_NUMEL, every // _COUNTS[0])) for count in counts)
-        return tuple(dict.fromkeys(max(numel - numel % NORM_BLOCK, NORM_BLOCK) for numel in wanted))
-
-    def _choices(self, numel: int, *, cheap: bool = False) -> Iterator[tuple[_Form, Choice]]:
-        """Yield what may fit, with subgroups of this size; of many forms only those whose plans are `cheap` to make."""
-        sizing = self.means.sizing(self.training, numel)
-        held = 4 * len(sizing.state_names) + (0 if sizing.formats.parameter is None else 4)
-        every = held * sum(each.numel for each in sizing.subgroups)
-        host = self.means.of_one_rank().host
-        for tier in self._tiers():
-            for number, strategy in self._strategies(sizing, tier, cheap=cheap):
-                if every * (1 - _resident(strategy)) > host and not isinstance(strategy, NvmeStreamed):
-                    continue
-                yield (tier, number), Choice(strategy=strategy, parameters=tier, subgroup_numel=numel)
-
-    def _tiers(self) -> Iterator[Tier]:
-        if self.parameters is not None:
-            yield Tier.DEVICE if self.means.unified and self.parameters is Tier.HOST else self.parameters
-            return
-        yield Tier.DEVICE
-        if not self.means.unified:
-            yield Tier.HOST
-        if self.means.budget.nvme:
-            yield Tier.NVME
-
-    def _strategies(self, sizing: Sizing, tier: Tier, *, cheap: bool) -> Iterator[tuple[str, Strategy]]:
-        """Yield the strategies to try, with names that say which of different sizes are alike."""
-        given = self.strategy
-        if given is not None and not isinstance(given, Auto):
-            yield "given", given
-            return
-        drives = bool(self.means.budget.nvme)
-        yield "host", HostOnly()
-        if drives:
-            yield "drives", NvmeStreamed()
-        room = None if self.means.unified else _Room.of(self, sizing, tier)
-        if room is None:
-            return
-        if room.most_resident >= 1:
-            yield "device", DeviceOnly()
-        if 0 < (split := self._split(room)) < 1:
-            yield "split", StaticSplit(ratio=split)
-        if room.best_share is None or cheap:
-            return
-        residents = {"": 0.0, "with some resident": room.balanced, "with most resident": room.most_beside_staging}
-        for name, resident in residents.items():
-            if name and not resident:
-                continue
-            shares = room.shares(resident)
-            if tier is not Tier.NVME:  # where the best share would change what passes the host, and that the share
-                yield f"interleaved {name}", Interleaved(resident=resident)
-            small = bool(shares) and shares[-1] < room.best_share  # no room for more gradients
-            for number, share in enumerate(shares):
-                update = Interleaved(share=share, resident=resident)
-                if tier is Tier.NVME or (small and share == shares[-1]):
-                    yield f"interleaved {number} {name}", update
-                if drives:
-                    yield f"drives and interleaved {number} {name}", NvmeStreamed(update=update)
-
-    def _split(self, room: _Room) -> float:
-        """Return the part to be resident where nothing visits: what fits, and no more than is done with the rest."""
-        host, device = self.means.rates.host_update_params_per_s, self.means.rates.device_update_params_per_s
-        if room.most_resident < 1 or host is None or device is None:
-            return room.most_resident
-        return _rounded(device / (device + host))
 
     # --- one choice -----------------------------------------------------------------------------------------------
 
@@ -317,9 +218,10 @@ class Planner:
             rates=rates_of_update(self.means.rates),
         )
         beside = self.beside(sizing, None)
+        plan: Plan | None = None
         for _ in range(_MOST_ROUNDS):
             budget = self.less(beside)
-            plan = place(sizing, wish, budget, io_bytes=self.means.io_bytes)
+            plan = place(sizing, wish, budget, io_bytes=self.means.io_bytes, like=plan)
             _check(plan, sizing, budget)
             needed = self.beside(sizing, plan)
             if needed <= beside or not self.means.for_all:
@@ -392,91 +294,246 @@ class Planner:
         return max(float(bound.least_ns(numel)), busy[Lane.NVME_READ], busy[Lane.NVME_WRITE])
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """What of the device is left to states and to their gradients, where parameters are in a certain tier.
+class _Search:
+    """What has been tried for one planner: candidates by choice, None where they do not fit."""
 
-    All of it is in parts of what all states need. Gradients that stay take the place of activations.
-    """
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._means = planner.means
+        given = planner.strategy
+        self._given = None if isinstance(given, Auto) else given
+        self._known: dict[Choice, Candidate | None] = {}
+        self._alike: dict[tuple[_Family, int, int, int], Choice] = {}  # those with as many subgroups everywhere
 
-    residents: float
-    beside_staging: float
-    gradients: float
-    """What the gradients of all parameters need."""
-    activations: float
-    whole: float
-    """The part of all that one subgroup is."""
-    best_share: Fraction | None
-    """The share of all that should visit, by the bound; None where a rate is missing."""
+    def run(self) -> list[Candidate]:
+        """Return what fits: from all corners, at the coarsest size at which any fits, downhill and to finer ones.
 
-    @classmethod
-    def of(cls, planner: Planner, sizing: Sizing, tier: Tier) -> _Room | None:
-        """Return it; None where parameters alone do not fit there."""
-        means = planner.means
+        Raises:
+            CapacityError: nothing does.
+        """
+        self._planner.check_all()
+        counts, finer = self._numels(_COUNTS), self._numels(_FINER)
+        for numel in (*counts, *finer):
+            found = dict(self._corners(numel, _cheap if numel in finer else _all))
+            if found:
+                break
+        else:
+            self._planner.placed(self._frugal((*counts, *finer)[-1]))
+            raise ConfigError(field="strategy", value=self._given, expected="one that can be carried out")
+        if numel not in finer:
+            self._descend(found, numel, _FIRST_STEPS, families=_MOST_FAMILIES)
+        best = _fastest(found)
+        for number, (size, finalists) in enumerate(
+            zip((each for each in counts if each < numel), _FINALISTS, strict=False)
+        ):
+            refined = self._refined(found, size, finalists, first=not number)
+            self._descend(refined, size, _LAST_STEPS, families=1)
+            found |= refined
+            least = min((each.timeline.ns for each in refined.values()), default=best.timeline.ns)
+            enough = number and least > _WORTH_IT * best.timeline.ns
+            best = _fastest(found)
+            if enough:
+                break
+        self._more_subgroups(found)
+        self._left_to_rates(found)
+        return [each for each in self._known.values() if each is not None]
+
+    # --- where to look --------------------------------------------------------------------------------------------
+
+    def _corners(self, numel: int, wanted: Callable[[_Form], bool]) -> Iterator[tuple[_Form, Candidate]]:
+        """Yield what fits of the corners of all families, where they are wanted."""
+        for family in self._families():
+            for corner, inside in self._forms(family, numel):
+                for form in (corner, inside) if wanted(corner) else ():
+                    candidate = self._try(form, numel)
+                    if candidate is not None:
+                        yield form, candidate
+                        break
+
+    def _forms(self, family: _Family, numel: int) -> Iterator[tuple[_Form, _Form]]:
+        """Yield the corners of a family that are worth trying, each with what is tried where it does not fit.
+
+        That is further from the edges, by as much as whole subgroups may be off.
+        """
+        room = None if self._given is not None or self._means.unified else self._room(family, numel)
+        if room is None:
+            nothing = _Form(family, "nothing", Parts())
+            yield nothing, nothing
+            return
+        corners = room.corners()
+        if not family.drives and room.most_resident >= 1:
+            corners["split"] = self._split()
+        middle = Parts(
+            sum(each.resident for each in corners.values()) / len(corners),
+            sum(each.visiting for each in corners.values()) / len(corners),
+        )
+        seen: list[Parts] = []
+        for name, parts in corners.items():
+            if all(parts.distance(other) > room.whole / 2 for other in seen):
+                seen.append(parts)
+                yield _Form(family, name, parts), _Form(family, name, parts.towards(middle, _OFF * room.whole))
+
+    def _room(self, family: _Family, numel: int) -> Room | None:
+        planner = self._planner
+        sizing = self._means.sizing(planner.training, numel)
         try:
-            limits = sizing.limits(planner.less(planner.beside(sizing, None)), tier)
+            budget = planner.less(planner.beside(sizing, None))
         except CapacityError:
             return None
-        numel = sum(each.numel for each in sizing.subgroups)
-        every = limits.device_bytes(numel)
-        largest = max(each.numel for each in sizing.subgroups)
-        staged = limits.staging_sets * limits.device_bytes(largest)
-        used = staged if tier is Tier.DEVICE else max(staged, sizing.deepest)
-        gradient = (sizing.width + (4 if sizing.sums else 0)) * numel
-        activations = 0 if sizing.sums else planner.training.activation_bytes()
-        try:
-            bound = update_bound(rates_of_update(means.rates), per_parameter=limits.per_parameter)
-        except ConfigError:
-            bound = None
-        return cls(
-            residents=limits.resident_bytes / every,
-            beside_staging=(limits.staging_bytes - used) / every,
-            gradients=gradient / every if means.for_all else 0.0,
-            activations=activations / every,
-            whole=largest / numel,
-            best_share=None if bound is None else bound.best_share,
+        return Room.of(sizing, planner.training, self._means, budget, tier=family.tier, drives=family.drives)
+
+    def _split(self) -> Parts:
+        """Return how states are divided where all would fit on the device: so that neither it nor the host waits."""
+        rates = self._means.rates
+        host, device = rates.host_update_params_per_s, rates.device_update_params_per_s
+        return Parts(1.0 if host is None or device is None else device / (device + host))
+
+    def _families(self) -> Iterator[_Family]:
+        drives = bool(self._means.budget.nvme)
+        for tier in self._tiers():
+            if self._given is not None:
+                yield _Family(tier, isinstance(self._given, NvmeStreamed))
+                continue
+            yield _Family(tier, False)
+            if drives:
+                yield _Family(tier, True)
+
+    def _tiers(self) -> Iterator[Tier]:
+        asked, means = self._planner.parameters, self._means
+        if asked is not None:
+            yield Tier.DEVICE if means.unified and asked is Tier.HOST else asked
+            return
+        yield Tier.DEVICE
+        if not means.unified:
+            yield Tier.HOST
+        if means.budget.nvme:
+            yield Tier.NVME
+
+    def _frugal(self, numel: int) -> Choice:
+        """Return the choice that needs least of the device and the host."""
+        family = list(self._families())[-1]
+        return self._choice(_Form(family, "nothing", Parts()), numel)
+
+    def _numels(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sizes of subgroups to try, those first of which there are few."""
+        planner = self._planner
+        if planner.subgroup_numel is not None:
+            return (planner.subgroup_numel,) if counts == _COUNTS else ()
+        every = planner.trained_numel
+        wanted = (max(every // count, min(_LEAST_NUMEL, every // _COUNTS[0])) for count in counts)
+        return tuple(dict.fromkeys(max(numel - numel % NORM_BLOCK, NORM_BLOCK) for numel in wanted))
+
+    # --- from there on --------------------------------------------------------------------------------------------
+
+    def _descend(self, found: dict[_Form, Candidate], numel: int, steps: tuple[float, ...], *, families: int) -> None:
+        """Go on from the best of the best families to parts nearby, as long as steps get shorter."""
+        best: dict[_Family, _Form] = {}
+        for form in sorted(found, key=lambda each: found[each].timeline.ns):
+            best.setdefault(form.family, form)
+        least = min((each.timeline.ns for each in found.values()), default=0)
+        for form in tuple(best.values())[:families]:
+            if self._given is None and not self._means.unified and found[form].timeline.ns <= _NEAR * least:
+                self._downhill(form, found, numel, steps)
+
+    def _downhill(self, form: _Form, found: dict[_Form, Candidate], numel: int, steps: tuple[float, ...]) -> None:
+        room = self._room(form.family, numel)
+        if room is None or not room.may_visit:
+            return
+        for step in steps:
+            onwards = list(_WAYS)
+            while onwards:
+                way = onwards.pop(0)
+                parts = form.parts.moved(step * way[0], step * way[1])
+                there = replace(form, parts=parts)
+                candidate = self._try(there, numel) if room.holds(parts) else None
+                if candidate is not None and candidate.timeline.ns < _WORTH_IT * found[form].timeline.ns:
+                    found[there] = candidate
+                    form, onwards = there, [way, *(each for each in _WAYS if each not in (way, (-way[0], -way[1])))]
+
+    def _refined(
+        self, found: Mapping[_Form, Candidate], numel: int, finalists: int, *, first: bool
+    ) -> dict[_Form, Candidate]:
+        """Return the best with smaller subgroups; at first also what was too large before, as buffers are smaller."""
+        fastest = sorted({each.timeline.ns for each in found.values()})[:finalists]
+        forms = [form for form, each in found.items() if each.timeline.ns in fastest]
+        refined = {}
+        for form in forms:
+            candidate = self._try(form, numel)
+            if candidate is not None:
+                refined[form] = candidate
+        corners = {(form.family, form.name) for form in forms}
+        there = {form.family for form in found}
+        return refined | dict(
+            self._corners(
+                numel,
+                lambda form: (form.family, form.name) in corners or (first and form.family not in there),
+            )
         )
 
-    @property
-    def most_resident(self) -> float:
-        """The most that can be resident where nothing visits."""
-        return self._fitting(self.residents)
+    def _more_subgroups(self, found: dict[_Form, Candidate]) -> None:
+        """Try the best with smaller subgroups, where so much is resident that few are left to hide one another."""
+        best = _fastest(found)
+        homes = [*best.plan.steps.homes().values()]
+        others = len(homes) - homes.count(Home.RESIDENT)
+        if not others or others >= _ENOUGH or self._planner.subgroup_numel is not None:
+            return
+        count = min(len(homes) * _COUNTS[0] // others, _FINER[-1])
+        numel = self._numels((count,))[0]
+        if count > len(homes) and numel < best.choice.subgroup_numel:
+            form = next(form for form, each in found.items() if each is best)
+            candidate = self._try(form, numel)
+            if candidate is not None:
+                found[form] = candidate
 
-    @property
-    def most_beside_staging(self) -> float:
-        """The most that can be resident beside staging sets."""
-        return self._fitting(self.beside_staging)
+    def _left_to_rates(self, found: dict[_Form, Candidate]) -> None:
+        """Try the best with the share left to the policy, which knows nothing of forwards and of gradients' room."""
+        choice = _fastest(found).choice
+        if self._given is None and isinstance(choice.strategy, Interleaved):
+            self._known_of(replace(choice, strategy=replace(choice.strategy, share=None)))
 
-    @property
-    def balanced(self) -> float:
-        """The most that can be resident while of the others as many visit as is best, whose gradients stay as well."""
-        visitors = float(self.best_share or 0) * self.gradients
-        left = self.beside_staging + self.activations - visitors - self.whole * self.gradients
-        return _rounded(min(left / (1 + self.gradients - visitors), self.beside_staging, 1.0))
+    # --- one of them ----------------------------------------------------------------------------------------------
 
-    def _fitting(self, left: float) -> float:
-        return _rounded(min(left, (left + self.activations) / (1 + self.gradients), 1.0))
+    def _try(self, form: _Form, numel: int) -> Candidate | None:
+        choice = self._alike.setdefault((form.family, numel, *self._wholes(form, numel)), self._choice(form, numel))
+        states = 4 * (len(self._planner.training.state_names) + (self._planner.training.formats.parameter is not None))
+        left = states * self._planner.trained_numel * (1 - (form.parts.resident if self._given is None else 1))
+        if left > self._means.of_one_rank().host and not form.family.drives:
+            return None
+        if form.family.drives and self._given is None:
+            in_memory = replace(form, family=form.family._replace(drives=False))
+            if self._try(in_memory, numel) is not None:
+                return None  # what fits there would not rest on drives
+        return self._known_of(choice)
 
-    def shares(self, resident: float) -> list[float]:
-        """Return parts of what is not resident that may visit, up to the one whose gradients just fit."""
-        others = 1 - resident
-        if self.best_share is None or others <= 0 or self.beside_staging < resident:
-            return []
-        most = 1.0
-        if self.gradients:
-            left = self.beside_staging + self.activations - resident * (1 + self.gradients)
-            most = min(most, (left / self.gradients - self.whole) / others)
-        best = min(float(self.best_share), most)
-        parts = [best, most] if resident else [best / 2, best, (best + most) / 2, most]
-        return [_rounded(part) for part in parts]
+    def _wholes(self, form: _Form, numel: int) -> tuple[int, int]:
+        """Return how many subgroups are resident, and how many visit, as near as that can be said."""
+        count = self._planner.trained_numel / numel
+        resident = int(count * form.parts.resident + 1e-6)
+        return resident, round(count * form.parts.visiting)
+
+    def _known_of(self, choice: Choice) -> Candidate | None:
+        if choice not in self._known:
+            self._known[choice] = None
+            with suppress(CapacityError):
+                self._known[choice] = self._planner.candidate(choice)
+        return self._known[choice]
+
+    def _choice(self, form: _Form, numel: int) -> Choice:
+        strategy = form.strategy if self._given is None else self._given
+        return Choice(strategy=strategy, parameters=form.family.tier, subgroup_numel=numel)
 
 
-def _resident(strategy: Strategy) -> float:
-    if isinstance(strategy, DeviceOnly):
-        return 1.0
-    if isinstance(strategy, StaticSplit):
-        return strategy.ratio
-    return strategy.resident if isinstance(strategy, Interleaved) else 0.0
+def _all(form: _Form) -> bool:
+    return True
+
+
+def _cheap(form: _Form) -> bool:
+    """Tell whether plans of the form are quickly made, of however many subgroups."""
+    return not form.parts.visiting
+
+
+def _fastest(found: Mapping[_Form, Candidate]) -> Candidate:
+    return min(found.values(), key=lambda each: each.timeline.ns)
 
 
 def _kind(choice: Choice) -> tuple[str, str, Tier]:
@@ -487,7 +544,7 @@ def _kind(choice: Choice) -> tuple[str, str, Tier]:
 
 def _rounded(part: float) -> float:
     """Return a part of all, a little less, that prints well."""
-    return max(int(part * 1000), 0) / 1000
+    return min(max(int(part * 1000 + 1e-6), 0) / 1000, 1.0)
 
 
 def _check(plan: Plan, sizing: Sizing, budget: ResolvedBudget) -> None:

@@ -161,6 +161,8 @@ class _Step:
         self._alone = LaneClocks(means.alone or means.rates)
         self._spans: list[Span] = []
         self._present: dict[int, tuple[int, int]] = {}  # by module, in the order of their uses: bytes, end of use
+        self._held = 0  # bytes of these
+        self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._at = 0  # the next op of the plan
         self._update_ns = 0
 
@@ -271,10 +273,9 @@ class _Step:
         """Let what a module needs be there; return when it is. What was used longest ago makes room."""
         if not needs.fetched or number in self._present:
             return after_ns
-        free = self._limit - sum(nbytes for nbytes, _ in self._present.values())
-        while free < needs.fetched and self._present:
+        while self._limit - self._held < needs.fetched and self._present:
             nbytes, used_ns = self._present.pop(next(iter(self._present)))
-            free += nbytes
+            self._held -= nbytes
             after_ns = max(after_ns, used_ns)
         if needs.read:
             after_ns = self._read(needs.read, after_ns)
@@ -290,7 +291,8 @@ class _Step:
 
     def _use(self, number: int, needs: _Needs, end_ns: int) -> None:
         if needs.fetched:
-            self._present.pop(number, None)
+            nbytes, _ = self._present.pop(number, (0, 0))
+            self._held += needs.fetched - nbytes
             self._present[number] = needs.fetched, end_ns
 
     def _move(self, lane: Lane, nbytes: int, after_ns: int) -> OpTime:
@@ -306,7 +308,11 @@ class _Step:
         """Return what so many operations of forwards and of backwards take."""
         if self._rate is None:
             return 0
-        return ceil(sum(flops * _NS_PER_S / rate for flops, rate in zip((forward, backward), self._rate, strict=True)))
+        work = forward, backward
+        if work not in self._durations:
+            seconds = sum(flops / rate for flops, rate in zip(work, self._rate, strict=True))
+            self._durations[work] = ceil(seconds * _NS_PER_S)
+        return self._durations[work]
 
 
 def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
@@ -374,8 +380,9 @@ def _last_ops(ops: Sequence[Op]) -> dict[int, int]:
 
 def _busy(spans: Iterable[Span], start_ns: int, end_ns: int) -> dict[Lane, int]:
     busy = dict.fromkeys(Lane, 0)
-    for span in spans:
-        busy[span.lane] += max(min(span.end_ns, end_ns) - max(span.start_ns, start_ns), 0)
+    for lane, begins_ns, ends_ns, _ in spans:
+        if begins_ns < end_ns and ends_ns > start_ns:
+            busy[lane] += min(ends_ns, end_ns) - max(begins_ns, start_ns)
     return busy
 
 

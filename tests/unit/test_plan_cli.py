@@ -105,6 +105,28 @@ def test_the_page_stands_by_itself(plan: Any, tmp_path: Path) -> None:
     labels = [chart.get("aria-label") for chart in charts]
     assert "memory of the device over the step" in labels
     assert labels[-1] == "what is busy over the step"
+    for chart in charts:
+        assert_drawn_within_its_box(chart)
+        words = [each.text or "" for each in chart.iter("text")]
+        assert all(words)
+        assert any(re.search(r"\d%|\d B|iB", each) for each in words), "how much it is"
+        assert any(re.search(r"\d s$", each) for each in words), "how long it is"
+
+
+def assert_drawn_within_its_box(chart: ElementTree.Element) -> None:
+    """Assert that there is something in a chart, and that all of it can be seen."""
+    _, _, width, height = map(float, (chart.get("viewBox") or "").split())
+    across, down = [], []
+    for shape in chart.iter():
+        across += [float(shape.attrib[name]) for name in ("x", "x1", "x2") if name in shape.attrib]
+        down += [float(shape.attrib[name]) for name in ("y", "y1", "y2") if name in shape.attrib]
+        for point in shape.get("points", "").split():
+            at, value = map(float, point.split(","))
+            across.append(at)
+            down.append(value)
+    assert sum(shape.tag in {"polygon", "rect"} for shape in chart.iter()) > 1
+    assert all(0 <= at <= width for at in across)  # nor is one of them not a number
+    assert all(0 <= value <= height for value in down)
 
 
 def test_a_config_of_ones_own_is_planned(plan: Any, tmp_path: Path) -> None:

@@ -48,9 +48,10 @@ class Layout:
         self._host = deque(assignment.host)
         self._updated: deque[tuple[SubgroupSpec, int]] = deque()  # Not yet up, and from when on they can go.
         self._residents = deque(assignment.residents)
-        self._early = self._too_many_for_the_end(assignment) if assignment.visiting else 0
-        for subgroup in assignment.visiting:
-            self._visit(subgroup)
+        early = self._too_many_for_the_end(assignment) if assignment.visiting else 0
+        self._early = early
+        for number, subgroup in enumerate(assignment.visiting):
+            self._visit(subgroup, late=early - early * number // len(assignment.visiting))
         self._finish()
 
     @property
@@ -69,13 +70,18 @@ class Layout:
         durations_ns = (self._clocks.duration_ns(Lane.DEVICE, one.numel) for one in reversed(assignment.residents))
         return sum(end_ns > room_ns for end_ns in itertools.accumulate(durations_ns))
 
-    def _visit(self, subgroup: SubgroupSpec) -> None:
+    def _visit(self, subgroup: SubgroupSpec, *, late: int) -> None:
+        """Let it visit, and before that as many early residents be updated as its way up leaves time for.
+
+        Of these, no more than `late` are left, so that a device which is as busy as the links wastes no gap that is
+        shorter than an update.
+        """
         start_ns = self._upload_start_ns()
         while self._can_upload_parameters(start_ns):
             self._upload_parameters()
             start_ns = self._upload_start_ns()
         up_ns = start_ns + self._clocks.duration_ns(Lane.H2D, subgroup.numel * self._per_parameter.states)
-        while self._early and self._resident_end_ns() <= up_ns:
+        while self._early and (self._early > late or self._resident_end_ns() <= up_ns):
             self._update_resident()
             self._early -= 1
         for op in self._draft.visit(subgroup):
@@ -173,9 +179,10 @@ def spread(subgroups: Sequence[SubgroupSpec], share: Fraction) -> list[bool]:
     """Return for each subgroup whether it visits, so that up to each of them about `share` of the parameters do."""
     seen = visiting = 0
     chosen = []
+    part, whole = share.as_integer_ratio()
     for subgroup in subgroups:
         seen += subgroup.numel
-        chosen.append(share * seen - visiting >= Fraction(subgroup.numel, 2))
+        chosen.append(2 * (part * seen - whole * visiting) >= whole * subgroup.numel)
         visiting += subgroup.numel * chosen[-1]
     return chosen
 

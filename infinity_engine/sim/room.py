@@ -1,0 +1,162 @@
+"""What of the states may be resident, and what may visit: the small program that memory makes, and its corners.
+
+Pure, and approximate: to whole subgroups, and with parameters of one size. It says what is worth trying; what fits and
+how long it takes is for placing.py and timeline.py to say. Called by the planner.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.plan import ResolvedBudget, Tier
+from infinity_engine.plan.step import BytesPerParameter, Home
+from infinity_engine.sim.bound import update_bound
+from infinity_engine.sim.sizing import Sizing
+from infinity_engine.sim.timeline import rates_of_update
+from infinity_engine.sim.training import Means, Training
+
+__all__ = ["Parts", "Room"]
+
+_AHEAD = 2  # of the largest modules at once: one computes, and the next one comes
+_BUFFERS = 4  # for what passes the host, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What part of all states stays on the device, and what part visits it for its update; the host has the rest."""
+
+    resident: float = 0.0
+    visiting: float = 0.0
+
+    def moved(self, resident: float, visiting: float) -> Parts:
+        """Return parts that differ by so much."""
+        return Parts(self.resident + resident, self.visiting + visiting)
+
+    def towards(self, other: Parts, distance: float) -> Parts:
+        """Return parts that are nearer to others by so much, at most as near as them."""
+        whole = self.distance(other)
+        part = min(distance / whole, 1.0) if whole else 0.0
+        return self.moved(part * (other.resident - self.resident), part * (other.visiting - self.visiting))
+
+    def distance(self, other: Parts) -> float:
+        """Return by how much the one that differs most does."""
+        return max(abs(self.resident - other.resident), abs(self.visiting - other.visiting))
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """Where `resident` and `visiting`, times so much each, are `most`. Beyond a `hard` one there is no room."""
+
+    resident: float
+    visiting: float
+    most: float
+    hard: bool = True
+
+    def holds(self, parts: Parts) -> bool:
+        return self.resident * parts.resident + self.visiting * parts.visiting <= self.most + 1e-9
+
+    def meets(self, other: _Edge) -> Parts | None:
+        across = self.resident * other.visiting - self.visiting * other.resident
+        if not across:
+            return None
+        return Parts(
+            (self.most * other.visiting - self.visiting * other.most) / across,
+            (self.resident * other.most - self.most * other.resident) / across,
+        )
+
+
+_NONE_RESIDENT = _Edge(-1, 0, 0)
+_NONE_VISITING = _Edge(0, -1, 0)
+_ALL = _Edge(1, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The edges of what fits, with parameters in a certain tier, and states on drives or not, and the best share."""
+
+    edges: tuple[_Edge, ...]
+    most_resident: float
+    """Where nothing visits, and so nothing is staged."""
+    whole: float
+    """The part of all that one subgroup is."""
+    may_visit: bool
+
+    @classmethod
+    def of(
+        cls, sizing: Sizing, training: Training, means: Means, budget: ResolvedBudget, *, tier: Tier, drives: bool
+    ) -> Room | None:
+        """Return it for a budget that has no more of PyTorch's than activations; None where parameters do not fit."""
+        try:
+            limits = sizing.limits(budget, tier)
+        except CapacityError:
+            return None
+        numel = sum(each.numel for each in sizing.subgroups)
+        largest = max(each.numel for each in sizing.subgroups)
+        every = limits.device_bytes(numel)
+        staged = limits.staging_sets * limits.device_bytes(largest)
+        # Gradients that stay take the place of activations, if there is no sum of them.
+        gradient = (sizing.width + (4 if sizing.sums else 0)) * numel / every if means.for_all else 0.0
+        activations = 0 if sizing.sums or not means.for_all else training.activation_bytes()
+        at_home = tier is not Tier.DEVICE
+        fetched = {sizing.deepest} if at_home else {0}
+        if at_home:
+            fetched |= {_AHEAD * sizing.deepest, sum(sizing.parameters)}
+        edges = [_NONE_RESIDENT, _NONE_VISITING, _ALL]
+        for number, nbytes in enumerate(sorted(fetched)):
+            left = (limits.staging_bytes - max(staged, nbytes)) / every
+            within = left + activations / every - gradient * largest / numel
+            edges.append(_Edge(1 + gradient, gradient, within, hard=not number))
+            if activations:
+                edges.append(_Edge(1, 0, left, hard=not number))
+        edges += _on_host(sizing, means, budget, tier=tier, drives=drives)
+        left = limits.resident_bytes / every
+        share = _best_share(means, limits.per_parameter)
+        if share is not None:
+            edges.append(_Edge(share, 1, share, hard=False))
+        return cls(
+            edges=tuple(edges),
+            most_resident=max(min(left, (left + activations / every) / (1 + gradient), 1.0), 0.0),
+            whole=largest / numel,
+            may_visit=share is not None,
+        )
+
+    def holds(self, parts: Parts) -> bool:
+        """Tell whether there is room for these."""
+        return all(edge.holds(parts) for edge in self.edges if edge.hard)
+
+    def corners(self) -> dict[str, Parts]:
+        """Return where edges meet and all hard ones hold, under names by which those of other sizes are alike."""
+        found = {"nothing": Parts(), "most": Parts(resident=self.most_resident)}
+        if not self.may_visit:
+            return found
+        for (number, one), (other_number, other) in itertools.combinations(enumerate(self.edges), 2):
+            parts = one.meets(other)
+            if parts is not None and self.holds(parts):
+                found.setdefault(f"{number} and {other_number}", parts)
+        return found
+
+
+def _on_host(sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier, drives: bool) -> Iterator[_Edge]:
+    """Yield where the host has no more room: for states in memory, and with drives for gradients in memory."""
+    numel = sum(each.numel for each in sizing.subgroups)
+    largest = max(sizing.subgroups, key=lambda each: each.numel)
+    states = {home: sizing.states_bytes(largest, home, tier) / largest.numel for home in (Home.HOST, Home.VISITING)}
+    gradient = sizing.wire + (4 if sizing.sums or not drives else 0)
+    host = states[Home.HOST] + gradient + (sizing.width if tier is Tier.DEVICE else 0)
+    left = budget.host / numel - (sum(sizing.parameters) / numel if tier is Tier.HOST else 0)
+    if drives:
+        passing = _BUFFERS * states[Home.VISITING] * largest.numel / numel
+        left -= means.io_bytes / numel + passing
+        yield _Edge(-gradient, -gradient, left - gradient, hard=False)
+    yield _Edge(-host, states[Home.VISITING] - host, left - host, hard=not drives)
+
+
+def _best_share(means: Means, per_parameter: BytesPerParameter) -> float | None:
+    """Return the share of all that should visit where nothing is resident, by the bound; None: a rate is missing."""
+    try:
+        return float(update_bound(rates_of_update(means.rates), per_parameter=per_parameter).best_share)
+    except ConfigError:
+        return None

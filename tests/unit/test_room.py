@@ -1,0 +1,83 @@
+"""The small program that memory makes: its corners have room, and what a tier is short of is among them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from infinity_engine.plan import Rates, ResolvedBudget, Tier
+from infinity_engine.sim.room import Parts, Room
+from infinity_engine.sim.training import Means
+from infinity_engine.units import GB
+from support.plannings import model_of, random_case, training_of
+
+SMALL = training_of(model_of(*([40_000_000] * 8)))  # 0.32 billion parameters: 3.84 GB of states, 0.64 GB of gradients
+RATES = Rates(
+    h2d_bytes_per_s=25e9, d2h_bytes_per_s=25e9, host_update_params_per_s=1.5e9, device_update_params_per_s=30e9
+)
+
+
+def room_of(device: float, host: float, *, tier: Tier = Tier.DEVICE, rates: Rates = RATES) -> Room:
+    means = Means(budget=ResolvedBudget(device=round(device * GB), host=round(host * GB)), rates=rates)
+    sizing = means.sizing(SMALL, 5_000_000)
+    found = Room.of(sizing, SMALL, means, means.budget, tier=tier, drives=False)
+    assert found is not None
+    return found
+
+
+def test_with_plenty_the_corners_are_all_here_or_there() -> None:
+    corners = {(round(each.resident, 6), round(each.visiting, 6)) for each in room_of(100, 100).corners().values()}
+
+    assert {(0, 0), (1, 0), (0, 1)} <= corners
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("drives", [False, True])
+def test_corners_are_parts_of_all_for_which_there_is_room(seed: int, drives: bool) -> None:
+    training, means = random_case(seed)
+    sizing = means.sizing(training, training.model.numel // 64)
+    for tier in Tier if drives else (Tier.DEVICE, Tier.HOST):
+        room = Room.of(sizing, training, means, means.budget, tier=tier, drives=drives)
+        corners = {} if room is None else room.corners()
+        corners.pop("most", None)  # stages nothing
+        corners.pop("nothing", None)  # is there whether or not it fits
+        for parts in corners.values():
+            assert room is not None
+            assert room.holds(parts)
+            assert -1e-9 <= parts.resident <= 1 + 1e-9
+            assert -1e-9 <= parts.visiting <= 1 - parts.resident + 1e-9
+
+
+def test_a_host_too_small_for_its_own_updates_leaves_corners_where_more_visits() -> None:
+    corners = room_of(2.2, 4.5).corners()
+    corners.pop("nothing")
+    corners.pop("most")
+
+    assert corners
+    for each in corners.values():
+        host = 1 - each.resident - each.visiting  # 20 bytes of each parameter that is updated there, 12 of a visitor
+        assert 0.32 * (20 * host + 12 * each.visiting) <= 4.5 * (1 + 1e-9)
+
+
+def test_parameters_that_do_not_fit_leave_no_room() -> None:
+    means = Means(budget=ResolvedBudget(device=GB // 2, host=100 * GB), rates=RATES)
+    sizing = means.sizing(SMALL, 5_000_000)
+
+    assert Room.of(sizing, SMALL, means, means.budget, tier=Tier.DEVICE, drives=False) is None
+    assert Room.of(sizing, SMALL, means, means.budget, tier=Tier.HOST, drives=False) is not None
+
+
+def test_without_rates_of_links_nothing_visits() -> None:
+    room = room_of(100, 100, rates=replace(RATES, h2d_bytes_per_s=None))
+
+    assert not room.may_visit
+    assert not any(each.visiting for each in room.corners().values())
+
+
+def test_parts_go_towards_others_and_no_further() -> None:
+    corner, middle = Parts(0.5, 0.0), Parts(0.25, 0.125)
+
+    assert corner.towards(middle, 0.125) == Parts(0.375, 0.0625)
+    assert corner.towards(middle, 2.0) == middle
+    assert corner.towards(corner, 0.1) == corner
