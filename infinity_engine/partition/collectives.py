@@ -169,15 +169,14 @@ class _Groups:
         store: Store | None = None,
     ) -> None:
         timeout = timedelta(seconds=timeout_s)
-        self.host = dist.new_group(ranks, timeout, "gloo")
-        self.data = dist.new_group(ranks, timeout, backend)
+        self._groups = [dist.new_group(ranks, timeout, "gloo"), dist.new_group(ranks, timeout, backend)]
         self.backend = backend
         self._world = dist.group.WORLD if own_world else None
-        of = getattr(self.host, "get_group_store", None)  # older torch has none
+        of = getattr(self._groups[0], "get_group_store", None)  # older torch has none
         self.store = store or (None if of is None else of())
 
     def start(self, wire: Wire, *, on_host: bool) -> HostWork:
-        group = self.host if on_host else self.data
+        group = self._groups[0 if on_host else 1]
         if isinstance(wire, AllGather):
             return _Torch(_all_gather()(wire.into, wire.mine, group=group, async_op=True))
         if isinstance(wire, Exchange):
@@ -187,9 +186,13 @@ class _Groups:
         return _Torch(dist.broadcast(wire.buffer, owner, group=group, async_op=True))
 
     def close(self) -> None:
-        for group in (self.data, self.host):
+        while self._groups:
+            # Gone at once, on all ranks: one whose end waited for the garbage collector would keep others from theirs,
+            # as Gloo ends a group when what is under way in it has ended or its peers have gone.
+            group = self._groups.pop()
             with suppress(Exception):  # after a failure there is nothing to be done for them
                 dist.destroy_process_group(group)
+            del group
         # Others, of a later engine or of the user, may be of the world that this one has made; or it is another now.
         if self._world is not None and dist.is_initialized() and dist.group.WORLD is self._world and not _others():
             with suppress(Exception):
