@@ -166,7 +166,8 @@ class _Placing:
         homes = {each.index: Home.HOST for each in sizing.subgroups} if self.like is None else self.like.steps.homes()
         least: dict[int, Callable[[int], int]] = {}  # of the host, by gradients: with so many buffers
         for buffers, gradients in choices:
-            if gradients in least and least[gradients](buffers) > budget.host:
+            is_last = (buffers, gradients) == choices[-1]  # which says what is missing
+            if not is_last and gradients in least and least[gradients](buffers) > budget.host:
                 continue
             tried = replace(resting, gradients=gradients, early=early)
             try:

@@ -566,12 +566,15 @@ def is_interrupted(told: str) -> str:
                     time.sleep(0.01)
             else:
                 threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-            engine(batch_of(task, 0))
+            try:
+                engine(batch_of(task, 0))
+            except KeyboardInterrupt:
+                Path(told).touch()
+                raise
 
     try:
         return _told(body)
     except KeyboardInterrupt:
-        Path(told).touch()
         return "Ctrl-C"
 
 
