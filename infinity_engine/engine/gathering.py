@@ -11,6 +11,7 @@ by time, by what memory happens to be free, or by what this rank's drives have g
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ __all__ = ["WIRES", "CutParameter", "ParameterGatherer", "room_of_wires"]
 WIRES = 2
 """So many gathers are under way at once, each with a buffer of its own."""
 _LOOK_AHEAD = 2  # uses
+_LETS_GO_S = 0.5  # for threads of torch.distributed, before there is no room
+_PAUSE_S = 0.1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +230,16 @@ class ParameterGatherer:
     # --- what the memory asks -------------------------------------------------------------------------------------
 
     def give(self) -> bool:
-        """Free what only a cycle of dead objects has views of: [Note: all ranks decide alike]."""
+        """Free what only dead objects have views of: [Note: all ranks decide alike].
+
+        Those are cycles that the collector finds, and collectives that have ended: the thread of torch.distributed
+        that carried one lets go of its tensors a moment after it has told so.
+        """
         kept = self._memory.kept_bytes
         gc.collect()
+        late = time.monotonic() + _LETS_GO_S
+        while kept and self._memory.kept_bytes >= kept and time.monotonic() < late:
+            time.sleep(_PAUSE_S)
         return self._memory.kept_bytes < kept
 
     def used(self) -> Event:
