@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -91,8 +91,8 @@ def find() -> str:
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
 
 
-def run(job: Job) -> Measured:
-    """Run one measurement.
+def run(job: Job, meanwhile: Callable[[subprocess.Popen[str]], object] | None = None) -> Measured:
+    """Run one measurement; `meanwhile` is called with fio's process while it runs.
 
     Raises:
         FioError: fio cannot do it here, for example because io_uring is refused.
@@ -100,12 +100,20 @@ def run(job: Job) -> Measured:
     # With this, glibc 2.35 and newer puts fio's buffers into huge pages where those are given on request.
     environ = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     # Its report repeats the file's name, which need not be text.
-    done = subprocess.run(job.command(), capture_output=True, text=True, errors="replace", check=False, env=environ)
-    if done.returncode != 0:
-        told = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise FioError(f"fio ended with status {done.returncode}: {' '.join(told)}")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(job.command(), stdout=pipe, stderr=pipe, text=True, errors="replace", env=environ) as process:
+        try:
+            if meanwhile is not None:
+                meanwhile(process)
+            report, complaint = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        told = (complaint or report).strip().splitlines()[-1:]
+        raise FioError(f"fio ended with status {process.returncode}: {' '.join(told)}")
     try:
-        return parse(done.stdout)
+        return parse(report)
     except (ValueError, KeyError) as problem:
         raise FioError(f"fio's report is not understood ({type(problem).__name__}: {problem})") from None
 

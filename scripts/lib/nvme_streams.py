@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import bench
 import env
 import fio
-from fio import CPU, GIB, RATE
+from fio import CPU, GIB, RATE, THREAD_CPU
 
 if TYPE_CHECKING:
     from deepnvme.measure import Workload
@@ -107,6 +107,21 @@ def stream(planned: Stream) -> dict[str, float]:
             starts = (partial(verbs[writes], offset=offset) for writes, offset in course)
             moved = keep_pending(starts, buffers, planned.seconds)
 
+        before_s = _io_threads_s()
         cost = bench.cost_of(work)
+        threads_s = _io_threads_s() - before_s
         (drive,) = queue.stats().drives.values()
-    return {RATE: moved / GIB / cost.wall_s, CPU: cost.cpu_s / (moved / GIB), fio.P99: drive.p99_us / 1e3}
+    gib = moved / GIB
+    return {
+        RATE: gib / cost.wall_s,
+        CPU: cost.cpu_s / gib,
+        THREAD_CPU: threads_s / gib,
+        fio.P99: drive.p99_us / 1e3,
+    }
+
+
+def _io_threads_s() -> float:
+    """Return the CPU time of this process's threads that do I/O, as its scheduler counts it."""
+    tasks = Path("/proc/self/task").iterdir()
+    mine = (task for task in tasks if (task / "comm").read_text().strip() == "deepnvme-io")
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in mine) / 1e9

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nvme_streams
@@ -22,7 +23,7 @@ import fio
 import rival_deepnvme
 from deepnvme.cli.fio import Job
 from deepnvme.measure import Workload
-from fio import CPU, P99, RATE
+from fio import CPU, P99, RATE, THREAD_CPU
 from rival_deepnvme import Order, Rival
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +75,7 @@ def test_what_fio_measured_is_given_in_the_units_of_the_benches(
 ) -> None:
     monkeypatch.setenv("PATH", answering(tmp_path, direction(8 * fio.GIB, p99_ns=2_500_000), direction()))
 
-    assert fio.run(JOB) == {RATE: 4.0, CPU: pytest.approx(0.1 / 8), P99: 2.5}
+    assert fio.run(JOB) == {RATE: 4.0, THREAD_CPU: pytest.approx(0.1 / 8), P99: 2.5}
 
 
 def test_a_mixed_job_counts_both_directions_and_the_slower_ones_latency(
@@ -99,10 +100,10 @@ def test_fio_keeps_the_same_bytes_in_flight_at_every_block_size(block: int) -> N
 
 def test_the_best_settings_are_those_with_the_best_median_not_the_luckiest_run() -> None:
     lucky, steady = JOB, replace(JOB, block_bytes=2 * MIB)
-    cheap = {CPU: 0.1}
+    cheap = {THREAD_CPU: 0.1}
     sweep = {
         lucky: [{RATE: 1.0, **cheap}, {RATE: 9.0, **cheap}, {RATE: 1.1, **cheap}],
-        steady: [{RATE: 2.0, CPU: 1.0}, {RATE: 2.1, CPU: 1.0}, {RATE: 1.9, CPU: 1.0}],
+        steady: [{RATE: 2.0, THREAD_CPU: 1.0}, {RATE: 2.1, THREAD_CPU: 1.0}, {RATE: 1.9, THREAD_CPU: 1.0}],
     }
 
     assert fio.best(sweep) == steady
@@ -111,8 +112,8 @@ def test_the_best_settings_are_those_with_the_best_median_not_the_luckiest_run()
 def test_of_settings_that_are_as_fast_the_one_that_costs_less_is_best() -> None:
     fastest, cheapest = JOB, replace(JOB, block_bytes=2 * MIB)
 
-    assert fio.best({fastest: [{RATE: 2.00, CPU: 0.02}], cheapest: [{RATE: 1.97, CPU: 0.01}]}) == cheapest
-    assert fio.best({fastest: [{RATE: 2.00, CPU: 0.02}], cheapest: [{RATE: 1.95, CPU: 0.01}]}) == fastest
+    assert fio.best({fastest: [{RATE: 2.00, THREAD_CPU: 0.02}], cheapest: [{RATE: 1.97, THREAD_CPU: 0.01}]}) == cheapest
+    assert fio.best({fastest: [{RATE: 2.00, THREAD_CPU: 0.02}], cheapest: [{RATE: 1.95, THREAD_CPU: 0.01}]}) == fastest
 
 
 def test_a_missing_fio_is_unavailable_and_says_how_to_install_it(
@@ -133,6 +134,25 @@ def test_a_failing_fio_is_unavailable_in_its_own_words(monkeypatch: pytest.Monke
 
     with pytest.raises(bench.UnavailableError, match="io_uring_queue_init failed"):
         fio.run(JOB)
+
+
+def test_the_whole_of_fio_is_watched_in_the_second_half_of_its_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sleeps = "__import__('time').sleep(0.5) is None"
+    monkeypatch.setenv("PATH", answering(tmp_path, direction(8 * fio.GIB, 1), direction(), condition=sleeps))
+    walls, clocks = iter([10.0, 12.0]), iter([5.0, 5.5])
+    told = SimpleNamespace(perf_counter=lambda: next(walls), clock_gettime=lambda _: next(clocks))
+    monkeypatch.setattr(fio, "time", told)
+
+    assert fio.watched(replace(JOB, seconds=0.02))[CPU] == pytest.approx(0.5 / (4.0 * 2.0))
+
+
+def test_a_fio_that_ends_early_cannot_be_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", answering(tmp_path, direction(fio.GIB, 1), direction()))
+
+    with pytest.raises(bench.UnavailableError, match="ended before its 2 s were over"):
+        fio.watched(JOB)
 
 
 def test_fio_is_told_to_use_huge_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
