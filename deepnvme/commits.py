@@ -105,10 +105,14 @@ class Commits:
         whole, damaged = self._files.read(self._volume.uuid, self._volume.capacities)
         available = f"; generations that can be opened: {', '.join(map(str, sorted(whole))) or 'none'}"
         if generation is None and damaged:
-            raise self._refusal(errno.EBADMSG, f"a manifest is damaged: {'; '.join(damaged)}{available}")
+            raise self._refusal(errno.EBADMSG, f"a manifest cannot be used: {'; '.join(damaged)}{available}")
         chosen = max(whole, default=None) if generation is None else generation
         if chosen is None:
-            raise self._refusal(errno.ENOENT, "there never was a commit here")
+            raise self._refusal(
+                errno.ENOENT,
+                "there never was a commit here: making the store was interrupted. Remove what is in its directories "
+                "and make it anew",
+            )
         if chosen not in whole:
             problems = f" ({'; '.join(damaged)})" if damaged else ""
             raise self._refusal(errno.ENOENT, f"there is no generation {chosen} here{problems}{available}")

@@ -254,6 +254,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
     def _write(self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None) -> _Operation:
         path = os.fsdecode(filename)
         nbytes = _nbytes(buffer)
+        memory_of(buffer, writable=False)  # before there is a file: it may refuse the buffer
         with self._open_for_writing(path) as file:
             future = file.pwrite(buffer, file_offset or 0)  # before the file is cut: it may refuse the buffer
             if file_offset is None and file.size > nbytes:

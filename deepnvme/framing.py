@@ -14,9 +14,13 @@ from typing import Any
 
 from deepnvme.checksum import crc32c
 
-__all__ = ["as_json", "framed", "framed_json", "shown", "strict_json", "unframed"]
+__all__ = ["NewerVersionError", "as_json", "framed", "framed_json", "shown", "strict_json", "unframed"]
 
 _LINE = re.compile(rb"(0|[1-9][0-9]{0,18}) ([0-9a-f]{8})\n")
+
+
+class NewerVersionError(ValueError):
+    """What was read is of a version of the format that a newer deepnvme writes: nothing is wrong with it."""
 
 
 def framed(kind: str, version: int, content: Any) -> bytes:
@@ -39,15 +43,18 @@ def unframed(kind: str, version: int, data: bytes) -> tuple[bytes, bytes]:
     """Return the JSON, which `strict_json` reads, and the bytes behind it.
 
     Raises:
-        ValueError: it is of another kind or version, or damaged; the text says which.
+        NewerVersionError: it is of a newer version.
+        ValueError: it is of another kind, or damaged; the text says which.
     """
     start = re.match(rb"%s ([1-9][0-9]{0,8}) " % re.escape(kind.encode()), data)
     if start is None:
         raise ValueError(f'expected it to begin with "{kind} {version} ", got {data[:32]!r}')
-    if int(start[1]) != version:
-        raise ValueError(
+    if int(start[1]) > version:
+        raise NewerVersionError(
             f"it has version {int(start[1])} of the format, this deepnvme reads {version}: use a newer one"
         )
+    if int(start[1]) < version:
+        raise ValueError(f"it has version {int(start[1])} of the format, which this deepnvme does not read")
     line = _LINE.match(data, start.end())
     if line is None:
         raise ValueError(f"expected a length, a checksum and a new line in its first line, got {data[:64]!r}")

@@ -7,7 +7,7 @@ bytes and takes no lock: the store calls it with its own lock held.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -15,8 +15,10 @@ from typing import Any
 
 from deepnvme.arrays import Returns
 from deepnvme.errors import StoreError
-from deepnvme.extents import Extent
-from deepnvme.manifest import Manifest, Record
+from deepnvme.extents import Extent, whole_pages
+from deepnvme.manifest import Manifest, ManifestError, Record
+from deepnvme.pipeline import RUN_BYTES
+from deepnvme.sizes import SMALL_BYTES
 from deepnvme.tree import leaves
 
 __all__ = ["Content", "Holdings"]
@@ -70,6 +72,32 @@ class Holdings:
     def in_order(self) -> list[str]:
         """Return the names of the tensors as these lie on the drives."""
         return sorted(self._tensors, key=lambda name: self._tensors[name].places)
+
+    def groups(self, names: Iterable[str]) -> Iterator[Sequence[str]]:
+        """Yield the names in groups to be read at once: small tensors that follow one another, others alone."""
+        group: list[str] = []
+        room = RUN_BYTES
+        for name in names:
+            record = self._tensors.get(name)
+            alone = record is None or record.nbytes > SMALL_BYTES
+            pages = 0 if record is None else whole_pages(max(1, record.nbytes))
+            if group and (alone or pages > room):
+                yield group
+                group, room = [], RUN_BYTES
+            group.append(name)
+            room = 0 if alone else room - pages
+        if group:
+            yield group
+
+    def missing(self) -> list[str]:
+        """Return the names of the tensors that state dicts lack; of one that is no state dict, its own."""
+        found: list[str] = []
+        for state, structure in self._trees.items():
+            try:
+                found += [name for name in _leaves_of(state, structure) if name not in self._tensors]
+            except ManifestError:
+                found.append(state)
+        return found
 
     def record(self, name: str) -> Record:
         """Return what is known of a tensor.
@@ -129,7 +157,14 @@ class Holdings:
 
         Raises:
             KeyError: there is none.
+            ValueError: it is a part of a state dict.
         """
+        for state, structure in self._trees.items():
+            if name.startswith(f"{state}/") and name in _leaves_of(state, structure):
+                raise ValueError(
+                    f"{name!r} is a part of the state dict {state!r}, which would be none without it: delete that by "
+                    "delete_state(), or put one without this tensor"
+                )
         self._unname(name)
         self.changed = True
         return (name,)

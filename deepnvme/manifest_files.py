@@ -60,12 +60,13 @@ class ManifestFiles:
         """Return the manifests that can be believed, by generation, and of each of the others what is wrong."""
         whole: dict[int, Manifest] = {}
         damaged: list[str] = []
+        missing: list[Path] = []
         for slot in _SLOTS:
             place = self.folder / slot
             try:
-                manifest = parse(place.read_bytes(), volume=volume, capacities=capacities)
+                manifest = parse(place.read_bytes(), volume=volume, capacities=capacities, path=str(place))
             except FileNotFoundError:
-                continue
+                missing.append(place)
             except ManifestError as problem:
                 damaged.append(f"{place}: {problem.strerror}")
             except OSError as problem:
@@ -74,6 +75,8 @@ class ManifestFiles:
                 damaged.append(f"{place}: it cannot be read: {problem.strerror}")
             else:
                 whole[manifest.generation] = manifest
+        if max(whole, default=1) > 1:  # from the second commit on, neither is ever missing
+            damaged += [f"{place}: it is missing, and may have been the newer one" for place in missing]
         return whole, damaged
 
     def remove(self) -> None:

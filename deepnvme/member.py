@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 from deepnvme.buffers import Memory
 from deepnvme.errors import ClosedError, VolumeError, VolumeLockedError, file_error
 from deepnvme.extents import PAGE
-from deepnvme.framing import framed, strict_json, unframed
+from deepnvme.framing import NewerVersionError, framed, strict_json, unframed
 from deepnvme.future import IOFuture
 from deepnvme.measure import Workload, cut, fill, in_turn, keep_pending, transfers
 from deepnvme.pool import Cuda, Pool
@@ -332,6 +332,8 @@ class MemberFile:
             if self.length < PAGE + header.capacity:
                 end = PAGE + header.capacity
                 raise ValueError(f"{DATA} was cut off: it has {self.length} B and should have {end} B")
+        except NewerVersionError as newer:
+            raise VolumeError(errno.ENOTSUP, f"{newer}, and leave it as it is", path=str(self.directory)) from None
         except ValueError as problem:
             raise VolumeError(errno.EBADMSG, _flawed(page, problem), path=str(self.directory)) from None
         return header

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from deepnvme.arrays import Storable
+from deepnvme.arrays import Storable, described
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.commits import Commits
 from deepnvme.errors import ClosedError, NVMeError, StoreError
@@ -62,6 +62,13 @@ class NamedTensors:
             yield self.holdings
 
     @contextmanager
+    def looking(self) -> Iterator[Holdings]:
+        """As `opened`, also when the store is closed."""
+        self.io.refuse_if_forked()
+        with self.lock:
+            yield self.holdings
+
+    @contextmanager
     def changing(self) -> Iterator[Holdings]:
         """As `opened`, if the store can be changed."""
         with self.opened() as holdings:
@@ -91,9 +98,9 @@ class NamedTensors:
         # the caller's code, which may want from this store what waits for the staging memory that is taken by then.
         given = {check_name(each): tensor for each, tensor in tensors.items()}
         foreign = {each: tensor for each, tensor in given.items() if type(tensor).__module__ not in _KNOWN}
-        first = {each: _described(each, tensor, description) for each, tensor in foreign.items()}
+        first = {each: described(each, tensor, description) for each, tensor in foreign.items()}
         records = self.io.write(
-            first.get(each) or _described(each, tensor, description) for each, tensor in given.items()
+            first.get(each) or described(each, tensor, description) for each, tensor in given.items()
         )
         with self.lock:
             try:
@@ -121,14 +128,16 @@ class NamedTensors:
             self.io.read(held, memory, new)
         return results
 
-    def damage(self, name: str, progress: Callable[[str, int], None]) -> list[Damage]:
-        """Read a tensor, if there still is one of that name; tell `progress` of it, return what is wrong with it."""
+    def damage(self, names: Iterable[str], progress: Callable[[str, int], None]) -> list[Damage]:
+        """Read the tensors of these names that are still there; tell `progress` of each, return what is wrong."""
         with self.opened() as holdings:
-            held = holdings.hold({name} & {*holdings.names})
+            held = holdings.hold([name for name in names if name in holdings])
         found: list[Damage] = []
         with self._until_read(held):
-            for record in held.values():
-                found += self.io.damage(name, record)
+            sound = len(held) > 1 and self.io.are_sound(held)
+            for name, record in held.items():
+                if not sound:
+                    found += self.io.damage(name, record)
                 progress(name, record.nbytes)
         return found
 
@@ -139,10 +148,3 @@ class NamedTensors:
         finally:
             with self.lock:
                 self.holdings.let_go(held)
-
-
-def _described(name: str, tensor: Any, description: Callable[[Any], Storable]) -> Storable:
-    try:
-        return description(tensor)
-    except (TypeError, ValueError) as refusal:
-        raise type(refusal)(f"tensor {name!r}: {refusal}") from None

@@ -24,7 +24,6 @@ from deepnvme.queue import Batch, IOQueue
 __all__ = [
     "MOST_BYTES",
     "RUN_BYTES",
-    "SMALL_BYTES",
     "Piece",
     "Pipeline",
     "Staged",
@@ -34,9 +33,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-
-SMALL_BYTES = 256 << 10
-"""Up to here tensors of one call share operations."""
 
 RUN_BYTES = 8 << 20
 """The most that one such operation moves."""

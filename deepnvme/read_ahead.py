@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from deepnvme.errors import ClosedError
 from deepnvme.store_threads import StoreFuture
 
 __all__ = ["ReadAhead", "streamed"]
+
+_Names = TypeVar("_Names")
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,18 @@ class ReadAhead:
 
 
 def streamed(
-    names: Iterable[str], read: Callable[[str], StoreFuture[Any]], depth: int
-) -> Iterator[tuple[str, StoreFuture[Any]]]:
-    """Yield each name with its read, when `depth` more have begun. Those that were begun and not yielded are cancelled.
+    names: Iterable[_Names], read: Callable[[_Names], StoreFuture[_Read]], depth: int
+) -> Iterator[tuple[_Names, StoreFuture[_Read]]]:
+    """Yield what is read at once with its read, when `depth` more have begun.
+
+    Those that were begun and not yielded are cancelled.
 
     Raises:
         ValueError: the depth is not at least 1.
     """
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
-    begun: deque[tuple[str, StoreFuture[Any]]] = deque()
+    begun: deque[tuple[_Names, StoreFuture[_Read]]] = deque()
     try:
         for name in list(names):
             begun.append((name, read(name)))

@@ -25,8 +25,19 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from deepnvme.arrays import ITEMSIZES, Description, Returns, default_returns, describe, empty, kind_of, nbytes_of
+from deepnvme.arrays import (
+    ITEMSIZES,
+    Description,
+    Returns,
+    default_returns,
+    describe,
+    described,
+    empty,
+    kind_of,
+    nbytes_of,
+)
 from deepnvme.buffers import Memory, memory_of
+from deepnvme.choices import chosen
 from deepnvme.copying import scatter
 from deepnvme.errors import NVMeError
 from deepnvme.extents import PAGE, whole_pages
@@ -35,7 +46,6 @@ from deepnvme.future import IOFuture
 from deepnvme.manifest import check_name
 from deepnvme.pipeline import (
     RUN_BYTES,
-    SMALL_BYTES,
     Piece,
     Pipeline,
     Staged,
@@ -45,6 +55,7 @@ from deepnvme.pipeline import (
 )
 from deepnvme.pool import Pool
 from deepnvme.queue import Batch, File, IOQueue, Sync
+from deepnvme.sizes import SMALL_BYTES
 from deepnvme.store import Durability
 from deepnvme.syncing import sync_directory
 
@@ -129,9 +140,12 @@ def read_safetensors(
         KeyError: it has no tensor of that name.
         ValueError: the tensor in `out` is of another dtype or shape.
     """
-    kind = default_returns() if returns is None else returns
+    kind = default_returns() if returns is None else chosen(Returns, returns, "returns")
     with SafetensorsFile(path, queue=queue) as file:
         wanted = {name: file.entry(name) for name in (file.header.tensors if names is None else names)}
+        others = (out or {}).keys() - wanted.keys()
+        if others:
+            raise ValueError(f"`out` has {min(others)!r}, which is not asked for")
         made = {name: _target(name, entry, out or {}, kind) for name, entry in wanted.items()}
         file.fill({name: memory for name, (_, memory) in made.items()})
     return {name: tensor for name, (tensor, _) in made.items()}
@@ -154,10 +168,10 @@ def write_safetensors(
         SafetensorsError: the format has no such dtype, name or metadata.
         NVMeError: the drive failed; what had that name is still there.
     """
-    described = {name: describe(tensor) for name, tensor in tensors.items()}
-    layout = {name: (each.code, each.shape) for name, each in described.items()}
+    given = {name: described(name, tensor, describe) for name, tensor in tensors.items()}
+    layout = {name: (each.code, each.shape) for name, each in given.items()}
     with SafetensorsWriter(path, layout, metadata, durability=durability, queue=queue) as writer:
-        writer.write({name: described[name] for name in writer.names})
+        writer.write({name: given[name] for name in writer.names})
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -418,7 +432,7 @@ class SafetensorsWriter:
         queue: IOQueue | None = None,
     ) -> None:
         self._path = Path(os.path.realpath(path))  # where the name is a link it stays one
-        self._durability = durability
+        self._durability = chosen(Durability, durability, "durability")
         self._layout = dict(sorted(layout.items(), key=_rank))
         self.names = tuple(self._layout)
         """The order in which the tensors lie in the file."""

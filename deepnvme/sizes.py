@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from types import MappingProxyType
 
-__all__ = ["format_bytes", "parse_size"]
+__all__ = ["SMALL_BYTES", "format_bytes", "parse_size"]
+
+SMALL_BYTES = 256 << 10
+"""Up to here tensors of one call share operations, and travel through staging memory."""
 
 _UNITS = MappingProxyType({"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1})
 

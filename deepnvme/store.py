@@ -19,7 +19,9 @@ from types import TracebackType
 from typing import Any
 
 from deepnvme.arrays import Returns, Storable, default_returns, describe, empty, kind_of, storable
+from deepnvme.choices import chosen
 from deepnvme.commits import Commits
+from deepnvme.errors import NVMeError
 from deepnvme.manifest import Record, check_name
 from deepnvme.member import Access
 from deepnvme.named_tensors import NamedTensors
@@ -69,11 +71,11 @@ class TensorStore:
         *,
         durability: Durability,
         checksum: Checksum,
-        returns: Returns | None = None,
+        returns: Returns,
     ) -> None:
         self.durability = durability
         self.checksum = checksum
-        self.returns = default_returns() if returns is None else returns
+        self.returns = returns
         self._volume = volume
         self._commits = Commits(volume, synced=durability is Durability.COMMIT)
         self._committing = threading.Lock()
@@ -103,12 +105,12 @@ class TensorStore:
         Raises:
             OSError: a directory holds one already, is full, or cannot be written.
         """
-        if durability is Durability.NONE:
-            raise ValueError("a store without durability is made by TensorStore.swap()")
+        kept = _durable(durability)
+        summed, given = chosen(Checksum, checksum, "checksum"), _returns(returns)
         with ExitStack() as undo:
             volume = Volume.create(directories, capacity, queue=queue)
             undo.callback(volume.discard)
-            store = cls(volume, durability=durability, checksum=checksum, returns=returns)
+            store = cls(volume, durability=kept, checksum=summed, returns=given)
             undo.callback(store.discard)
             store.commit()
             undo.pop_all()
@@ -124,9 +126,16 @@ class TensorStore:
         returns: Returns | None = None,
         queue: IOQueue | None = None,
     ) -> TensorStore:
-        """Make a store that lasts until it is closed: no commits, and no checksums unless asked for."""
+        """Make a store that lasts until it is closed: no commits, and no checksums unless asked for.
+
+        What killed programs left of theirs in these directories is removed.
+        """
+        summed, given = chosen(Checksum, checksum, "checksum"), _returns(returns)
+        if not isinstance(directories, (str, PathLike)):
+            directories = list(directories)
+            Volume.remove_stale(each.path if isinstance(each, Member) else each for each in directories)
         volume = Volume.temporary(directories, capacity, queue=queue)
-        return cls(volume, durability=Durability.NONE, checksum=checksum, returns=returns)
+        return cls(volume, durability=Durability.NONE, checksum=summed, returns=given)
 
     @classmethod
     def open(
@@ -150,14 +159,14 @@ class TensorStore:
             VolumeError: a directory is missing or foreign.
             VolumeLockedError: another process has it open for writing, or for reading, and this is to write.
         """
-        if durability is Durability.NONE:
-            raise ValueError("a store without durability is made by TensorStore.swap()")
+        kept = _durable(durability)
+        summed, given = chosen(Checksum, checksum, "checksum"), _returns(returns)
         with ExitStack() as undo:
             volume = Volume.open(directories, access=access, queue=queue)
             undo.callback(volume.close)
-            store = cls(volume, durability=durability, checksum=checksum, returns=returns)
-            manifests, chosen = store._commits.find(generation)
-            store._tensors.holdings.adopt(manifests, chosen, volume.reserve)
+            store = cls(volume, durability=kept, checksum=summed, returns=given)
+            manifests, meant = store._commits.find(generation)
+            store._tensors.holdings.adopt(manifests, meant, volume.reserve)
             undo.pop_all()
         return store
 
@@ -178,7 +187,7 @@ class TensorStore:
 
     def put_many(self, tensors: Mapping[str, Any]) -> None:
         """Write several tensors, small ones together; all of them or, where that fails, none."""
-        self._put(tensors, describe, self._tensors.holdings.name)
+        self._put(tensors, tensors, describe, self._tensors.holdings.name)
 
     def get(self, name: str, out: Any = None) -> Any:
         """Return the tensor of that name, read into `out` where given, which must have its type and shape.
@@ -196,8 +205,15 @@ class TensorStore:
         return self.get_many((name,), None if out is None else {name: out})[name]
 
     def get_many(self, names: Iterable[str], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return several tensors by name, small ones read together."""
-        wanted = list(dict.fromkeys(names))
+        """Return several tensors by name, small ones read together.
+
+        Raises:
+            KeyError: there is none of a name.
+            ValueError: one of `out` was not asked for, or is of another dtype or shape.
+            ChecksumError: the drive returned other bytes than were put.
+        """
+        wanted = _named(names)
+        _check_out(out, wanted)
         with self._tensors.opened() as holdings:
             held = holdings.hold(wanted)
         given = out or {}
@@ -208,7 +224,9 @@ class TensorStore:
 
         Raises:
             KeyError: there is none.
+            ValueError: it is a part of a state dict, which would be none without it.
         """
+        self._wait_for_queued((name,))
         with self._tensors.changing() as holdings:
             self._forget_ahead(holdings.unname(name))
 
@@ -221,7 +239,7 @@ class TensorStore:
         """
         if most_bytes < 0:
             raise ValueError(f"most_bytes must not be negative, got {most_bytes}")
-        wanted = list(names)
+        wanted = _named(names)
         with self._tensors.opened() as holdings:
             self._threads.check_taking()
             self._ahead.want({name: holdings.record(name).nbytes for name in wanted}, most_bytes)
@@ -233,15 +251,24 @@ class TensorStore:
             self._forget_ahead(names)
 
     def stream(self, names: Iterable[str] | None = None, *, depth: int = 4) -> Iterator[tuple[str, Any]]:
-        """Yield names and tensors in the order of `names` (all, as they lie, without it), `depth` of them ahead."""
-        for name, future in self._streamed(names, depth):
-            yield name, future.result()
+        """Yield names and tensors in the order of `names` (all, as they lie, without it), `depth` of them ahead.
+
+        Small tensors that follow one another are read together, and count as one of these.
+        """
+        for group, future in self._streamed(names, depth):
+            try:
+                found = future.result()
+            except (NVMeError, KeyError):  # those before the one that fails are still wanted
+                found = {}
+            for name in group:
+                yield name, found[name] if name in found else self.get(name)
+            del found, future  # not kept while the next ones are waited for
 
     # --- without blocking ----------------------------------------------------------------------------------------
 
     def put_async(self, name: str, tensor: Any) -> StoreFuture[None]:
         """Begin to put; `tensor` must not change until the future has ended."""
-        return self._writer().write(lambda: self.put(name, tensor))
+        return self._writer().write(lambda: self.put(name, tensor), (name,))
 
     def get_async(self, name: str, out: Any = None) -> StoreFuture[Any]:
         """Begin to get."""
@@ -249,20 +276,33 @@ class TensorStore:
 
     def put_many_async(self, tensors: Mapping[str, Any]) -> StoreFuture[None]:
         """Begin to put several."""
-        return self._writer().write(lambda: self.put_many(tensors))
+        return self._writer().write(lambda: self.put_many(tensors), tensors)
 
     def get_many_async(self, names: Iterable[str], out: Mapping[str, Any] | None = None) -> StoreFuture[dict[str, Any]]:
         """Begin to get several."""
-        wanted = list(names)
+        wanted = _named(names)
+        _check_out(out, wanted)
         return self._reader().read(lambda: self.get_many(wanted, out))
 
     def put_state_async(self, name: str, state: Any) -> StoreFuture[None]:
         """Begin to put a state dict; nothing in it must change until the future has ended."""
-        return self._writer().write(lambda: self.put_state(name, state))
+        return self._writer().write(lambda: self.put_state(name, state), (name,))
 
     def get_state_async(self, name: str) -> StoreFuture[Any]:
         """Begin to get a state dict."""
         return self._reader().read(lambda: self.get_state(name))
+
+    def delete_async(self, name: str) -> StoreFuture[None]:
+        """Begin to delete, after the puts that were begun before."""
+        return self._writer().write(lambda: self.delete(name), (name,))
+
+    def delete_state_async(self, name: str) -> StoreFuture[None]:
+        """Begin to delete a state dict, after the puts that were begun before."""
+        return self._writer().write(lambda: self.delete_state(name), (name,))
+
+    def verify_async(self) -> StoreFuture[tuple[Damage, ...]]:
+        """Begin to verify."""
+        return self._reader().read(self.verify)
 
     def commit_async(self) -> StoreFuture[int]:
         """Begin to commit what is put by now, puts that have begun included."""
@@ -272,8 +312,14 @@ class TensorStore:
         self, names: Iterable[str] | None = None, *, depth: int = 4
     ) -> AsyncIterator[tuple[str, Any]]:
         """As `stream`, on the running event loop."""
-        for name, future in self._streamed(names, depth):
-            yield name, await future
+        for group, future in self._streamed(names, depth):
+            try:
+                found = await future
+            except (NVMeError, KeyError):
+                found = {}
+            for name in group:
+                yield name, found[name] if name in found else await self.get_async(name)
+            del found, future
 
     # --- state dicts ---------------------------------------------------------------------------------------------
 
@@ -284,7 +330,7 @@ class TensorStore:
         """
         structure, found = flatten(state)
         tensors = {f"{check_name(name)}/{leaf}": tensor for leaf, tensor in found.items()}
-        self._put(tensors, storable, partial(self._tensors.holdings.name_state, name, structure))
+        self._put(tensors, (name,), storable, partial(self._tensors.holdings.name_state, name, structure))
 
     def get_state(self, name: str) -> Any:
         """Return a state dict as it was put.
@@ -307,14 +353,15 @@ class TensorStore:
             KeyError: a tensor of it is missing.
         """
         leaves(structure)  # before it is copied: it may be anything
+        self._wait_for_queued((name,))
         with self._tensors.changing() as holdings:
             holdings.name_tree(check_name(name), deepcopy(structure))
 
     @property
     def trees(self) -> Mapping[str, Any]:
         """The structures of the state dicts (deepnvme.tree), by name. Not to be changed."""
-        with self._tensors.lock:
-            return self._tensors.holdings.trees
+        with self._tensors.looking() as holdings:
+            return holdings.trees
 
     def delete_state(self, name: str) -> None:
         """Forget a state dict and its tensors.
@@ -322,6 +369,7 @@ class TensorStore:
         Raises:
             KeyError: there is none of that name.
         """
+        self._wait_for_queued((name,))
         with self._tensors.changing() as holdings:
             self._forget_ahead(holdings.unname_state(name))
 
@@ -334,18 +382,18 @@ class TensorStore:
 
     def record(self, name: str) -> Record:
         """Return a tensor's type, shape and place."""
-        with self._tensors.lock:
-            return self._tensors.holdings.record(name)
+        with self._tensors.looking() as holdings:
+            return holdings.record(name)
 
     def __contains__(self, name: object) -> bool:
         """Tell whether a tensor has that name."""
-        with self._tensors.lock:
-            return name in self._tensors.holdings
+        with self._tensors.looking() as holdings:
+            return name in holdings
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names there are now."""
-        with self._tensors.lock:
-            return iter(self._tensors.holdings.names)
+        with self._tensors.looking() as holdings:
+            return iter(holdings.names)
 
     def __len__(self) -> int:
         """Count the tensors."""
@@ -366,10 +414,14 @@ class TensorStore:
         return self._volume
 
     def verify(self, progress: Callable[[str, int], None] = lambda _name, _nbytes: None) -> tuple[Damage, ...]:
-        """Read every tensor and compare it with its checksums; return what is wrong. Tells `progress` of each."""
+        """Read every tensor and compare it with its checksums; return what is wrong. Tells `progress` of each.
+
+        A state dict that lacks a tensor is damaged as well, under the name of that.
+        """
         with self._tensors.opened() as holdings:
-            names = holdings.names
-        return tuple(damage for name in names for damage in self._tensors.damage(name, progress))
+            missing, groups = holdings.missing(), holdings.groups(holdings.names)
+        lost = [Damage(name, 0, 0, "it belongs to a state dict, and is missing") for name in missing]
+        return (*lost, *(damage for group in groups for damage in self._tensors.damage(group, progress)))
 
     # --- durability ----------------------------------------------------------------------------------------------
 
@@ -452,11 +504,11 @@ class TensorStore:
         if not self._ended and not self.closed and not self._tensors.io.is_forked:
             self._tell_of_loss("forgotten without close()")
 
-    def _tell_of_loss(self, what: str) -> None:
+    def _tell_of_loss(self, what: str, *, stacklevel: int = 3) -> None:
         if self._tensors.holdings.changed and self.durability is not Durability.NONE and not self._commits.poisoned:
             where = self._volume.directories[0]
             message = f"the store in {where} was {what} with changes that were not committed; they are gone"
-            warnings.warn(message, UncommittedWarning, stacklevel=3)
+            warnings.warn(message, UncommittedWarning, stacklevel=stacklevel)
 
     def __enter__(self) -> TensorStore:
         """Return itself."""
@@ -466,7 +518,14 @@ class TensorStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close."""
-        self.close()
+        if self._end(self._volume.close):
+            self._tell_of_loss("closed")
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled."""
+        raise TypeError(
+            "a store is not pickled: open it by its directories in the other process, with access=Access.READ in both"
+        )
 
     def __repr__(self) -> str:
         """Show where it is, and what it holds."""
@@ -478,12 +537,23 @@ class TensorStore:
     def _put(
         self,
         tensors: Mapping[str, Any],
+        names: Iterable[str],
         description: Callable[[Any], Storable],
         name: Callable[[Mapping[str, Record]], Iterable[str]],
     ) -> None:
-        """Write tensors and name them; what is read ahead under names of other content now is not wanted any more."""
+        """Write tensors and name them; what is read ahead under names of other content now is not wanted any more.
+
+        Writes of these `names` that were begun before, and not waited for, come first.
+        """
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"expected tensors by name, as a mapping; got {type(tensors).__name__}")
+        self._wait_for_queued(names)
         with self._threads.writing():
             self._tensors.write(tensors, description, lambda records: self._forget_ahead(name(records)))
+
+    def _wait_for_queued(self, names: Iterable[str]) -> None:
+        self._tensors.io.refuse_if_forked()
+        self._threads.wait_for_queued(names)
 
     def _target(self, out: Mapping[str, Any], name: str, record: Record) -> Any:
         if name not in out:
@@ -504,11 +574,13 @@ class TensorStore:
         """Read ahead as much as there is room for. Called with the lock held."""
         self._ahead.begin(lambda name: self._threads.read(lambda: self.get_many((name,))[name]))
 
-    def _streamed(self, names: Iterable[str] | None, depth: int) -> Iterator[tuple[str, StoreFuture[Any]]]:
-        if names is None:
-            with self._tensors.opened() as holdings:
-                names = holdings.in_order()
-        return streamed(names, self.get_async, depth)
+    def _streamed(
+        self, names: Iterable[str] | None, depth: int
+    ) -> Iterator[tuple[Sequence[str], StoreFuture[dict[str, Any]]]]:
+        given = None if names is None else list(names)
+        with self._tensors.opened() as holdings:
+            groups = list(holdings.groups(holdings.in_order() if given is None else given))
+        return streamed(groups, self.get_many_async, depth)
 
     def _reader(self) -> StoreThreads:
         self._tensors.io.refuse_if_forked()
@@ -517,3 +589,26 @@ class TensorStore:
     def _writer(self) -> StoreThreads:
         self._tensors.check_access()
         return self._reader()
+
+
+def _durable(durability: Durability) -> Durability:
+    kept = chosen(Durability, durability, "durability")
+    if kept is Durability.NONE:
+        raise ValueError("a store without durability is made by TensorStore.swap()")
+    return kept
+
+
+def _returns(returns: Returns | None) -> Returns:
+    return default_returns() if returns is None else chosen(Returns, returns, "returns")
+
+
+def _named(names: Iterable[str]) -> list[str]:
+    if isinstance(names, str):
+        raise TypeError(f"expected names, such as [{names!r}]; got the text {names!r}")
+    return list(dict.fromkeys(names))
+
+
+def _check_out(out: Mapping[str, Any] | None, wanted: Iterable[str]) -> None:
+    others = (out or {}).keys() - set(wanted)
+    if others:
+        raise ValueError(f"`out` has {min(others)!r}, which is not asked for")

@@ -42,7 +42,7 @@ class StoreThreads:
         self._readers = ThreadPoolExecutor(_READERS, f"{self._name}-reader")
         self._writer = ThreadPoolExecutor(1, f"{self._name}-writer")  # of two puts of a name the later one wins
         self._writes: weakref.WeakSet[threading.Lock] = weakref.WeakSet()  # those under way, on whichever thread
-        self._queued: set[Future[Any]] = set()  # those begun here
+        self._queued: dict[Future[Any], frozenset[str]] = {}  # those begun here, and what they change
 
     def read(self, work: Callable[[], _T]) -> StoreFuture[_T]:
         """Begin to do something on one of the threads that read.
@@ -56,19 +56,35 @@ class StoreThreads:
             self._readers.submit(_run, work, future)
         return future
 
-    def write(self, work: Callable[[], _T]) -> StoreFuture[_T]:
-        """Begin to do something on the thread that writes, after all that was begun there before.
+    def write(self, work: Callable[[], _T], names: Iterable[str] = ()) -> StoreFuture[_T]:
+        """Begin to do something to `names` on the thread that writes, after all that was begun there before.
 
         Raises:
             ClosedError: the store is closed.
         """
         future: StoreFuture[_T] = StoreFuture()
+        changed = _roots(names)
         with self._lock:
             self.check_taking()
             self._writer.submit(_run, work, future)
-            self._queued.add(future)
-        future.add_done_callback(self._queued.discard)
+            self._queued[future] = changed
+        future.add_done_callback(self._forget)
         return future
+
+    def _forget(self, future: Future[Any]) -> None:
+        self._queued.pop(future, None)
+
+    def wait_for_queued(self, names: Iterable[str]) -> None:
+        """Wait until what was begun here has ended that changes one of these names, or may. On its own threads: never.
+
+        They would wait for themselves: what was begun there has an order of its own.
+        """
+        if self.is_current or not self._queued:
+            return
+        changed = _roots(names)
+        with self._lock:
+            theirs = [future for future, others in self._queued.items() if others & changed]
+        self.wait_for(theirs)
 
     def writing(self) -> threading.Lock:
         """Return what is held for the length of a write: commits that begin meanwhile wait for its end.
@@ -119,6 +135,11 @@ class StoreThreads:
         """Wait until all that was begun has ended. Again: waits on."""
         for executor in (self._writer, self._readers):
             executor.shutdown(wait=True)
+
+
+def _roots(names: Iterable[str]) -> frozenset[str]:
+    """Return the names up to the first slash: of a state dict and its leaves it is the same."""
+    return frozenset(str(name).split("/", 1)[0] for name in names)
 
 
 def _run(work: Callable[[], _T], future: StoreFuture[_T]) -> None:

@@ -24,7 +24,6 @@ from deepnvme.manifest import Record
 from deepnvme.pipeline import (
     MOST_BYTES,
     RUN_BYTES,
-    SMALL_BYTES,
     Piece,
     Pipeline,
     Staged,
@@ -33,6 +32,7 @@ from deepnvme.pipeline import (
     together,
 )
 from deepnvme.queue import Batch
+from deepnvme.sizes import SMALL_BYTES
 from deepnvme.volume import Volume
 
 __all__ = ["Damage", "TensorIO"]
@@ -253,24 +253,49 @@ class TensorIO:
         for piece, got in zip(stretch.pieces, sums, strict=False):  # none where none are taken
             _check(piece.what, wanted[piece.what], 0, (got,))
 
+    def are_sound(self, wanted: Mapping[str, Record]) -> bool:
+        """Read all of these at once; False where something is wrong with one, or nothing was compared."""
+        if not self._summing:
+            return False
+        try:
+            self.read(wanted, lambda name: memory_of(bytearray(wanted[name].nbytes), writable=True))
+        except ClosedError:
+            raise  # the store was closed meanwhile: that is no damage
+        except NVMeError:
+            return False
+        return True
+
     def damage(self, name: str, record: Record) -> Iterator[Damage]:
-        """Read a tensor and yield what of it is wrong."""
+        """Read a tensor and yield what of it is wrong: one piece is summed while the next one is read."""
         self.refuse_if_forked()
-        buffer = memory_of(bytearray(min(_PIECE_BYTES, record.nbytes)), writable=True)
-        for start, length in _pieces(record.nbytes, _PIECE_BYTES):
-            batch = Batch()
-            try:
-                self._fetch(slices(record.extents, start, length), buffer.part(0, length), batch)
-                batch.wait()
-            except ClosedError:
-                raise  # the store was closed meanwhile: that is no damage
-            except NVMeError as error:
-                yield Damage(name, start, length, str(error))
-                continue
-            finally:
+        buffers = [memory_of(bytearray(min(_PIECE_BYTES, record.nbytes)), writable=True) for _ in range(2)]
+        under_way: deque[tuple[int, Memory, Batch]] = deque()
+        try:
+            for index, (start, length) in enumerate(_pieces(record.nbytes, _PIECE_BYTES)):
+                piece = buffers[index % 2].part(0, length)
+                under_way.append((start, piece, Batch()))
+                self._fetch(slices(record.extents, start, length), piece, under_way[-1][2])
+                if len(under_way) > 1:
+                    yield from self._damage_of(name, record, *under_way.popleft())
+            while under_way:
+                yield from self._damage_of(name, record, *under_way.popleft())
+        finally:
+            for _, _, batch in under_way:
                 batch.drain()
-            for at, nbytes in _differing(record, start, checksums_of(buffer.part(0, length))):
-                yield Damage(name, at, nbytes, "these are not the bytes that were put")
+
+    @staticmethod
+    def _damage_of(name: str, record: Record, start: int, piece: Memory, batch: Batch) -> Iterator[Damage]:
+        try:
+            batch.wait()
+        except ClosedError:
+            raise
+        except NVMeError as error:
+            yield Damage(name, start, piece.nbytes, str(error))
+            return
+        finally:
+            batch.drain()
+        for at, nbytes in _differing(record, start, checksums_of(piece)):
+            yield Damage(name, at, nbytes, "these are not the bytes that were put")
 
     # --- one extent at a time: a queue may have room for no more ---------------------------------------------------
 

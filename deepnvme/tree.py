@@ -12,7 +12,7 @@ import re
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from deepnvme.arrays import Returns, code_of, numpy_dtype
@@ -34,8 +34,10 @@ def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
     """Return the structure of `state` and its tensors and arrays by name.
 
     Kept exactly: dicts and OrderedDicts in their order, lists, tuples, keys and values that are str, int, bool, float
-    or None, bytes, and numpy's scalars. One tensor object in several places stays one. A Parameter comes back as a
-    tensor; attributes of containers, such as the `_metadata` of a module's state dict, are not kept.
+    or None, bytes, and numpy's scalars. One tensor in several places stays one, also where each has an object of its
+    own for it, as the state dict of tied weights does; views that share a part of their bytes become apart. A
+    Parameter comes back as a tensor; attributes of containers, such as the `_metadata` of a module's state dict, are
+    not kept.
 
     A name is the keys on the way to the leaf, with dots between them; the structure is what tells where a leaf belongs.
     No name has a slash, so that a name after a slash can be told from what is before it.
@@ -88,7 +90,7 @@ class _Flattening:
 
     def __init__(self) -> None:
         self.leaves: dict[str, Any] = {}
-        self._names: dict[int, str] = {}  # of each leaf, by its identity
+        self._names: dict[Hashable, str] = {}  # of each leaf, by what tells it from others
         self._used: dict[str, int] = {}  # how often each name was wanted
 
     def node(self, value: Any, path: _Path) -> Any:
@@ -119,15 +121,28 @@ class _Flattening:
         return nodes if type(value) is list else {"tuple": nodes}
 
     def _name_of(self, leaf: Any, path: _Path) -> str:
-        if id(leaf) not in self._names:
+        known = _identity(leaf)
+        if known not in self._names:
             wanted = ".".join(str(part) for part in path).replace("/", "%2F") or _NAMELESS
             name = wanted
             while name in self.leaves:
                 self._used[wanted] = self._used.get(wanted, 1) + 1
                 name = f"{wanted}~{self._used[wanted]}"
-            self._names[id(leaf)] = name
+            self._names[known] = name
             self.leaves[name] = leaf
-        return self._names[id(leaf)]
+        return self._names[known]
+
+
+def _identity(leaf: Any) -> Hashable:
+    """Return what is the same for two leaves that are one: the object, or memory of which both see the same."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(leaf, torch.Tensor):
+        if leaf.layout == torch.strided and leaf.numel() and leaf.device.type != "meta" and leaf.data_ptr():
+            bits = (leaf.is_conj(), leaf.is_neg())
+            return "tensor", leaf.device, leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride(), bits
+    elif leaf.size:
+        return "array", leaf.ctypes.data, leaf.dtype.str, leaf.shape, leaf.strides
+    return id(leaf)
 
 
 def _key(key: Any, path: _Path) -> Any:
@@ -167,7 +182,7 @@ def _leaf_tag(value: Any) -> str | None:
 
 def _numpy_scalar(value: Any, path: _Path) -> Any:
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.generic):
+    if numpy is None or not isinstance(value, numpy.generic) or isinstance(value, (str, bytes)):
         raise TypeError(f"{_place(path)} is a {_kind(value)}, which a state dict cannot keep: {_advice(value)}")
     try:
         return {"numpy": [code_of(value), value.tobytes().hex()]}

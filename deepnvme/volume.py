@@ -12,6 +12,7 @@ import os
 import threading
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
@@ -22,7 +23,8 @@ from types import TracebackType
 from typing import Any
 
 from deepnvme.buffers import Memory, memory_of
-from deepnvme.errors import ClosedError, VolumeError, VolumeFullError
+from deepnvme.choices import chosen
+from deepnvme.errors import ClosedError, ForkedError, VolumeError, VolumeFullError
 from deepnvme.extents import PAGE, Extent, SpaceMap, whole_pages
 from deepnvme.future import IOFuture
 from deepnvme.member import MEASURED_BYTES, Access, Header, MemberFile, measure_rates, remove_abandoned
@@ -93,6 +95,7 @@ class Volume:
             for file, header, rate in zip(files, headers, self.rates, strict=True)
         )
         self._changing = threading.Lock()
+        self._owner = os.getpid()
         self._growing = threading.Lock()
         self._closed = False
         self._finalizer = weakref.finalize(self, _shut_down, tuple(files), own)
@@ -152,6 +155,8 @@ class Volume:
             VolumeLockedError: somebody else has it open for writing, or for reading where `access` is for writing.
         """
         specs = _specs(members)
+        access = chosen(Access, access, "access")
+        _check_apart(specs)
         for spec in specs:
             if spec.rate is not None or spec.capacity is not None:
                 raise ValueError(f"{os.fspath(spec.path)}: rate and capacity were settled when the volume was made")
@@ -194,11 +199,13 @@ class Volume:
     @property
     def free_bytes(self) -> int:
         """Bytes of the pages that are not in use."""
+        self._refuse_if_forked()
         with self._changing:
             return self._free()
 
     def stats(self) -> tuple[MemberStats, ...]:
         """Return the state of each member."""
+        self._refuse_if_forked()
         with self._changing:
             return tuple(
                 MemberStats(
@@ -367,7 +374,14 @@ class Volume:
     def __repr__(self) -> str:
         """Show where it is and how much is free."""
         where = ", ".join(str(directory) for directory in self.directories)
+        if os.getpid() != self._owner:
+            return f"Volume({where}; of process {self._owner})"
         return f"Volume({where}; {'closed' if self.closed else f'{self.free_bytes} B free'})"
+
+    def _refuse_if_forked(self) -> None:
+        """Whoever held the lock when the process was forked is not here."""
+        if os.getpid() != self._owner:
+            raise ForkedError(f"this volume belongs to process {self._owner}; a forked child opens one of its own")
 
     def _check_open(self) -> None:
         if self.closed:
@@ -520,6 +534,12 @@ def _specs(members: Iterable[Member | str | os.PathLike[str]]) -> list[Member]:
     return specs
 
 
+def _check_apart(specs: Sequence[Member]) -> None:
+    [(place, count)] = Counter(os.path.realpath(spec.path) for spec in specs).most_common(1)
+    if count > 1:
+        raise ValueError(f"each member has a directory of its own; got {place} {count} times")
+
+
 def _own_queue(specs: Sequence[Member], queue: IOQueue | None, undo: ExitStack) -> IOQueue | None:
     """Return a new queue if a member has none otherwise."""
     if queue is not None or all(spec.queue is not None for spec in specs):
@@ -535,6 +555,8 @@ def _check_asked(specs: Sequence[Member], capacity: int | None) -> None:
             f"{len(specs)} members have their own"
         )
     for nbytes in [*own, *([] if capacity is None else [capacity])]:
+        if not isinstance(nbytes, int):
+            raise TypeError(f"a capacity is a whole number of bytes, such as 1 << 30; got {nbytes!r}")
         if nbytes < 1:
             raise ValueError(f"a capacity is at least one byte; got {nbytes}")
     rates = [spec.rate for spec in specs if spec.rate is not None]

@@ -198,7 +198,8 @@ def test_whichever_read_fails_it_is_told_and_read_again_the_bytes_are_right(
 
 def test_verify_names_the_tensor_that_cannot_be_read(committed: list[Path]) -> None:
     for nth in count(1):
-        faults = FaultPlan().fail(nth=nth, requests=Requests.READS)
+        # Of what is read together at first, and then of the tensors one by one.
+        faults = FaultPlan().fail(nth=1, requests=Requests.READS).fail(nth=1 + nth, requests=Requests.READS)
         with IOQueue(BACKEND, chunk_bytes=CHUNK_BYTES, faults=faults) as failing, opened(committed, failing) as store:
             found = store.verify()
             if not found:
@@ -208,6 +209,12 @@ def test_verify_names_the_tensor_that_cannot_be_read(committed: list[Path]) -> N
             assert "Input/output error" in damage.reason
             assert store.verify() == ()
     assert nth > 12
+
+
+def test_verify_looks_at_each_again_where_a_read_of_many_fails(committed: list[Path]) -> None:
+    once = FaultPlan().fail(nth=1, requests=Requests.READS)
+    with IOQueue(BACKEND, chunk_bytes=CHUNK_BYTES, faults=once) as failing, opened(committed, failing) as store:
+        assert store.verify() == ()
 
 
 def test_a_drive_that_is_lost_is_named_and_what_lies_on_the_others_goes_on(tmp_path: Path, queue: IOQueue) -> None:

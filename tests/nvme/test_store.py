@@ -1570,14 +1570,14 @@ def test_a_tensor_larger_than_the_bound_is_read_ahead_alone(store: TensorStore) 
 
 def test_what_is_forgotten_before_it_was_read_ahead_leaves_room(store: TensorStore) -> None:
     store.put_many({name: filled(MIB, index) for index, name in enumerate("abcd")})
-    store.prefetch("abcd", most_bytes=MIB)
+    store.prefetch([*"abcd"], most_bytes=MIB)
     store.delete("b")
     store.put("c", filled(MIB, 9))
     store.delete("a")
     assert value_of(store.get("d")) == 3
     assert value_of(store.get("c")) == 9
     with pytest.raises(ValueError, match="must not be negative"):
-        store.prefetch("d", most_bytes=-1)
+        store.prefetch(["d"], most_bytes=-1)
 
 
 def test_states_can_be_put_and_got_without_waiting(store: TensorStore) -> None:
@@ -1665,9 +1665,9 @@ def until(is_so: Callable[[], bool]) -> None:
 def test_what_is_forgotten_leaves_room_for_what_is_wanted_next(store: TensorStore) -> None:
     store.put_many({name: filled(MIB, index) for index, name in enumerate("abcd")})
     before = store.volume.stats()[0].read_bytes
-    store.prefetch("abc", most_bytes=MIB)
+    store.prefetch([*"abc"], most_bytes=MIB)
     store.forget_prefetched()
-    store.prefetch("d", most_bytes=MIB)
+    store.prefetch(["d"], most_bytes=MIB)
     until(lambda: store.volume.stats()[0].read_bytes - before >= MIB)
     assert value_of(store.get("d")) == 3
     assert store.volume.stats()[0].read_bytes - before <= 2 * MIB
@@ -1713,11 +1713,21 @@ calls = [
     lambda: store.put_async("x", b"2"),
     lambda: store.put_state("s", {}),
     lambda: store.delete("x"),
+    lambda: store.delete_async("x"),
     lambda: store.verify(),
+    lambda: store.verify_async(),
     lambda: store.commit(),
     lambda: store.commit_async(),
+    lambda: "x" in store,
+    lambda: list(store),
+    lambda: store.record("x"),
+    lambda: store.states,
+    lambda: store.volume.stats(),
+    lambda: store.volume.free_bytes,
 ]
-store._tensors.lock.acquire()  # as another thread may have at that moment
+locks = store._tensors.lock, store.volume._changing, store._threads._lock
+for lock in locks:
+    lock.acquire()  # as another thread may have at that moment
 pid = os.fork()
 if pid == 0:
     signal.alarm(60)
@@ -1728,9 +1738,11 @@ if pid == 0:
             continue
         os.write(2, b"call %d was not refused" % number)
         os._exit(1)
+    repr(store.volume)
     getattr(store, end)()
     os._exit(0 if store.closed else 2)
-store._tensors.lock.release()
+for lock in locks:
+    lock.release()
 print(os.waitpid(pid, 0)[1], flush=True)
 store.put("y", b"2")
 store.commit()
