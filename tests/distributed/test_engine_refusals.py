@@ -26,7 +26,7 @@ def test_a_parameter_that_tensor_parallelism_has_cut_is_refused() -> None:
     model.weight = Placed(torch.zeros(4, 4))
 
     with pytest.raises(ConfigError, match=r"^parameter weight: expected an ordinary tensor: a DTensor is a shard"):
-        check_cut(model, EngineConfig(), built=False)
+        check_cut(model, EngineConfig(), built=None)
 
 
 def test_a_model_that_was_built_on_drives_is_refused() -> None:
@@ -50,7 +50,7 @@ def test_a_model_that_was_built_on_drives_is_refused() -> None:
 )
 def test_settings_that_do_not_go_with_several_ranks_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        check_cut(nn.Linear(1, 1), EngineConfig.from_mapping(settings), built=False)
+        check_cut(nn.Linear(1, 1), EngineConfig.from_mapping(settings), built=None)
 
 
 def test_leaf_modules_are_named_or_of_a_named_class_and_none_is_within_another() -> None:
