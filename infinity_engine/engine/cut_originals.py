@@ -60,8 +60,7 @@ class CutOriginals(Originals):
         """Take over a parameter that shows no values: this rank's part of them is in this place."""
         original = self._add(parameter, Original(parameter, name, place))
         original.cut(spec, self._ranks.rank)
-        original.is_away = True
-        original.digest = "values of files"
+        original.goes_away("values of files")
 
     def digest_of(self, parameter: torch.Tensor) -> str:
         """Return words that differ where values do, as far as this rank has seen them."""
@@ -98,13 +97,15 @@ class CutOriginals(Originals):
             self._let_go(self._cache - needed)
             self._make_room(needed)
             for each in away:
-                taken = nbytes_of(each) + self._beside(self._of(each), each)
+                beside = self._beside(self._of(each), each)
+                taken = nbytes_of(each) + beside
                 self._host.hold(taken)
                 try:
                     self._gather(self._of(each), each)
                 finally:
                     self._host.release(taken)
                 self._note(each)
+                self._has_freed(beside)
             yield
             for each in parameters:
                 self._note(each)
@@ -151,7 +152,7 @@ class CutOriginals(Originals):
         if nbytes > before:
             self._let_go(self._cache - nbytes)
         super()._note(parameter)
-        original.is_away = False
+        original.comes_back()
         if nbytes:
             self._recent[original] = parameter.numel(), nbytes
             self._recent_bytes += nbytes
@@ -170,7 +171,7 @@ class CutOriginals(Originals):
             self._recent_bytes -= taken
             if original.spec is None or original.spec.numel != numel:
                 original.cut(self._partitioner.cut(numel), self._ranks.rank)
-            original.is_away = True
+            original.goes_away()
             if parameter is not None and parameter in self and original.may_leave(parameter):
                 self._leave(parameter)
 

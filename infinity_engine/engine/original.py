@@ -92,6 +92,15 @@ class Original:
         self.spec = spec
         self.part = None if spec is None else spec.shards[rank]
 
+    def goes_away(self, digest: str | None = None) -> None:
+        """Be away, for all ranks; with values of which these words are all that this rank has seen."""
+        self.is_away = True
+        self.digest = digest or self.digest
+
+    def comes_back(self) -> None:
+        """Be away no more."""
+        self.is_away = False
+
     def bytes_to_store(self, parameter: torch.Tensor) -> int:
         """Return how many bytes of it belong on the drives of this rank."""
         return nbytes_of(parameter) if self.part is None else self.part.numel * parameter.element_size()

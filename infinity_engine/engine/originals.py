@@ -325,11 +325,15 @@ class Originals:
         self._remember_shown(original)
         del self._here[id(parameter)]
         self._host.release(held)
-        self._freed += held
+        self._has_freed(held)
+        return True
+
+    def _has_freed(self, nbytes: int) -> None:
+        """Let the system have freed memory again, where it is worth the call."""
+        self._freed += nbytes
         if self._freed >= _RETURNED:
             return_freed_memory()
             self._freed = 0
-        return True
 
     @contextmanager
     def _copying(self, parameter: torch.Tensor) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Models that several ranks build or load together: the bits of one, on no rank the whole, failures told to all. Gloo."""
+"""Models that several ranks build or load together: the bits of one, the whole on none, failures told to all. Gloo."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def test_ranks_build_the_bits_of_one_and_write_a_shard_each(
             r"float32 \[100, 100\] with values of checksum \w+ on rank 0, .*; and \d+ more",
         ),
         ("order", r"CollectiveError: .*ranks? .*gather of Linear\.weight|the ranks differ in parameter"),
-        ("more", r"CollectiveError: .*the ranks differ in parameter 12, Linear\.weight: nothing on ranks 0, 1, float32"),
+        (
+            "more",
+            r"CollectiveError: .*the ranks differ in parameter 12, Linear\.weight: nothing on ranks 0, 1, float32",
+        ),
         (
             "partitioning",
             r"ConfigError: ranks\.partitioning: expected .*BANDWIDTH_CENTRIC.*, as init_context or load_into had it",
@@ -111,7 +114,9 @@ def runs(drive: str) -> dict[str, Run]:
         "fp32, in memory": Run(settings={"budget": machine}),
         "fp32, on drives": Run(settings=streamed),
         "bf16, on drives": Run(settings={**streamed, "precision": "bf16"}),
-        "bf16, stage gradients": Run(settings={"budget": machine, "precision": "bf16", "ranks": {"stage": "gradients"}}),
+        "bf16, stage gradients": Run(
+            settings={"budget": machine, "precision": "bf16", "ranks": {"stage": "gradients"}}
+        ),
         "on a device": Run(emulated=True, settings={"budget": {**machine, "device": "8MiB"}, "parameters": "host"}),
         "broadcast": Run(settings={"budget": machine, "ranks": {"partitioning": "broadcast"}}),
         "odd": Run(model="odd", optimizer="sgd", settings={"budget": machine}),
@@ -219,9 +224,7 @@ def test_what_one_rank_cannot_load_or_has_otherwise_is_told_to_all(what: str, to
 # --- how much it takes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "each_bytes"), [(2, 48 << 20), pytest.param(4, 64 << 20, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("size", "each_bytes"), [(2, 64 << 20), pytest.param(4, 96 << 20, marks=pytest.mark.slow)])
 def test_a_model_of_eight_times_a_rank_s_budget_is_built_within_it(size: int, each_bytes: int, tmp_path: Path) -> None:
     count = 8 * each_bytes // LAYER_BYTES
 
@@ -233,9 +236,7 @@ def test_a_model_of_eight_times_a_rank_s_budget_is_built_within_it(size: int, ea
         assert rank["drives"] < rank["model"] / size * 1.3 + (1 << 28)  # the file grows in steps
 
 
-@pytest.mark.parametrize(
-    ("size", "each_bytes"), [(2, 64 << 20), pytest.param(4, 96 << 20, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("size", "each_bytes"), [(2, 64 << 20), pytest.param(4, 96 << 20, marks=pytest.mark.slow)])
 def test_a_model_of_eight_times_a_rank_s_budget_is_loaded_within_it(size: int, each_bytes: int, tmp_path: Path) -> None:
     count = 8 * each_bytes // LAYER_BYTES
     (drive := tmp_path / "drive").mkdir()

@@ -37,6 +37,7 @@ __all__ = [
     "Run",
     "batch_of",
     "begin_alike",
+    "borrow",
     "close_crowded",
     "differ",
     "ends",
@@ -373,6 +374,51 @@ class Uneven(Task):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.pow(2).mean()
+
+
+class Borrowing(Task):
+    """Of two layers, the second computes with the first one's neighbour's weight, which it has in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.owner = nn.Linear(64, 128, bias=False)
+        self.block = nn.Sequential(_Borrower(self.get_parameter("owner.weight")), nn.Tanh(), nn.Linear(128, 1))
+
+    def batch(self, seed: int) -> torch.Tensor:
+        return torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.block(self.first(batch))).pow(2).mean()
+
+
+class _Borrower(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.hidden = [weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.hidden[0])
+
+
+def borrow(settings: Mapping[str, Any], *, registers: bool) -> dict[str, Any] | str:
+    """Train a model that uses a parameter out of sight; return its losses and weights, or the error."""
+    torch.manual_seed(0)
+    task, losses = Borrowing(), []
+    run = Run(settings={"storage": {"small_bytes": 0}, **settings})
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(run, task, torch.optim.AdamW(task.parameters(), lr=1e-2), around)
+        if registers:
+            engine.register_external(task.block[0], task.get_parameter("owner.weight"))
+        try:
+            for step in range(3):
+                loss = engine(batch_of(task, step))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+        except RuntimeError as error:
+            return str(error)
+        return {"losses": losses, "states": engine.state_dict()}
 
 
 def _uneven(device_bytes: Sequence[int], around: ExitStack) -> tuple[Uneven, Engine]:
