@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from itertools import islice
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -44,6 +45,7 @@ __all__ = ["Deferral", "Engine", "EngineParts"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_B = TypeVar("_B")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -652,6 +654,26 @@ class Engine:
                 "telemetry.recording to be on while it ran"
             )
         return report_of(ended[-1], self.usage(), self._parts.drives.uses(ended[-1]))
+
+    def in_step(self, batches: Iterable[_B]) -> Iterator[tuple[_B, bool]]:
+        """Yield this rank's batches as often as the rank that has most of them, each with whether it is a new one.
+
+        A rank that has no more gets its last one again, so that it takes part in what the others do: its result is not
+        to be counted. All ranks go through all of it. On one rank, every batch is new.
+
+        Raises:
+            CollectiveError: another rank does something else, or has failed.
+            ConfigError: a rank has no batch at all, and others have.
+        """
+        rest, whole = iter(batches), self._parts.whole
+        last: list[_B] = []
+        while True:
+            new = list(islice(rest, 1))
+            self._check_open()
+            if not (new if whole is None else whole.ranks.any_has_more(has_more=bool(new), has_had=bool(last))):
+                return
+            last = new or last
+            yield last[0], bool(new)
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""

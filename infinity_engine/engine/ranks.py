@@ -176,6 +176,20 @@ class Ranks:
         if len(set(self.collectives.share(f"whether all agree on {what}", str(checksum).encode()))) > 1:
             self.agree_on(what, mine)
 
+    def any_has_more(self, *, has_more: bool, has_had: bool) -> bool:
+        """Tell whether any rank has another batch; those that have none use their last one again.
+
+        Raises:
+            ConfigError: a rank has had none so far.
+        """
+        mine = b"more" if has_more else b"again" if has_had else b"none"
+        said = self.collectives.share("which ranks have another batch", mine)
+        without = [rank for rank, each in enumerate(said) if each == b"none"]
+        if b"more" in said and without:
+            expected = "one on each rank at least, which it can use again while others have more"
+            raise ConfigError(field="batches", value=f"none on rank {', '.join(map(str, without))}", expected=expected)
+        return b"more" in said
+
     def go_on_with(self, config: RanksConfig) -> None:
         """Train, with these settings, what the ranks have built or loaded with others.
 

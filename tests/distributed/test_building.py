@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,18 @@ def test_what_fails_on_one_rank_in_the_body_is_told_to_all(what: str, first: str
     for rank in (one, other, failed):
         assert all("whose values are gone" in used for used in rank["used"]), rank["used"]
         assert rank["left"] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_is_killed_in_the_body_is_named_and_the_next_start_is_clean(tmp_path: Path) -> None:
+    one, other, killed = launch(3, programs.fail, "killed", str(tmp_path))
+
+    assert killed.exitcode == -signal.SIGKILL
+    for rank in (one, other):
+        assert rank.error is None, rank.trace
+        assert re.search(r"rank 2 \(process \d+ of this machine\) has ended without a word", rank.value["told"])
+        assert rank.value["left"] == 0
+    launched(2, programs.fail, "raises", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "differ",
     "ends",
     "engine_of",
+    "evaluate",
     "have_other_devices",
     "holds",
     "is_killed",
@@ -436,6 +437,32 @@ def _uneven(device_bytes: Sequence[int], around: ExitStack) -> tuple[Uneven, Eng
         },
     )
     return task, engine_of(run, task, torch.optim.SGD(task.parameters(), lr=0.1), around)
+
+
+def evaluate(counts: Sequence[int], device_bytes: int, *, in_step: bool) -> dict[str, Any] | str:
+    """Evaluate each rank's own number of batches, then train a step; return what was counted, or the error."""
+    rank, size = where()
+    found: list[float] = []
+
+    def body() -> dict[str, Any]:
+        with deterministic_compute(), ExitStack() as around:
+            task, engine = _uneven([device_bytes] * size, around)
+            mine = [batch_of(task, number) for number in range(counts[rank])]
+            rounds = 0
+            with torch.no_grad():
+                for batch, is_new in engine.in_step(mine) if in_step else ((batch, True) for batch in mine):
+                    loss = engine(batch).item()
+                    rounds += 1
+                    if is_new:
+                        found.append(loss)
+            engine.backward(engine(batch_of(task, 100)))
+            engine.step()
+            return {"losses": found, "rounds": rounds, "steps": engine.steps}
+
+    try:
+        return body()
+    except (CollectiveError, ConfigError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def close_crowded(rank: int) -> list[str]:
