@@ -48,6 +48,7 @@ __all__ = [
     "is_killed",
     "looks",
     "made",
+    "reduces",
     "run_short",
     "sometimes",
     "states_of",
@@ -356,6 +357,24 @@ def holds(stage: str, slow: int, accumulation: int = 1) -> dict[str, Any]:
             engine.step()
         [host] = engine.usage()
         return {"most": most, "left": alive, "held": held, "room": dict(host.holders).get("whole gradients")}
+
+
+def reduces() -> list[int]:
+    """Train a deep model; return how many reduces each backward took beyond one for each bucket."""
+    torch.manual_seed(0)
+    task = Deep()
+    settings = {"storage": {"small_bytes": 0}, "ranks": {"bucket_bytes": 4096}}
+    found, before = [], 0
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(Run(settings=settings), task, torch.optim.SGD(task.parameters(), lr=0.1), around)
+        whole = engine._parts.whole
+        assert whole is not None
+        for step in range(6):
+            engine.backward(engine(batch_of(task, step)))
+            found.append(whole.ranks.gradients.started - before - len(whole.reducer._all_buckets))
+            before = whole.ranks.gradients.started
+            engine.step()
+    return found
 
 
 class Uneven(Task):
