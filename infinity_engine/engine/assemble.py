@@ -36,6 +36,7 @@ from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Meter, clock_of
 from infinity_engine.engine.modules import ModuleParameters, check_modules
+from infinity_engine.engine.original import digest_of
 from infinity_engine.engine.outgoing import Outgoing
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
 from infinity_engine.engine.progress import Progress, Teller
@@ -51,6 +52,7 @@ from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool, return_freed_memory
 from infinity_engine.optim import NORM_BLOCK, FloatFormat, HostKernels, Rule, UpdateThreads, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
+from infinity_engine.partition import ShardSpec
 from infinity_engine.plan import Budget, Capacity, DriveRates, ResolvedBudget, Tier
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.buffers import SCRATCH
@@ -76,12 +78,19 @@ def assemble(
 ) -> Engine:
     """Return an engine; `device` and `queue` are used where given, and stay open. `initialize` says what is raised."""
     resources, teller = ExitStack(), Teller(progress)
-    ranks = Ranks.join(config.ranks)
+    built = originals_of(model)
+    ranks = None if built is None else built.ranks
+    if ranks is None:
+        ranks = Ranks.join(config.ranks)
     try:
+        if built is not None and built.ranks is not None:
+            built.ranks.go_on_with(config.ranks)
         accelerator = device
         if accelerator is None:
             accelerator = resources.enter_context(open_accelerator(config.accelerator.value))
-        planned = _planned(model, optimizer, config, accelerator, resources, policy=policy, queue=queue, ranks=ranks)
+        planned = _planned(
+            model, optimizer, config, accelerator, resources, policy=policy, queue=queue, ranks=ranks, built=built
+        )
         parts = _parts(model, optimizer, config, planned, resources, teller=teller)
         engine = Engine(parts)
     except BaseException as error:
@@ -131,6 +140,7 @@ def _planned(
     policy: OffloadPolicy | None,
     queue: IOQueue | None,
     ranks: Ranks | None,
+    built: BuiltModel | None,
 ) -> _Planned:
     """Check what can be wrong, and return the plan; or refuse."""
     rules = rules_of(optimizer)
@@ -143,20 +153,17 @@ def _planned(
         )
     _check_early_updates(config, unified=accelerator.unified)
     frozen = collect_frozen(model, trained)
-    built = originals_of(model)
     cut = None
     if ranks is not None:
-        check_cut(model, config, built=built is not None)
-        ranks.agree_on_run(config, _named(accelerator, policy), rules, (*trained, *frozen))
-        cut = ranks.cut(trained, frozen)
+        check_cut(model, config, built)
+        ranks.agree_on_run(config, _named(accelerator, policy), rules, (*trained, *frozen), partial(_digest, built))
+        cut = ranks.cut(trained, frozen, partial(_spec, built))
         trained, frozen = cut.trained, cut.frozen
     sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
     sharding = None if cut is None else Sharding.of(model, cut, _dtype(sizing), config.accumulation_steps)
     if sharding is not None:
         sizing = sharding.sized(sizing)
-    budget = _budget(config, accelerator, built)
-    if ranks is not None:
-        budget = ranks.share_budget(budget, device_is_shared=accelerator.unified)
+    budget = _budget(config, accelerator, built, ranks)
     endurance = _endurance(config, budget)
     queue = _queue(config, budget, queue, resources)
     sums_bytes = _sums_bytes(config, sizing)
@@ -356,21 +363,21 @@ class _Originals:
 
     def on_drives(self, each: ModelParameter) -> bool:
         """Tell whether a parameter has no values in memory."""
-        return self._built is not None and each.parameter in self._built
+        return self._built is not None and each.of_model in self._built
 
     def fill(self, each: ModelParameter, first_element: int, values: torch.Tensor) -> None:
         """Fill a flat tensor with the elements of a parameter from one on, in its own dtype."""
         if self._built is None or not self.on_drives(each):
             values.copy_(self._values[each.number][first_element : first_element + values.numel()])
         elif values.dtype == each.parameter.dtype and values.device.type == "cpu":
-            self._built.read_into(each.parameter, first_element, values)
+            self._built.read_into(each.of_model, first_element, values)
         else:
             dtype = each.parameter.dtype
             room = self._room_for(dtype)
             for start in range(0, values.numel(), _CONVERTED):
                 piece = values[start : start + _CONVERTED]
                 read = room[: piece.numel()]
-                self._built.read_into(each.parameter, first_element + start, read)
+                self._built.read_into(each.of_model, first_element + start, read)
                 piece.copy_(read)
 
     def _room_for(self, dtype: torch.dtype) -> torch.Tensor:
@@ -383,7 +390,8 @@ class _Originals:
         if self._built is not None:
             for each in parameters:
                 if self.on_drives(each):
-                    self._built.release(each.parameter)
+                    self._built.release(each.of_model)
+            self._built.hand_over_ranks()
             self._built.close()
 
 
@@ -564,29 +572,52 @@ def _check_early_updates(config: EngineConfig, *, unified: bool) -> None:
         raise ConfigError(field="storage.early_updates", value=True, expected=expected)
 
 
-def _budget(config: EngineConfig, accelerator: Accelerator, built: BuiltModel | None) -> ResolvedBudget:
-    """Return the budget in bytes, less what a model takes of it that was built on drives, until it is taken over."""
+def _budget(
+    config: EngineConfig, accelerator: Accelerator, built: BuiltModel | None, ranks: Ranks | None
+) -> ResolvedBudget:
+    """Return this rank's budget in bytes, less what a model takes of it that was built on drives.
+
+    That is until it is taken over.
+    """
     wanted = config.budget or Budget()
     capacity = probe_capacity(wanted.nvme, device_free_bytes=0 if accelerator.unified else accelerator.memory().free)
     if accelerator.unified:
         capacity = Capacity(device=capacity.host, host=capacity.host, nvme=capacity.nvme)
     elif accelerator.name == "emulated":  # Nothing else lives there that room would have to be left for.
         capacity = Capacity(device=accelerator.memory().free, host=capacity.host, nvme=capacity.nvme)
-    if built is None:
-        return wanted.resolve(capacity)
-    used = built.ledger.usage()
-    on_host = sum(each.held for each in used if each.tier is Tier.HOST)
-    on_drives = {each.directory: each.held for each in used if each.tier is Tier.NVME}
-    held = {name: on_drives.get(name, 0) for name in wanted.nvme}
+    on_host, on_drives = (0, {}) if built is None else _held_by(built)
+    every = None if ranks is None or built is None else ranks.held_here(on_host, on_drives)
     budget = wanted.resolve(
         replace(
             capacity,
-            host=capacity.host + on_host,
-            nvme={name: free + held[name] for name, free in capacity.nvme.items()},
+            host=capacity.host + (on_host if every is None else every.host),
+            nvme={
+                name: free + (on_drives.get(name, 0) if every is None else every.in_directory(name))
+                for name, free in capacity.nvme.items()
+            },
         )
     )
-    left = {name: max(limit - held[name], 0) for name, limit in budget.nvme.items()}
+    if ranks is not None:
+        budget = ranks.share_budget(budget, device_is_shared=accelerator.unified, held=every)
+    left = {name: max(limit - on_drives.get(name, 0), 0) for name, limit in budget.nvme.items()}
     return replace(budget, host=max(budget.host - on_host, 0), nvme=left)
+
+
+def _held_by(built: BuiltModel) -> tuple[int, dict[str, int]]:
+    """Return the bytes of host memory, and of each directory, that a model takes that was built on drives."""
+    used = built.ledger.usage()
+    on_host = sum(each.held for each in used if each.tier is Tier.HOST)
+    return on_host, {each.directory: each.held for each in used if each.directory is not None}
+
+
+def _spec(built: BuiltModel | None, parameter: torch.nn.Parameter) -> ShardSpec | None:
+    """Return how a parameter was cut when it was built; None where it is to be cut."""
+    return built.spec_of(parameter) if built is not None and parameter in built else None
+
+
+def _digest(built: BuiltModel | None, parameter: torch.nn.Parameter) -> str:
+    """Return words that differ where values do."""
+    return built.digest_of(parameter) if built is not None and parameter in built else digest_of(parameter)
 
 
 def _pools(

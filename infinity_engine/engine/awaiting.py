@@ -37,10 +37,16 @@ class AwaitedParameters:
         self._hooks = hooks
         self._numbers = {id(each.parameter): each.number for each in trained if each.numel}
         self._asked: set[int] = set()  # what a module has asked for, of those that run in Python
+        self._unseen: set[int] = set()  # what modules use and nobody sees them read
         self._absent: dict[int, torch.Tensor] = {}
         self._hidden: dict[int, torch.Tensor] = {}  # the values that are to be shown, of the parameters that are not
         self._update: DeferredUpdate | None = None
         self._watch()
+
+    def register_external(self, parameter: torch.nn.Parameter) -> None:
+        """Leave a parameter to no forward: it is used where nobody sees it."""
+        if id(parameter) in self._numbers:
+            self._unseen.add(self._numbers[id(parameter)])
 
     def follow(self, update: DeferredUpdate | None) -> None:
         """Let nobody see from here on what this update has not made yet; None: show all, and take all hooks off.
@@ -58,7 +64,8 @@ class AwaitedParameters:
         if any(map(is_compiled, self._model.modules())):
             update.end()
             return
-        update.make(number for number in set(self._numbers.values()) - self._asked if self._updated(number))
+        waits = self._asked - self._unseen
+        update.make(number for number in set(self._numbers.values()) - waits if self._updated(number))
         for number in self._numbers.values():
             if self._updated(number) and number not in self._hidden and not update.has_made(number):
                 self._hide(number)

@@ -20,9 +20,11 @@ import torch
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from infinity_engine.engine.built import BuiltModel
+from infinity_engine.engine.cut_originals import CutOriginals
 from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.originals import Originals, first_sizes
 from infinity_engine.engine.progress import Teller
+from infinity_engine.engine.ranks import Ranks
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget
 from infinity_engine.storage import SwapFile
@@ -64,15 +66,18 @@ _GET_DATA, _SET_DATA = _T.data.__get__, _T.data.__set__  # type: ignore[attr-def
 
 
 @contextmanager
-def building(budget: ResolvedBudget, cache: int | None, teller: Teller) -> Iterator[BuiltModel]:
-    """Let what modules get as parameters in the body live on the drives. See `init_context` for what is raised."""
+def building(budget: ResolvedBudget, cache: int | None, teller: Teller, ranks: Ranks | None) -> Iterator[BuiltModel]:
+    """Let what modules get as parameters in the body live on the drives. See `init_context` for what is raised.
+
+    Of several `ranks`, all of which come to this, `budget` is this one's.
+    """
     if _open() is not None:
         raise RuntimeError(
             "an init_context is open in this thread already: build the whole model in one `with init_context(...)`"
         )
     with ExitStack() as failed:
         with teller.part("building on the drives", None) as written:
-            built, originals = opened(budget, cache, failed, written)
+            built, originals = opened(budget, cache, failed, written, ranks)
             mode = _Building(originals)
             failed.callback(lambda: built.guard(mode.modules()))  # what was built by then, and has no values
             hooks = Hooks()
@@ -83,23 +88,37 @@ def building(budget: ResolvedBudget, cache: int | None, teller: Teller) -> Itera
             finally:
                 hooks.remove()
             mode.finish()
+            originals.agree()
             built.guard(each for each in mode.modules() if any(parameter in built for parameter in each.parameters()))
         failed.pop_all()
 
 
 def opened(
-    budget: ResolvedBudget, cache: int | None, failed: ExitStack, written: Callable[[int], None]
+    budget: ResolvedBudget,
+    cache: int | None,
+    failed: ExitStack,
+    written: Callable[[int], None],
+    ranks: Ranks | None,
 ) -> tuple[BuiltModel, Originals]:
     """Return an empty one, with files in each directory of the budget; `failed` gives all of it back.
 
     `written` is told of the bytes of each parameter that leaves host memory.
     """
     ledger = Ledger(budget)
+    SwapFile.remove_stale(budget.nvme)  # of killed runs; what a living one uses stays
     swap = SwapFile(first_sizes(budget.nvme), ledger, holder="values of a model")
     failed.callback(swap.close)
-    originals = Originals(swap, ledger, budget.nvme, cache, written)
-    built = BuiltModel(originals, swap, ledger)
-    failed.callback(built.close)
+    originals = (
+        Originals(swap, ledger, budget.nvme, cache, written)
+        if ranks is None
+        else CutOriginals(swap, ledger, budget.nvme, cache, written, ranks=ranks)
+    )
+    built = BuiltModel(originals, swap, ledger, ranks)
+
+    def close(_kind: object, error: BaseException | None, _trace: object) -> None:
+        built.close(error)
+
+    failed.push(close)
     return built, originals
 
 
@@ -164,7 +183,7 @@ class _Building(TorchFunctionMode):
             with self._originals.using([parameter]):
                 pass
             self._originals.forget(parameter)
-        self._originals.leave(self._originals.parameters())
+        self._originals.leave_all()
         self._originals.settle()
 
     def _know(self, module: torch.nn.Module) -> None:

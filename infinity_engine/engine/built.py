@@ -1,7 +1,7 @@
 """`BuiltModel`: a model whose parameters' values are on the drives, until an engine takes them over.
 
 What `init_context` gives; its modules refuse to run, and by what refuses `originals_of` finds it again. Reads and gives
-values; changes none.
+values; changes none. Of several ranks, each has its shards; what shows whole values is for all of them together.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 
 from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.originals import Originals
+from infinity_engine.engine.ranks import Ranks
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory import Ledger
+from infinity_engine.partition import ShardSpec
 from infinity_engine.plan import Tier
 from infinity_engine.storage import SwapFile
 
@@ -28,9 +30,11 @@ class BuiltModel:
     that the views show. When nobody has the model or this any more, the files go too.
     """
 
-    def __init__(self, originals: Originals, swap: SwapFile, ledger: Ledger) -> None:
+    def __init__(self, originals: Originals, swap: SwapFile, ledger: Ledger, ranks: Ranks | None = None) -> None:
         self.swap = swap
         self.ledger = ledger
+        self.ranks = ranks
+        """Those who have built it together; None where this one has alone."""
         self._originals = originals
         self._hooks = Hooks()
         self._closed = False
@@ -67,18 +71,36 @@ class BuiltModel:
             TransferError: they could not be read.
         """
         values = torch.empty(numel, dtype=parameter.dtype, device="cpu")
-        self.read_into(parameter, first_element, values)
+        self._check_within(parameter, parameter.numel(), first_element, values)
+        self._originals.read_whole(parameter, first_element, values)
         return values
 
     def read_into(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
-        """Fill `values`, flat and of the parameter's dtype, as `piece` would return it."""
-        last = first_element + values.numel()
-        if first_element < 0 or last > parameter.numel() or values.dtype != parameter.dtype or values.dim() != 1:
-            raise ValueError(
-                f"elements {first_element} to {last} as a tensor of shape {tuple(values.shape)} and {values.dtype}: "
-                f"expected a flat one of {parameter.dtype}, within the {parameter.numel()} elements of the parameter"
-            )
+        """Fill `values`, flat and of the parameter's dtype, as `piece` would return it.
+
+        Of several ranks, this one reads what it has: the first element is that of its shard.
+        """
+        spec = self.spec_of(parameter)
+        mine = parameter.numel() if spec is None or self.ranks is None else spec.shards[self.ranks.rank].numel
+        self._check_within(parameter, mine, first_element, values)
         self._originals.read_into(parameter, first_element, values)
+
+    def spec_of(self, parameter: torch.Tensor) -> ShardSpec | None:
+        """Return how a parameter is cut over the ranks that have built it; None where there is one.
+
+        Raises:
+            ConfigError: it does not have the parameter's values.
+        """
+        return self._originals.spec_of(parameter)
+
+    def digest_of(self, parameter: torch.Tensor) -> str:
+        """Return words that differ where values of several ranks do, as far as this one has seen the whole of them."""
+        return self._originals.digest_of(parameter)
+
+    def hand_over_ranks(self) -> Ranks | None:
+        """Return who has built it together, whom it does not close any more."""
+        ranks, self.ranks = self.ranks, None
+        return ranks
 
     def release(self, parameter: torch.Tensor) -> None:
         """Have a parameter's values no more: somebody else has them. What the parameter shows stays as it is.
@@ -113,8 +135,13 @@ class BuiltModel:
             self._originals.bring(parameter)
         self.close()
 
-    def close(self) -> None:
-        """Remove the files. The model runs again, unless there are values nobody took over. Again: does nothing."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Remove the files. The model runs again, unless there are values nobody took over. Again: does nothing.
+
+        Of several ranks, the others are told of an `error`, if it is why.
+        """
+        if self.ranks is not None:
+            self.ranks.close(error)
         if self._closed:
             return
         self._closed = True
@@ -136,9 +163,16 @@ class BuiltModel:
             self._hooks.on_state_dict(module, guard.refuse)
             self._hooks.on_load_state_dict(module, guard.refuse)
 
+    def _check_within(self, parameter: torch.Tensor, numel: int, first_element: int, values: torch.Tensor) -> None:
+        last = first_element + values.numel()
+        if first_element < 0 or last > numel or values.dtype != parameter.dtype or values.dim() != 1:
+            raise ValueError(
+                f"elements {first_element} to {last} as a tensor of shape {tuple(values.shape)} and {values.dtype}: "
+                f"expected a flat one of {parameter.dtype}, within the {numel} elements of the parameter"
+            )
+
     def _check_room(self, parameters: Iterable[torch.Tensor]) -> None:
-        nbytes = sum(self.nbytes_of(each) for each in parameters if self.is_absent(each))
-        free = self.ledger.free(Tier.HOST)
+        nbytes, free = self._originals.room_for(parameters)
         if nbytes > free:
             raise CapacityError(
                 tier=Tier.HOST.name,

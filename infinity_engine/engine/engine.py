@@ -12,11 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from itertools import islice
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from infinity_engine.engine.awaiting import AwaitedParameters
 from infinity_engine.engine.deferred import DeferredUpdate, Follower, Part
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
@@ -43,6 +45,7 @@ __all__ = ["Deferral", "Engine", "EngineParts"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_B = TypeVar("_B")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +172,8 @@ class Engine:
             raise ConfigError(field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected)
         if loss.device.type == "cpu" and not math.isfinite(loss.item()):
             warnings.warn(
-                f"the loss is {loss.item()} in step {self._steps}: what it depends on will be NaN after this",
+                f"the loss is {loss.item()} in step {self._steps}: what it depends on will be NaN after this. If it is "
+                "not so without the engine, a module may use a parameter that nobody sees it read: register_external",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -455,7 +459,9 @@ class Engine:
                 "with fp16 the loss has to be scaled before its gradients are computed: call engine.backward(loss), "
                 "not loss.backward()"
             )
-        whole = self._parts.whole
+        whole, modules = self._parts.whole, self._parts.modules
+        if modules is not None:
+            modules.check_asked(number)
         (self._parts.gradients if whole is None else whole.reducer).take(number, gradient)
 
     def _tell_optimizer(self) -> None:
@@ -503,6 +509,8 @@ class Engine:
             around.enter_context(self._without_early())
         if self._parts.fetcher is not None:
             around.enter_context(self._parts.fetcher.gathered([each.number for each in known]))
+        if self._parts.modules is not None:
+            self._parts.modules.gathered(each.number for each in known)
 
     def _take_over(self, known: Sequence[ModelParameter]) -> None:
         """Keep what somebody has made of parameters that are gathered."""
@@ -514,6 +522,30 @@ class Engine:
             if isinstance(each, TrainedParameter):
                 self._parts.states.set_master(each.number, self._own(each).float().cpu())
             each.note_values()
+
+    @_held
+    def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+        """Let `module` have a parameter of another one whenever it runs, as it has its own.
+
+        For what it uses without reading it as an attribute of that other one: out of a variable, a list or a closure.
+        Of several ranks, all register the same. Where parameters stay on the device, no update of it waits for a
+        forward.
+
+        Raises:
+            ConfigError: the module or the parameter is not the model's.
+        """
+        self._check_whole()
+        if not any(module is each for each in self.model.modules()):
+            expected = "one of the model's, as named_modules() lists them"
+            raise ConfigError(field="module", value=type(module).__name__, expected=expected)
+        if id(parameter) not in self._known:
+            expected = "one of the model's, as named_parameters() lists them"
+            raise ConfigError(field="parameter", value=f"one of shape {tuple(parameter.shape)}", expected=expected)
+        if self._parts.modules is not None:
+            self._parts.modules.register_external(module, parameter)
+        deferral = self._parts.deferral
+        if deferral is not None and isinstance(deferral.follower, AwaitedParameters):
+            deferral.follower.register_external(parameter)
 
     def _check_untouched(self, known: Iterable[ModelParameter]) -> None:
         for each in known:
@@ -622,6 +654,26 @@ class Engine:
                 "telemetry.recording to be on while it ran"
             )
         return report_of(ended[-1], self.usage(), self._parts.drives.uses(ended[-1]))
+
+    def in_step(self, batches: Iterable[_B]) -> Iterator[tuple[_B, bool]]:
+        """Yield this rank's batches as often as the rank that has most of them, each with whether it is a new one.
+
+        A rank that has no more gets its last one again, so that it takes part in what the others do: its result is not
+        to be counted. All ranks go through all of it. On one rank, every batch is new.
+
+        Raises:
+            CollectiveError: another rank does something else, or has failed.
+            ConfigError: a rank has no batch at all, and others have.
+        """
+        rest, whole = iter(batches), self._parts.whole
+        last: list[_B] = []
+        while True:
+            new = list(islice(rest, 1))
+            self._check_open()
+            if not (new if whole is None else whole.ranks.any_has_more(has_more=bool(new), has_had=bool(last))):
+                return
+            last = new or last
+            yield last[0], bool(new)
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
+from infinity_engine.config import EngineConfig, RanksConfig
 from infinity_engine.engine.requirements import require_torch
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Budget, ResolvedBudget
@@ -29,6 +31,7 @@ def init_context(
     *,
     budget: Budget | Mapping[str, object],
     cache: int | str | None = None,
+    ranks: RanksConfig | Mapping[str, object] | None = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> Iterator[BuiltModel]:
     """Build the model in the body so that its parameters go to the drives as it grows: same seed, same bits.
@@ -38,19 +41,25 @@ def init_context(
     default a quarter of what I/O leaves of it. Only what one call needs, or somebody has views of, is more; never more
     than the budget. `progress`, such as print, is told now and then how many bytes were written to the drives.
 
+    Of several ranks, all build the same, each with its part of the budget, and keep a shard of each parameter: `ranks`
+    is what `initialize` takes under that name.
+
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.
         ConfigError: the budget names no directory, or one that cannot be used; or the cache is no size.
         CapacityError: the drives or the host cannot hold what they would have to; also in the body, where it happens.
+        CollectiveError: the ranks do not build the same, or one of them has failed; also in the body.
         TransferError: a drive failed, in the body or at its end.
     """
     require_torch("infinity_engine.init_context")
-    resolved = _resolved(budget)
     size = None if cache is None else parse_bytes(cache, field="cache of init_context")
+    chosen = _ranks(ranks)
     from infinity_engine.engine.building import building
     from infinity_engine.engine.progress import Teller
+    from infinity_engine.engine.ranks import together
 
-    with building(resolved, size, Teller(progress)) as built:
+    teller = Teller(progress)
+    with together(chosen, partial(_resolved, budget)) as (others, mine), building(mine, size, teller, others) as built:
         yield built
 
 
@@ -59,6 +68,7 @@ def load_into(
     directory: str | os.PathLike[str],
     budget: Budget | Mapping[str, object],
     *,
+    ranks: RanksConfig | Mapping[str, object] | None = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> BuiltModel:
     """Fill a model on the meta device from the safetensors files of a directory, by way of the drives.
@@ -67,19 +77,31 @@ def load_into(
     directories; buffers get ordinary memory. A number is converted where the model has another dtype than the file.
     `progress`, such as print, is told now and then how many bytes are there.
 
+    Of several ranks, each reads its slices and keeps them, in its part of the budget: `ranks` is what `initialize`
+    takes under that name.
+
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.
+        CollectiveError: the ranks do not load the same, or one of them has failed. The model is as it was.
         ConfigError: a name is missing or not the model's, a shape is another one; the budget names no directory, or one
             that cannot be used. The model is as it was.
         CapacityError: the drives cannot hold the model. The model is as it was.
         TransferError: a drive failed. The model is as it was.
     """
     require_torch("infinity_engine.load_into")
-    resolved = _resolved(budget)
+    chosen = _ranks(ranks)
     from infinity_engine.engine.loading import load
     from infinity_engine.engine.progress import Teller
+    from infinity_engine.engine.ranks import together
 
-    return load(model, directory, resolved, Teller(progress))
+    with together(chosen, partial(_resolved, budget)) as (others, mine):
+        return load(model, directory, mine, Teller(progress), others)
+
+
+def _ranks(given: RanksConfig | Mapping[str, object] | None) -> RanksConfig:
+    if isinstance(given, RanksConfig):
+        return given
+    return RanksConfig() if given is None else EngineConfig.from_mapping({"ranks": given}).ranks
 
 
 def _resolved(given: object) -> ResolvedBudget:

@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,13 +18,17 @@ import torch
 from deepnvme import Returns, SafetensorsError, safetensors_header
 from deepnvme.arrays import empty
 from deepnvme.buffers import memory_of
+from deepnvme.checksum import crc32c
 from deepnvme.queue import File
 from deepnvme.safetensors import SafetensorsEntry
 from infinity_engine.engine.building import opened
 from infinity_engine.engine.built import BuiltModel
+from infinity_engine.engine.cut_originals import CutOriginals
 from infinity_engine.engine.original import absent
 from infinity_engine.engine.progress import Teller
+from infinity_engine.engine.ranks import Ranks
 from infinity_engine.errors import ConfigError, TransferError
+from infinity_engine.partition import Partitioner, Shard, ShardSpec
 from infinity_engine.plan import ResolvedBudget, Tier
 from infinity_engine.storage import IOHop, Place, SwapFile
 
@@ -53,14 +57,26 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor of the model, by all of its names, and where its values come from."""
+    """A tensor of the model, by all of its names, and where its values come from; of several ranks, how it is cut."""
 
     tensor: torch.Tensor
     names: tuple[str, ...]
     source: _Source
+    spec: ShardSpec | None = None
+    rank: int = 0
+
+    @property
+    def part(self) -> Shard:
+        """The elements that go to the drives of this rank, if it is streamed."""
+        return Shard(0, self.tensor.numel()) if self.spec is None else self.spec.shards[self.rank]
 
     @property
     def nbytes(self) -> int:
+        """What of it goes to the drives."""
+        return self.part.numel * self.tensor.element_size() if self.is_streamed else 0
+
+    @property
+    def nbytes_whole(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
 
     @property
@@ -75,28 +91,40 @@ class _Target:
 
 
 def load(
-    model: torch.nn.Module, directory: str | os.PathLike[str], budget: ResolvedBudget, teller: Teller
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    budget: ResolvedBudget,
+    teller: Teller,
+    ranks: Ranks | None,
 ) -> BuiltModel:
-    """Fill `model`. See `load_into` for what is raised."""
+    """Fill `model`; of several `ranks`, with this one's slices. See `load_into` for what is raised."""
     targets = _targets(model, _found(Path(directory)), str(directory))
+    if ranks is not None:
+        _agree(ranks, targets)
+        targets = _cut(ranks, targets)
     with ExitStack() as failed:
-        built, originals = opened(budget, 0, failed, lambda _: None)
-        places = [originals.allocate(each.nbytes, each.names[0]) if each.is_streamed else None for each in targets]
-        originals.settle(room=sum(each.nbytes for each in targets if each.is_small))
+        built, originals = opened(budget, 0, failed, lambda _: None, ranks)
+        places = [originals.allocate(each.nbytes, each.names[0]) if each.nbytes else None for each in targets]
+        originals.settle(room=sum(each.nbytes_whole for each in targets if each.is_small))
         queue = built.swap.queue
         with ExitStack() as opens:
             own = queue.settings_for(directory).inflight_bytes
             opens.enter_context(built.ledger.reserve(Tier.HOST, own + _SLOTS_BYTES, holder="pieces of files"))
             files = {path: opens.enter_context(queue.open(path)) for path in {each.source.path for each in targets}}
-            total = sum(each.nbytes for each in targets if each.is_streamed)
+            total = sum(each.nbytes for each in targets)
             with teller.part("loading values", total) as written:
                 _stream(_pieces(targets, places, files), built.swap, written)
             values = [
                 absent(each.tensor) if each.is_streamed else _read(each, files[each.source.path]) for each in targets
             ]
+        if ranks is not None:
+            ranks.collectives.agree("the end of loading")  # the model is as it was until all have the values
         _give(targets, values, failed)
         for target, place in zip(targets, places, strict=True):
-            if place is not None:
+            if target.spec is not None:
+                assert isinstance(originals, CutOriginals), "there are several ranks"
+                originals.adopt_part(target.tensor, target.names[0], target.spec, place)
+            elif place is not None:
                 originals.adopt_absent(target.tensor, target.names[0], place)
             elif isinstance(target.tensor, torch.nn.Parameter):
                 originals.adopt(target.tensor, target.names[0])
@@ -195,6 +223,36 @@ def _files(directory: Path) -> list[Path]:
     return files
 
 
+# --- several ranks -----------------------------------------------------------------------------------------------
+
+
+def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
+    """Make sure that all ranks load the same into the same.
+
+    Raises:
+        CollectiveError: they do not.
+    """
+    kinds = {each.names[0]: f"{each.tensor.dtype} {list(each.tensor.shape)}" for each in targets}
+    ranks.agree_on("the model to load into", kinds)
+    entries: dict[Path, dict[str, str]] = {}
+    for each in targets:
+        entries.setdefault(each.source.path, {})[each.source.name] = str(each.source.entry)
+    headers = {path.name: crc32c(json.dumps(said, sort_keys=True).encode()) for path, said in entries.items()}
+    ranks.agree_on(
+        "the files of values",
+        {path.name: f"{path.stat().st_size} B, header {headers[path.name]:08x}" for path in entries},
+    )
+
+
+def _cut(ranks: Ranks, targets: Sequence[_Target]) -> list[_Target]:
+    """Return how the ranks share what is streamed."""
+    partitioner = Partitioner(ranks.size, ranks.partitioning)
+    return [
+        replace(each, spec=partitioner.cut(each.tensor.numel()), rank=ranks.rank) if each.is_streamed else each
+        for each in targets
+    ]
+
+
 # --- bytes -------------------------------------------------------------------------------------------------------
 
 
@@ -282,12 +340,13 @@ def _pieces(targets: Sequence[_Target], places: Sequence[Place | None], files: M
             continue
         source, dtype = target.source, target.tensor.dtype
         most = _PIECE_BYTES // max(source.dtype.itemsize, dtype.itemsize)
-        for first in range(0, target.tensor.numel(), most):
-            numel = min(most, target.tensor.numel() - first)
+        part = target.part
+        for first in range(0, part.numel, most):
+            numel = min(most, part.numel - first)
             yield _Piece(
                 name=source.name,
                 file=files[source.path],
-                offset=source.entry.offset + first * source.dtype.itemsize,
+                offset=source.entry.offset + (part.first_element + first) * source.dtype.itemsize,
                 numel=numel,
                 source=source.dtype,
                 target=dtype,

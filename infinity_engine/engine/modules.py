@@ -6,9 +6,9 @@ saved for it. What a running module asked for stays until it returns, and is its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -121,26 +121,70 @@ class ModuleParameters:
         self._fetcher = fetcher
         self._hooks = hooks
         self._names = {each.number: each.name for each in parameters}
+        self._parameters = {each.number: each.parameter for each in parameters if each.numel}
         self._saved_uses = {each.number: Use(f"{each.name}, as saved", (each.number,)) for each in parameters}
         self._read_uses = {each.number: Use(each.name, (each.number,)) for each in parameters}
         self._numbers = {id(each.parameter): each.number for each in parameters if each.numel}
         self._outside = _Frame(None)
         self._frames = [self._outside]
         self._leaf = _Frame(None)  # of the one whose backward began last
-        self._leaf_uses: dict[int, Use] = {}  # by modules' ids
+        self._uses: dict[int, Use] = {}  # by modules' ids: what each needs when it is about to run
+        self._leaf_uses: dict[int, Use] = {}  # likewise
         self._in_leaves: set[int] = set()
+        self._leaf_of: dict[int, torch.nn.Module] = {}  # by ids of modules within one, and its own
+        self._called: set[int] = set()  # modules, of which it is seen when they run
+        self._asked: set[int] = set()  # what anybody has ever asked for
         for name, module in model.named_modules():
             is_leaf = name in leaves
             own = tuple(
                 self._numbers[id(each)] for each in module.parameters(recurse=is_leaf) if id(each) in self._numbers
             )
+            if is_leaf:
+                self._leaf_of.update((id(each), module) for each in module.modules())
+            self._uses[id(module)] = Use(name or "the model", own)
             if own or any(id(each) in self._numbers for each in module.parameters()):
                 hooks.on_read(module, self._read)
                 if is_leaf:
                     self._leaf_uses[id(module)] = Use(f"backward of {name or 'the model'}", own)
                     self._in_leaves.update(own)
                 if not _within(name, leaves):
-                    hooks.on_call(module, self._before(Use(name or "the model", own)), self._after)
+                    hooks.on_call(module, self._before, self._after)
+                    self._called.add(id(module))
+
+    def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+        """Let a module have a parameter, from its next call on, as it has its own; one in a leaf, as the leaf has.
+
+        Raises:
+            ConfigError: the module has come to the model since the engine was made.
+        """
+        module = self._leaf_of.get(id(module), module)
+        use, number = self._uses.get(id(module)), self._numbers.get(id(parameter))
+        if use is None:
+            expected = "one that was the model's when the engine was initialized"
+            raise ConfigError(field="module", value=type(module).__name__, expected=expected)
+        if number is None or number in use.parameters:
+            return
+        self._uses[id(module)] = replace(use, parameters=(*use.parameters, number))
+        if id(module) in self._leaf_uses:
+            leaf = self._leaf_uses[id(module)]
+            self._leaf_uses[id(module)] = replace(leaf, parameters=(*leaf.parameters, number))
+            self._in_leaves.add(number)
+        if id(module) not in self._called:
+            self._hooks.on_call(module, self._before, self._after)
+            self._called.add(id(module))
+
+    def gathered(self, numbers: Iterable[int]) -> None:
+        """Note that somebody has these outside of modules."""
+        self._asked.update(numbers)
+
+    def check_asked(self, number: int) -> None:
+        """Refuse a gradient of a parameter that nobody has ever asked for: it was used as NaN.
+
+        Raises:
+            RuntimeError: that is so.
+        """
+        if number in self._parameters and number not in self._asked:
+            raise self._unseen(number)
 
     def saving(self) -> AbstractContextManager[None]:
         """Let nothing in the body save parameters for the backward, which fetches them again instead.
@@ -162,17 +206,14 @@ class ModuleParameters:
 
     # --- modules --------------------------------------------------------------------------------------------------
 
-    def _before(self, use: Use) -> Callable[[torch.nn.Module], None]:
-        def before(module: torch.nn.Module) -> None:
-            frame = _Frame(module)
-            if len(self._frames) == 1 and self._hooks.nobody_saves():
-                # A parameter that autograd saves as it is, it reads as modules see it by then.
-                frame.save_with(self._hooks.saving(self._pack, self._unpack))
-            self._frames.append(frame)
-            if use.parameters:
-                self._ask(use, frame)
-
-        return before
+    def _before(self, module: torch.nn.Module) -> None:
+        use, frame = self._uses[id(module)], _Frame(module)
+        if len(self._frames) == 1 and self._hooks.nobody_saves():
+            # A parameter that autograd saves as it is, it reads as modules see it by then.
+            frame.save_with(self._hooks.saving(self._pack, self._unpack))
+        self._frames.append(frame)
+        if use.parameters:
+            self._ask(use, frame)
 
     def _after(self, module: torch.nn.Module, output: object) -> None:
         """End the module's frame, and those within that an exception left behind."""
@@ -216,6 +257,7 @@ class ModuleParameters:
 
     def _ask(self, use: Use, frame: _Frame) -> None:
         self._fetcher.need(use)
+        self._asked.update(use.parameters)
         for number in use.parameters:
             self._hold(number, frame)
 
@@ -242,6 +284,7 @@ class ModuleParameters:
         if tensor.layout == torch.strided and tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
             number = self._fetcher.number_at(tensor.untyped_storage().data_ptr())
         if number is None:
+            self._check_seen(tensor)
             return _SavedTensor(tensor.detach(), tensor._version)
         return _SavedParameter(
             number=number,
@@ -250,6 +293,23 @@ class ModuleParameters:
             size=tuple(tensor.shape),
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
+        )
+
+    def _check_seen(self, tensor: torch.Tensor) -> None:
+        """Refuse to save what is shown in place of a parameter that is not there."""
+        storage = tensor.untyped_storage()
+        if any(tensor.stride()) or storage.nbytes() != tensor.element_size() or tensor.numel() < 2:
+            return
+        for number, parameter in self._parameters.items():
+            if parameter.untyped_storage().data_ptr() == storage.data_ptr() and not self._fetcher.is_shown(number):
+                raise self._unseen(number)
+
+    def _unseen(self, number: int) -> RuntimeError:
+        return RuntimeError(
+            f"{self._names[number]} was used where nobody could see that it is needed, and read as NaN: what a module "
+            "has is fetched when it runs, and what it reads as an attribute of another one when it reads it; this came "
+            "another way, such as a variable, a list or model.parameters(). Call engine.register_external(module, "
+            "parameter) once for the module that uses it, or use it under `with engine.gathered(parameter)`"
         )
 
     def _unpack(self, saved: object) -> torch.Tensor:

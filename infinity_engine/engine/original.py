@@ -19,9 +19,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.weak import TensorWeakRef
 
 from deepnvme.buffers import memory_of
+from deepnvme.checksum import crc32c
+from infinity_engine.partition import Shard, ShardSpec
 from infinity_engine.storage import Place, SwapFile
 
-__all__ = ["Original", "absent", "is_plain", "nbytes_of", "plainly"]
+__all__ = ["Original", "absent", "digest_of", "is_plain", "nbytes_of", "plainly"]
 
 _LONGEST_WAIT = 1024  # so often at most a parameter is passed over after it could not leave
 
@@ -29,13 +31,18 @@ _LONGEST_WAIT = 1024  # so often at most a parameter is passed over after it cou
 class Original:
     """Where the values of one parameter are: `held` bytes of host memory, and `place` on the drives.
 
-    Those in memory are what counts where there are any.
+    Those in memory are what counts where there are any. Cut over ranks, as `spec` says, it has but `part` on the
+    drives, for which there is no place where that is empty.
     """
 
     def __init__(self, parameter: torch.Tensor, name: str, place: Place | None = None) -> None:
         self.name = name
         self.held = 0
         self.place = place
+        self.spec: ShardSpec | None = None
+        self.part: Shard | None = None
+        self.is_away = False  # for all ranks: whoever asks for it gathers it. Its memory may still be here
+        self.digest = ""  # of the whole values, where this rank has seen them
         self.shown = weakref.ref(parameter.untyped_storage())  # while it is absent: the NaN that it shows
         self._parameter = TensorWeakRef(parameter)
         self._kept: torch.Tensor | None = None
@@ -67,7 +74,7 @@ class Original:
     @property
     def is_absent(self) -> bool:
         """Whether its values are on the drives alone."""
-        return not self.held and self.place is not None
+        return not self.held and (self.place is not None or self.part is not None)
 
     # --- what is counted ------------------------------------------------------------------------------------------
 
@@ -79,6 +86,24 @@ class Original:
         """Have another place, or none; return the one before."""
         before, self.place = self.place, place
         return before
+
+    def cut(self, spec: ShardSpec | None, rank: int) -> None:
+        """Have this part on the drives; None: be as if it had never been there."""
+        self.spec = spec
+        self.part = None if spec is None else spec.shards[rank]
+
+    def goes_away(self, digest: str | None = None) -> None:
+        """Be away, for all ranks; with values of which these words are all that this rank has seen."""
+        self.is_away = True
+        self.digest = digest or self.digest
+
+    def comes_back(self) -> None:
+        """Be away no more."""
+        self.is_away = False
+
+    def bytes_to_store(self, parameter: torch.Tensor) -> int:
+        """Return how many bytes of it belong on the drives of this rank."""
+        return nbytes_of(parameter) if self.part is None else self.part.numel * parameter.element_size()
 
     def pin(self) -> None:
         """Stay in host memory: somebody has its address, which nothing tells the end of."""
@@ -105,10 +130,14 @@ class Original:
 
     def store(self, parameter: torch.Tensor, swap: SwapFile) -> None:
         """Write the values in memory to its place."""
-        assert self.place is not None, "it has a place before it is written"
         with plainly():
-            memory = memory_of(parameter.detach().contiguous(), writable=False)
-            swap.write(self.place, memory, what=self.name).wait()
+            values = parameter.detach().contiguous()
+            if self.part is not None:
+                self.digest = digest_of(values)
+                values = values.view(-1)[self.part.first_element : self.part.end]
+            if self.place is None:  # an empty part
+                return
+            swap.write(self.place, memory_of(values, writable=False), what=self.name).wait()
 
     def leave(self, parameter: torch.Tensor) -> bool:
         """Take memory away from a parameter that was stored; tell whether it has gone: [Note: whose memory leaves]."""
@@ -156,6 +185,11 @@ class Original:
         with plainly():
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             swap.read(self.place, memory_of(values, writable=True), what=self.name).wait()
+            self.give(parameter, values)
+
+    def give(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Let the parameter have these values, which are in the order of its dimensions, in memory."""
+        with plainly():
             if values.stride() != self._stride:
                 turned = torch.empty_strided(parameter.shape, self._stride, dtype=parameter.dtype, device="cpu")
                 values = turned.copy_(values)
@@ -164,6 +198,12 @@ class Original:
 
 def _raw(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def digest_of(values: torch.Tensor) -> str:
+    """Return words that differ where values do."""
+    bytes_ = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return f"values of checksum {crc32c(bytes_.data):08x}" if bytes_.size else "no values"
 
 
 def nbytes_of(parameter: torch.Tensor) -> int:

@@ -23,14 +23,16 @@ from deepnvme.buffers import memory_of
 from infinity_engine.engine.original import Original, is_plain, nbytes_of, plainly
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Ledger, return_freed_memory
+from infinity_engine.partition import ShardSpec
 from infinity_engine.plan import Tier
 from infinity_engine.storage import Place, SwapFile
 from infinity_engine.units import MiB, align_down, align_up
 
-__all__ = ["Originals", "first_sizes"]
+__all__ = ["CACHE_PART", "Originals", "first_sizes"]
 
+CACHE_PART = 4
+"""Of what is free of the host's budget, the cache is one in so many, where nobody says how large it is."""
 _PAGE = 4096
-_CACHE_PART = 4  # of the host's budget
 _STEP = 256 * MiB  # by so much the swap file grows at least, where the budget has it
 _RETURNED = 16 * MiB  # so much that has left goes back to the system at once, rather than lie about in holes
 _MANY = 64  # so many new parameters are worth a look for those that nobody has any more
@@ -65,7 +67,7 @@ class Originals:
         self._freed = 0  # bytes since freed memory last went back to the system
         self._new = 0  # how many were added since nobody's were last looked for
         free = ledger.free(Tier.HOST)
-        self._cache = free // _CACHE_PART if cache is None else cache
+        self._cache = free // CACHE_PART if cache is None else cache
         if self._cache > free:
             raise CapacityError(
                 tier=Tier.HOST.name,
@@ -144,7 +146,7 @@ class Originals:
             missing = [each for each in parameters if each is not replaced and self.is_absent(each)]
             self._make_room(sum(nbytes_of(each) for each in missing))
             for each in missing:
-                self._of(each).fill(each, self._swap)
+                self._fill(self._of(each), each)
                 self._note(each)
             yield
             for each in parameters:
@@ -161,6 +163,10 @@ class Originals:
             left = [each for each in left if self._of(each).may_leave(each) and not self._leave(each)]
             if left and not again:
                 gc.collect()  # what was only used while the model was built often has views, in a cycle
+
+    def leave_all(self) -> None:
+        """Let all values leave host memory, as far as nobody has views of them: the model is built."""
+        self.leave(self.parameters())
 
     def settle(self, room: int = 0) -> None:
         """Keep no more of the host's budget than what could not leave takes, and room for so many bytes."""
@@ -180,16 +186,20 @@ class Originals:
         """Give a parameter ordinary memory with its values, and forget it. Whoever has it counts the memory."""
         original = self._of(parameter)
         if original.is_absent:
-            original.fill(parameter, self._swap)
+            self._fill(original, parameter)
         self.forget(parameter)
 
     def read_into(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
-        """Fill a flat, contiguous tensor with its elements from the first on, in the order of its dimensions."""
+        """Fill a flat, contiguous tensor with its elements from the first on, in the order of its dimensions.
+
+        Of one that is cut, the first element is that of this rank's part.
+        """
         original = self._of(parameter)
         start, nbytes = first_element * parameter.element_size(), nbytes_of(values)
         if not nbytes:
             return
         if original.place is None or not original.is_absent:
+            first_element += 0 if original.part is None else original.part.first_element
             with plainly():
                 values.copy_(parameter.detach().reshape(-1)[first_element : first_element + values.numel()])
             return
@@ -201,6 +211,25 @@ class Originals:
             room = torch.empty(start - page + nbytes, dtype=torch.uint8, device="cpu")
             self._read_part(original, original.place.part(page, room.nbytes), room)
             values.view(torch.uint8).copy_(room[start - page :])
+
+    def read_whole(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
+        """Do as `read_into`, whatever rank has the elements."""
+        self.read_into(parameter, first_element, values)
+
+    def room_for(self, parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
+        """Return how many bytes values of these need that are not in memory, and how many the host's budget has."""
+        return sum(nbytes_of(each) for each in parameters if self.is_absent(each)), self._ledger.free(Tier.HOST)
+
+    def spec_of(self, parameter: torch.Tensor) -> ShardSpec | None:
+        """Return how a parameter is cut over the ranks; None: it is not."""
+        return self._of(parameter).spec
+
+    def digest_of(self, parameter: torch.Tensor) -> str:
+        """Return words that differ where values of a parameter that is cut do, as far as this rank has seen them."""
+        return self._of(parameter).digest
+
+    def agree(self) -> None:
+        """Nothing: there is nobody to agree with. Of several ranks, all have built the same."""
 
     def allocate(self, nbytes: int, name: str) -> Place:
         """Return room on the drives; the swap file grows where it has none.
@@ -260,6 +289,10 @@ class Originals:
         finally:
             self._in_use = before
 
+    def _fill(self, original: Original, parameter: torch.Tensor) -> None:
+        """Give a parameter that is absent memory with its values."""
+        original.fill(parameter, self._swap)
+
     def _note(self, parameter: torch.Tensor) -> None:
         """Count the host memory that a parameter has now, and let it be the one that was used last."""
         original = self._of(parameter)
@@ -279,10 +312,10 @@ class Originals:
     def _leave(self, parameter: torch.Tensor) -> bool:
         """Let a parameter leave that may; tell whether it has."""
         original = self._of(parameter)
-        nbytes, held = nbytes_of(parameter), original.held
+        nbytes, held = original.bytes_to_store(parameter), original.held
         if original.place is not None and original.place.nbytes != nbytes:
             self._give_back(original)
-        if original.place is None:
+        if original.place is None and nbytes:
             original.lies_at(self.allocate(nbytes, original.name))
         with self._copying(parameter):
             original.store(parameter, self._swap)
@@ -292,11 +325,15 @@ class Originals:
         self._remember_shown(original)
         del self._here[id(parameter)]
         self._host.release(held)
-        self._freed += held
+        self._has_freed(held)
+        return True
+
+    def _has_freed(self, nbytes: int) -> None:
+        """Let the system have freed memory again, where it is worth the call."""
+        self._freed += nbytes
         if self._freed >= _RETURNED:
             return_freed_memory()
             self._freed = 0
-        return True
 
     @contextmanager
     def _copying(self, parameter: torch.Tensor) -> Iterator[None]:

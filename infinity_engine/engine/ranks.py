@@ -10,6 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -19,8 +20,8 @@ import torch
 from deepnvme.checksum import crc32c
 from deepnvme.probing import find_mount, read_mounts
 from infinity_engine.config import EngineConfig, RanksConfig, Stage
-from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
-from infinity_engine.errors import CollectiveError
+from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, absent
+from infinity_engine.errors import CollectiveError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.optim import GradientNorm, GradientSums, Rule
 from infinity_engine.partition import (
@@ -36,7 +37,7 @@ from infinity_engine.partition.failures import Process
 from infinity_engine.plan import ResolvedBudget
 from infinity_engine.units import align_up
 
-__all__ = ["Cut", "Ranks", "digest_of", "wire_of"]
+__all__ = ["Cut", "Held", "Ranks", "together", "wire_of"]
 
 _MOST_SHOWN = 3
 # What may be another on each rank: where things are and how fast, and what only this process sees.
@@ -53,6 +54,18 @@ class Cut:
     trained: tuple[TrainedParameter, ...]
     frozen: tuple[ModelParameter, ...]
     specs: tuple[ShardSpec, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a machine's ranks hold already of its host, and of its file systems."""
+
+    host: int
+    on_systems: Mapping[str, int]
+
+    def in_directory(self, directory: str) -> int:
+        """Return what they hold of the file system of a directory."""
+        return self.on_systems.get(_file_system_of(directory)[0], 0)
 
 
 class Ranks:
@@ -125,25 +138,33 @@ class Ranks:
                 reason=f"the ranks differ in {'; '.join(found[:_MOST_SHOWN])}{more}",
             )
 
+    def agree_on_versions(self) -> None:
+        """Make sure that all ranks run the same.
+
+        Raises:
+            CollectiveError: they do not.
+        """
+        self.agree_on("versions", {"infinity-engine": _version(), "torch": torch.__version__})
+
     def agree_on_run(
         self,
         config: EngineConfig,
         others: Mapping[str, object],
         rules: Sequence[Rule],
         parameters: Sequence[ModelParameter],
+        digest: Callable[[torch.nn.Parameter], str],
     ) -> None:
-        """Make sure that all ranks train the same model in the same way, from the same values.
+        """Make sure that all ranks train the same model in the same way, from the same values, as `digest` says them.
 
         Raises:
             CollectiveError: they do not.
         """
-        versions = {"infinity-engine": _version(), "torch": torch.__version__}
-        self.agree_on("versions", versions)
+        self.agree_on_versions()
         settings = {name: value for name, value in _flat(config.to_mapping()) if not name.startswith(_OF_EACH_RANK)}
         self.agree_on("settings", {**settings, **others})
         optimizer = {f"optimizer's group {number}": rule for number, rule in enumerate(rules)}
         self.agree_on("the model", {**{each.name: _kind_of(each) for each in parameters}, **optimizer})
-        self.agree_on("the model's first values", {each.name: digest_of(each.parameter) for each in parameters})
+        self.agree_on("the model's first values", {each.name: digest(each.parameter) for each in parameters})
 
     def agree_again_on(self, what: str, mine: Mapping[str, object]) -> None:
         """Do as `agree_on`, for what is asked often and mostly is the same: ranks exchange a checksum first.
@@ -155,6 +176,44 @@ class Ranks:
         if len(set(self.collectives.share(f"whether all agree on {what}", str(checksum).encode()))) > 1:
             self.agree_on(what, mine)
 
+    def any_has_more(self, *, has_more: bool, has_had: bool) -> bool:
+        """Tell whether any rank has another batch; those that have none use their last one again.
+
+        Raises:
+            ConfigError: a rank has had none so far.
+        """
+        mine = b"more" if has_more else b"again" if has_had else b"none"
+        said = self.collectives.share("which ranks have another batch", mine)
+        without = [rank for rank, each in enumerate(said) if each == b"none"]
+        if b"more" in said and without:
+            expected = "one on each rank at least, which it can use again while others have more"
+            raise ConfigError(field="batches", value=f"none on rank {', '.join(map(str, without))}", expected=expected)
+        return b"more" in said
+
+    def go_on_with(self, config: RanksConfig) -> None:
+        """Train, with these settings, what the ranks have built or loaded with others.
+
+        Raises:
+            ConfigError: they do not go with what was built.
+            RuntimeError: the ranks have parted since.
+        """
+        if self.collectives.failed:
+            raise RuntimeError(
+                "the ranks that have built this model have parted, as one of them has failed, or initialize has: build "
+                "the model again, on all of them"
+            )
+        before = self.config
+        for name, now, then in (
+            ("stage", config.stage is Stage.ALONE, before.stage is Stage.ALONE),
+            ("partitioning", config.partitioning, before.partitioning),
+            ("timeout_s", config.timeout_s, before.timeout_s),
+        ):
+            if now != then:
+                given, had = getattr(config, name), getattr(before, name)
+                expected = f"{had!r}, as init_context or load_into had it: give the same ranks to both"
+                raise ConfigError(field=f"ranks.{name}", value=given, expected=expected)
+        self.config = config
+
     def least(self, what: str, mine: int) -> int:
         """Return the smallest of what the ranks say."""
         return min(int(each) for each in self.collectives.share(what, str(mine).encode()))
@@ -163,18 +222,26 @@ class Ranks:
         """Return the largest of what the ranks say."""
         return max(int(each) for each in self.collectives.share(what, str(mine).encode()))
 
-    def share_budget(self, budget: ResolvedBudget, *, device_is_shared: bool) -> ResolvedBudget:
+    def share_budget(
+        self, budget: ResolvedBudget, *, device_is_shared: bool, held: Held | None = None
+    ) -> ResolvedBudget:
         """Return this rank's part of a budget, which is that of its machine: of its host, its cores and its drives.
 
         Who names the same directory on the same machine has an equal part of it. Directories of one file system, which
-        ranks may have each for itself, have together no more than is free there.
+        ranks may have each for itself, have together no more than is free there, and than the machine's ranks have
+        `held` already.
         """
         places = {directory: str(Path(directory).resolve()) for directory in budget.nvme}
+        on_drives = {} if held is None else held.on_systems
+        systems = {each: _file_system_of(each) for each in budget.nvme}
         told = {
             "machine": Process.own().machine,
             "host": budget.host,
             "cores": sorted(os.sched_getaffinity(0)),
-            "drives": {places[each]: [*_file_system_of(each), limit] for each, limit in budget.nvme.items()},
+            "drives": {
+                places[each]: [systems[each][0], systems[each][1] + on_drives.get(systems[each][0], 0), limit]
+                for each, limit in budget.nvme.items()
+            },
         }
         said = [json.loads(each) for each in self.collectives.share("budgets", json.dumps(told).encode())]
         ranks = [rank for rank, each in enumerate(said) if each["machine"] == told["machine"]]
@@ -187,6 +254,21 @@ class Ranks:
         nvme = {directory: _part_of(places[directory], limit, drives) for directory, limit in budget.nvme.items()}
         return replace(budget, host=host, device=host if device_is_shared else budget.device, nvme=nvme)
 
+    def held_here(self, host: int, drives: Mapping[str, int]) -> Held:
+        """Return what all ranks of this machine hold already, of which this one says what it does."""
+        told = {
+            "machine": Process.own().machine,
+            "host": host,
+            "drives": [[_file_system_of(each)[0], nbytes] for each, nbytes in drives.items()],
+        }
+        said = [json.loads(each) for each in self.collectives.share("what is held already", json.dumps(told).encode())]
+        here = [each for each in said if each["machine"] == told["machine"]]
+        systems: Counter[str] = Counter()
+        for each in here:
+            for system, nbytes in each["drives"]:
+                systems[system] += nbytes
+        return Held(sum(each["host"] for each in here), systems)
+
     def once_a_machine(self, what: str, make: Callable[[], str]) -> str:
         """Return what the first rank of this machine makes, while the others wait; once budgets were shared."""
         mine = make() if self.rank == self._first_here else ""
@@ -194,27 +276,49 @@ class Ranks:
 
     # --- who owns what ------------------------------------------------------------------------------------------------
 
-    def cut(self, trained: Sequence[TrainedParameter], frozen: Sequence[ModelParameter]) -> Cut:
-        """Cut parameters over the ranks. What this one owns shares the memory of the whole ones until it is moved."""
+    def cut(
+        self,
+        trained: Sequence[TrainedParameter],
+        frozen: Sequence[ModelParameter],
+        is_cut: Callable[[torch.nn.Parameter], ShardSpec | None] = lambda _: None,
+    ) -> Cut:
+        """Cut parameters over the ranks, but for those that are, as `is_cut` says.
+
+        What this one owns of the others shares the memory of the whole ones until it is moved.
+        """
         partitioner = Partitioner(self.size, self.partitioning)
-        specs = tuple(partitioner.cut(each.numel) for each in (*trained, *frozen))
+        known = {each.number: is_cut(each.parameter) for each in (*trained, *frozen)}
+        specs = tuple(known[each.number] or partitioner.cut(each.numel) for each in (*trained, *frozen))
         return Cut(
             ranks=self,
             wholes=tuple(trained),
             frozen_wholes=tuple(frozen),
             trained=tuple(
-                TrainedParameter(each.number, each.name, self._own(each, spec), each.group, part_of=each.parameter)
+                TrainedParameter(
+                    each.number,
+                    each.name,
+                    self._own(each, spec, has_values=known[each.number] is None),
+                    each.group,
+                    part_of=each.parameter,
+                )
                 for each, spec in zip(trained, specs, strict=False)
             ),
             frozen=tuple(
-                ModelParameter(each.number, each.name, self._own(each, specs[each.number]), part_of=each.parameter)
+                ModelParameter(
+                    each.number,
+                    each.name,
+                    self._own(each, specs[each.number], has_values=known[each.number] is None),
+                    part_of=each.parameter,
+                )
                 for each in frozen
             ),
             specs=specs,
         )
 
-    def _own(self, each: ModelParameter, spec: ShardSpec) -> torch.nn.Parameter:
+    def _own(self, each: ModelParameter, spec: ShardSpec, *, has_values: bool) -> torch.nn.Parameter:
         shard, whole = spec.shards[self.rank], each.parameter.detach()
+        if not has_values and shard.numel:
+            return torch.nn.Parameter(absent(whole.dtype, torch.Size([shard.numel]), whole.device), requires_grad=False)
         values = torch.empty(0, dtype=whole.dtype, device=whole.device)  # no view, which would keep all of it
         if shard.numel:
             values = whole.reshape(-1)[shard.first_element : shard.end]
@@ -247,6 +351,23 @@ class Ranks:
         return whole.total()
 
 
+@contextmanager
+def together(
+    config: RanksConfig, budget: Callable[[], ResolvedBudget]
+) -> Iterator[tuple[Ranks | None, ResolvedBudget]]:
+    """Yield the other ranks, if there are any, and this one's part of a budget; tell them what the body raises."""
+    ranks = Ranks.join(config)
+    if ranks is None:
+        yield None, budget()
+        return
+    try:
+        ranks.agree_on_versions()
+        yield ranks, ranks.share_budget(budget(), device_is_shared=False)
+    except BaseException as error:
+        ranks.close(error)
+        raise
+
+
 def wire_of(nbytes: int, parts: int, most: int) -> int:
     """Return how large a buffer is taken where `nbytes` let a collective go in one round, and it has so many parts."""
     least = 64 * parts
@@ -277,12 +398,6 @@ def _flat(mapping: Mapping[str, object], within: str = "") -> Iterator[tuple[str
 def _kind_of(each: ModelParameter) -> str:
     of = f"in group {each.group}" if isinstance(each, TrainedParameter) else "frozen"
     return f"{str(each.parameter.dtype).removeprefix('torch.')} {list(each.parameter.shape)} {of}, number {each.number}"
-
-
-def digest_of(values: torch.Tensor) -> str:
-    """Return words that differ where values do."""
-    bytes_ = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return f"values of checksum {crc32c(bytes_.data):08x}" if bytes_.size else "no values"
 
 
 def _file_system_of(directory: str) -> tuple[str, int]:

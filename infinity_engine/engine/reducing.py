@@ -288,7 +288,7 @@ class GradientReducer:
                 self.go_on()
                 if self._under_way:
                     self._end()
-                else:
+                elif self._holds + nbytes > self._room.gradients:  # nothing that has ended just now has made room
                     self._start_next()
 
     def _hold(self, nbytes: int) -> None:

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 
 from infinity_engine.config import EngineConfig, ParametersAt, Stage
+from infinity_engine.engine.built import BuiltModel
 from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.engine.gathering import WIRES, CutParameter, ParameterGatherer, room_of_wires
 from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.modules import ModuleParameters, leaves_of
+from infinity_engine.engine.original import digest_of
 from infinity_engine.engine.parameters import ModelParameter
 from infinity_engine.engine.providing import Provider
-from infinity_engine.engine.ranks import Cut, Ranks, digest_of
+from infinity_engine.engine.ranks import Cut, Ranks
 from infinity_engine.engine.reducing import REDUCES, GradientReducer, Room
 from infinity_engine.engine.replicating import ParameterReplicas, room_of_gathers
 from infinity_engine.engine.sizing import deepest_of
@@ -38,7 +40,7 @@ __all__ = ["Sharding", "Shards", "Whole", "check_cut"]
 _LARGEST_SMALL_PART = 4  # of the room for whole parameters, small ones that stay whole take at most one in so many
 
 
-def check_cut(model: torch.nn.Module, config: EngineConfig, *, built: bool) -> None:
+def check_cut(model: torch.nn.Module, config: EngineConfig, built: BuiltModel | None) -> None:
     """Refuse what this version does not do on several ranks.
 
     Raises:
@@ -51,11 +53,12 @@ def check_cut(model: torch.nn.Module, config: EngineConfig, *, built: bool) -> N
                 "its operations communicate. Let one of the two cut the model"
             )
             raise ConfigError(field=f"parameter {name}", value=type(parameter).__name__, expected=expected)
-    if built:
+    if built is not None and built.ranks is None:
         expected = (
-            "one in memory on several ranks: this version takes models from init_context or load_into on one only"
+            "one in memory, or one that all ranks have built or loaded together: init_context and load_into do that "
+            'where they find the others, unless they are given ranks={"stage": "alone"}'
         )
-        raise ConfigError(field="model", value="one that was built on drives", expected=expected)
+        raise ConfigError(field="model", value="one that this rank has built alone", expected=expected)
     if config.ranks.stage is not Stage.PARAMETERS and config.parameters not in {ParametersAt.AUTO, ParametersAt.DEVICE}:
         expected = (
             f'"auto" or "device" with ranks.stage="{config.ranks.stage.value}", which has them whole on each rank'

@@ -321,3 +321,8 @@ def test_every_model_and_strategy_has_the_same_bits_on_so_many_ranks(model: str,
     for rank in others:
         for name, each in rank.items():
             assert differing(each["states"], found[name]["states"]) == []
+
+
+def test_where_all_ranks_use_all_parameters_each_bucket_is_reduced_once() -> None:
+    for extra in launched(2, programs.reduces):
+        assert extra == [0] * 6

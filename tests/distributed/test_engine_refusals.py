@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 
 from infinity_engine.config import EngineConfig
+from infinity_engine.engine.init_context import init_context
 from infinity_engine.engine.modules import leaves_of
 from infinity_engine.engine.sharding import check_cut
 from infinity_engine.errors import ConfigError
+from infinity_engine.plan import Budget
 from support.small_models import MODELS
 
 
@@ -26,12 +29,16 @@ def test_a_parameter_that_tensor_parallelism_has_cut_is_refused() -> None:
     model.weight = Placed(torch.zeros(4, 4))
 
     with pytest.raises(ConfigError, match=r"^parameter weight: expected an ordinary tensor: a DTensor is a shard"):
-        check_cut(model, EngineConfig(), built=False)
+        check_cut(model, EngineConfig(), built=None)
 
 
-def test_a_model_that_was_built_on_drives_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^model: expected one in memory on several ranks"):
-        check_cut(nn.Linear(1, 1), EngineConfig(), built=True)
+def test_a_model_that_one_rank_has_built_alone_is_refused(tmp_path: Path) -> None:
+    with init_context(budget=Budget(host="64MiB", nvme={str(tmp_path): "1MiB"})) as built:
+        model = nn.Linear(40, 40)
+
+    with pytest.raises(ConfigError, match=r"^model: expected one in memory, or one that all ranks have built"):
+        check_cut(model, EngineConfig(), built)
+    built.close()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,7 @@ def test_a_model_that_was_built_on_drives_is_refused() -> None:
 )
 def test_settings_that_do_not_go_with_several_ranks_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        check_cut(nn.Linear(1, 1), EngineConfig.from_mapping(settings), built=False)
+        check_cut(nn.Linear(1, 1), EngineConfig.from_mapping(settings), built=None)
 
 
 def test_leaf_modules_are_named_or_of_a_named_class_and_none_is_within_another() -> None:

@@ -37,15 +37,18 @@ __all__ = [
     "Run",
     "batch_of",
     "begin_alike",
+    "borrow",
     "close_crowded",
     "differ",
     "ends",
     "engine_of",
+    "evaluate",
     "have_other_devices",
     "holds",
     "is_killed",
     "looks",
     "made",
+    "reduces",
     "run_short",
     "sometimes",
     "states_of",
@@ -356,6 +359,24 @@ def holds(stage: str, slow: int, accumulation: int = 1) -> dict[str, Any]:
         return {"most": most, "left": alive, "held": held, "room": dict(host.holders).get("whole gradients")}
 
 
+def reduces() -> list[int]:
+    """Train a deep model; return how many reduces each backward took beyond one for each bucket."""
+    torch.manual_seed(0)
+    task = Deep()
+    settings = {"storage": {"small_bytes": 0}, "ranks": {"bucket_bytes": 4096}}
+    found, before = [], 0
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(Run(settings=settings), task, torch.optim.SGD(task.parameters(), lr=0.1), around)
+        whole = engine._parts.whole
+        assert whole is not None
+        for step in range(6):
+            engine.backward(engine(batch_of(task, step)))
+            found.append(whole.ranks.gradients.started - before - len(whole.reducer._all_buckets))
+            before = whole.ranks.gradients.started
+            engine.step()
+    return found
+
+
 class Uneven(Task):
     """Of as many elements, two parameters of one block each have larger shards than one of two blocks."""
 
@@ -375,6 +396,51 @@ class Uneven(Task):
         return x.pow(2).mean()
 
 
+class Borrowing(Task):
+    """Of two layers, the second computes with the first one's neighbour's weight, which it has in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.owner = nn.Linear(64, 128, bias=False)
+        self.block = nn.Sequential(_Borrower(self.get_parameter("owner.weight")), nn.Tanh(), nn.Linear(128, 1))
+
+    def batch(self, seed: int) -> torch.Tensor:
+        return torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.block(self.first(batch))).pow(2).mean()
+
+
+class _Borrower(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.hidden = [weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.hidden[0])
+
+
+def borrow(settings: Mapping[str, Any], *, registers: bool) -> dict[str, Any] | str:
+    """Train a model that uses a parameter out of sight; return its losses and weights, or the error."""
+    torch.manual_seed(0)
+    task, losses = Borrowing(), []
+    run = Run(settings={"storage": {"small_bytes": 0}, **settings})
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(run, task, torch.optim.AdamW(task.parameters(), lr=1e-2), around)
+        if registers:
+            engine.register_external(task.block[0], task.get_parameter("owner.weight"))
+        try:
+            for step in range(3):
+                loss = engine(batch_of(task, step))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+        except RuntimeError as error:
+            return str(error)
+        return {"losses": losses, "states": engine.state_dict()}
+
+
 def _uneven(device_bytes: Sequence[int], around: ExitStack) -> tuple[Uneven, Engine]:
     """Return a model of which no more is whole than one module, where a device has so few bytes."""
     torch.manual_seed(0)
@@ -390,6 +456,32 @@ def _uneven(device_bytes: Sequence[int], around: ExitStack) -> tuple[Uneven, Eng
         },
     )
     return task, engine_of(run, task, torch.optim.SGD(task.parameters(), lr=0.1), around)
+
+
+def evaluate(counts: Sequence[int], device_bytes: int, *, in_step: bool) -> dict[str, Any] | str:
+    """Evaluate each rank's own number of batches, then train a step; return what was counted, or the error."""
+    rank, size = where()
+    found: list[float] = []
+
+    def body() -> dict[str, Any]:
+        with deterministic_compute(), ExitStack() as around:
+            task, engine = _uneven([device_bytes] * size, around)
+            mine = [batch_of(task, number) for number in range(counts[rank])]
+            rounds = 0
+            with torch.no_grad():
+                for batch, is_new in engine.in_step(mine) if in_step else ((batch, True) for batch in mine):
+                    loss = engine(batch).item()
+                    rounds += 1
+                    if is_new:
+                        found.append(loss)
+            engine.backward(engine(batch_of(task, 100)))
+            engine.step()
+            return {"losses": found, "rounds": rounds, "steps": engine.steps}
+
+    try:
+        return body()
+    except (CollectiveError, ConfigError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def close_crowded(rank: int) -> list[str]:

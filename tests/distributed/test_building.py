@@ -1,0 +1,263 @@
+"""Models that several ranks build or load together: the bits of one, the whole on none, failures told to all. Gloo."""
+
+from __future__ import annotations
+
+import re
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepnvme import read_safetensors, write_safetensors
+from support import rank_building as programs
+from support.rank_training import Run, made
+from support.ranks import launch
+
+ONE_BY_ONE = {"small_bytes": 0}
+LAYER_BYTES = 4 << 20
+
+
+def launched(size: int, program: Any, *arguments: Any) -> list[Any]:
+    ranks = launch(size, program, *arguments, timeout_s=200)
+    for rank in ranks:
+        assert rank.error is None, rank.trace
+        assert rank.exitcode == 0
+    return [rank.value for rank in ranks]
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "cache", "settings"),
+    [
+        (2, 0, {}),
+        (3, 100_000, {}),
+        (2, 100_000, {"partitioning": "broadcast"}),
+        (4, None, {}),
+    ],
+)
+def test_ranks_build_the_bits_of_one_and_write_a_shard_each(
+    size: int, cache: int | None, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks = launched(size, programs.build, str(tmp_path), cache, settings)
+
+    for rank in ranks:
+        for name, found in rank.items():
+            assert found["differs"] == [], name
+            assert found["random"]
+            assert found["closed"]
+    for name in programs.BUILDERS:
+        assert 0.99 < sum(rank[name]["taken"] for rank in ranks) < 1.3  # in whole pages
+        if cache is None:
+            assert sum(rank[name]["written"] for rank in ranks) < 1.01
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (
+            "seed",
+            r"CollectiveError: .*the model that was built.*the ranks differ in parameter 0, Linear\.weight: "
+            r"float32 \[100, 100\] with values of checksum \w+ on rank 0, .*; and \d+ more",
+        ),
+        ("order", r"CollectiveError: .*ranks? .*gather of Linear\.weight|the ranks differ in parameter"),
+        (
+            "more",
+            r"CollectiveError: .*the ranks differ in parameter 12, Linear\.weight: nothing on ranks 0, 1, float32",
+        ),
+        (
+            "partitioning",
+            r"ConfigError: ranks\.partitioning: expected .*BANDWIDTH_CENTRIC.*, as init_context or load_into had it",
+        ),
+        ("alone", r"ConfigError: model: expected one in memory, or one that all ranks have built or loaded together"),
+    ],
+)
+def test_ranks_that_build_something_else_are_all_told_what(what: str, told: str, tmp_path: Path) -> None:
+    for rank in launched(3, programs.build_otherwise, what, str(tmp_path)):
+        assert re.match(told, rank["told"]), rank["told"]
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "cause"),
+    [
+        ("raises", "ZeroDivisionError: in its body", "ZeroDivisionError: in its body"),
+        ("budget", r"CapacityError: NVME.*raise the budget's nvme", "CapacityError: NVME"),
+        ("no directory", r"ConfigError: Budget\.nvme", "ConfigError: Budget.nvme"),
+        ("write", "TransferError: .*errno 5", "TransferError: "),
+        ("read", "TransferError: .*errno 5", "TransferError: "),
+    ],
+)
+def test_what_fails_on_one_rank_in_the_body_is_told_to_all(what: str, first: str, cause: str, tmp_path: Path) -> None:
+    one, other, failed = launched(3, programs.fail, what, str(tmp_path))
+
+    assert re.match(first, failed["told"], re.DOTALL), failed["told"]
+    for rank in (one, other):
+        assert f"rank 2 has left with {cause}" in rank["told"]
+    for rank in (one, other, failed):
+        assert all("whose values are gone" in used for used in rank["used"]), rank["used"]
+        assert rank["left"] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_is_killed_in_the_body_is_named_and_the_next_start_is_clean(tmp_path: Path) -> None:
+    one, other, killed = launch(3, programs.fail, "killed", str(tmp_path))
+
+    assert killed.exitcode == -signal.SIGKILL
+    for rank in (one, other):
+        assert rank.error is None, rank.trace
+        assert re.search(r"rank 2 \(process \d+ of this machine\) has ended without a word", rank.value["told"])
+        assert rank.value["left"] == 0
+    launched(2, programs.fail, "raises", str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def runs(drive: str) -> dict[str, Run]:
+    """Return trainings of models that are built on a drive: fp32 and bf16, at home everywhere, in all stages."""
+    machine = {"host": "128MiB", "nvme": {drive: "64MiB"}}
+    streamed = {"strategy": "nvme_streamed", "parameters": "nvme", "storage": ONE_BY_ONE, "budget": machine}
+    return {
+        "fp32, in memory": Run(settings={"budget": machine}),
+        "fp32, on drives": Run(settings=streamed),
+        "bf16, on drives": Run(settings={**streamed, "precision": "bf16"}),
+        "bf16, stage gradients": Run(
+            settings={"budget": machine, "precision": "bf16", "ranks": {"stage": "gradients"}}
+        ),
+        "on a device": Run(emulated=True, settings={"budget": {**machine, "device": "8MiB"}, "parameters": "host"}),
+        "broadcast": Run(settings={"budget": machine, "ranks": {"partitioning": "broadcast"}}),
+        "odd": Run(model="odd", optimizer="sgd", settings={"budget": machine}),
+    }
+
+
+def files_of(folder: Path, *models: str) -> Path:
+    """Return a folder with the first values of these models, each in a directory of its name."""
+    for model in models:
+        task, _ = made(Run(model=model))
+        (folder / model).mkdir(parents=True)
+        write_safetensors(folder / model / "model.safetensors", task.state_dict())
+    return folder
+
+
+@cache
+def trained_in_memory(drive: str) -> list[dict[str, dict[str, Any]]]:
+    return launched(2, programs.train_built, runs(drive), "in memory", "")
+
+
+@pytest.mark.parametrize("how", ["built", "loaded"])
+def test_a_model_that_ranks_have_built_or_loaded_trains_as_one_from_memory(
+    how: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    drive = tmp_path_factory.getbasetemp() / "drive of built models"
+    drive.mkdir(exist_ok=True)
+    folder = files_of(tmp_path_factory.mktemp("files"), "gpt", "odd")
+
+    found = launched(2, programs.train_built, runs(str(drive)), how, str(folder))
+
+    for rank, expected in zip(found, trained_in_memory(str(drive)), strict=True):
+        for name, run in rank.items():
+            assert run["losses"] == expected[name]["losses"], name
+            states = expected[name]["states"]
+            assert [key for key, each in run["states"].items() if not torch.equal(each, states[key])] == [], name
+            assert run["within"]
+    assert list(drive.iterdir()) == []
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> Path:
+    """Return a directory with the values of the wide model, in two files."""
+    folder.mkdir(exist_ok=True)
+    state = programs.wide().state_dict()
+    del state["1.weight"]
+    names = sorted(state)
+    for number in range(2):
+        write_safetensors(folder / f"{number}.safetensors", {name: state[name] for name in names[number::2]})
+    return folder
+
+
+@pytest.mark.parametrize(("size", "settings"), [(2, {}), (3, {}), (2, {"partitioning": "broadcast"})])
+def test_each_rank_reads_its_slices_of_the_files_and_no_more(
+    size: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    (drive := tmp_path / "drive").mkdir()
+    folder = files(tmp_path / "files")
+    model = programs.wide()
+    nbytes = sum(each.numel() * each.element_size() for each in model.parameters())
+    by_all = 8 + sum(each.numel() * each.element_size() for each in model.buffers()) + 4  # small ones, and buffers
+
+    ranks = launched(size, programs.load, str(folder), str(drive), settings)
+
+    for rank in ranks:
+        assert rank["differs"] == []
+        assert rank["tied"]
+        if not settings:
+            assert rank["read"] < nbytes / size + by_all + 4096 * 4 * 6  # a block for each parameter
+        assert rank["written"] <= rank["read"]
+    assert sum(rank["read"] for rank in ranks) <= nbytes + size * by_all
+    assert list(drive.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("another dtype", r"CollectiveError: .*ranks differ in 0\.safetensors: \d+ B, header \w+ on ranks 0, 1, \d+ B"),
+        ("missing", r"rank 2 has left with ConfigError: directory of the values|ConfigError: directory of the values"),
+        ("damaged", r"rank 2 has left with ConfigError: file|ConfigError: file: .*0\.safetensors"),
+        ("read", r"rank 2 has left with TransferError: |TransferError: .*errno 5"),
+    ],
+)
+def test_what_one_rank_cannot_load_or_has_otherwise_is_told_to_all(what: str, told: str, tmp_path: Path) -> None:
+    (drive := tmp_path / "drive").mkdir()
+    folder, other = files(tmp_path / "files"), tmp_path / "other"
+    if what == "missing":
+        other.mkdir()
+    else:
+        files(other)
+    if what == "another dtype":
+        state = read_safetensors(other / "0.safetensors")
+        write_safetensors(other / "0.safetensors", {name: torch.as_tensor(each).half() for name, each in state.items()})
+    if what == "damaged":
+        (other / "0.safetensors").write_bytes(b"damaged")
+
+    for rank in launched(3, programs.load_otherwise, what, str(folder), str(other), str(drive)):
+        assert re.search(told, rank["told"]), rank["told"]
+        assert rank["meta"]
+        assert rank["left"] == 0
+    assert list(drive.iterdir()) == []
+
+
+# --- how much it takes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "each_bytes"), [(2, 64 << 20), pytest.param(4, 96 << 20, marks=pytest.mark.slow)])
+def test_a_model_of_eight_times_a_rank_s_budget_is_built_within_it(size: int, each_bytes: int, tmp_path: Path) -> None:
+    count = 8 * each_bytes // LAYER_BYTES
+
+    for rank in launched(size, programs.measure_building, str(tmp_path), str(size * each_bytes), count):
+        assert rank["model"] == 8 * each_bytes
+        assert rank["limit"] == each_bytes
+        assert rank["host"] <= each_bytes
+        assert rank["rise"] <= each_bytes
+        assert rank["drives"] < rank["model"] / size * 1.3 + (1 << 28)  # the file grows in steps
+
+
+@pytest.mark.parametrize(("size", "each_bytes"), [(2, 64 << 20), pytest.param(4, 96 << 20, marks=pytest.mark.slow)])
+def test_a_model_of_eight_times_a_rank_s_budget_is_loaded_within_it(size: int, each_bytes: int, tmp_path: Path) -> None:
+    count = 8 * each_bytes // LAYER_BYTES
+    (drive := tmp_path / "drive").mkdir()
+    (folder := tmp_path / "files").mkdir()
+    for number in range(count):
+        write_safetensors(folder / f"{number}.safetensors", {f"{number}.weight": torch.rand(1024, 1024)})
+
+    for rank in launched(size, programs.measure_loading, str(folder), str(drive), str(size * each_bytes), count):
+        assert rank["model"] == 8 * each_bytes
+        assert rank["rise"] <= each_bytes
+        assert rank["host"] <= each_bytes
