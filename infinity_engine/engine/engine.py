@@ -302,17 +302,16 @@ class Engine:
             parts.fetcher.give_up()
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
         self._adopt_early()
-        self._walk = self._executor.begin(parts.plan)
+        walk = self._begin_walk()
         if parts.deferral is None:
             self._end_update()
         else:
             with self._failing_ends():
-                self._walk.arrive(parts.deferral.now)
+                walk.arrive(parts.deferral.now)
         if parts.fetcher is not None:
             parts.fetcher.changed(each.number for each in parts.trained)
         if self._walk is not None:
             with self._failing_ends():
-                walk = self._walk
                 self._defer(walk)  # first: who follows it is handed what is in buffers. It may end it
                 walk.poll()
         parts.scale.step_made()
@@ -351,6 +350,12 @@ class Engine:
                 fetcher.moved(places)
             early.end()
 
+    def _begin_walk(self) -> Walk:
+        """Begin to walk along the plan."""
+        self._parts.meter.begin_update()
+        self._walk = self._executor.begin(self._parts.plan)
+        return self._walk
+
     def _defer(self, walk: Walk) -> None:
         """Let what is left of an update wait until modules need it."""
         deferral = self._parts.deferral
@@ -374,8 +379,7 @@ class Engine:
             self._forget_gradients()
         elif self._walk is None and self._counted:
             self._parts.states.resume_step()
-            self._walk = self._executor.begin(self._parts.plan)
-            self._defer(self._walk)
+            self._defer(self._begin_walk())
 
     def _end_update(self) -> None:
         """Do all that is left of an update.
@@ -388,6 +392,7 @@ class Engine:
             return
         with self._failing_ends():
             walk.finish()
+        parts.meter.end_update()
         self._count()
         self._walk = None
         parts.states.note_arrivals()
@@ -621,7 +626,8 @@ class Engine:
                 "there is no step to report on: expected one that step() has ended, and the setting "
                 "telemetry.recording to be on while it ran"
             )
-        return report_of(ended[-1], self.usage(), self._parts.drives.uses(ended[-1]))
+        drives = self._parts.drives
+        return report_of(ended[-1], self.usage(), drives.uses(ended[-1]), drives.rates_of_update())
 
     def train(self, mode: bool = True) -> Engine:
         """Put the model into training mode."""

@@ -391,6 +391,13 @@ def test_a_phase_names_what_binds_it() -> None:
     assert phases["backward"].utilisation["compute"] > 0
 
 
+def test_the_report_says_how_busy_every_lane_is_with_the_update_itself() -> None:
+    decision = decide(training_of(SMALL), means(3.0, 20))
+
+    simulated = simulate(decision.best.plan.steps, rates_of_update(DESKTOP))
+    assert report_of(decision).update_utilisation == simulated.utilisation
+
+
 def test_a_report_in_json_has_the_plan_and_settings_that_the_engine_takes() -> None:
     decision = decide(training_of(SMALL), means(3.0, 20))
     mapping = report_of(decision).to_mapping()
