@@ -6,6 +6,7 @@ executor walks the plan, and modules compute with the new values. Made by `initi
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,12 +28,13 @@ from infinity_engine.engine.modules import ModuleParameters
 from infinity_engine.engine.outcome import Outcome, StepResult
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.engine.providing import FetchingStats, Provider
+from infinity_engine.engine.replanning import Replan, Replanner
 from infinity_engine.engine.report import StepReport, report_of
 from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.sharding import Whole
 from infinity_engine.engine.signals import HeldEnd
 from infinity_engine.engine.states import StateKeeper, StepInputs
-from infinity_engine.errors import ConfigError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
 from infinity_engine.plan.step import StepPlan
@@ -41,6 +43,7 @@ from infinity_engine.telemetry import Telemetry, Timeline
 
 __all__ = ["Deferral", "Engine", "EngineParts"]
 
+_LOG = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -64,6 +67,7 @@ class EngineParts:
     trained: Sequence[TrainedParameter]
     frozen: Sequence[ModelParameter]
     plan: StepPlan
+    replanner: Replanner | None  # None: it is that of every step
     gradients: GradientKeeper
     states: StateKeeper
     fetcher: Provider | None  # None where one rank's parameters stay on the device
@@ -107,6 +111,9 @@ class Engine:
         self._signals = parts.hooks.signals
         self._executor = Executor(parts.states, parts.telemetry, self._safe_point)
         self._walk: Walk | None = None  # of an update that goes on after its step
+        self._plan = parts.plan
+        self._planned_again: str | None = None  # why, until a step has ended that says so
+        self._replan: Replan | None = None  # which the next update is to go by
         self._counted = False  # whether the step that was begun was counted already
         self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
         self._micro_batches = 0
@@ -239,8 +246,11 @@ class Engine:
             parts.fetcher.end_step()
         fetching = self.fetching()
         parts.drives.count()
+        parts.telemetry.note(planned_again=self._planned_again)
+        self._planned_again = None
         parts.meter.end_step(result, in_time=fetching.in_time, late=fetching.late)
         self._recording = False
+        self._look_for_a_plan()
         if self._steps > before:
             self._tell_optimizer()
         parts.drives.warn_of_wear()
@@ -353,7 +363,7 @@ class Engine:
     def _begin_walk(self) -> Walk:
         """Begin to walk along the plan."""
         self._parts.meter.begin_update()
-        self._walk = self._executor.begin(self._parts.plan)
+        self._walk = self._executor.begin(self._plan)
         return self._walk
 
     def _defer(self, walk: Walk) -> None:
@@ -399,6 +409,31 @@ class Engine:
         parts.states.end_step()
         self._follow_no_more()
         self._forget_gradients()
+        self._adopt_plan()
+
+    def _look_for_a_plan(self) -> None:
+        """See whether the step that has ended shows that another plan is better."""
+        replanner, telemetry = self._parts.replanner, self._parts.telemetry
+        if replanner is not None and self._replan is None:
+            self._replan = replanner.note_step(telemetry.counters())
+        if self._walk is None:
+            self._adopt_plan()
+
+    def _adopt_plan(self) -> None:
+        """Go by a better plan, if there is one: between two updates, while there are no gradients."""
+        parts, replan = self._parts, self._replan
+        if parts.replanner is None or replan is None or parts.gradients.any or parts.states.begun:
+            return
+        self._replan = None
+        try:
+            parts.states.follow(replan.plan.steps)
+        except CapacityError as problem:  # what is free is in pieces
+            _LOG.warning("not planned again, as there is no room for that: %s", problem)
+            return
+        parts.gradients.keep_in(replan.pieces)
+        parts.replanner.adopt(replan)
+        self._plan, self._planned_again = replan.plan.steps, replan.why
+        _LOG.info("planned again: %s", replan.why)
 
     def _count(self) -> None:
         """Count a step whose update will be made whatever happens: interrupted from here on, it is not made again."""
@@ -593,8 +628,8 @@ class Engine:
 
     @property
     def plan(self) -> StepPlan:
-        """What moves where and in which order in each update."""
-        return self._parts.plan
+        """What moves where and in which order in each update; with strategy auto, until it is planned again."""
+        return self._plan
 
     @property
     def steps(self) -> int:

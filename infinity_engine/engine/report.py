@@ -119,6 +119,8 @@ class StepReport:
     links: Mapping[Lane, LinkUse]
     updates: Mapping[Lane, UpdateUse]
     update: UpdatePhase | None
+    planned_again: str | None
+    """Why this step's update is the first of another plan; None: it is not."""
     parameters_in_time: int
     parameters_late: int
     hits: Mapping[Cargo, Hits]
@@ -135,6 +137,7 @@ class StepReport:
             *((lane.value, _link(use)) for lane, use in self.links.items()),
             *((f"updates on {lane.value}", _update(use)) for lane, use in self.updates.items() if use.params),
             *self._busy(),
+            *([("planned again", self.planned_again)] if self.planned_again else []),
             *self._fetched(),
             *self._found(),
             *((f"drive {directory}", _drive(use)) for directory, use in self.drives.items()),
@@ -194,6 +197,7 @@ def report_of(
         links={lane: _link_use(lane, counted, seconds) for lane in _LINKS if _carried(lane, counted)},
         updates={op.lane: _update_use(op, counted) for op in _UPDATES},
         update=_update_phase(counted, drive_rates),
+        planned_again=cast("str | None", notes.get("planned_again")),
         parameters_in_time=counted.get(IN_TIME, 0),
         parameters_late=counted.get(LATE, 0),
         hits={cargo: hits for cargo in Cargo if (hits := _hits(cargo, counted)) is not None},
