@@ -158,13 +158,13 @@ class _Step:
         self._limit = plan.demand.fetched
         self._modules = _needs(plan, sizing, training)
         self._deferred = _defers(plan, self._modules)
+        self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._clocks = LaneClocks(self._rates_of_update(means), free=self._free)
         # Says what a transfer takes while nothing goes the other way.
         self._alone = LaneClocks(means.alone or means.rates)
         self._spans: list[Span] = []
         self._present: dict[int, tuple[int, int]] = {}  # by module, in the order of their uses: bytes, end of use
         self._held = 0  # bytes of these
-        self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._at = 0  # the next op of the plan
         self._update_ns = 0
         self._update_busy_ns: dict[Lane, int] = {}
