@@ -29,6 +29,7 @@ __all__ = [
     "Precision",
     "RanksConfig",
     "Recording",
+    "Replanning",
     "Setting",
     "Stage",
     "StorageConfig",
@@ -61,6 +62,13 @@ class Overlap(Enum):
 
     AUTO = "auto"  # Where the device has memory of its own, or states rest on drives.
     OFF = "off"  # No: step() ends the update.
+
+
+class Replanning(Enum):
+    """Whether a plan that `auto` chose changes while training, where measured rates are others than those given."""
+
+    AUTO = "auto"  # On one rank, with states in the memories of host and device, while telemetry is recorded.
+    OFF = "off"  # No: the first plan is that of every step.
 
 
 class Accelerator(Enum):
@@ -424,6 +432,13 @@ class EngineConfig(_Settings):
         metadata=_about(
             _member(Overlap),
             "whether the end of an update goes on beside the next forward (strategies.md); off: step() ends it",
+        ),
+    )
+    replanning: Replanning = field(
+        default=Replanning.AUTO,
+        metadata=_about(
+            _member(Replanning),
+            "whether what strategy auto chose from rates changes with those that are measured (planner.md); off: never",
         ),
     )
     accumulation_steps: int = field(

@@ -388,6 +388,9 @@ def _times(report: PlanReport) -> Rows:
             f"{name} {part:.0%}" for name, part in sorted(phase.utilisation.items(), key=lambda it: -it[1])
         )
         yield phase.name, f"{_seconds(phase.seconds)}, bound by {phase.binding} ({used})"
+    if report.update_utilisation and all(phase.name != "update" for phase in report.phases):
+        used = ", ".join(f"{lane.value} {part:.0%}" for lane, part in report.update_utilisation.items())
+        yield "of which the update", f"{_seconds(report.update_s)} ({used})"
     if report.micro_batches > 1:
         yield "", f"forward and backward again for {report.micro_batches - 1} more micro-batches"
     if report.least_update_s is not None:

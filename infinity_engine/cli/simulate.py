@@ -23,6 +23,7 @@ from deepnvme.cli.report import installed_version
 from infinity_engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from infinity_engine.sim.charts import Chart
     from infinity_engine.sim.papers.comparison import Cell, Comparison
     from infinity_engine.sim.scale import Point
 
@@ -109,7 +110,7 @@ def _paper(options: argparse.Namespace) -> int:
     else:
         console = Console(highlight=False)
         for comparison in chosen:
-            _show(console, comparison)
+            _show(console, comparison, with_points=options.figure is not None)
         console.print(Text("; ".join(f"{status}: {count}" for status, count in summary.items()), style="bold"))
     return 0
 
@@ -137,7 +138,7 @@ def _summary(comparisons: Iterable[Comparison]) -> dict[str, int]:
     return {status.value: sum(count[status] for count in counts) for status in Status}
 
 
-def _show(console: Console, comparison: Comparison) -> None:
+def _show(console: Console, comparison: Comparison, *, with_points: bool) -> None:
     console.print(Text(_heading(comparison), style="bold"))
     table = Table(box=None, show_header=True, header_style="dim", padding=(0, 2, 0, 0))
     notes: dict[str, int] = {}
@@ -153,7 +154,23 @@ def _show(console: Console, comparison: Comparison) -> None:
         console.print(Text(f"[{number}] {why}", style="dim"))
     for remark in comparison.remarks:
         console.print(Text(f"- {remark}", style="dim"))
+    for chart in comparison.charts if with_points else ():
+        _show_points(console, chart)
     console.print()
+
+
+def _show_points(console: Console, chart: Chart) -> None:
+    """Print what a plot draws: a row for each x."""
+    from infinity_engine.sim.charts import shown
+
+    console.print(Text(f"{chart.title} ({chart.y})", style="bold"))
+    table = Table(box=None, show_header=True, header_style="dim", padding=(0, 2, 0, 0))
+    for title in (chart.x, *(series.name for series in chart.series)):
+        table.add_column(title, justify="right", overflow="fold")
+    values = [dict(series.points) for series in chart.series]
+    for x in sorted({x for points in values for x in points}):
+        table.add_row(shown(x), *(shown(points[x]) if x in points else "" for points in values))
+    console.print(table)
 
 
 def _heading(comparison: Comparison) -> str:

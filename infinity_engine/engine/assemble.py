@@ -21,7 +21,7 @@ from deepnvme.checksum import CHECKSUM_BYTES
 from deepnvme.extents import PAGE
 from deepnvme.probing import find_mount, read_mounts
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
-from infinity_engine.config import Checksum, EngineConfig, Overlap, Precision, Recording
+from infinity_engine.config import Checksum, EngineConfig, Overlap, Precision, Recording, Replanning
 from infinity_engine.engine.awaiting import AwaitedParameters
 from infinity_engine.engine.built import BuiltModel, originals_of
 from infinity_engine.engine.calibrating import with_rates, with_rates_of_machine
@@ -31,7 +31,7 @@ from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.engine import Deferral, Engine, EngineParts
 from infinity_engine.engine.fetching import ParameterFetcher
-from infinity_engine.engine.gradients import GradientKeeper, Kept, Piece
+from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Meter, clock_of
@@ -41,10 +41,11 @@ from infinity_engine.engine.outgoing import Outgoing
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
 from infinity_engine.engine.progress import Progress, Teller
 from infinity_engine.engine.ranks import Ranks
+from infinity_engine.engine.replanning import Question, Replanner
 from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.sharding import Sharding, Shards, check_cut
 from infinity_engine.engine.signals import HeldSignals
-from infinity_engine.engine.sizing import sizing_of, wish_of
+from infinity_engine.engine.sizing import pieces_of, sizing_of, wish_of
 from infinity_engine.engine.states import StateKeeper, piece_numbers
 from infinity_engine.engine.swapping import SwappedStates
 from infinity_engine.errors import CapacityError, ConfigError
@@ -54,7 +55,6 @@ from infinity_engine.optim import NORM_BLOCK, FloatFormat, HostKernels, Rule, Up
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.partition import ShardSpec
 from infinity_engine.plan import Budget, Capacity, DriveRates, ResolvedBudget, Tier
-from infinity_engine.plan.step import Home
 from infinity_engine.sim.buffers import SCRATCH
 from infinity_engine.sim.placing import Plan, place
 from infinity_engine.sim.sizing import Demand, Sizing
@@ -123,6 +123,7 @@ class _Planned:
     queue: IOQueue | None
     sums_bytes: int
     plan: Plan
+    replanner: Replanner | None
 
     @property
     def everything(self) -> tuple[ModelParameter, ...]:
@@ -159,6 +160,7 @@ def _planned(
         ranks.agree_on_run(config, _named(accelerator, policy), rules, (*trained, *frozen), partial(_digest, built))
         cut = ranks.cut(trained, frozen, partial(_spec, built))
         trained, frozen = cut.trained, cut.frozen
+    replanner = None
     sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
     sharding = None if cut is None else Sharding.of(model, cut, _dtype(sizing), config.accumulation_steps)
     if sharding is not None:
@@ -182,8 +184,11 @@ def _planned(
     )
     rated_config = rated() if ranks is None else with_rates_of_machine(config, ranks, budget.nvme, rated)
     if sharding is None:
-        wish = choose(model, trained, sizing, config=rated_config, policy=policy, budget=budget, io_bytes=io_bytes)
+        wish, question = choose(
+            model, trained, sizing, config=rated_config, policy=policy, budget=budget, io_bytes=io_bytes
+        )
         plan = place(sizing, wish, budget, io_bytes=io_bytes)
+        replanner = _replanner(config, question, sizing, plan, trained=len(trained))
     else:  # the planner knows one rank only: what fits decides
         left = sharding.left_of(budget, unified=accelerator.unified)
         plan = place(sizing, sharding.wish(wish_of(rated_config, policy)), left, io_bytes=io_bytes)
@@ -203,7 +208,18 @@ def _planned(
         queue=queue,
         sums_bytes=sums_bytes,
         plan=plan,
+        replanner=replanner,
     )
+
+
+def _replanner(
+    config: EngineConfig, question: Question | None, sizing: Sizing, plan: Plan, *, trained: int
+) -> Replanner | None:
+    """Return who looks for a better plan while training, None where there is nothing to look at or to change."""
+    wanted = config.replanning is Replanning.AUTO and config.telemetry.recording is not Recording.OFF
+    if question is None or not wanted or not Replanner.can_watch(question, sizing, plan):
+        return None
+    return Replanner(question, sizing, plan, trained=trained)
 
 
 def _parts(
@@ -287,6 +303,7 @@ def _parts(
         trained=trained if sharding is None else sharding.cut.wholes,
         frozen=planned.frozen if sharding is None else sharding.cut.frozen_wholes,
         plan=plan.steps,
+        replanner=planned.replanner,
         gradients=gradients,
         states=states,
         early=early,
@@ -344,7 +361,7 @@ def _gradients(
     return GradientKeeper(
         [each.name for each in trained],
         [each.numel for each in trained],
-        _pieces(sizing, plan, len(trained)),
+        pieces_of(sizing, plan, len(trained)),
         lanes,
         outgoing,
         sums_early=config.max_grad_norm is not None or sizing.formats.parameter is FloatFormat.FP16,
@@ -654,22 +671,6 @@ def _passing(demand: Demand, ledger: Ledger, resources: ExitStack) -> PinnedPool
     pool = PinnedPool(host)
     resources.callback(pool.close)
     return pool
-
-
-def _pieces(sizing: Sizing, plan: Plan, trained: int) -> list[list[Piece]]:
-    """Return the pieces that each trained parameter's gradient is needed in."""
-    homes = plan.steps.homes()
-    pieces: dict[int, list[Piece]] = {}
-    for subgroup in sizing.subgroups:
-        layout = plan.layouts.get(subgroup.index)
-        counted = plan.demand.nvme > 0 if sizing.unified else homes[subgroup.index] is Home.HOST
-        for number, segment in enumerate(subgroup.segments):
-            kept = Kept.HOST if counted else Kept.DEVICE
-            if layout is not None and number in layout.gradients:
-                kept = Kept.DRIVES
-            piece = Piece(segment.first_element, segment.numel, kept)
-            pieces.setdefault(segment.parameter, []).append(piece)
-    return [pieces.get(number, []) for number in range(trained)]
 
 
 _CONVERTED = 1 << 18  # elements at once, where what is read has another dtype than what is written

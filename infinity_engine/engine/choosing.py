@@ -12,6 +12,7 @@ import torch
 
 from infinity_engine.config import EngineConfig
 from infinity_engine.engine.parameters import TrainedParameter
+from infinity_engine.engine.replanning import Question
 from infinity_engine.engine.sizing import shape_of, wish_of
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policy import OffloadPolicy
@@ -36,12 +37,15 @@ def choose(
     policy: OffloadPolicy | None,
     budget: ResolvedBudget,
     io_bytes: int,
-) -> Wish:
-    """Return what the settings ask for, with a strategy and a tier where these were left open and rates are known."""
+) -> tuple[Wish, Question | None]:
+    """Return what the settings ask for, with a strategy and a tier where these were left open and rates are known.
+
+    And what the planner was asked then, None where it was not.
+    """
     wish = wish_of(config, policy)
     left_open = isinstance(config.strategy, Auto) and wish.policy is None and not wish.early_updates
     if not left_open or config.rates is None:
-        return wish
+        return wish, None
     training = Training(
         model=shape_of(model, trained),
         batch=1,
@@ -69,6 +73,7 @@ def choose(
             subgroup_numel=max(config.subgroup_numel, every // _MOST_SUBGROUPS),
         )
     except (CapacityError, ConfigError):  # a rate is missing, or nothing fits, which placing it says better
-        return wish
+        return wish, None
     best = decision.best.choice
-    return replace(wish, strategy=best.strategy, tiers=(best.parameters,), rates=rates_of_update(config.rates))
+    chosen = replace(wish, strategy=best.strategy, tiers=(best.parameters,), rates=rates_of_update(config.rates))
+    return chosen, Question(training=training, means=means, wish=chosen)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infinity_engine.engine.wear import Endurance, Wear
-from infinity_engine.plan import DriveRates
+from infinity_engine.plan import DriveRates, Lane, Rates
+from infinity_engine.sim.timeline import rates_of_update
 from infinity_engine.storage import SwapFile, Traffic
 from infinity_engine.telemetry import StepRecord, Telemetry
 
@@ -67,6 +68,20 @@ class DriveMeter:
     def uses(self, step: StepRecord) -> dict[str, DriveUse]:
         """Return what each directory had to do in a step that has ended."""
         return {directory: self._use(directory, now, step) for directory, now in self._counted.items()}
+
+    def rates_of_update(self) -> dict[Lane, float]:
+        """Return the bytes per second of all drives together in an update, where these are known of each."""
+        drives = rates_of_update(Rates(nvme=self._rates)).nvme
+        known = [drives[directory] for directory in self._counted if directory in drives]
+        found = {}
+        for lane, rates in (
+            (Lane.NVME_READ, [each.read_bytes_per_s for each in known]),
+            (Lane.NVME_WRITE, [each.write_bytes_per_s for each in known]),
+        ):
+            total = sum(rate for rate in rates if rate is not None)
+            if rates and len(rates) == len(self._counted) and None not in rates:
+                found[lane] = total
+        return found
 
     def _use(self, directory: str, now: Traffic, step: StepRecord) -> DriveUse:
         read, written = (step.counters.get(name(directory), 0) for name in (_read_from, _written_to))

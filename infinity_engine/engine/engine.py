@@ -6,6 +6,7 @@ executor walks the plan, and modules compute with the new values. Made by `initi
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,12 +30,13 @@ from infinity_engine.engine.modules import ModuleParameters
 from infinity_engine.engine.outcome import Outcome, StepResult
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.engine.providing import FetchingStats, Provider
+from infinity_engine.engine.replanning import Replan, Replanner
 from infinity_engine.engine.report import StepReport, report_of
 from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.sharding import Whole
 from infinity_engine.engine.signals import HeldEnd
 from infinity_engine.engine.states import StateKeeper, StepInputs
-from infinity_engine.errors import ConfigError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
 from infinity_engine.plan.step import StepPlan
@@ -43,6 +45,7 @@ from infinity_engine.telemetry import Telemetry, Timeline
 
 __all__ = ["Deferral", "Engine", "EngineParts"]
 
+_LOG = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _B = TypeVar("_B")
@@ -67,6 +70,7 @@ class EngineParts:
     trained: Sequence[TrainedParameter]
     frozen: Sequence[ModelParameter]
     plan: StepPlan
+    replanner: Replanner | None  # None: it is that of every step
     gradients: GradientKeeper
     states: StateKeeper
     fetcher: Provider | None  # None where one rank's parameters stay on the device
@@ -110,6 +114,9 @@ class Engine:
         self._signals = parts.hooks.signals
         self._executor = Executor(parts.states, parts.telemetry, self._safe_point)
         self._walk: Walk | None = None  # of an update that goes on after its step
+        self._plan = parts.plan
+        self._planned_again: str | None = None  # why, until a step has ended that says so
+        self._replan: Replan | None = None  # which the next update is to go by
         self._counted = False  # whether the step that was begun was counted already
         self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
         self._micro_batches = 0
@@ -243,8 +250,11 @@ class Engine:
             parts.fetcher.end_step()
         fetching = self.fetching()
         parts.drives.count()
+        parts.telemetry.note(planned_again=self._planned_again)
+        self._planned_again = None
         parts.meter.end_step(result, in_time=fetching.in_time, late=fetching.late)
         self._recording = False
+        self._look_for_a_plan()
         if self._steps > before:
             self._tell_optimizer()
         parts.drives.warn_of_wear()
@@ -306,17 +316,16 @@ class Engine:
             parts.fetcher.give_up()
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
         self._adopt_early()
-        self._walk = self._executor.begin(parts.plan)
+        walk = self._begin_walk()
         if parts.deferral is None:
             self._end_update()
         else:
             with self._failing_ends():
-                self._walk.arrive(parts.deferral.now)
+                walk.arrive(parts.deferral.now)
         if parts.fetcher is not None:
             parts.fetcher.changed(each.number for each in parts.trained)
         if self._walk is not None:
             with self._failing_ends():
-                walk = self._walk
                 self._defer(walk)  # first: who follows it is handed what is in buffers. It may end it
                 walk.poll()
         parts.scale.step_made()
@@ -355,6 +364,12 @@ class Engine:
                 fetcher.moved(places)
             early.end()
 
+    def _begin_walk(self) -> Walk:
+        """Begin to walk along the plan."""
+        self._parts.meter.begin_update()
+        self._walk = self._executor.begin(self._plan)
+        return self._walk
+
     def _defer(self, walk: Walk) -> None:
         """Let what is left of an update wait until modules need it."""
         deferral = self._parts.deferral
@@ -378,8 +393,7 @@ class Engine:
             self._forget_gradients()
         elif self._walk is None and self._counted:
             self._parts.states.resume_step()
-            self._walk = self._executor.begin(self._parts.plan)
-            self._defer(self._walk)
+            self._defer(self._begin_walk())
 
     def _end_update(self) -> None:
         """Do all that is left of an update.
@@ -392,12 +406,38 @@ class Engine:
             return
         with self._failing_ends():
             walk.finish()
+        parts.meter.end_update()
         self._count()
         self._walk = None
         parts.states.note_arrivals()
         parts.states.end_step()
         self._follow_no_more()
         self._forget_gradients()
+        self._adopt_plan()
+
+    def _look_for_a_plan(self) -> None:
+        """See whether the step that has ended shows that another plan is better."""
+        replanner, telemetry = self._parts.replanner, self._parts.telemetry
+        if replanner is not None and self._replan is None:
+            self._replan = replanner.note_step(telemetry.counters())
+        if self._walk is None:
+            self._adopt_plan()
+
+    def _adopt_plan(self) -> None:
+        """Go by a better plan, if there is one: between two updates, while there are no gradients."""
+        parts, replan = self._parts, self._replan
+        if parts.replanner is None or replan is None or parts.gradients.any or parts.states.begun:
+            return
+        self._replan = None
+        try:
+            parts.states.follow(replan.plan.steps)
+        except CapacityError as problem:  # what is free is in pieces
+            _LOG.warning("not planned again, as there is no room for that: %s", problem)
+            return
+        parts.gradients.keep_in(replan.pieces)
+        parts.replanner.adopt(replan)
+        self._plan, self._planned_again = replan.plan.steps, replan.why
+        _LOG.info("planned again: %s", replan.why)
 
     def _count(self) -> None:
         """Count a step whose update will be made whatever happens: interrupted from here on, it is not made again."""
@@ -620,8 +660,8 @@ class Engine:
 
     @property
     def plan(self) -> StepPlan:
-        """What moves where and in which order in each update."""
-        return self._parts.plan
+        """What moves where and in which order in each update; with strategy auto, until it is planned again."""
+        return self._plan
 
     @property
     def steps(self) -> int:
@@ -653,7 +693,8 @@ class Engine:
                 "there is no step to report on: expected one that step() has ended, and the setting "
                 "telemetry.recording to be on while it ran"
             )
-        return report_of(ended[-1], self.usage(), self._parts.drives.uses(ended[-1]))
+        drives = self._parts.drives
+        return report_of(ended[-1], self.usage(), drives.uses(ended[-1]), drives.rates_of_update())
 
     def in_step(self, batches: Iterable[_B]) -> Iterator[tuple[_B, bool]]:
         """Yield this rank's batches as often as the rank that has most of them, each with whether it is a new one.

@@ -70,12 +70,20 @@ class GradientKeeper:
         *,
         sums_early: bool = False,
     ) -> None:
+        self._names = tuple(names)
         self._numels = tuple(numels)
         self._lanes = lanes
         self._outgoing = outgoing
+        self._sums_early = sums_early
+        self._slots: tuple[_Slots, ...] = ()
+        self.keep_in(pieces)
+
+    def keep_in(self, pieces: Sequence[Sequence[Piece]]) -> None:
+        """Keep the gradients to come in these pieces of each parameter, while there are none."""
+        assert not self.any, "gradients that came are where they were kept"
         self._slots = tuple(
-            _Slots(name, numel, each, lanes, outgoing, sums_early=sums_early)
-            for name, numel, each in zip(names, numels, pieces, strict=True)
+            _Slots(name, numel, each, self._lanes, self._outgoing, sums_early=self._sums_early)
+            for name, numel, each in zip(self._names, self._numels, pieces, strict=True)
         )
 
     @property

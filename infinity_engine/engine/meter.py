@@ -7,16 +7,27 @@ work is asked of the device, where it knows: emulated ones do.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from infinity_engine.accel import Accelerator, Event, OperationRecord, PacedAccelerator, VirtualAccelerator
 from infinity_engine.accel.operation import Operation
 from infinity_engine.engine.outcome import StepResult
 from infinity_engine.memory import Ledger, Usage
-from infinity_engine.plan.ops import Lane, UpdateOp
+from infinity_engine.plan.ops import (
+    DownloadParameters,
+    DownloadStates,
+    Lane,
+    LoadStates,
+    StoreStates,
+    UpdateOnDevice,
+    UpdateOp,
+    UploadParameters,
+    UploadStates,
+)
 from infinity_engine.schedule.executor import WAIT_FOR_OPS, WAIT_FOR_READS, WAIT_FOR_WRITES
 from infinity_engine.telemetry import NullTelemetry, Telemetry
 
@@ -26,6 +37,7 @@ __all__ = [
     "LATE",
     "MICRO_BATCHES",
     "MISSING",
+    "UPDATE_NS",
     "Cargo",
     "Meter",
     "Wait",
@@ -33,6 +45,7 @@ __all__ = [
     "carried",
     "clock_of",
     "needed",
+    "of_update",
     "peak_of",
     "updated",
 ]
@@ -42,6 +55,20 @@ IN_TIME = "parameters in time"
 LATE = "parameters late"
 FOUND = "found in memory"
 MISSING = "read from drives"
+UPDATE_NS = "ns of the update"  # from its first op until its last one has ended
+
+
+_DRIVES = (Lane.NVME_READ, Lane.NVME_WRITE)
+_SUBMITTED = (
+    UploadStates,
+    UploadParameters,
+    UpdateOnDevice,
+    DownloadStates,
+    DownloadParameters,
+    LoadStates,
+    StoreStates,
+)
+_OPS = frozenset(kind.__name__ for kind in _SUBMITTED)  # what is called so is an update's
 
 
 class Cargo(Enum):
@@ -82,6 +109,11 @@ def updated(op: type[UpdateOp], unit: str) -> str:
     return f"{op.__name__} {unit}"
 
 
+def of_update(lane: Lane, unit: str) -> str:
+    """Return what the counter of the ns is called in which a lane was busy with an update, or of a drive's bytes."""
+    return f"{lane.value} {unit} of the update"
+
+
 def peak_of(usage: Usage) -> str:
     """Return what the gauge of a tier, or of a directory of NVMe, is called."""
     return f"peak of {usage.directory or usage.tier.name}"
@@ -94,6 +126,27 @@ def clock_of(accelerator: Accelerator) -> Callable[[], int]:
     return time.perf_counter_ns
 
 
+@dataclass(slots=True)
+class _Update:
+    """What is known of one update: when its ops were at work, and of how many that is not known yet."""
+
+    begin_ns: int
+    end_ns: int
+    busy_ns: Counter[Lane] = field(default_factory=Counter)
+    nbytes: Counter[Lane] = field(default_factory=Counter)  # of drives, which do not tell when they were busy
+    unknown: Counter[Lane] = field(default_factory=Counter)
+
+    def works(self, lane: Lane, start_ns: int, end_ns: int) -> None:
+        """Note that an op was at work from here to there."""
+        self.busy_ns[lane] += end_ns - start_ns
+        self.end_ns = max(self.end_ns, end_ns)
+
+    def know(self, lane: Lane, start_ns: int, end_ns: int) -> None:
+        """Note the same of one of which it was not known."""
+        self.unknown[lane] -= 1
+        self.works(lane, start_ns, end_ns)
+
+
 @dataclass(frozen=True, slots=True)
 class _Submitted:
     """What the device was given to do, as it is to be shown once it is known when that was."""
@@ -102,6 +155,7 @@ class _Submitted:
     lane: Lane
     fields: Mapping[str, object]
     nbytes: int | None = None  # None: it is no copy
+    update: _Update | None = None  # that it is an op of
 
 
 class Meter:
@@ -116,6 +170,8 @@ class Meter:
         self._submitted: dict[str, _Submitted] = {}
         self._left: dict[str, _Submitted] = {}  # what had not ended when its step did
         self._in_time = self._late = 0
+        self._update: _Update | None = None  # that is under way
+        self._ended: tuple[_Update, int] | None = None  # in this step, and when all of it was known to have
 
     # --- as it happens --------------------------------------------------------------------------------------------
 
@@ -129,7 +185,12 @@ class Meter:
         """Count a copy that a link was given; `event` is its end, None where it has ended."""
         if self._on:
             self._telemetry.counter(carried(lane, cargo)).add(nbytes)
-            self._note(event, _Submitted(name, lane, fields, nbytes))
+            update = self._update_of(name)
+            if update is not None and lane in _DRIVES:
+                update.nbytes[lane] += nbytes
+            elif update is not None:
+                update.unknown[lane] += 1
+            self._note(event, _Submitted(name, lane, fields, nbytes, update))
 
     def needs(self, cargo: Cargo, nbytes: int, *, found: bool) -> None:
         """Count what could rest on drives and was needed: it was in memory already, or had to be read."""
@@ -138,15 +199,21 @@ class Meter:
     def works(self, event: Event, *, name: str, **fields: object) -> None:
         """Note work that the device was given, whose end is `event`."""
         if self._on:
-            self._note(event, _Submitted(name, Lane.DEVICE, fields))
+            update = None if self._accelerator.unified else self._update_of(name)
+            if update is not None:
+                update.unknown[Lane.DEVICE] += 1
+            self._note(event, _Submitted(name, Lane.DEVICE, fields, update=update))
 
     def updates(self, op: UpdateOp, update: Callable[[], None]) -> None:
         """Make an update and count it, and its time where that is the host's own."""
         if op.lane is Lane.HOST or self._accelerator.unified:
             with self._telemetry.timed(op.name, track=op.lane.value, subgroup=op.subgroup, params=op.params):
+                start_ns = self._telemetry.now_ns()
                 update()
                 if op.lane is Lane.HOST:
                     self._accelerator.host_updated(op.params)
+                if self._on and self._update is not None:
+                    self._update.works(op.lane, start_ns, self._telemetry.now_ns())
         else:
             update()
         self._telemetry.counter(updated(type(op), "params")).add(op.params)
@@ -154,6 +221,17 @@ class Meter:
     def micro_batch(self) -> None:
         """Count a micro-batch."""
         self._telemetry.counter(MICRO_BATCHES).add(1)
+
+    def begin_update(self) -> None:
+        """Note that an update begins; one that was interrupted goes on."""
+        if self._on and self._update is None:
+            now_ns = self._telemetry.now_ns()
+            self._update = _Update(now_ns, now_ns)
+
+    def end_update(self) -> None:
+        """Note that every op of the update has ended."""
+        if self._update is not None:
+            self._ended, self._update = (self._update, self._telemetry.now_ns()), None
 
     # --- at the end of a step -------------------------------------------------------------------------------------
 
@@ -163,6 +241,7 @@ class Meter:
             return
         telemetry = self._telemetry
         self._ask_the_device()
+        self._count_update()
         telemetry.counter(IN_TIME).add(in_time - self._in_time)
         telemetry.counter(LATE).add(late - self._late)
         self._in_time, self._late = in_time, late
@@ -175,6 +254,24 @@ class Meter:
             gradient_norm=result.gradient_norm,
         )
         telemetry.end_step()
+
+    def _update_of(self, name: str) -> _Update | None:
+        """Return the update that what is called so belongs to."""
+        return self._update if name in _OPS else None
+
+    def _count_update(self) -> None:
+        """Count when the lanes were busy with the update that has ended in this step, as far as that is known."""
+        if self._ended is None:
+            return
+        (update, ended_ns), self._ended = self._ended, None
+        unknown = {lane for lane, ops in update.unknown.items() if ops}
+        end_ns = ended_ns if unknown or update.nbytes else update.end_ns
+        self._telemetry.counter(UPDATE_NS).add(end_ns - update.begin_ns)
+        for lane, ns in update.busy_ns.items():
+            if lane not in unknown:
+                self._telemetry.counter(of_update(lane, "ns")).add(ns)
+        for lane, nbytes in update.nbytes.items():
+            self._telemetry.counter(of_update(lane, "bytes")).add(nbytes)
 
     def _note(self, event: Event | None, submitted: _Submitted) -> None:
         if self._device_times is not None and isinstance(event, Operation):
@@ -203,6 +300,8 @@ class Meter:
             counted_as = busy(lane, "ns")
             self._telemetry.counter(busy(lane, "bytes")).add(nbytes)
         self._telemetry.counter(counted_as).add(end_ns - start_ns)
+        if submitted.update is not None:
+            submitted.update.know(lane, start_ns, end_ns)
         self._telemetry.record(submitted.name, track=lane.value, start_ns=start_ns, end_ns=end_ns, **fields)
 
 

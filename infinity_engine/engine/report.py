@@ -18,11 +18,13 @@ from infinity_engine.engine.meter import (
     LATE,
     MICRO_BATCHES,
     MISSING,
+    UPDATE_NS,
     Cargo,
     Wait,
     busy,
     carried,
     needed,
+    of_update,
     peak_of,
     updated,
 )
@@ -32,7 +34,7 @@ from infinity_engine.plan.ops import Lane, UpdateOnDevice, UpdateOnHost, UpdateO
 from infinity_engine.telemetry import StepRecord
 from infinity_engine.units import format_bytes, format_decimal_bytes, format_rate
 
-__all__ = ["Hits", "LinkUse", "Over", "Peak", "StepReport", "UpdateUse", "report_of"]
+__all__ = ["Hits", "LinkUse", "Over", "Peak", "StepReport", "UpdatePhase", "UpdateUse", "report_of"]
 
 _PHASES = ("forward", "backward", "update")
 _LINKS = (Lane.H2D, Lane.D2H, Lane.NVME_READ, Lane.NVME_WRITE)
@@ -67,6 +69,18 @@ class UpdateUse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UpdatePhase:
+    """An update, from its first op until its last one has ended, and the part of that in which lanes were at its ops.
+
+    A lane of which nobody knows when it was busy is not there; a drive's part is what its bytes take at its calibrated
+    rates, where there are any.
+    """
+
+    seconds: float
+    utilisation: Mapping[Lane, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Hits:
     """Of the bytes that were needed and could rest on drives, those in memory already, and those read from drives."""
 
@@ -88,8 +102,9 @@ class StepReport:
     """One step in figures; as text, a table. `device` says what the times are worth: an emulated device has its own.
 
     `waits` are the seconds in which the host waited, and are within the phases' own. `links` has those that carried
-    something. Of the fetched parameters, those in time were there or under way when they were asked for. `hits` are
-    of what could rest on drives, where something does; `drives` is by directory.
+    something. `update` is the one that has ended in this step: with overlap, that of the step before. Of the fetched
+    parameters, those in time were there or under way when they were asked for. `hits` are of what could rest on drives,
+    where something does; `drives` is by directory.
     """
 
     index: int
@@ -103,6 +118,9 @@ class StepReport:
     waits: Mapping[Wait, float]
     links: Mapping[Lane, LinkUse]
     updates: Mapping[Lane, UpdateUse]
+    update: UpdatePhase | None
+    planned_again: str | None
+    """Why this step's update is the first of another plan; None: it is not."""
     parameters_in_time: int
     parameters_late: int
     hits: Mapping[Cargo, Hits]
@@ -118,6 +136,8 @@ class StepReport:
             *((wait.value, _time(seconds)) for wait, seconds in self.waits.items() if seconds),
             *((lane.value, _link(use)) for lane, use in self.links.items()),
             *((f"updates on {lane.value}", _update(use)) for lane, use in self.updates.items() if use.params),
+            *self._busy(),
+            *([("planned again", self.planned_again)] if self.planned_again else []),
             *self._fetched(),
             *self._found(),
             *((f"drive {directory}", _drive(use)) for directory, use in self.drives.items()),
@@ -135,6 +155,12 @@ class StepReport:
         scale = "" if self.loss_scale == 1.0 else f", loss scale {self.loss_scale:g}"
         return f"{self.micro_batches}{norm}{scale}"
 
+    def _busy(self) -> list[tuple[str, str]]:
+        if self.update is None or not self.update.utilisation:
+            return []
+        parts = ", ".join(f"{lane.value} {part:.0%}" for lane, part in self.update.utilisation.items())
+        return [("busy in the update", f"{parts} of {_time(self.update.seconds)}")]
+
     def _fetched(self) -> list[tuple[str, str]]:
         if not self.parameters_in_time + self.parameters_late:
             return []
@@ -146,9 +172,15 @@ class StepReport:
 
 
 def report_of(
-    step: StepRecord, usage: Sequence[Usage], drives: Mapping[str, DriveUse] = MappingProxyType({})
+    step: StepRecord,
+    usage: Sequence[Usage],
+    drives: Mapping[str, DriveUse] = MappingProxyType({}),
+    drive_rates: Mapping[Lane, float] = MappingProxyType({}),
 ) -> StepReport:
-    """Return the figures of a step that has ended; `usage` has the budgets, `drives` what each directory did in it."""
+    """Return the figures of a step that has ended; `usage` has the budgets, `drives` what each directory did in it.
+
+    `drive_rates` are the bytes per second of all drives together in an update, as far as they were calibrated.
+    """
     assert step.end_ns is not None, "the step has ended"
     seconds = (step.end_ns - step.start_ns) / 1e9
     notes, counted = step.notes, step.counters
@@ -164,6 +196,8 @@ def report_of(
         waits={wait: counted.get(f"{wait.value} ns", 0) / 1e9 for wait in Wait},
         links={lane: _link_use(lane, counted, seconds) for lane in _LINKS if _carried(lane, counted)},
         updates={op.lane: _update_use(op, counted) for op in _UPDATES},
+        update=_update_phase(counted, drive_rates),
+        planned_again=cast("str | None", notes.get("planned_again")),
         parameters_in_time=counted.get(IN_TIME, 0),
         parameters_late=counted.get(LATE, 0),
         hits={cargo: hits for cargo in Cargo if (hits := _hits(cargo, counted)) is not None},
@@ -193,6 +227,20 @@ def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse
 def _update_use(op: type[UpdateOp], counted: Mapping[str, int]) -> UpdateUse:
     params, ns = counted.get(updated(op, "params"), 0), counted.get(updated(op, "ns"))
     return UpdateUse(params=params, seconds=None if ns is None and params else (ns or 0) / 1e9)
+
+
+def _update_phase(counted: Mapping[str, int], drive_rates: Mapping[Lane, float]) -> UpdatePhase | None:
+    whole_ns = counted.get(UPDATE_NS, 0)
+    if not whole_ns:
+        return None
+    busy_ns: dict[Lane, float] = {}
+    for lane in Lane:
+        if of_update(lane, "ns") in counted:
+            busy_ns[lane] = counted[of_update(lane, "ns")]
+        elif lane in drive_rates and of_update(lane, "bytes") in counted:
+            busy_ns[lane] = counted[of_update(lane, "bytes")] / drive_rates[lane] * 1e9
+    utilisation = {lane: ns / whole_ns for lane, ns in busy_ns.items() if ns}
+    return UpdatePhase(seconds=whole_ns / 1e9, utilisation=MappingProxyType(utilisation))
 
 
 def _peak(step: StepRecord, usage: Usage) -> Peak:

@@ -8,15 +8,17 @@ from types import MappingProxyType
 import torch
 
 from infinity_engine.config import EngineConfig, ParametersAt, Precision
+from infinity_engine.engine.gradients import Kept, Piece
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.optim import FloatFormat, Formats, Rule
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Rates, Tier
+from infinity_engine.plan.step import Home
 from infinity_engine.sim.models import ModelShape, ModuleShape, ParameterShape
-from infinity_engine.sim.placing import Wish
+from infinity_engine.sim.placing import Plan, Wish
 from infinity_engine.sim.sizing import Sizing, cut
 
-__all__ = ["bytes_of", "deepest_of", "shape_of", "sizing_of", "wish_of"]
+__all__ = ["bytes_of", "deepest_of", "pieces_of", "shape_of", "sizing_of", "wish_of"]
 
 _PARAMETER = MappingProxyType(
     {
@@ -120,6 +122,22 @@ def shape_of(model: torch.nn.Module, trained: Iterable[TrainedParameter]) -> Mod
         modules=tuple(modules),
         deepest_numel=_deepest(model, lambda parameter: parameter.numel()),
     )
+
+
+def pieces_of(sizing: Sizing, plan: Plan, trained: int) -> list[list[Piece]]:
+    """Return the pieces that each trained parameter's gradient is needed in."""
+    homes = plan.steps.homes()
+    pieces: dict[int, list[Piece]] = {}
+    for subgroup in sizing.subgroups:
+        layout = plan.layouts.get(subgroup.index)
+        counted = plan.demand.nvme > 0 if sizing.unified else homes[subgroup.index] is Home.HOST
+        for number, segment in enumerate(subgroup.segments):
+            kept = Kept.HOST if counted else Kept.DEVICE
+            if layout is not None and number in layout.gradients:
+                kept = Kept.DRIVES
+            piece = Piece(segment.first_element, segment.numel, kept)
+            pieces.setdefault(segment.parameter, []).append(piece)
+    return [pieces.get(number, []) for number in range(trained)]
 
 
 def wish_of(config: EngineConfig, policy: OffloadPolicy | None) -> Wish:

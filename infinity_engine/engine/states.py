@@ -20,6 +20,7 @@ from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import TrainedParameter
 from infinity_engine.engine.progress import Teller
 from infinity_engine.engine.swapping import SwappedStates, Visit
+from infinity_engine.errors import CapacityError
 from infinity_engine.memory import Lease
 from infinity_engine.optim import FloatFormat, Formats, Rule, Segment, Subgroup, SubgroupState, update_records
 from infinity_engine.optim import Stream as Values
@@ -68,6 +69,12 @@ class _Held:
     steps: list[int]  # of each segment
     copies: Lease | None = None  # what its update writes for modules, where they have it in the other memory
 
+    def move(self, home: Home, copies: Lease | None) -> None:
+        """Be updated elsewhere from the next step on."""
+        if self.copies is not None:
+            self.copies.close()
+        self.home, self.copies = home, copies
+
 
 class StateKeeper:
     """All states of one engine, and the Carrier of its plans.
@@ -110,14 +117,43 @@ class StateKeeper:
 
     # --- where things lie -----------------------------------------------------------------------------------------
 
+    def follow(self, plan: StepPlan) -> None:
+        """Go by another plan from the next step on. States stay where they are, so that residents are the same.
+
+        Raises:
+            CapacityError: the host has no room for what it needs; nothing has changed.
+        """
+        assert not self.begun, "a step goes by one plan"
+        homes = plan.homes()
+        moved = [held for index, held in self._held.items() if homes[index] is not held.home]
+        assert all(Home.RESIDENT not in (held.home, homes[held.subgroup.index]) for held in moved), "states stay"
+        copies: dict[int, Lease | None] = {}
+        try:
+            for held in moved:
+                copies[held.subgroup.index] = self._copies(held.subgroup, homes[held.subgroup.index])
+        except CapacityError:
+            for lease in copies.values():
+                if lease is not None:
+                    lease.close()
+            raise
+        for held in moved:
+            held.move(homes[held.subgroup.index], copies[held.subgroup.index])
+        self._plan = plan
+
+    def _copies(self, subgroup: Subgroup, home: Home) -> Lease | None:
+        """Return the memory for what its update writes for modules, where they have it in the other memory."""
+        elsewhere = Home.RESIDENT if self._at_home else Home.HOST
+        if home is not elsewhere or self._unified or self._formats.parameter is None:
+            return None
+        pool = self._lanes.device if home is Home.RESIDENT else self._lanes.host
+        return pool.lease(self._formats.parameter.nbytes * subgroup.numel, holder="updated parameters")
+
     def _hold(self, subgroup: Subgroup, home: Home, pieces: tuple[int, ...]) -> _Held:
         pool = self._lanes.device if home is Home.RESIDENT and not self._unified else self._lanes.host
         lease = copies = None
         if subgroup.index not in self._resting:
             lease = pool.lease(self._nbytes(subgroup, home), holder="optimizer states")
-            elsewhere = Home.RESIDENT if self._at_home else Home.HOST
-            if home is elsewhere and not self._unified and self._formats.parameter is not None:
-                copies = pool.lease(self._formats.parameter.nbytes * subgroup.numel, holder="updated parameters")
+            copies = self._copies(subgroup, home)
         return _Held(subgroup, home, lease, pieces, [0] * len(subgroup.segments), copies)
 
     def _nbytes(self, subgroup: Subgroup, home: Home) -> int:

@@ -13,7 +13,7 @@ from math import ceil, floor, log10
 
 from infinity_engine.errors import ConfigError
 
-__all__ = ["Chart", "Series", "svg"]
+__all__ = ["Chart", "Series", "shown", "svg"]
 
 _WIDTH, _HEIGHT = 700, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 236, 34, 48
@@ -53,6 +53,11 @@ class Chart:
                 expected = "numbers above 0 on a logarithmic axis"
                 raise ConfigError(field=f"Chart {self.title!r} {name}", value=min(values), expected=expected)
 
+    def to_mapping(self) -> dict[str, object]:
+        """Return it ready for JSON."""
+        series = [{"name": each.name, "points": [list(point) for point in each.points]} for each in self.series]
+        return {"title": self.title, "x": self.x, "y": self.y, "series": series}
+
 
 class _Axis:
     """Where numbers lie between two pixels."""
@@ -90,8 +95,8 @@ def svg(chart: Chart) -> str:
         _text(_LEFT, 18, chart.title, weight="bold"),
         *(_line((x(at), _TOP), (x(at), _HEIGHT - _BOTTOM), _GRID) for at in x.ticks),
         *(_line((_LEFT, y(at)), (_WIDTH - _RIGHT, y(at)), _GRID) for at in y.ticks),
-        *(_text(x(at), _HEIGHT - _BOTTOM + 16, _number(at), anchor="middle") for at in x.ticks),
-        *(_text(_LEFT - 6, y(at) + 4, _number(at), anchor="end") for at in y.ticks),
+        *(_text(x(at), _HEIGHT - _BOTTOM + 16, shown(at), anchor="middle") for at in x.ticks),
+        *(_text(_LEFT - 6, y(at) + 4, shown(at), anchor="end") for at in y.ticks),
         _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 10, chart.x, anchor="middle"),
         f'<g transform="rotate(-90 14 {_HEIGHT / 2:.0f})">{_text(14, _HEIGHT / 2, chart.y, anchor="middle")}</g>',
     ]
@@ -116,7 +121,8 @@ def _step(extent: float) -> float:
     return next(scale * unit for unit in (1, 2, 2.5, 5, 10) if scale * unit >= rough * (1 - 1e-9))
 
 
-def _number(value: float) -> str:
+def shown(value: float) -> str:
+    """Return a number as axes show it, with four digits."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return f"{value:,.4g}"

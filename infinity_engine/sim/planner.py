@@ -47,11 +47,12 @@ _HEADER_BYTES = 3 * 4096  # of each drive, for the swap file's own and for whole
 _GATHERED = 2  # modules at once
 _FINALISTS = (4, 2)  # forms that are looked at with more subgroups, and with still more
 _WORTH_IT = Fraction(997, 1000)  # of a step: smaller subgroups that save less than the rest are not looked for
+_BUFFERS = 4  # of the host, with which drives are never idle for want of them
 _MOST_ROUNDS = 4  # to find what PyTorch holds beside a plan that leaves it that much
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
 _LAST_STEPS = (1 / 8, 1 / 32, 1 / 128)
 _WAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))  # more or less of what is resident, and of what visits
-_MOST_FAMILIES = 3  # that are gone on from, of those whose best corner is not this much slower than another's
+_FIRST_STARTS, _LAST_STARTS = 3, 2  # that are gone on from, of those that are not this much slower than the best
 _NEAR = 1.15
 _OFF = 2.0  # subgroups that rounding may be off by, where a corner does not fit
 
@@ -321,13 +322,13 @@ class _Search:
             self._planner.placed(self._frugal((*counts, *finer)[-1]))
             raise ConfigError(field="strategy", value=self._given, expected="one that can be carried out")
         if numel not in finer:
-            self._descend(found, numel, _FIRST_STEPS, families=_MOST_FAMILIES)
+            self._descend(found, numel, _FIRST_STEPS, starts=_FIRST_STARTS)
         best = _fastest(found)
         for number, (size, finalists) in enumerate(
             zip((each for each in counts if each < numel), _FINALISTS, strict=False)
         ):
             refined = self._refined(found, size, finalists, first=not number)
-            self._descend(refined, size, _LAST_STEPS, families=1)
+            self._descend(refined, size, _LAST_STEPS, starts=_LAST_STARTS)
             found |= refined
             least = min((each.timeline.ns for each in refined.values()), default=best.timeline.ns)
             enough = number and least > _WORTH_IT * best.timeline.ns
@@ -425,13 +426,13 @@ class _Search:
 
     # --- from there on --------------------------------------------------------------------------------------------
 
-    def _descend(self, found: dict[_Form, Candidate], numel: int, steps: tuple[float, ...], *, families: int) -> None:
-        """Go on from the best of the best families to parts nearby, as long as steps get shorter."""
-        best: dict[_Family, _Form] = {}
+    def _descend(self, found: dict[_Form, Candidate], numel: int, steps: tuple[float, ...], *, starts: int) -> None:
+        """Go on from the best of the best families, with visitors and without, to parts nearby that are faster."""
+        best: dict[tuple[_Family, bool], _Form] = {}
         for form in sorted(found, key=lambda each: found[each].timeline.ns):
-            best.setdefault(form.family, form)
+            best.setdefault((form.family, form.parts.visiting > 0), form)
         least = min((each.timeline.ns for each in found.values()), default=0)
-        for form in tuple(best.values())[:families]:
+        for form in tuple(best.values())[:starts]:
             if self._given is None and not self._means.unified and found[form].timeline.ns <= _NEAR * least:
                 self._downhill(form, found, numel, steps)
 
@@ -453,9 +454,14 @@ class _Search:
     def _refined(
         self, found: Mapping[_Form, Candidate], numel: int, finalists: int, *, first: bool
     ) -> dict[_Form, Candidate]:
-        """Return the best with smaller subgroups; at first also what was too large before, as buffers are smaller."""
+        """Return the best with smaller subgroups; at first also what was too large before, as buffers are smaller.
+
+        And the best of each family of which the host had no room for all buffers, or in which some visit, as buffers
+        and staging sets of smaller ones leave room.
+        """
         fastest = sorted({each.timeline.ns for each in found.values()})[:finalists]
         forms = [form for form, each in found.items() if each.timeline.ns in fastest]
+        forms += [form for form in (*_cramped(found), *_staging(found)) if form not in forms]
         refined = {}
         for form in forms:
             candidate = self._try(form, numel)
@@ -530,6 +536,22 @@ def _all(form: _Form) -> bool:
 def _cheap(form: _Form) -> bool:
     """Tell whether plans of the form are quickly made, of however many subgroups."""
     return not form.parts.visiting
+
+
+def _cramped(found: Mapping[_Form, Candidate]) -> list[_Form]:
+    """Return the best form of each family that had to do with fewer host buffers than let drives read and write."""
+    best: dict[_Family, _Form] = {}
+    for form in sorted(found, key=lambda each: found[each].timeline.ns):
+        best.setdefault(form.family, form)
+    return [form for form in best.values() if 0 < len(found[form].plan.steps.buffer_bytes) < _BUFFERS]
+
+
+def _staging(found: Mapping[_Form, Candidate]) -> list[_Form]:
+    """Return the best form of those in which some visit, where it is near the best of all."""
+    visited = [form for form in found if form.parts.visiting > 0]
+    best = min(visited, key=lambda each: found[each].timeline.ns, default=None)
+    near = best is not None and found[best].timeline.ns <= _NEAR * _fastest(found).timeline.ns
+    return [best] if best is not None and near else []
 
 
 def _fastest(found: Mapping[_Form, Candidate]) -> Candidate:

@@ -87,6 +87,8 @@ class PlanReport:
     phases: tuple[PhaseReport, ...]
     micro_batches: int
     update_s: float
+    update_utilisation: Mapping[Lane, float]
+    """The part of the update in which each lane works at it."""
     least_update_s: float | None
     moved: Mapping[Lane, int]
     timeline: StepTimeline
@@ -142,6 +144,7 @@ class PlanReport:
                 for each in self.phases
             ],
             "update_s": self.update_s,
+            "update_utilisation": {lane.value: part for lane, part in self.update_utilisation.items()},
             "least_update_s": self.least_update_s,
             "moved_bytes": {lane.value: nbytes for lane, nbytes in self.moved.items()},
             "wear": None
@@ -194,6 +197,9 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
         phases=tuple(_phases(best, means)),
         micro_batches=training.accumulation_steps,
         update_s=best.timeline.update_ns / 1e9,
+        update_utilisation=MappingProxyType(
+            {lane: ns / best.timeline.update_ns for lane, ns in best.timeline.update_busy_ns.items() if ns}
+        ),
         least_update_s=None if least is None else least / 1e9,
         moved=MappingProxyType(dict(best.timeline.moved)),
         timeline=best.timeline,

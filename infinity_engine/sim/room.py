@@ -128,15 +128,29 @@ class Room:
         return all(edge.holds(parts) for edge in self.edges if edge.hard)
 
     def corners(self) -> dict[str, Parts]:
-        """Return where edges meet and all hard ones hold, under names by which those of other sizes are alike."""
+        """Return where edges meet and all hard ones hold, under names by which those of other sizes are alike.
+
+        And the middles of hard edges, as what a step takes is not straight along them.
+        """
         found = {"nothing": Parts(), "most": Parts(resident=self.most_resident)}
         if not self.may_visit:
             return found
+        ends: dict[int, list[Parts]] = {number: [] for number, edge in enumerate(self.edges) if edge.hard}
         for (number, one), (other_number, other) in itertools.combinations(enumerate(self.edges), 2):
             parts = one.meets(other)
             if parts is not None and self.holds(parts):
                 found.setdefault(f"{number} and {other_number}", parts)
+                for each in {number, other_number} & ends.keys():
+                    ends[each].append(parts)
+        for number, there in ends.items():
+            if len(there) > 1:
+                first, last = min(there, key=_place), max(there, key=_place)
+                found[f"middle of {number}"] = first.towards(last, first.distance(last) / 2)
         return found
+
+
+def _place(parts: Parts) -> tuple[float, float]:
+    return parts.resident, parts.visiting
 
 
 def _on_host(sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier, drives: bool) -> Iterator[_Edge]:

@@ -37,6 +37,12 @@ class Simulation:
         return busy
 
     @property
+    def utilisation(self) -> Mapping[Lane, float]:
+        """The part of the update in which each lane works, of those that do."""
+        end_ns = self.end_ns
+        return {lane: ns / end_ns for lane, ns in self.busy_ns.items() if ns}
+
+    @property
     def binding(self) -> Lane:
         """The lane that works longest: no order of these ops can end before it has done its part."""
         busy = self.busy_ns

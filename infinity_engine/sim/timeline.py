@@ -65,6 +65,8 @@ class StepTimeline:
     repeated_ns: int
     """What the further micro-batches add, each as long as the last forward and backward that `spans` shows."""
     update_ns: int
+    update_busy_ns: Mapping[Lane, int]
+    """How long each lane works at the update itself, of those that do."""
     moved: Mapping[Lane, int]
     """Bytes over each link, in the whole step."""
 
@@ -156,15 +158,16 @@ class _Step:
         self._limit = plan.demand.fetched
         self._modules = _needs(plan, sizing, training)
         self._deferred = _defers(plan, self._modules)
+        self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._clocks = LaneClocks(self._rates_of_update(means), free=self._free)
         # Says what a transfer takes while nothing goes the other way.
         self._alone = LaneClocks(means.alone or means.rates)
         self._spans: list[Span] = []
         self._present: dict[int, tuple[int, int]] = {}  # by module, in the order of their uses: bytes, end of use
         self._held = 0  # bytes of these
-        self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._at = 0  # the next op of the plan
         self._update_ns = 0
+        self._update_busy_ns: dict[Lane, int] = {}
 
     def run(self) -> StepTimeline:
         deferred = self._deferred
@@ -190,6 +193,7 @@ class _Step:
             spans=spans,
             repeated_ns=repeated_ns,
             update_ns=self._update_ns,
+            update_busy_ns=self._update_busy_ns,
             moved=moved,
         )
 
@@ -231,6 +235,7 @@ class _Step:
             if op.lane not in self._free:
                 nbytes = op.nbytes if isinstance(op, CopyOp) else 0
                 self._spans.append(Span(op.lane, time.start_ns, time.end_ns, nbytes))
+                self._update_busy_ns[op.lane] = self._update_busy_ns.get(op.lane, 0) + time.end_ns - time.start_ns
             self._update_ns = max(self._update_ns, time.end_ns)
         self._at = max(self._at, count)
 

@@ -94,10 +94,18 @@ def test_a_row_of_the_tables_is_what_the_simulator_says(row: list[str]) -> None:
     assert row[1:] == cells
 
 
-def test_the_tables_have_the_shares_from_none_to_all() -> None:
-    shares = [row[0] for row in rows("How good ours are", cells=7) if row[0].endswith("%")]
+@pytest.mark.parametrize("row", rows("How good ours are", cells=9), ids=lambda row: row[0])
+def test_a_row_of_the_table_of_lanes_is_how_busy_the_simulator_has_them(row: list[str]) -> None:
+    updates = [simulate(policy_of(row[0], 0)(SUBGROUPS, rates, LIMITS), rates) for rates in (H100, V100)]
+    lanes = (Lane.HOST, Lane.DEVICE, Lane.H2D, Lane.D2H)
 
-    assert shares == [f"{share}%" for share in range(0, 101, 10)]
+    assert row[1:] == [f"{update.utilisation.get(lane, 0):.0%}" for update in updates for lane in lanes]
+
+
+def test_the_tables_have_the_shares_from_none_to_all() -> None:
+    for cells in (7, 9):
+        shares = [row[0] for row in rows("How good ours are", cells=cells) if row[0].endswith("%")]
+        assert shares == [f"{share}%" for share in range(0, 101, 10)]
 
 
 @pytest.mark.parametrize(("rates", "said"), [(H100, "736 ms on the H100"), (V100, "1,725 ms on the V100")])

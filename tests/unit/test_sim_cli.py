@@ -68,6 +68,25 @@ def test_a_figure_shows_published_beside_computed_with_the_status(capsys: pytest
     assert "2-2.5 x" in row
 
 
+def test_a_figure_shows_the_points_of_its_plot(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "--paper", "dos", "--figure", "15")
+
+    _, plot = out.split("15: busy by share")
+    shares = [line.split() for line in plot.splitlines() if line[:1].strip() == "" and line.split()]
+    rows = {row[0]: row[1:] for row in shares if len(row) == 5 and row[0].isdigit()}
+    assert list(rows) == [str(share) for share in range(0, 101, 10)]
+    assert rows["0"][1] == "0"  # none visits: the GPU updates nothing
+    assert rows["100"][0] == "0"  # all do: the CPU does not
+
+
+def test_json_has_the_points_of_plots(capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(run(capsys, "--paper", "dos", "--figure", "15", "--json"))
+
+    [chart] = report["comparisons"][0]["charts"]
+    assert [series["name"] for series in chart["series"]] == ["CPU", "GPU updates", "PCIe up", "PCIe down"]
+    assert all(len(series["points"]) == 11 for series in chart["series"])
+
+
 def test_what_does_not_match_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "--paper", "zero-infinity", "--table", "1")
 

@@ -57,6 +57,19 @@ def one_of_each() -> StepPlan:
     return draft.plan()
 
 
+def test_the_utilisation_is_the_part_of_the_update_in_which_a_lane_works() -> None:
+    simulation = simulate(one_of_each(), RATES)
+
+    # 10 parameters on the host take 100 ns; 240 bytes up, 50 parameters on the device, 240 bytes down.
+    end_ns = simulation.end_ns
+    assert simulation.utilisation == {
+        Lane.HOST: 100 / end_ns,
+        Lane.DEVICE: 50 / end_ns,
+        Lane.H2D: (240 + 20) / end_ns,
+        Lane.D2H: 480 / end_ns,
+    }
+
+
 # --- by hand -----------------------------------------------------------------------------------------------------
 
 

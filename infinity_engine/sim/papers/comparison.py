@@ -189,6 +189,7 @@ class Comparison:
             "title": self.title,
             "cells": [cell.to_mapping() for cell in self.cells],
             "remarks": list(self.remarks),
+            "charts": [chart.to_mapping() for chart in self.charts],
         }
 
 
