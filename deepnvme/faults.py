@@ -7,10 +7,12 @@ happen below the queue, where a device's would, so everything above shows how it
 from __future__ import annotations
 
 import errno as errno_names
+import math
 from collections.abc import Collection
 from enum import Enum
 
 from deepnvme import _native
+from deepnvme.choices import chosen, whole_number
 
 __all__ = ["FaultPlan", "Requests"]
 
@@ -32,38 +34,48 @@ class FaultPlan:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self.native = _native.FaultPlan(seed)
+        self.native = _native.FaultPlan(whole_number("seed", seed))
 
     def fail(
         self, *, nth: int = 0, every: int = 0, probability: float = 0.0, errno: int = errno_names.EIO,
         requests: Requests = Requests.ALL,
     ) -> FaultPlan:  # fmt: skip
         """Let requests end with `errno`, nothing having been done."""
-        return self._add(_native.FaultKind.FAIL, nth, every, probability, requests, error=errno)
+        return self._add(
+            _native.FaultKind.FAIL, nth, every, probability, requests, error=whole_number("errno", errno, 1)
+        )
 
     def shorten(
         self, *, nth: int = 0, every: int = 0, probability: float = 0.0, length: int = 0,
         requests: Requests = Requests.ALL,
     ) -> FaultPlan:  # fmt: skip
         """Let requests move at most `length` bytes (0: half of what was asked)."""
-        return self._add(_native.FaultKind.SHORTEN, nth, every, probability, requests, length=length)
+        return self._add(
+            _native.FaultKind.SHORTEN, nth, every, probability, requests, length=whole_number("length", length)
+        )
 
     def delay(
         self, *, delay_us: int, nth: int = 0, every: int = 0, probability: float = 0.0,
         requests: Requests = Requests.ALL,
     ) -> FaultPlan:  # fmt: skip
         """Let requests end `delay_us` microseconds later."""
-        return self._add(_native.FaultKind.DELAY, nth, every, probability, requests, delay_us=delay_us)
+        return self._add(
+            _native.FaultKind.DELAY, nth, every, probability, requests, delay_us=whole_number("delay_us", delay_us)
+        )
 
     def reorder(
         self, *, hold: int, nth: int = 0, every: int = 0, probability: float = 0.0,
         requests: Requests = Requests.ALL,
     ) -> FaultPlan:  # fmt: skip
         """Hold requests' ends back until `hold` others have passed, or nothing else is under way."""
-        return self._add(_native.FaultKind.REORDER, nth, every, probability, requests, hold=hold)
+        return self._add(
+            _native.FaultKind.REORDER, nth, every, probability, requests, hold=whole_number("hold", hold, 1)
+        )
 
     def throttle(self, *, bytes_per_s: float, requests: Requests = Requests.ALL) -> FaultPlan:
         """Spread the ends of all matching requests so that no more than `bytes_per_s` pass."""
+        if not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
+            raise ValueError(f"bytes_per_s is a positive rate, got {bytes_per_s}")
         return self._add(_native.FaultKind.THROTTLE, 0, 1, 0.0, requests, bytes_per_s=bytes_per_s)
 
     def _add(
@@ -75,7 +87,9 @@ class FaultPlan:
                 f"a fault is aimed by exactly one of nth, every and probability, all positive; got nth={nth}, "
                 f"every={every}, probability={probability}"
             )
-        verbs: Collection[_native.Verb] = requests.value
+        if probability > 1:
+            raise ValueError(f"a probability is at most 1, got {probability}")
+        verbs: Collection[_native.Verb] = chosen(Requests, requests, "requests").value
         self.native.add(
             kind, verbs=list(verbs), nth=nth, every=every, probability=probability, error=error, length=length,
             delay_us=delay_us, hold=hold, bytes_per_s=bytes_per_s,

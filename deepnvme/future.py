@@ -79,6 +79,10 @@ class IOFuture(concurrent.futures.Future[_T]):
         self._waiter = waiter
         self._memory = memory
 
+    def __reduce__(self) -> str:
+        """Refuse to be pickled or copied."""
+        raise TypeError("a future is neither pickled nor copied: pass its result on, or itself within this process")
+
     def cancel(self) -> bool:
         """Take the operation back if it has not begun; return whether that was so."""
         if self.cancelled():

@@ -102,9 +102,9 @@ class Pending:
         import asyncio  # costs a third of importing this package, and whoever awaits has it
 
         loop = asyncio.get_running_loop()
+        if self._of_a_parent:
+            raise ForkedError("this queue belongs to the parent process; a forked child makes its own")
         while self._native.pending >= self._max_pending:
-            if self._of_a_parent:
-                raise ForkedError("this queue belongs to the parent process; a forked child makes its own")
             told = loop.create_future()
             self._want_room.append((loop, told))
             if self._native.pending >= self._max_pending:  # or the last one ended before it could tell

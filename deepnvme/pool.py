@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import math
 import warnings
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from deepnvme import _native
+from deepnvme.choices import chosen, whole_number
 from deepnvme.errors import NVMeError
 
 if TYPE_CHECKING:
@@ -48,7 +50,12 @@ class Pool:
             raise ValueError(
                 f"memory cannot be placed on NUMA node {numa_node}: Linux has nodes up to {_MOST_NODES - 1}"
             )
-        self._native = _native.Pool(nbytes, numa_node)
+        cuda = chosen(Cuda, cuda, "cuda")
+        asked = whole_number("the bytes of a pool", nbytes, 1)
+        try:
+            self._native = _native.Pool(asked, numa_node)
+        except MemoryError:
+            raise MemoryError(f"no memory for a pool of {asked} B") from None
         if cuda is Cuda.NEVER:
             return
         try:
@@ -89,7 +96,7 @@ class Pool:
         Raises:
             PoolExhaustedError: no free piece is that large.
         """
-        return memoryview(self._native.take(nbytes))
+        return memoryview(self._native.take(whole_number("the bytes of a buffer", nbytes, 1)))
 
     def buffer_at(self, offset: int, nbytes: int) -> memoryview:
         """Return the `nbytes` at `offset`, a multiple of 4096, for whoever planned where each buffer lies.
@@ -99,25 +106,37 @@ class Pool:
         """
         return memoryview(self._native.take_at(offset, nbytes))
 
-    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = "uint8") -> NDArray[Any]:
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = "uint8") -> NDArray[Any]:
         """Return an uninitialised numpy array in pool memory."""
         import numpy as np
 
-        kind = np.dtype(dtype)
-        count = math.prod(shape) if isinstance(shape, tuple) else shape
+        kind, sizes = np.dtype(dtype), _sizes(shape)
+        count = math.prod(sizes)
         if count == 0:
-            return np.empty(shape, kind)
-        return np.frombuffer(self.buffer(count * kind.itemsize), dtype=kind).reshape(shape)
+            return np.empty(sizes, kind)
+        return np.frombuffer(self.buffer(count * kind.itemsize), dtype=kind).reshape(sizes)
 
-    def empty_tensor(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty_tensor(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised torch tensor in pool memory. Imports torch."""
         import torch
 
-        count = math.prod(shape) if isinstance(shape, tuple) else shape
+        if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):  # type: ignore[redundant-expr]
+            raise TypeError(f"expected a dtype of torch whose values are their bytes, got {dtype!r}")
+        sizes = _sizes(shape)
+        count = math.prod(sizes)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self.buffer(count * dtype.itemsize), dtype=dtype).reshape(shape)
+            return torch.empty(sizes, dtype=dtype)
+        return torch.frombuffer(self.buffer(count * dtype.itemsize), dtype=dtype).reshape(sizes)
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled or copied."""
+        raise TypeError("a pool is neither pickled nor copied: its memory is this process's. Make one where it is used")
 
     def __repr__(self) -> str:
         """Show how much is free."""
         return f"Pool({self.free_bytes} of {self.capacity} B free)"
+
+
+def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
+    given = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    return tuple(whole_number("a size of a shape", size) for size in given)

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal
 from deepnvme import _native
 from deepnvme.backends import BackendFallbackWarning, fallbacks, refuse_where_threads_must, start_on
 from deepnvme.buffers import Memory, memory_of
+from deepnvme.choices import chosen, whole_number
 from deepnvme.device_arrays import device_array_of
 from deepnvme.errors import BatchError, ClosedError, NVMeError
 from deepnvme.faults import FaultPlan
@@ -127,9 +128,15 @@ class IOQueue:
         pool: Pool | None = None,
         faults: FaultPlan | None = None,
     ) -> None:
-        self.max_pending = max_pending
-        self.when_full = when_full
-        self._patience_s = None if when_full is WhenFull.BLOCK else 0.0
+        self.max_pending = max_pending = whole_number("max_pending", max_pending, 1)
+        self.when_full = chosen(WhenFull, when_full, "when_full")
+        if user_memory is not None:
+            user_memory = chosen(UserMemory, user_memory, "user_memory")
+        if not isinstance(faults, FaultPlan | None):
+            raise TypeError(f"faults: expected a FaultPlan, got {type(faults).__name__}")
+        if not isinstance(pool, Pool | None):
+            raise TypeError(f"pool: expected a Pool, got {type(pool).__name__}")
+        self._patience_s = None if self.when_full is WhenFull.BLOCK else 0.0
         self._require = require
         self._closed = False
         self._fallbacks = fallbacks(backend, require)
@@ -143,7 +150,7 @@ class IOQueue:
                 fallbacks=self._fallbacks,
                 drive=self._settle(None).native(),
                 max_pending=max_pending,
-                faults=faults.native if faults else None,
+                faults=None if faults is None else faults.native,
             ),
         )
         told = None not in (chunk_bytes, inflight_bytes, user_memory)
@@ -185,7 +192,10 @@ class IOQueue:
         if mode not in _MODES:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
         if size is not None:
+            size = whole_number("size", size)
             _check_range("size", size)
+        direct = chosen(Direct, direct, "direct")
+        permissions = whole_number("permissions", permissions)
         if "\0" in str(path):
             raise ValueError(f"a path has no null bytes; got {str(path)!r}")
         drive = self.settings_for(path).native()
@@ -274,6 +284,12 @@ class IOQueue:
     ) -> None:
         """Close."""
         self.close()
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled or copied."""
+        raise TypeError(
+            "a queue is neither pickled nor copied: its threads are this process's. Make one where it is used"
+        )
 
     def __repr__(self) -> str:
         """Show the backend and what is pending."""
@@ -364,17 +380,20 @@ class File:
 
     def sync(self, what: Sync = Sync.DATA) -> IOFuture[int]:
         """Make every write to this file that was submitted before durable. Ends in 0."""
+        verb = chosen(Sync, what, "sync").value
         if self._queue._staging.pending:  # writes that the drive has not heard of yet
-            return self._queue._staging.submit(what.value, self._open(), None, 0)
-        return self._queue._submit(what.value, self._open(), None, 0)
+            return self._queue._staging.submit(verb, self._open(), None, 0)
+        return self._queue._submit(verb, self._open(), None, 0)
 
     def preallocate(self, nbytes: int) -> None:
         """Reserve the first `nbytes` of the file on the drive; a full disk is told now."""
+        nbytes = whole_number("size", nbytes)
         _check_range("size", nbytes)
         self._open().preallocate(nbytes)
 
     def truncate(self, nbytes: int) -> None:
         """Cut or extend the file to `nbytes`."""
+        nbytes = whole_number("size", nbytes)
         _check_range("size", nbytes)
         self._open().truncate(nbytes)
 
@@ -386,6 +405,12 @@ class File:
     def close(self) -> None:
         """Take no more operations. Those under way keep the file open until they have ended."""
         self._native = None
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled or copied."""
+        raise TypeError(
+            "an open file is neither pickled nor copied: open its path through a queue of the other process"
+        )
 
     def __enter__(self) -> File:
         """Return itself."""

@@ -43,6 +43,14 @@ int open_retrying(const char* path, int flags, unsigned permissions) {
     return descriptor;
 }
 
+// Opening a pipe would wait for whoever opens its other end, whatever signals come.
+void refuse_what_is_no_file(const std::string& path) {
+    struct stat status = {};
+    if (::stat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode) || S_ISBLK(status.st_mode)) return;
+    if (S_ISDIR(status.st_mode)) throw FileError(EISDIR, "open", path);
+    throw FileError(EINVAL, "open (not a file)", path);
+}
+
 // Only a FUSE server can leave the question unanswered, where there is something to ask about.
 bool is_fuse(int result, const struct statfs& file_system) {
     constexpr std::array nothing_there = {ENOENT, ENOTDIR, EACCES, ELOOP, ENAMETOOLONG};
@@ -64,6 +72,7 @@ bool on_fuse(const std::string& path) {
 
 OpenFile::OpenFile(std::string path, OpenMode mode, DirectIO direct, unsigned permissions)
     : path_(std::move(path)), mode_(mode) {
+    refuse_what_is_no_file(path_);
     buffered_ = open_retrying(path_.c_str(), flags_of(mode), permissions);
     if (buffered_ < 0) throw FileError(errno, "open", path_);
     try {

@@ -1,9 +1,13 @@
 #include "deepnvme/pool.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <iterator>
 #include <string>
 #include <utility>
+
+#include "deepnvme/error.hpp"
 
 namespace deepnvme {
 
@@ -40,7 +44,9 @@ std::shared_ptr<Pool> Pool::make(std::size_t nbytes, std::optional<unsigned> num
 }
 
 Pool::Pool(std::size_t nbytes, std::optional<unsigned> numa_node)
-    : mapping_(std::make_shared<Mapping>(nbytes, numa_node)), free_bytes_(mapping_->size()) {
+    : mapping_(std::make_shared<Mapping>(nbytes, numa_node)),
+      free_bytes_(mapping_->size()),
+      owner_(::getpid()) {
     for (std::size_t start = 0; start < capacity(); start += Arena::max_bytes) {
         const std::size_t length = std::min(capacity() - start, Arena::max_bytes);
         arenas_.push_back(std::make_shared<Arena>(mapping_, start, length));
@@ -63,6 +69,7 @@ bool Pool::pinned() const {
 // Best fit: the smallest piece that holds it, so that large ones stay whole.
 std::shared_ptr<Block> Pool::take(std::size_t nbytes) {
     if (nbytes == 0) throw std::invalid_argument("a buffer holds at least 1 byte, asked: 0");
+    refuse_if_forked();
     const std::lock_guard lock(mutex_);
     std::size_t best = ~std::size_t{0};
     std::size_t offset = 0;
@@ -83,6 +90,7 @@ std::shared_ptr<Block> Pool::take_at(std::size_t offset, std::size_t nbytes) {
                                     std::to_string(capacity()) + " bytes; asked: " + std::to_string(nbytes) +
                                     " at " + std::to_string(offset));
     }
+    refuse_if_forked();
     const std::lock_guard lock(mutex_);
     const auto after = free_.upper_bound(offset);
     const auto piece = after == free_.begin() ? free_.end() : std::prev(after);
@@ -117,7 +125,19 @@ std::shared_ptr<Block> Pool::cut_locked(std::size_t piece, std::size_t offset, s
     }
 }
 
+// In a forked child the memory is not there, and whoever had the lock may not be either.
+bool Pool::belongs_to_a_parent() const noexcept {
+    return ::getpid() != owner_;
+}
+
+void Pool::refuse_if_forked() const {
+    if (!belongs_to_a_parent()) return;
+    throw ForkedError("this pool belongs to process " + std::to_string(owner_) +
+                      "; a forked child makes its own");
+}
+
 void Pool::give_back(Pieces::node_type piece) noexcept {
+    if (belongs_to_a_parent()) return;
     const std::lock_guard lock(mutex_);
     put_locked(std::move(piece));
 }
@@ -138,16 +158,19 @@ void Pool::put_locked(Pieces::node_type piece) noexcept {
 }
 
 std::size_t Pool::free_bytes() const {
+    if (belongs_to_a_parent()) return 0;
     const std::lock_guard lock(mutex_);
     return free_bytes_;
 }
 
 std::size_t Pool::largest_free() const {
+    if (belongs_to_a_parent()) return 0;
     const std::lock_guard lock(mutex_);
     return largest_locked();
 }
 
 std::size_t Pool::peak_bytes() const {
+    if (belongs_to_a_parent()) return 0;
     const std::lock_guard lock(mutex_);
     return peak_;
 }

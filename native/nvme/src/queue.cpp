@@ -140,6 +140,7 @@ std::unique_ptr<Backend> Queue::backend_for_another(const DriveOptions& drive) c
 }
 
 std::string Queue::backend_of(const OpenFile& file) const {
+    if (belongs_to_a_parent()) return options_.backend;
     const std::lock_guard lock(drives_mutex_);
     const auto drive = drives_.find(file.device());
     return drive == drives_.end() ? options_.backend : drive->second->stats().backend;
@@ -181,6 +182,7 @@ void Queue::forget_pool(const std::shared_ptr<Pool>& pool) {
 }
 
 bool Queue::pools_settled(std::chrono::nanoseconds patience) {
+    if (belongs_to_a_parent()) return true;
     std::vector<std::shared_ptr<Drive>> drives;
     {
         const std::lock_guard lock(drives_mutex_);
@@ -261,7 +263,9 @@ bool Queue::close(std::chrono::nanoseconds patience) {
     return true;
 }
 
+// In a forked child nobody may be there who lets go of a lock: what the parent did is not told.
 std::map<dev_t, DriveStats> Queue::stats() const {
+    if (belongs_to_a_parent()) return {};
     const std::lock_guard lock(drives_mutex_);
     std::map<dev_t, DriveStats> all = final_stats_;
     for (const auto& [device, drive] : drives_) all[device] = drive->stats();
@@ -269,6 +273,7 @@ std::map<dev_t, DriveStats> Queue::stats() const {
 }
 
 std::uint64_t Queue::pending() const {
+    if (belongs_to_a_parent()) return 0;
     const std::lock_guard lock(mutex_);
     return pending_;
 }

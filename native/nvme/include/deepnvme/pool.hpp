@@ -2,6 +2,8 @@
 // A Block gives its piece back when its last holder lets go; the memory lives until pool and blocks are gone.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -52,11 +54,12 @@ class Pool : public std::enable_shared_from_this<Pool> {
     [[nodiscard]] static std::shared_ptr<Pool> make(std::size_t nbytes,
                                                     std::optional<unsigned> numa_node = std::nullopt);
 
-    // Throws PoolExhausted; std::invalid_argument for 0 bytes.
+    // Throws PoolExhausted; ForkedError; std::invalid_argument for 0 bytes.
     [[nodiscard]] std::shared_ptr<Block> take(std::size_t nbytes);
 
     // The piece at `offset`, where whoever planned the pool's use put it. Throws PoolExhausted where some of
-    // it is held; std::invalid_argument for 0 bytes, an offset within a page, or what is not in the pool.
+    // it is held; ForkedError; std::invalid_argument for 0 bytes, an offset within a page, or what is not in
+    // the pool.
     [[nodiscard]] std::shared_ptr<Block> take_at(std::size_t offset, std::size_t nbytes);
 
     // Page-locks all of it for CUDA, so that copies to and from a GPU need no staging. Once; throws
@@ -79,6 +82,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
     void give_back(Pieces::node_type piece) noexcept;
     void put_locked(Pieces::node_type piece) noexcept;
     [[nodiscard]] std::size_t largest_locked() const;
+    [[nodiscard]] bool belongs_to_a_parent() const noexcept;
+    void refuse_if_forked() const;
 
     std::shared_ptr<Mapping> mapping_;
     std::vector<std::shared_ptr<Arena>> arenas_;
@@ -87,6 +92,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     std::size_t free_bytes_ = 0;
     std::size_t peak_ = 0;
     bool pinned_ = false;
+    const pid_t owner_;
 };
 
 }  // namespace deepnvme
