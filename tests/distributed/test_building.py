@@ -14,18 +14,10 @@ import torch
 from deepnvme import read_safetensors, write_safetensors
 from support import rank_building as programs
 from support.rank_training import Run, made
-from support.ranks import launch
+from support.ranks import launch, launched
 
 ONE_BY_ONE = {"small_bytes": 0}
 LAYER_BYTES = 4 << 20
-
-
-def launched(size: int, program: Any, *arguments: Any) -> list[Any]:
-    ranks = launch(size, program, *arguments, timeout_s=200)
-    for rank in ranks:
-        assert rank.error is None, rank.trace
-        assert rank.exitcode == 0
-    return [rank.value for rank in ranks]
 
 
 # --- building ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from infinity_engine.engine.outcome import Outcome
 from support import rank_training as programs
 from support.rank_training import RATES, Run
-from support.ranks import launch
+from support.ranks import launched
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -68,14 +68,6 @@ AS_SMALL = ("one by one", "broadcast", "emulated", "at home on the host", "stage
 def ran(size: int) -> list[dict[str, dict[str, Any]]]:
     """Return what each of so many ranks got, of one launch for all tests."""
     return launched(size, programs.train_all, FEW if size == 2 else {name: FEW[name] for name in ("small", "routed")})
-
-
-def launched(size: int, program: Any, *arguments: Any) -> list[Any]:
-    ranks = launch(size, program, *arguments, timeout_s=200)
-    for rank in ranks:
-        assert rank.error is None, rank.trace
-        assert rank.exitcode == 0
-    return [rank.value for rank in ranks]
 
 
 @cache

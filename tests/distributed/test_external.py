@@ -9,29 +9,22 @@ import pytest
 import torch
 
 from support import rank_training as programs
-from support.ranks import launch
+from support.ranks import launched
 
 borrow_unregistered = partial(programs.borrow, registers=False)
 borrow_registered = partial(programs.borrow, registers=True)
 
 
-def launched(program: Any, *arguments: Any) -> list[Any]:
-    ranks = launch(2, program, *arguments)
-    for rank in ranks:
-        assert rank.error is None, rank.trace
-    return [rank.value for rank in ranks]
-
-
 def test_a_parameter_that_nobody_saw_used_is_named_on_all_ranks() -> None:
-    for told in launched(borrow_unregistered, {}):
+    for told in launched(2, borrow_unregistered, {}):
         assert told.startswith("owner.weight was used where nobody could see that it is needed")
         assert "engine.register_external(module, parameter)" in told
 
 
 @pytest.mark.parametrize("ranks", [{}, {"leaf_modules": ["block"]}])
 def test_what_is_registered_is_gathered_with_the_module_that_uses_it(ranks: dict[str, Any]) -> None:
-    whole = launched(borrow_registered, {"ranks": {"stage": "gradients"}})
-    cut = launched(borrow_registered, {"ranks": ranks})
+    whole = launched(2, borrow_registered, {"ranks": {"stage": "gradients"}})
+    cut = launched(2, borrow_registered, {"ranks": ranks})
 
     for one, other in zip(whole, cut, strict=True):
         assert one["losses"] == other["losses"]

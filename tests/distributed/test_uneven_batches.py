@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Any
 
 import pytest
 
 from support import rank_training as programs
-from support.ranks import launch
+from support.ranks import launched
 
 LITTLE = 200 << 10  # of the device, on which little more is whole than what a module needs
 
 
-def launched(program: Any, counts: list[int]) -> list[Any]:
-    ranks = launch(len(counts), program, counts, LITTLE)
-    for rank in ranks:
-        assert rank.error is None, rank.trace
-    return [rank.value for rank in ranks]
-
-
 @pytest.mark.parametrize("counts", [[3, 1], [2, 2], [1, 4, 2], [0, 0]])
 def test_ranks_with_fewer_batches_use_their_last_again_and_do_not_count_it(counts: list[int]) -> None:
-    ranks = launched(partial(programs.evaluate, in_step=True), counts)
+    ranks = launched(len(counts), partial(programs.evaluate, in_step=True), counts, LITTLE)
 
     for rank, count in zip(ranks, counts, strict=True):
         assert len(rank["losses"]) == count
         assert rank["rounds"] == max(counts)
         assert rank["steps"] == 1
-    even = launched(partial(programs.evaluate, in_step=False), [max(counts)] * len(counts))
+    even = launched(len(counts), partial(programs.evaluate, in_step=False), [max(counts)] * len(counts), LITTLE)
     for rank, other in zip(ranks, even, strict=True):
         assert rank["losses"] == other["losses"][: len(rank["losses"])]
 
 
 def test_a_rank_without_any_batch_is_named_on_all() -> None:
-    for told in launched(partial(programs.evaluate, in_step=True), [2, 0]):
+    for told in launched(2, partial(programs.evaluate, in_step=True), [2, 0], LITTLE):
         assert told.startswith("ConfigError: batches: expected one on each rank at least")
         assert "none on rank 1" in told
 
 
 def test_a_rank_that_ends_its_evaluation_before_others_is_told_apart_and_does_not_hang() -> None:
-    for told in launched(partial(programs.evaluate, in_step=False), [3, 1]):
+    for told in launched(2, partial(programs.evaluate, in_step=False), [3, 1], LITTLE):
         assert re.match("CollectiveError: .*the ranks do not do the same.*rank 0: .*rank 1: ", told), told

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme import Cuda, Direct, FaultPlan, IOQueue, Pool, Requests, Sync, UserMemory, WhenFull
+from deepnvme import Direct, FaultPlan, IOQueue, NVMeError, Pool, Sync, UserMemory, WhenFull, _native
 from support.nvme_programs import output_of, run_program
 
 BACKEND = "threads"
@@ -42,13 +42,28 @@ def test_a_choice_may_be_given_as_text(path: Path) -> None:
     what: Any = "all"
     reads: Any = "reads"
     never: Any = "never"
+    required: Any = "required"
     plan = FaultPlan().fail(nth=1000, requests=reads)
     with IOQueue(BACKEND, faults=plan, **settings) as queue, queue.open(path, "r+", **how) as file:
         assert queue.when_full is WhenFull.RAISE
         assert queue.settings_for(path).user_memory is UserMemory.BOUNCE
         assert not file.direct
         file.sync(what).result()
-    assert Pool(PAGE, cuda=never).pinned is False
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_native, "Pool", _PinsOnly)
+        Pool(PAGE, cuda=never)
+        with pytest.raises(NVMeError, match="asked to page-lock: True"):
+            Pool(PAGE, cuda=required)
+
+
+class _PinsOnly:
+    """A pool's memory that refuses to be page-locked, and says whether it had to be."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def pin_with_cuda(self, *, demanded: bool) -> None:
+        raise RuntimeError(f"asked to page-lock: {demanded}")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +89,6 @@ def test_a_queue_is_not_made_of_what_there_is_not(wrong: Any, told: str) -> None
 def test_a_pool_is_not_page_locked_by_a_choice_that_there_is_not(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"cuda: expected one of Cuda\.IN_USE \('in use'\)"):
         Pool(PAGE, cuda=wrong)
-    assert not Pool(PAGE, cuda=Cuda.NEVER).pinned
 
 
 @pytest.mark.parametrize("wrong", ["automatic", Sync.DATA])
@@ -143,7 +157,6 @@ def test_a_tensor_has_a_dtype_whose_values_are_its_bytes(wrong: Any) -> None:
 def test_a_fault_that_cannot_be_is_refused_where_it_is_planned(add: Callable[[FaultPlan], object]) -> None:
     with pytest.raises((ValueError, TypeError), match=r"whole number|must|at most 1|expected one of|positive rate"):
         add(FaultPlan())
-    assert Requests.WRITES in Requests
 
 
 # --- files, copies, forks ----------------------------------------------------------------------------------------

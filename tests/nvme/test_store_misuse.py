@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import pickle
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,6 +34,7 @@ from deepnvme.errors import StoreError, VolumeError
 from deepnvme.holdings import Holdings
 from deepnvme.sizes import SMALL_BYTES
 from deepnvme.store import Checksum, Durability, UncommittedWarning
+from deepnvme.store_threads import StoreThreads
 from deepnvme.volume import Member, Volume
 
 MIB = 1 << 20
@@ -224,21 +226,24 @@ def test_a_put_comes_after_what_was_begun_before_it(place: Path) -> None:
         store.commit()
 
 
-def test_a_put_waits_for_no_other_name(place: Path) -> None:
-    late = FaultPlan().delay(delay_us=2_000_000, every=1, requests=Requests.WRITES)
-    with (
-        IOQueue(BACKEND, faults=late) as slow,
-        IOQueue(BACKEND) as queue,
-        TensorStore.create([place], 8 * MIB, queue=queue) as store,
-        TensorStore.create([place.with_name("other")], 8 * MIB, queue=slow) as other,
-    ):
-        begun = other.put_async("x", b"1")
-        store.put("x", b"2")
-        other._threads.wait_for_queued(["y", "xx", "y/x"])
-        assert not begun.done()
-        begun.result(TIMEOUT_S)
-        store.commit()
-        other.commit()
+def test_a_put_waits_for_no_other_name_and_never_on_a_thread_of_the_store() -> None:
+    threads, free = StoreThreads(), threading.Event()
+    begun = threads.write(free.wait, ["x", "state/w"])
+    inside = threads.read(lambda: threads.wait_for_queued(["x"]))
+
+    threads.wait_for_queued(["y", "xx", "states"])  # returns, while the write waits for us
+    inside.result(TIMEOUT_S)
+    waiting = threading.Thread(target=threads.wait_for_queued, args=[["state/other"]])
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    assert not begun.done()
+    free.set()
+    waiting.join(TIMEOUT_S)
+    assert not waiting.is_alive()
+    assert begun.result(TIMEOUT_S)
+    threads.take_no_more()
+    threads.join()
 
 
 def test_what_was_deleted_later_stays_deleted(store: TensorStore) -> None:

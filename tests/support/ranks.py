@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Rank", "launch"]
+__all__ = ["Rank", "launch", "launched"]
 
 _TICK_S = 0.5
 PRELOADED = ["pytest", "torch", "infinity_engine.engine.assemble"]
@@ -58,6 +58,15 @@ def launch(size: int, program: Callable[..., Any], *arguments: Any, timeout_s: f
         Rank(rank.value, rank.error, rank.trace, process.exitcode)
         for rank, process in zip(ranks, processes, strict=True)
     ]
+
+
+def launched(size: int, program: Callable[..., Any], *arguments: Any, timeout_s: float = 200.0) -> list[Any]:
+    """Return what `program(*arguments)` returns on so many ranks, none of which fails."""
+    ranks = launch(size, program, *arguments, timeout_s=timeout_s)
+    for rank in ranks:
+        assert rank.error is None, rank.trace
+        assert rank.exitcode == 0
+    return [rank.value for rank in ranks]
 
 
 def _collect(ends: Sequence[Connection], timeout_s: float) -> list[Rank]:
