@@ -30,6 +30,7 @@ if _typing.TYPE_CHECKING:
     from deepnvme.faults import FaultPlan, Requests
     from deepnvme.future import IOFuture
     from deepnvme.member import Access
+    from deepnvme.page_stock import PageStock
     from deepnvme.pool import Cuda, Pool
     from deepnvme.probing import Probe, probe
     from deepnvme.profile import UserMemory
@@ -59,6 +60,7 @@ __all__ = [
     "IOQueue",
     "Member",
     "NVMeError",
+    "PageStock",
     "PoisonedError",
     "Pool",
     "PoolExhaustedError",
@@ -92,6 +94,7 @@ _PARTS = (
     "errors",
     "faults",
     "future",
+    "page_stock",
     "pool",
     "probing",
     "profile",

@@ -1,31 +1,27 @@
 """The host as its own device: DEVICE and HOST are one memory, so there is nothing to copy, and work happens at once.
 
-Starts no thread: a buffer is an ordinary tensor's. Memory that was given back is kept for buffers of the same size as
-far as its owner allows, because new pages cost as much time as filling them. DEVICE's bytes count as HOST's, which is
-the business of whoever keeps the budgets.
+Starts no thread: a buffer is an ordinary tensor's. Pages that were given back are kept for buffers to come as far as
+their owner allows, because new ones cost as much time as filling them. DEVICE's bytes count as HOST's, which is the
+business of whoever keeps the budgets.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 
-from deepnvme import Pool
+from deepnvme import PageStock
 from infinity_engine.accel.base import Buffer, DeviceBytes, Event, Stream
 from infinity_engine.accel.operation import Failure, Operation, Work
 from infinity_engine.accel.ordered import OrderedAccelerator
 from infinity_engine.errors import CapacityError
 from infinity_engine.machine.memory import probe_memory
-from infinity_engine.units import align_up
 
 __all__ = ["CpuAccelerator"]
 
 
 _LARGE = 64 << 10  # from here on, memory begins on a page
-_PAGE = 4096
 
 
 class CpuAccelerator(OrderedAccelerator[Operation]):
@@ -37,7 +33,7 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
     def __init__(self) -> None:
         super().__init__(Operation)
         self.torch_device = torch.device("cpu")
-        self._pages = _Pages()
+        self._pages = PageStock()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, stream: Stream, after: Sequence[Event] = ()) -> Event:
         """Refuse: there is nothing to copy."""
@@ -54,7 +50,8 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
             if nbytes < _LARGE:
                 self._pages.keep_at_most(idle_bytes)
                 return Buffer(torch.empty(nbytes, dtype=torch.uint8))
-            return Buffer(self._pages.take(nbytes, idle_bytes))
+            memory = self._pages.take(nbytes, keep=idle_bytes)
+            return Buffer(torch.frombuffer(memory, dtype=torch.uint8))
         except (RuntimeError, MemoryError, OSError) as error:  # torch has no class of its own for this
             free, total = self.memory()
             raise CapacityError(
@@ -98,38 +95,3 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
 
     def _in_device(self, tensor: torch.Tensor) -> bool:
         return True
-
-
-class _Pages:
-    """Memory that drives can read into without a copy; what nobody has views of is idle, and can be had again."""
-
-    def __init__(self) -> None:
-        self._idle: deque[Pool] = deque()  # what went back last, last
-        self._returned: deque[Pool] = deque()  # by finalizers, which may run anywhere
-
-    def take(self, nbytes: int, idle_bytes: int) -> torch.Tensor:
-        """Return so many bytes; at most `idle_bytes` stay idle beside them."""
-        self._catch_up()
-        pool = next((each for each in reversed(self._idle) if each.capacity == align_up(nbytes, _PAGE)), None)
-        if pool is None:
-            self.keep_at_most(idle_bytes)
-            pool = Pool(nbytes)
-        else:
-            self._idle.remove(pool)
-            self.keep_at_most(idle_bytes)
-        memory = pool.buffer(nbytes)
-        weakref.finalize(memory, self._returned.append, pool)
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def keep_at_most(self, nbytes: int) -> None:
-        """Give idle memory back to the system, what has been idle longest first, until at most so much is left."""
-        self._catch_up()
-        left = sum(pool.capacity for pool in self._idle)
-        while left > nbytes:
-            left -= self._idle.popleft().capacity
-
-    def _catch_up(self) -> None:
-        while self._returned:
-            pool = self._returned.popleft()
-            if pool.free_bytes == pool.capacity:
-                self._idle.append(pool)

@@ -14,6 +14,7 @@
 
 #include "deepnvme/arena.hpp"
 #include "deepnvme/error.hpp"
+#include "deepnvme/page_stock.hpp"
 #include "deepnvme/queue.hpp"
 
 namespace py = pybind11;
@@ -222,6 +223,21 @@ void bind_memory(py::module_& module) {
         .def_property_readonly("peak_bytes", &Pool::peak_bytes);
 }
 
+void bind_page_stock(py::module_& module) {
+    py::class_<Pages, std::shared_ptr<Pages>>(module, "Pages", py::buffer_protocol())
+        .def_buffer([](Pages& pages) {
+            return py::buffer_info(pages.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1,
+                                   {pages.size()}, {1});
+        });
+    py::class_<PageStock, std::shared_ptr<PageStock>>(module, "PageStock")
+        .def(py::init(&PageStock::make))
+        .def("take", &PageStock::take, py::arg("nbytes"), py::arg("keep"),
+             py::call_guard<py::gil_scoped_release>())
+        .def("keep_at_most", &PageStock::keep_at_most, py::arg("nbytes"),
+             py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("idle_bytes", &PageStock::idle_bytes);
+}
+
 void bind_faults(py::module_& module) {
     py::class_<FaultPlan>(module, "FaultPlan")
         .def(py::init([](std::uint64_t seed) { return FaultPlan{seed, {}}; }), py::arg("seed"))
@@ -269,6 +285,7 @@ void bind_queue(py::module_& module) {
     py::register_local_exception_translator(&translate);
     bind_enums(module);
     bind_memory(module);
+    bind_page_stock(module);
     bind_faults(module);
     bind_files(module);
     py::class_<DriveOptions>(module, "DriveOptions")

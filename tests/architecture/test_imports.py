@@ -88,6 +88,7 @@ PUBLIC = {
         "Member",
         "NVMeError",
         "PoisonedError",
+        "PageStock",
         "Pool",
         "PoolExhaustedError",
         "Probe",

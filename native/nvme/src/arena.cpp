@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdint>
@@ -39,6 +40,23 @@ void populate(std::byte* memory, std::size_t nbytes) noexcept {
 }
 
 Mapping::Mapping(std::size_t nbytes, std::optional<unsigned> numa_node) : owner_(::getpid()) {
+    reserve(nbytes);
+    if (numa_node) {
+        try {
+            bind_to(*numa_node);
+        } catch (...) {
+            ::munmap(data_, size_);
+            throw;
+        }
+    }
+    touch(0);
+}
+
+Mapping::Mapping(std::size_t nbytes, Untouched /*pages*/) : owner_(::getpid()) {
+    reserve(nbytes);
+}
+
+void Mapping::reserve(std::size_t nbytes) {
     if (nbytes == 0) throw std::invalid_argument("memory for I/O has at least one byte");
     if (nbytes > most_bytes) throw std::bad_alloc();
     size_ = round_up(nbytes, page);
@@ -53,19 +71,37 @@ Mapping::Mapping(std::size_t nbytes, std::optional<unsigned> numa_node) : owner_
     const std::uintptr_t end = aligned + size_;
     if (start + mapped > end) ::munmap(reinterpret_cast<void*>(end), start + mapped - end);
     data_ = reinterpret_cast<std::byte*>(aligned);
-    if (numa_node) {
-        try {
-            bind_to(*numa_node);
-        } catch (...) {
-            ::munmap(data_, size_);
-            throw;
+    advise(data_, size_);
+}
+
+// Before the first touch, which is before anybody registers the pages. Advice that is refused costs speed,
+// not correctness: a kernel without huge pages gives small ones.
+void Mapping::advise(std::byte* memory, std::size_t nbytes) const noexcept {
+    (void)::madvise(memory, nbytes, MADV_HUGEPAGE);
+    (void)::madvise(memory, nbytes, MADV_DONTFORK);
+}
+
+std::size_t Mapping::take_over(Mapping& donor, std::size_t at) {
+    // Both ends begin on huge pages, so that tables move and not their entries.
+    const std::size_t nbytes = std::min(donor.size_, size_ - at) / huge_page * huge_page;
+    if (nbytes == 0) return 0;
+    std::byte* const target = data_ + at;
+    if (::mremap(donor.data_, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, target) == MAP_FAILED) {
+        // It has unmapped what was there.
+        if (::mmap(target, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
+            MAP_FAILED) {
+            throw std::bad_alloc();
         }
+        advise(target, nbytes);
+        return 0;
     }
-    // Advice before the first touch, touch before anybody registers the pages. Advice that is refused costs
-    // speed, not correctness: a kernel without huge pages gives small ones.
-    (void)::madvise(data_, size_, MADV_HUGEPAGE);
-    (void)::madvise(data_, size_, MADV_DONTFORK);
-    populate(data_, size_);
+    donor.data_ += nbytes;
+    donor.size_ -= nbytes;
+    if (donor.size_ < huge_page && donor.size_ > 0) {
+        ::munmap(donor.data_, donor.size_);
+        donor.size_ = 0;
+    }
+    return nbytes;
 }
 
 // Preferred, not required: a node that is full costs speed, and no memory at all would cost the run.
@@ -88,7 +124,7 @@ Mapping::~Mapping() {
     // else's.
     if (::getpid() != owner_) return;
     if (cuda_) cuda_->unregister_memory(data_);
-    ::munmap(data_, size_);
+    if (size_ > 0) ::munmap(data_, size_);
 }
 
 void Mapping::pin_with(std::shared_ptr<CudaHost> cuda) {

@@ -1,6 +1,6 @@
 // Memory for I/O: 2 MiB-aligned, advised to be huge pages, kept out of forked children, touched once.
-// The only place in the project that maps such memory; Pool cuts it up, Drives register its arenas with their
-// rings.
+// The only place in the project that maps such memory; Pool cuts it up, PageStock uses its pages again,
+// Drives register its arenas with their rings.
 #pragma once
 
 #include <sys/types.h>
@@ -23,6 +23,10 @@ class Mapping {
     // Throws std::bad_alloc where the kernel gives no memory, std::invalid_argument for 0 bytes or a NUMA
     // node that there is not.
     explicit Mapping(std::size_t nbytes, std::optional<unsigned> numa_node = std::nullopt);
+
+    // Without pages as yet: `touch` asks for new ones, `take_over` takes another's.
+    struct Untouched {};
+    Mapping(std::size_t nbytes, Untouched /*pages*/);
     ~Mapping();
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;
@@ -33,7 +37,18 @@ class Mapping {
     // Page-locks it for CUDA too, until it is unmapped. Throws std::runtime_error with the driver's reason.
     void pin_with(std::shared_ptr<CudaHost> cuda);
 
+    // Has pages from `start` on.
+    void touch(std::size_t start) noexcept { populate(data_ + start, size_ - start); }
+
+    // Moves huge pages from the front of `donor`, which nobody uses and nothing has registered, to `at`,
+    // where there are none yet, as far as there is room for whole ones; returns how many bytes that were. A
+    // donor that has less than one left has nothing left. Throws std::bad_alloc where this can only be
+    // destroyed.
+    [[nodiscard]] std::size_t take_over(Mapping& donor, std::size_t at);
+
   private:
+    void reserve(std::size_t nbytes);
+    void advise(std::byte* memory, std::size_t nbytes) const noexcept;
     void bind_to(unsigned node);
 
     std::shared_ptr<CudaHost> cuda_;  // set: registered there

@@ -1,0 +1,54 @@
+"""Memory for I/O in buffers of any size, whose pages are used again for buffers of other sizes.
+
+New pages cost as much time as filling them, as the kernel clears them first; pages that were given back only change
+their addresses. For whoever takes and gives back many MiB all the time within one limit, and would lose room to gaps in
+a `Pool`. No ring registers this memory: the kernel looks its pages up in each transfer.
+"""
+
+from __future__ import annotations
+
+from deepnvme import _native
+from deepnvme.choices import whole_number
+
+__all__ = ["PageStock"]
+
+
+class PageStock:
+    """Page-aligned memory for I/O, in huge pages where there are any, which comes back when its last view goes."""
+
+    def __init__(self) -> None:
+        self._native = _native.PageStock()
+
+    def take(self, nbytes: int, *, keep: int = 0) -> memoryview:
+        """Return `nbytes` of memory as a writable memoryview, with whatever somebody left in it.
+
+        At most `keep` bytes of what was given back stay idle beside it, at no time more.
+
+        Raises:
+            MemoryError: the system has no memory for it.
+        """
+        asked = whole_number("the bytes of a buffer", nbytes, 1)
+        kept = whole_number("the bytes to keep", keep)
+        try:
+            return memoryview(self._native.take(asked, kept))
+        except MemoryError:
+            raise MemoryError(f"no memory for a buffer of {nbytes} B") from None
+
+    def keep_at_most(self, nbytes: int) -> None:
+        """Give idle memory back to the system, what has been idle longest first, until at most so much is left."""
+        self._native.keep_at_most(whole_number("the bytes to keep", nbytes))
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that nobody has, kept for buffers to come."""
+        return self._native.idle_bytes
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled or copied."""
+        raise TypeError(
+            "a stock of pages is neither pickled nor copied: its memory is this process's. Make one where it is used"
+        )
+
+    def __repr__(self) -> str:
+        """Show what is idle."""
+        return f"PageStock({self.idle_bytes} B idle)"

@@ -1,0 +1,113 @@
+#include "deepnvme/page_stock.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <exception>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "deepnvme/error.hpp"
+
+namespace deepnvme {
+
+Pages::Pages(std::shared_ptr<PageStock> stock, std::unique_ptr<Mapping> mapping, std::size_t nbytes)
+    : stock_(std::move(stock)), mapping_(std::move(mapping)), nbytes_(nbytes) {}
+
+Pages::~Pages() {
+    stock_->give_back(std::move(mapping_));
+}
+
+std::shared_ptr<PageStock> PageStock::make() {
+    return std::shared_ptr<PageStock>(new PageStock());
+}
+
+PageStock::PageStock() : owner_(::getpid()) {}
+
+std::shared_ptr<Pages> PageStock::take(std::size_t nbytes, std::size_t keep) {
+    if (nbytes == 0) throw std::invalid_argument("a buffer holds at least 1 byte, asked: 0");
+    if (belongs_to_a_parent()) {
+        throw ForkedError("this stock of pages belongs to process " + std::to_string(owner_) +
+                          "; a forked child makes its own");
+    }
+    auto taken = std::make_unique<Mapping>(nbytes, Mapping::Untouched{});
+    std::size_t filled = 0;
+    {
+        const std::lock_guard lock(mutex_);
+        if (std::unique_ptr<Mapping> same = same_locked(taken->size())) {
+            taken = std::move(same);
+            filled = taken->size();
+        } else {
+            filled = fill_locked(*taken);
+        }
+        keep_locked(keep);
+    }
+    taken->touch(filled);
+    return std::make_shared<Pages>(shared_from_this(), std::move(taken), nbytes);
+}
+
+void PageStock::keep_at_most(std::size_t nbytes) {
+    if (belongs_to_a_parent()) return;
+    const std::lock_guard lock(mutex_);
+    keep_locked(nbytes);
+}
+
+std::size_t PageStock::idle_bytes() const {
+    if (belongs_to_a_parent()) return 0;
+    const std::lock_guard lock(mutex_);
+    return idle_locked();
+}
+
+// Where memory for the bookkeeping lacks, the system has the pages again.
+void PageStock::give_back(std::unique_ptr<Mapping> mapping) noexcept {
+    if (belongs_to_a_parent()) return;
+    try {
+        const std::lock_guard lock(mutex_);
+        idle_.push_back(std::move(mapping));
+    } catch (const std::exception&) {
+        mapping.reset();
+    }
+}
+
+std::unique_ptr<Mapping> PageStock::same_locked(std::size_t nbytes) {
+    const auto same = std::ranges::find_if(idle_.rbegin(), idle_.rend(),
+                                           [=](const auto& each) { return each->size() == nbytes; });
+    if (same == idle_.rend()) return nullptr;
+    std::unique_ptr<Mapping> found = std::move(*same);
+    idle_.erase(std::next(same).base());
+    return found;
+}
+
+// Moves idle pages to the front of `fresh`; returns how many bytes of it have pages now.
+std::size_t PageStock::fill_locked(Mapping& fresh) {
+    std::size_t filled = 0;
+    while (!idle_.empty()) {
+        const std::size_t moved = fresh.take_over(*idle_.back(), filled);
+        if (moved == 0) break;
+        filled += moved;
+        if (idle_.back()->size() == 0) idle_.pop_back();
+    }
+    return filled;
+}
+
+void PageStock::keep_locked(std::size_t nbytes) {
+    std::size_t left = idle_locked();
+    while (left > nbytes) {
+        left -= idle_.front()->size();
+        idle_.pop_front();
+    }
+}
+
+std::size_t PageStock::idle_locked() const noexcept {
+    std::size_t nbytes = 0;
+    for (const auto& each : idle_) nbytes += each->size();
+    return nbytes;
+}
+
+bool PageStock::belongs_to_a_parent() const noexcept {
+    return ::getpid() != owner_;
+}
+
+}  // namespace deepnvme
