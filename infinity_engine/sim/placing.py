@@ -21,8 +21,9 @@ from infinity_engine.sim.sizing import Demand, Sizing
 __all__ = ["Plan", "Wish", "place"]
 
 _MOST_TRIES = 4  # to find a plan whose buffers fit what it lets be updated where
-_MOST_BUFFERS = 4  # two filled ahead, one updated, one emptied
-_EARLY_BUFFERS = 4  # as many, for updates in a backward
+_BUFFERS = 4  # two filled ahead, one updated, one emptied; for updates in a backward as many
+_MOST_BUFFERS = 8  # small ones are done with before a module ends, so more of them are filled ahead,
+_MOST_BUFFER_BYTES = 256 << 20  # within so much
 _NOTHING = Resting()
 
 
@@ -158,10 +159,11 @@ class _Placing:
             small_bytes=small,
         )
         micro_batches = self.wish.accumulation_steps
-        early = _EARLY_BUFFERS if self.wish.early_updates and states else 0
-        choices = [] if early else [(buffers, 0) for buffers in range(_MOST_BUFFERS, 1, -1)]
+        early = self.wish.early_updates and states
+        most = self._most_buffers()
+        choices = [] if early else [(buffers, 0) for buffers in range(most, 1, -1)]
         if states:
-            choices += [(buffers, micro_batches) for buffers in range(_MOST_BUFFERS, 0, -1)]
+            choices += [(buffers, micro_batches) for buffers in range(most, 0, -1)]
         refused: CapacityError | None = None
         homes = {each.index: Home.HOST for each in sizing.subgroups} if self.like is None else self.like.steps.homes()
         least: dict[int, Callable[[int], int]] = {}  # of the host, by gradients: with so many buffers
@@ -169,7 +171,7 @@ class _Placing:
             is_last = (buffers, gradients) == choices[-1]  # which says what is missing
             if not is_last and gradients in least and least[gradients](buffers) > budget.host:
                 continue
-            tried = replace(resting, gradients=gradients, early=early)
+            tried = replace(resting, gradients=gradients, early=max(buffers, _BUFFERS) if early else 0)
             try:
                 plan = self._settled(parameters, homes, resting=tried, buffers=buffers)
                 homes = plan.steps.homes()
@@ -194,6 +196,12 @@ class _Placing:
             return self._with_room(plan)
         assert refused is not None, "there is a choice"
         raise refused
+
+    def _most_buffers(self) -> int:
+        """Return how many buffers there are where the host has room for them."""
+        sizing = self.sizing
+        each = 4 * (1 + len(sizing.state_names)) * max((each.numel for each in sizing.subgroups), default=0)
+        return max(_BUFFERS, min(_MOST_BUFFERS, _MOST_BUFFER_BYTES // max(each, 1)))
 
     def _least_of_host(self, plan: Plan, buffers: int) -> int:
         """Return what of the host a plan takes at least that has so many buffers instead, and no more of them."""
