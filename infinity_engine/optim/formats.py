@@ -6,12 +6,11 @@ is whatever has a tensor's methods.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
-
-import numpy as np
 
 from infinity_engine.errors import ConfigError
 
@@ -119,7 +118,7 @@ class Stream:
         if not (values.is_contiguous() if is_tensor else values.flags.c_contiguous):
             raise ConfigError(field="layout", value=tuple(values.shape), expected="a contiguous array or tensor")
         address = values.data_ptr() if is_tensor else values.ctypes.data
-        return cls(address, int(np.prod(values.shape, dtype=np.int64)), found, values)
+        return cls(address, math.prod(values.shape), found, values)
 
     def part(self, start: int, numel: int) -> Stream:
         """Return `numel` of the values from `start` on.
