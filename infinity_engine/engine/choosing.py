@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from infinity_engine.config import EngineConfig
+from infinity_engine.config import EngineConfig, Overlap
 from infinity_engine.engine.parameters import TrainedParameter
 from infinity_engine.engine.replanning import Question
 from infinity_engine.engine.sizing import shape_of, wish_of
@@ -56,6 +56,7 @@ def choose(
         state_names=sizing.state_names,
         small_bytes=wish.small_bytes,
         in_memory=sizing.own,
+        overlap=config.overlap is not Overlap.OFF,
     )
     means = Means(
         budget=budget,

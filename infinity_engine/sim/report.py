@@ -264,7 +264,7 @@ def _resource(lane: Lane, phase: str, *, unified: bool) -> str:
         computes = unified and phase != "update"
         return (_COMPUTE + " and updates" if "update" in phase else _COMPUTE) if computes else "CPU updates"
     if lane is Lane.DEVICE:
-        return "device updates" if phase == "update" else _COMPUTE
+        return "device updates" if phase == "update" else _COMPUTE + (" and updates" if "update" in phase else "")
     return {
         Lane.H2D: "link to the device",
         Lane.D2H: "link to the host",

@@ -6,6 +6,7 @@ through the memory that the plan has for it, and gradients go where the plan has
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,12 +19,14 @@ from infinity_engine.plan.step import Home
 from infinity_engine.sim.placing import Plan
 from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.training import Means, Training
+from infinity_engine.sim.walking import Walk
 
 __all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_step"]
 
 _NS_PER_S = 10**9
 _BACKWARD = 2  # forwards that a backward computes as much as
 _ROUNDS = 8  # to find how much of their time updates and moves disturb one another
+_LOOK_AHEAD = 32  # modules among which the engine's fetcher looks for what to fetch
 
 
 class Span(NamedTuple):
@@ -157,7 +160,7 @@ class _Step:
         self._checkpointing = training.checkpointing
         self._limit = plan.demand.fetched
         self._modules = _needs(plan, sizing, training)
-        self._deferred = _defers(plan, self._modules)
+        self._deferred = training.overlap and _defers(plan, self._modules, means)
         self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._clocks = LaneClocks(self._rates_of_update(means), free=self._free)
         # Says what a transfer takes while nothing goes the other way.
@@ -165,6 +168,9 @@ class _Step:
         self._spans: list[Span] = []
         self._present: dict[int, tuple[int, int]] = {}  # by module, in the order of their uses: bytes, end of use
         self._held = 0  # bytes of these
+        self._staged = sum(plan.steps.staging_bytes)
+        self._for_update = max(self._staged, self._limit) + sizing.on_their_way  # bytes that it leaves the fetching
+        self._leaving: deque[tuple[int, int]] = deque()  # bytes of these that are not free before the second's time
         self._at = 0  # the next op of the plan
         self._update_ns = 0
         self._update_busy_ns: dict[Lane, int] = {}
@@ -174,7 +180,10 @@ class _Step:
         if not deferred:
             self._go_on(len(self._plan.steps.ops))
         begin_ns = 0 if deferred else self._update_ns
-        computed_ns = self._forward(begin_ns, deferred=deferred)
+        if deferred and self._link is not None:
+            computed_ns = self._forward_beside()
+        else:
+            computed_ns = self._forward(begin_ns, deferred=deferred)
         middle_ns = max(computed_ns, self._update_ns)
         end_ns = self._backward(middle_ns)
         cuts = [("update", 0, begin_ns), ("forward", begin_ns, middle_ns), ("backward", middle_ns, end_ns)]
@@ -231,13 +240,16 @@ class _Step:
     def _go_on(self, count: int) -> None:
         """Run the plan's ops up to so many."""
         for op in self._plan.steps.ops[self._at : count]:
-            time = self._clocks.run(op)
-            if op.lane not in self._free:
-                nbytes = op.nbytes if isinstance(op, CopyOp) else 0
-                self._spans.append(Span(op.lane, time.start_ns, time.end_ns, nbytes))
-                self._update_busy_ns[op.lane] = self._update_busy_ns.get(op.lane, 0) + time.end_ns - time.start_ns
-            self._update_ns = max(self._update_ns, time.end_ns)
+            self._note(op, self._clocks.run(op))
         self._at = max(self._at, count)
+
+    def _note(self, op: Op, time: OpTime) -> None:
+        """Write down when an op of the update runs."""
+        if op.lane not in self._free:
+            nbytes = op.nbytes if isinstance(op, CopyOp) else 0
+            self._spans.append(Span(op.lane, time.start_ns, time.end_ns, nbytes))
+            self._update_busy_ns[op.lane] = self._update_busy_ns.get(op.lane, 0) + time.end_ns - time.start_ns
+        self._update_ns = max(self._update_ns, time.end_ns)
 
     def _forward(self, begin_ns: int, *, deferred: bool) -> int:
         """Run all modules, from `begin_ns` on at the earliest; return when the last has ended."""
@@ -255,6 +267,98 @@ class _Step:
         if deferred:
             self._go_on(len(self._plan.steps.ops))
         return end_ns
+
+    # --- beside an update, on a device with memory of its own -----------------------------------------------------
+
+    def _forward_beside(self) -> int:
+        """Run all modules while the thread that calls them walks along the update; return when both have ended.
+
+        As the engine does it: who needs a parameter goes on with the walk until that has arrived. While one waits that
+        stays on the device, what comes later is updated on the host; while one waits that is fetched, one subgroup.
+        """
+        walk = Walk(self._plan.steps, self._clocks, self._note)
+        walk.poll()
+        self._fetch_ahead(0, walk)
+        end_ns = 0
+        for number, needs in enumerate(self._modules):
+            if needs.fetched:
+                self._provide(number, walk)
+                self._fetch_ahead(number + 1, walk)
+            else:
+                while not walk.has_arrived(needs.subgroups):
+                    if not walk.poll():
+                        walk.arrive(needs.subgroups)
+            end_ns = self._work(self._compute, self._duration_ns(needs.flops, 0), walk.now_ns).end_ns
+            self._use(number, needs, end_ns)
+        walk.finish()
+        return max(end_ns, walk.now_ns)
+
+    def _provide(self, number: int, walk: Walk) -> None:
+        """Let the thread wait until what a module needs has been updated, and is there."""
+        needs = self._modules[number]
+        walk.poll()
+        if number not in self._present:
+            walk.reach(needs.subgroups)
+            walk.arrive(needs.subgroups)
+            while self._limit - self._held < needs.fetched and self._give_up(number):
+                pass
+            while not self._has_room(needs.fetched, walk):
+                if not self._give_up(number):
+                    walk.finish()
+                    self._staged = 0
+                    break
+            self._fetch_now(number, walk)
+        walk.wait_until(self._present[number][1])
+
+    def _fetch_ahead(self, start: int, walk: Walk) -> None:
+        """Begin to fetch what the modules from one on need, as far as there is room for it and it has been updated."""
+        left = self._limit - self._held
+        for number in range(start, min(start + _LOOK_AHEAD, len(self._modules))):
+            needs = self._modules[number]
+            if not needs.fetched or number in self._present:
+                continue
+            while left < needs.fetched:
+                given = self._give_up(start - 1)
+                if not given:
+                    return
+                left += given
+            left -= needs.fetched
+            if walk.has_arrived(needs.subgroups):
+                if not self._has_room(needs.fetched, walk):
+                    return
+                self._fetch_now(number, walk)
+
+    def _fetch_now(self, number: int, walk: Walk) -> None:
+        assert self._link is not None, "a device with memory of its own has links"
+        needs, after_ns = self._modules[number], walk.now_ns
+        if needs.read:
+            after_ns = self._move(Lane.NVME_READ, needs.read, after_ns).end_ns
+        self._use(number, needs, self._move(self._link, needs.fetched, after_ns).end_ns)
+
+    def _give_up(self, running: int) -> int:
+        """Let what the backward needs last make room, once the device has used it; return its bytes.
+
+        0 where there is nothing but what the module that is running needs, and those that come after it.
+        """
+        number = min(self._present, default=running)
+        if number >= running:
+            return 0
+        nbytes, _ = self._present.pop(number)
+        self._held -= nbytes
+        self._leaving.append((nbytes, self._clocks.free_ns(self._compute)))
+        return nbytes
+
+    def _has_room(self, nbytes: int, walk: Walk) -> bool:
+        """Tell whether staging sets leave the device room for so much; what is leaving is waited for."""
+        while True:
+            while self._leaving and self._leaving[0][1] <= walk.now_ns:
+                self._leaving.popleft()
+            left = self._for_update - self._staged - self._held - sum(leaving for leaving, _ in self._leaving)
+            if nbytes <= left or not self._leaving:
+                return nbytes <= left
+            walk.wait_until(self._leaving[0][1])
+
+    # --------------------------------------------------------------------------------------------------------------
 
     def _backward(self, begin_ns: int) -> int:
         """Run all modules backwards; return when the last has ended, and every gradient is where it is kept."""
@@ -372,10 +476,15 @@ def _gradients(plan: Plan, sizing: Sizing) -> tuple[dict[int, int], dict[int, in
     return down, written
 
 
-def _defers(plan: Plan, modules: Iterable[_Needs]) -> bool:
-    """Tell whether the update goes on beside the next forward: what it changes is fetched, and nothing visits."""
-    passes = plan.steps.buffer_bytes and not plan.steps.staging_bytes
-    return bool(passes) and any(needs.fetched for needs in modules)
+def _defers(plan: Plan, modules: Iterable[_Needs], means: Means) -> bool:
+    """Tell whether the engine lets an update go on beside the next forward, where it may.
+
+    On one memory what it changes has to be fetched; of several ranks as well, which else gather it when it is updated.
+    """
+    fetches = any(needs.fetched for needs in modules)
+    if means.unified:
+        return fetches and bool(plan.steps.buffer_bytes)
+    return fetches or means.ranks == 1
 
 
 def _last_ops(ops: Sequence[Op]) -> dict[int, int]:

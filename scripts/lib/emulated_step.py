@@ -1,7 +1,8 @@
 """A training step of the bench's GPT on an emulated device whose clock is computed, as a bench lets it be measured.
 
 Links, updates on both sides and the modules' computing take their time at rates that are set: the same as the plan's.
-What modules compute is passed by hooks of the model, module by module, as they end. Imports torch when it trains.
+What modules compute is the device's work, in the stream in which the engine expects it, as a GPU's kernels are: hooks
+of the model submit it module by module, as forward and backward come to them. Imports torch when it trains.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from infinity_engine.accel import Stream, VirtualAccelerator
+    from infinity_engine.engine.engine import Engine
     from infinity_engine.plan import Rates
     from infinity_engine.sim.models import ModuleShape
 
@@ -69,16 +72,19 @@ def train_emulated(case: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
         "n_positions": emulated.context,
     }
     shapes = model_of_config(config, name="gpt").modules
-    _pass_time(model, shapes, emulated, device.host_work)
+    computing = _Computing(device)
+    _pass_time(model, shapes, emulated, computing.submit)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     seconds = []
     with initialize(model, optimizer, device=device, **settings) as engine:
+        computing.begin(engine)
         tokens = torch.randint(0, model.embedding.num_embeddings, (1, emulated.context))
         for _ in range(_STEPS):
             start_ns = device.now_ns
             logits = engine(tokens)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
             engine.backward(loss)
+            computing.end()
             engine.step()
             seconds.append((device.now_ns - start_ns) / 1e9)
         held = {usage.tier.name: usage.peak_held for usage in engine.usage()}
@@ -87,10 +93,37 @@ def train_emulated(case: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     return {**phases, "step": seconds[-1], "host bytes": held["HOST"], "device bytes": held["DEVICE"]}
 
 
+class _Computing:
+    """The device's work on modules, in the engine's stream for it, which is there when it trains."""
+
+    def __init__(self, device: VirtualAccelerator) -> None:
+        self._device = device
+        self._stream: Stream | None = None
+
+    def begin(self, engine: Engine) -> None:
+        """Work for this engine from here on."""
+        self._stream = engine._parts.gradients._lanes.compute
+
+    def submit(self, ns: int) -> None:
+        """Let the device be busy for `ns` nanoseconds with what it is given next."""
+        from infinity_engine.accel import TimeCost
+
+        assert self._stream is not None, "it trains"
+        self._device.run(lambda: None, stream=self._stream, cost=TimeCost(ns))
+
+    def end(self) -> None:
+        """Wait for all of it."""
+        assert self._stream is not None, "it trains"
+        self._device.record(self._stream).wait()
+
+
 def _pass_time(
     model: torch.nn.Module, shapes: tuple[ModuleShape, ...], case: Emulated, passes: Callable[[int], None]
 ) -> None:
-    """Let the model's modules take their time: those with parameters have the shapes' order, the head is the last."""
+    """Let the model's modules take their time: those with parameters have the shapes' order, the head is the last.
+
+    That of a backward begins when the module's own parameters are there: when their first gradient is made.
+    """
     own = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     for module, shape in zip(own, shapes, strict=False):
         ns = round(shape.flops(case.context) * case.context * 1e9 / case.flops_per_s)
@@ -100,9 +133,13 @@ def _pass_time(
 
 
 def _takes(module: torch.nn.Module, ns: int, passes: Callable[[int], None]) -> None:
+    own = list(module.parameters(recurse=False))
+
     def forward(_module: torch.nn.Module, _given: object, made: torch.Tensor) -> None:
         passes(ns)
-        if made.requires_grad:
+        if made.requires_grad and not own:
             made.register_hook(lambda _gradient: passes(2 * ns))  # type: ignore[no-untyped-call]  # torch is
 
     module.register_forward_hook(forward)
+    if own:
+        own[0].register_hook(lambda _gradient: passes(2 * ns))  # type: ignore[no-untyped-call]  # torch is

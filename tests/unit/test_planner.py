@@ -111,8 +111,9 @@ def test_one_memory_needs_no_rates_of_links() -> None:
 def test_measured_blocks_go_before_one_rate_of_computing() -> None:
     blocks = BlockRates({BlockShape(1024, 2048): ComputeRate(forward=1e12, backward=5e11)})
     there = means(100, 100)
-    plain = decide(training_of(SMALL, checkpointing=False), there).best.timeline
-    slow = decide(training_of(SMALL, checkpointing=False), replace(there, blocks=blocks)).best.timeline
+    training = replace(training_of(SMALL, checkpointing=False), overlap=False)
+    plain = decide(training, there).best.timeline
+    slow = decide(training, replace(there, blocks=blocks)).best.timeline
 
     flops = SMALL.forward_flops_per_token(2048) * 2048
     assert [phase.ns for phase in slow.phases[1:]] == pytest.approx([flops / 1e3, 2 * flops / 500], rel=1e-6)
@@ -290,7 +291,7 @@ def timed(there: Means, choice: Choice, training: Training) -> tuple[dict[str, i
 
 
 def test_computing_takes_the_operations_over_their_rate() -> None:
-    training = training_of(SMALL, checkpointing=False)
+    training = replace(training_of(SMALL, checkpointing=False), overlap=False)
     choice = Choice(strategy=DeviceOnly(), parameters=Tier.DEVICE, subgroup_numel=2**23)
 
     phases, moved = timed(PLENTY, choice, training)
@@ -346,9 +347,33 @@ def test_an_update_from_drives_hides_behind_the_next_forward() -> None:
     assert list(phases) == ["update and forward", "backward"]
 
 
+def test_an_update_in_memory_hides_behind_the_next_forward_on_a_device_of_its_own_memory() -> None:
+    choice = Choice(strategy=HostOnly(), parameters=Tier.DEVICE, subgroup_numel=2**23)
+    beside, after = (
+        Planner(replace(training_of(SMALL), overlap=overlap), PLENTY).candidate(choice).timeline
+        for overlap in (True, False)
+    )
+
+    assert [each.name for each in beside.phases] == ["update and forward", "backward"]
+    assert [each.name for each in after.phases] == ["update", "forward", "backward"]
+    update_ns, forward_ns, _ = (each.ns for each in after.phases)
+    assert max(update_ns, forward_ns) <= beside.phases[0].ns < 1.05 * max(update_ns, forward_ns)
+    assert beside.moved == after.moved
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_it_does_not_where_that_is_one_memory_or_where_ranks_gather_what_stays_on_the_device(unified: bool) -> None:
+    there = means(0 if unified else 100, 100, unified=unified, ranks=1 if unified else 2)
+    choice = Choice(strategy=HostOnly(), parameters=Tier.DEVICE, subgroup_numel=2**23)
+
+    phases, _ = timed(there, choice, training_of(SMALL))
+
+    assert list(phases) == ["update", "forward", "backward"]
+
+
 def test_further_micro_batches_add_forwards_and_backwards_and_no_updates() -> None:
     one, four = (
-        Planner(training_of(SMALL, accumulation=count), PLENTY).candidate(
+        Planner(replace(training_of(SMALL, accumulation=count), overlap=False), PLENTY).candidate(
             Choice(strategy=HostOnly(), parameters=Tier.DEVICE, subgroup_numel=2**23)
         )
         for count in (1, 4)

@@ -1,0 +1,188 @@
+"""The planner's seconds of a step are those of the engine on the emulated device, with the update beside the forward.
+
+On the virtual clock, with modules whose computing takes the device's time, as on a GPU: the thread that calls them goes
+on ahead of it. So what is compared is the order of things alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity_engine
+from infinity_engine.accel import Emulation, Stream, TimeCost, VirtualAccelerator
+from infinity_engine.engine.engine import Engine
+from infinity_engine.engine.parameters import collect_parameters
+from infinity_engine.engine.sizing import shape_of
+from infinity_engine.optim import FloatFormat, Formats
+from infinity_engine.plan import HostOnly, Interleaved, Rates, ResolvedBudget, StaticSplit, Strategy, Tier
+from infinity_engine.sim.planner import Decision, decide
+from infinity_engine.sim.report import report_of
+from infinity_engine.sim.training import Means, Training
+
+RATES = Rates(h2d_bytes_per_s=55e6, d2h_bytes_per_s=55e6, host_update_params_per_s=2e6, device_update_params_per_s=25e6)
+WIDTH = 64
+SUBGROUP = WIDTH * WIDTH
+ROWS = 2
+LAYERS = 24
+STEPS = 3  # of which the last is as all that follow
+
+
+class _Product(torch.autograd.Function):
+    """A product whose forward and backward take time, from when their parameter is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, passes: Callable[[int], None]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.passes = passes
+        passes(1)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ctx.passes(2)
+        return gradients[0] @ weight, gradients[0].T @ x, None
+
+
+class Layer(nn.Module):
+    def __init__(self, passes: Callable[[int], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self._passes = passes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(_Product.apply(x, self.weight, self._passes))  # type: ignore[no-untyped-call]  # torch is
+
+
+@dataclass
+class Computing:
+    """The device's computing of modules, in the engine's own stream."""
+
+    device: VirtualAccelerator
+    ns: int
+    engine: Engine | None = None
+
+    def passes(self, forwards: int) -> None:
+        self.device.run(lambda: None, stream=self._stream, cost=TimeCost(forwards * self.ns))
+
+    def end(self) -> None:
+        self.device.record(self._stream).wait()
+
+    @property
+    def _stream(self) -> Stream:
+        assert self.engine is not None, "it trains"
+        return self.engine._parts.gradients._lanes.compute
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: `forward_s` of all layers, and `room` on the device in parts of all parameters and states."""
+
+    strategy: Strategy
+    parameters: Tier
+    forward_s: float = 0.02
+    room: float = 1.0
+    overlap: str = "auto"
+
+
+def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> Decision:
+    """Return the plan at the device's rates."""
+    numel = LAYERS * SUBGROUP
+    training = Training(
+        model=shape_of(model, collect_parameters(model, optimizer)),
+        batch=ROWS,
+        sequence=1,
+        accumulation_steps=1,
+        checkpointing=False,
+        formats=Formats(parameter=FloatFormat.BF16),
+        state_names=("exp_avg", "exp_avg_sq"),
+        small_bytes=256,
+        in_memory=True,
+        overlap=case.overlap != "off",
+    )
+    there = Means(
+        budget=ResolvedBudget(device=int(case.room * 16 * numel), host=64 * numel + (1 << 20), nvme={}),
+        rates=RATES,
+        for_all=False,
+        flops_per_s=2 * ROWS * numel / case.forward_s,
+    )
+    return decide(training, there, strategy=case.strategy, parameters=case.parameters, subgroup_numel=SUBGROUP)
+
+
+def compared(case: Case) -> tuple[float, float]:
+    """Return the seconds of a step: as planned, and as the engine takes that trains by the plan."""
+    torch.manual_seed(0)
+    with VirtualAccelerator(Emulation(rates=RATES, capacity_bytes=1 << 26, host_takes_time=True)) as device:
+        computing = Computing(device, round(case.forward_s / LAYERS * 1e9))
+        model = nn.Sequential(*(Layer(computing.passes) for _ in range(LAYERS)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        decision = planned(case, model, optimizer)
+        budget = decision.means.budget
+        settings: dict[str, Any] = dict(report_of(decision).settings)
+        with infinity_engine.initialize(
+            model,
+            optimizer,
+            device=device,
+            precision="bf16",
+            overlap=case.overlap,
+            replanning="off",
+            budget={"device": budget.device, "host": budget.host},
+            **settings,
+        ) as engine:
+            computing.engine = engine
+            ends = []
+            for _ in range(STEPS):
+                engine.backward(engine(torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)).float().sum())
+                computing.end()
+                engine.step()
+                ends.append(device.now_ns)
+    return decision.best.step_s, (ends[-1] - ends[-2]) / 1e9
+
+
+EVERYWHERE = [
+    HostOnly(),
+    StaticSplit(ratio=0.3),
+    Interleaved(share=0.2),
+    Interleaved(share=0.5, resident=0.2),
+    Interleaved(share=0.8),
+    Interleaved(share=1.0),
+]
+
+
+@pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("strategy", EVERYWHERE)
+def test_a_step_takes_as_long_as_planned(strategy: Strategy, parameters: Tier) -> None:
+    expected, measured = compared(Case(strategy, parameters))
+
+    assert measured == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("forward_s", [0.002, 0.1])
+@pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.HOST])
+def test_it_does_so_whichever_of_update_and_forward_is_longer(parameters: Tier, forward_s: float) -> None:
+    expected, measured = compared(Case(Interleaved(share=0.4), parameters, forward_s=forward_s))
+
+    assert measured == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "room"),
+    [(HostOnly(), 0.02), (HostOnly(), 0.06), (Interleaved(share=0.4), 0.12), (StaticSplit(ratio=0.3), 0.28)],
+)
+def test_it_does_so_where_the_device_has_little_room_to_fetch_to(strategy: Strategy, room: float) -> None:
+    expected, measured = compared(Case(strategy, Tier.HOST, room=room))
+
+    assert measured == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.HOST])
+def test_it_does_so_without_overlap(parameters: Tier) -> None:
+    expected, measured = compared(Case(Interleaved(share=0.4), parameters, overlap="off"))
+
+    assert measured == pytest.approx(expected, rel=0.01)
