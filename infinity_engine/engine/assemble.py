@@ -50,7 +50,7 @@ from infinity_engine.engine.states import StateKeeper, piece_numbers
 from infinity_engine.engine.swapping import SwappedStates
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
-from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool, return_freed_memory
+from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool, Reservation, return_freed_memory
 from infinity_engine.optim import NORM_BLOCK, FloatFormat, HostKernels, Rule, UpdateThreads, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.partition import ShardSpec
@@ -238,6 +238,7 @@ def _parts(
     swap = _swap(plan, ledger, planned.budget, planned.queue, resources, sums_bytes=planned.sums_bytes)
     host, on_device = _pools(plan.demand, ledger, accelerator, resources)
     passing = _passing(plan.demand, ledger, resources)
+    staying = resources.enter_context(ledger.reserve(Tier.DEVICE, plan.demand.staying, holder="gradients that stay"))
     _serve((host, passing), swap)
     telemetry = _telemetry(config, accelerator)
     meter = Meter(telemetry, accelerator, ledger)
@@ -268,7 +269,7 @@ def _parts(
         originals.release(everything)
         for parameter, values in shown:
             parameter.data = values
-    gradients = _gradients(config, trained, sizing, plan, lanes=lanes, swap=swap)
+    gradients = _gradients(config, trained, sizing, plan, lanes=lanes, swap=swap, staying=staying)
     fetcher = modules = whole = None
     if plan.steps.parameters is not Tier.DEVICE:
         fetcher = ParameterFetcher(everything, records, lanes, plan.demand.fetched, swap=swap, passing=passing)
@@ -353,6 +354,7 @@ def _gradients(
     *,
     lanes: Lanes,
     swap: SwapFile | None,
+    staying: Reservation,
 ) -> GradientKeeper:
     outgoing = None
     if plan.resting.gradients:
@@ -364,6 +366,7 @@ def _gradients(
         pieces_of(sizing, plan, len(trained)),
         lanes,
         outgoing,
+        staying=staying,
         sums_early=config.max_grad_norm is not None or sizing.formats.parameter is FloatFormat.FP16,
     )
 

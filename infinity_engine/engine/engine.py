@@ -122,6 +122,7 @@ class Engine:
         self._micro_batches = 0
         self._steps = 0
         self._clip_to = parts.max_grad_norm
+        self._total: GradientNorm | None = None  # of the step that was begun last, where it was asked for
         self._stepping = False
         self._scaling = False
         self._recording = False
@@ -430,6 +431,7 @@ class Engine:
             return
         self._replan = None
         try:
+            parts.gradients.make_room(replan.plan.demand.staying)
             parts.states.follow(replan.plan.steps)
         except CapacityError as problem:  # what is free is in pieces
             _LOG.warning("not planned again, as there is no room for that: %s", problem)
@@ -479,7 +481,9 @@ class Engine:
 
     def _norm(self) -> GradientNorm:
         gradients, whole = self._parts.gradients, self._parts.whole
-        return gradients.norm() if whole is None else whole.norm(gradients)
+        if self._total is None or not self._parts.states.begun:  # else some may be used up
+            self._total = gradients.norm() if whole is None else whole.norm(gradients)
+        return self._total
 
     def _unscale(self) -> float:
         ranks = 1 if self._parts.whole is None else self._parts.whole.ranks.size

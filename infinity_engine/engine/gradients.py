@@ -2,12 +2,17 @@
 
 The first gradient of a window stays in the dtype it came in; from the second on they are added in fp32, in the order of
 their arrival. Where they lie follows from where their subgroups are updated: what the host updates of another memory
-starts its way down at once, what rests on the drives goes there, the rest stays on the device. On the drives there is
-one for each micro-batch, and whoever reads them adds them up in that order. Updates nothing.
+starts its way down at once, what rests on the drives goes there, the rest stays on the device, until it is used. On the
+drives there is one for each micro-batch, and whoever reads them adds them up in that order. Updates nothing.
+
+[Note: who counts gradients that stay] Autograd has allocated them, so they are no leases; what there is of them is held
+of a reservation. A gradient that is added to a sum is not, as autograd's own until then: the device's streams let go of
+it in their order, whenever the host drops it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +28,7 @@ from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.outgoing import Outgoing
 from infinity_engine.errors import CapacityError
-from infinity_engine.memory import Lease
+from infinity_engine.memory import Lease, Reservation
 from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostKernels
 from infinity_engine.optim import Stream as Values
 from infinity_engine.plan.ops import Lane
@@ -57,7 +62,8 @@ class Piece:
 class GradientKeeper:
     """The gradients of one engine; `pieces` has those of each parameter, in order, `names` what each is called.
 
-    `outgoing` is there where some go to the drives; `sums_early` says that the norm will be asked for.
+    `staying` is promised for what stays on the device, and grows where that is more than was planned. `outgoing` is
+    there where some go to the drives; `sums_early` says that the norm will be asked for.
     """
 
     def __init__(
@@ -68,11 +74,13 @@ class GradientKeeper:
         lanes: Lanes,
         outgoing: Outgoing | None = None,
         *,
+        staying: Reservation,
         sums_early: bool = False,
     ) -> None:
         self._names = tuple(names)
         self._numels = tuple(numels)
         self._lanes = lanes
+        self._staying = staying
         self._outgoing = outgoing
         self._sums_early = sums_early
         self._slots: tuple[_Slots, ...] = ()
@@ -82,9 +90,17 @@ class GradientKeeper:
         """Keep the gradients to come in these pieces of each parameter, while there are none."""
         assert not self.any, "gradients that came are where they were kept"
         self._slots = tuple(
-            _Slots(name, numel, each, self._lanes, self._outgoing, sums_early=self._sums_early)
+            _Slots(name, numel, each, self._lanes, self._outgoing, staying=self._staying, sums_early=self._sums_early)
             for name, numel, each in zip(self._names, self._numels, pieces, strict=True)
         )
+
+    def make_room(self, nbytes: int) -> None:
+        """Have room for so many bytes of gradients that stay on the device, at least.
+
+        Raises:
+            CapacityError: the budget has not so much left.
+        """
+        self._staying.grow(max(nbytes - self._staying.nbytes, 0))
 
     @property
     def any(self) -> bool:
@@ -103,6 +119,13 @@ class GradientKeeper:
         """Return a piece of a gradient where its update runs, None where none has come or it is `read`."""
         slots = self._slots[parameter]
         return slots.values(piece) if slots.count else None
+
+    def used(self, parameter: int, piece: int) -> None:
+        """Note that nobody needs a piece any more, though it has come: a gradient on the device goes with its last one.
+
+        Any thread may call.
+        """
+        self._slots[parameter].used(piece)
 
     def read(self, parameter: int, piece: int, into: Sequence[memoryview], *, start: int = 0) -> list[Hop]:
         """Begin to read a piece that is kept on the drives: of each micro-batch from `start` on that has memory."""
@@ -161,7 +184,7 @@ class GradientKeeper:
 
 
 class _Slots:
-    """Where the gradient of one parameter is: whole on the device, in pieces on the host or the drives, or of each."""
+    """Where the gradient of one parameter is: on the device, on the host or the drives, or pieces of it on each."""
 
     def __init__(
         self,
@@ -171,12 +194,20 @@ class _Slots:
         lanes: Lanes,
         outgoing: Outgoing | None,
         *,
+        staying: Reservation,
         sums_early: bool,
     ) -> None:
         self.count = 0
         self._pieces = pieces
-        stays = any(piece.kept is Kept.DEVICE for piece in pieces)
-        self._on_device = _DeviceSlot(numel, lanes) if stays else None
+        stay = [number for number, piece in enumerate(pieces) if piece.kept is Kept.DEVICE]
+        if stay and len(stay) == len(pieces):
+            whole = _DeviceSlot(Piece(0, numel, Kept.DEVICE), stay, lanes, staying, is_whole=True)
+            self._on_device = dict.fromkeys(stay, whole)
+        else:
+            self._on_device = {
+                number: _DeviceSlot(pieces[number], [number], lanes, staying, is_whole=False) for number in stay
+            }
+        self._device_slots = tuple(dict.fromkeys(self._on_device.values()))
         self._on_host: dict[int, _HostSlot | _DriveSlot] = {}
         for number, piece in enumerate(pieces):
             if piece.kept is Kept.HOST:
@@ -189,15 +220,17 @@ class _Slots:
         self.count += 1
         for slot in self._on_host.values():
             slot.take(gradient)
-        if self._on_device is not None:
-            self._on_device.take(gradient)
+        for on_device in self._device_slots:
+            on_device.take(gradient)
 
     def values(self, number: int) -> Values | None:
-        piece = self._pieces[number]
         if number in self._on_host:
             return self._on_host[number].values()
-        assert self._on_device is not None, "what is not on the host stays on the device"
-        return self._on_device.values().part(piece.first_element, piece.numel)
+        return self._on_device[number].values(self._pieces[number])
+
+    def used(self, number: int) -> None:
+        if number in self._on_device:
+            self._on_device[number].used(number)
 
     def read(self, number: int, into: Sequence[memoryview], start: int) -> list[Hop]:
         return self._drive_slot(number).read(into, start)
@@ -232,52 +265,86 @@ class _Slots:
             if number in self._on_host:
                 put(self._on_host[number].sums())
             else:
-                assert self._on_device is not None, "what is not on the host stays on the device"
-                events.append(self._on_device.put_sums(piece, put))
+                events.append(self._on_device[number].put_sums(piece, put))
         return events
 
     def clear(self) -> None:
         self.count = 0
         for slot in self._on_host.values():
             slot.clear()
-        if self._on_device is not None:
-            self._on_device.clear()
+        for on_device in self._device_slots:
+            on_device.clear()
 
 
 class _DeviceSlot:
-    """A whole gradient where modules compute."""
+    """A gradient, or a piece of it, where modules compute, until the pieces of these numbers are used."""
 
-    def __init__(self, numel: int, lanes: Lanes) -> None:
-        self._numel = numel
+    def __init__(
+        self, part: Piece, pieces: Sequence[int], lanes: Lanes, staying: Reservation, *, is_whole: bool
+    ) -> None:
+        self._part = part
+        self._is_whole = is_whole
+        self._pieces = pieces
         self._lanes = lanes
+        self._staying = staying
+        self._lock = threading.Lock()  # of what is used, and of the tensor then
+        self._left = set(pieces)
         self._tensor: torch.Tensor | None = None
         self._is_sum = False
 
     def take(self, gradient: torch.Tensor) -> None:
+        mine = gradient[self._part.first_element :][: self._part.numel]
         if self._tensor is None:
-            self._tensor = gradient
+            self._hold(mine.nbytes)  # [Note: who counts gradients that stay]
+            self._tensor = mine if self._is_whole else mine.clone()  # the rest of it goes
             return
-        kernels = self._lanes.kernels
+        kernels, numel = self._lanes.kernels, self._part.numel
         if not self._is_sum:
-            first, self._tensor = self._tensor, torch.empty(self._numel, device=gradient.device)
+            self._hold(FloatFormat.FP32.nbytes * numel)
+            first, self._tensor = self._tensor, torch.empty(numel, device=gradient.device)
             begin = partial(_add, kernels.begin_sum, first, self._tensor)
-            self._lanes.on_device(begin, self._numel, name=_ADDING)
+            self._lanes.on_device(begin, numel, name=_ADDING)
             self._is_sum = True
-        add = partial(_add, kernels.add_to_sum, gradient, self._tensor)
-        self._lanes.on_device(add, self._numel, name=_ADDING)
+            self._staying.release(first.nbytes)
+        add = partial(_add, kernels.add_to_sum, mine, self._tensor)
+        self._lanes.on_device(add, numel, name=_ADDING)
 
-    def values(self) -> Values:
-        assert self._tensor is not None, "a gradient has come"
-        return Values.of(self._tensor)
+    def _hold(self, nbytes: int) -> None:
+        """Count bytes that stay; those of a sum that was not planned take what the budget has left."""
+        try:
+            missing = self._staying.held + nbytes - self._staying.nbytes
+            if missing > 0:
+                self._staying.grow(missing)
+        except CapacityError as error:
+            raise _too_many(error) from None
+        self._staying.hold(nbytes)
+
+    def used(self, piece: int) -> None:
+        """Let the gradient go, if that was the last piece that was not used."""
+        with self._lock:
+            self._left.discard(piece)
+            if not self._left:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        if self._tensor is not None:
+            self._staying.release(self._tensor.nbytes)
+            self._tensor = None
+
+    def values(self, piece: Piece) -> Values:
+        assert self._tensor is not None, "a gradient has come, and was not used"
+        return Values.of(self._tensor).part(piece.first_element - self._part.first_element, piece.numel)
 
     def put_sums(self, piece: Piece, put: Callable[[_Sums], None]) -> Event:
-        values = self.values().part(piece.first_element, piece.numel)
+        values = self.values(piece)
         kernels = self._lanes.kernels
         return self._lanes.on_device(lambda: put(kernels.block_sums(values)), piece.numel, name="norm of gradients")
 
     def clear(self) -> None:
-        self._tensor = None
-        self._is_sum = False
+        with self._lock:
+            self._let_go()
+            self._left = set(self._pieces)
+            self._is_sum = False
 
 
 class _HostSlot:
@@ -511,16 +578,21 @@ def _lease_of_sum(lanes: Lanes, numel: int) -> Lease:
     try:
         return lanes.host.lease(4 * numel, holder="sums of gradients")
     except CapacityError as error:
-        raise CapacityError(
-            tier=error.tier,
-            asked=error.asked,
-            free=error.free,
-            limit=error.limit,
-            holders=error.holders,
-            change="give a parameter no more gradients in a step than accumulation_steps says, as with "
-            "engine.backward(first + second) for the losses of one batch; a parameter in several segments of "
-            "reentrant checkpointing has one from each. Or let all fit in memory. Then zero_grad() and go on",
-        ) from None
+        raise _too_many(error) from None
+
+
+def _too_many(error: CapacityError) -> CapacityError:
+    """Return what is said where there is no room for the sum of several gradients."""
+    return CapacityError(
+        tier=error.tier,
+        asked=error.asked,
+        free=error.free,
+        limit=error.limit,
+        holders=error.holders,
+        change="give a parameter no more gradients in a step than accumulation_steps says, as with "
+        "engine.backward(first + second) for the losses of one batch; a parameter in several segments of "
+        "reentrant checkpointing has one from each. Or let all fit in memory. Then zero_grad() and go on",
+    )
 
 
 def _add(kernel: Callable[[Values, Values], _Sums], gradient: torch.Tensor, into: torch.Tensor) -> None:

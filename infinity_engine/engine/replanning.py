@@ -16,7 +16,7 @@ from infinity_engine.engine.gradients import Piece
 from infinity_engine.engine.meter import busy, updated
 from infinity_engine.engine.sizing import pieces_of
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.plan import HostOnly, Interleaved, Lane, Rates, StaticSplit, Strategy
+from infinity_engine.plan import HostOnly, Interleaved, Lane, Rates, StaticSplit, Strategy, Tier
 from infinity_engine.plan.ops import UpdateOnDevice, UpdateOnHost
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.placing import Plan, Wish, place
@@ -188,12 +188,16 @@ class Replanner:
         except (CapacityError, ConfigError):
             return None
         there, taken = self._plan.demand, plan.demand
-        fits = taken.host + self._lost + self._copies_that_go(plan) <= there.host and taken.device <= there.device
-        same = _residents(plan) == _residents(self._plan) and taken.fetched >= there.fetched
-        if not fits or not same:
+        staying = max(taken.staying, there.staying)  # for which the budget may have more
+        fits = (
+            taken.host + self._lost + self._copies_that_go(plan) <= there.host
+            and _device_with(plan, there.fetched) <= there.device
+            and there.device + staying <= self._question.means.budget.device
+        )
+        if not fits or _residents(plan) != _residents(self._plan):
             return None
         # What it takes less stays taken.
-        return replace(plan, demand=there)
+        return replace(plan, demand=replace(there, staying=staying))
 
     def _copies_that_go(self, plan: Plan) -> int:
         """Return the bytes of new parameters on the host of subgroups that would visit from now on."""
@@ -214,6 +218,14 @@ class Replanner:
 
 
 _PAGE = 4096
+
+
+def _device_with(plan: Plan, fetched: int) -> int:
+    """Return what a plan takes of the device, with room for so many bytes of parameters that are fetched."""
+    demand, staged = plan.demand, sum(plan.steps.staging_bytes)
+    if plan.steps.parameters is Tier.DEVICE:
+        return demand.device
+    return demand.device - max(staged, demand.fetched) + max(staged, fetched)
 
 
 def _with(rates: Rates, found: Mapping[str, float]) -> Rates:

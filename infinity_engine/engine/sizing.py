@@ -13,7 +13,6 @@ from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.optim import FloatFormat, Formats, Rule
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Rates, Tier
-from infinity_engine.plan.step import Home
 from infinity_engine.sim.models import ModelShape, ModuleShape, ParameterShape
 from infinity_engine.sim.placing import Plan, Wish
 from infinity_engine.sim.sizing import Sizing, cut
@@ -130,9 +129,9 @@ def pieces_of(sizing: Sizing, plan: Plan, trained: int) -> list[list[Piece]]:
     pieces: dict[int, list[Piece]] = {}
     for subgroup in sizing.subgroups:
         layout = plan.layouts.get(subgroup.index)
-        counted = plan.demand.nvme > 0 if sizing.unified else homes[subgroup.index] is Home.HOST
+        stays = sizing.gradient_stays(homes[subgroup.index], drives=plan.resting.any)
         for number, segment in enumerate(subgroup.segments):
-            kept = Kept.HOST if counted else Kept.DEVICE
+            kept = Kept.DEVICE if stays else Kept.HOST
             if layout is not None and number in layout.gradients:
                 kept = Kept.DRIVES
             piece = Piece(segment.first_element, segment.numel, kept)

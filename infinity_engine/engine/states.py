@@ -550,7 +550,11 @@ class StateKeeper:
         return Values(flat.data_ptr(), segment.numel, format_, flat)
 
     def _note_update(self, held: _Held, steps: list[int]) -> None:
+        inputs = self._inputs
+        assert inputs is not None, "a step has begun"
         self._done[held.subgroup.index] = list(steps)
+        for segment, piece in zip(held.subgroup.segments, held.pieces, strict=True):
+            inputs.gradients.used(segment.parameter, piece)
 
     def _targets(self, held: _Held) -> tuple[Values | None, ...]:
         """Return where the host's update writes what modules compute with."""

@@ -45,8 +45,29 @@ class _Account:
     def promise(self, reservation: Reservation) -> None:
         """Count a new reservation."""
         self.reservations.append(reservation)
-        self.reserved += reservation.nbytes
+        self.promise_more(reservation.nbytes)
+
+    def promise_more(self, nbytes: int) -> None:
+        """Count bytes that were promised."""
+        self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def check(self, nbytes: int, holder: str) -> None:
+        """Refuse to promise more than is left under the limit."""
+        needed = self.reserved + nbytes
+        if needed <= self.limit:
+            return
+        setting = f"nvme[{self.directory!r}]" if self.directory else self.tier.value
+        raise CapacityError(
+            tier=self.tier.name,
+            directory=self.directory,
+            asked=nbytes,
+            free=self.limit - self.reserved,
+            limit=self.limit,
+            holders=self.holders(),
+            change=f"raise the budget's {setting} to at least {needed} B ({format_bytes(needed)}), "
+            f"or ask less of it for {holder}",
+        )
 
     def forget(self, reservation: Reservation) -> None:
         """Count it no longer."""
@@ -135,6 +156,20 @@ class Reservation:
             self._peak = max(self._peak, self._held)
             self._account.hold(nbytes)
 
+    def grow(self, nbytes: int) -> None:
+        """Promise `nbytes` more.
+
+        Raises:
+            CapacityError: that is more than is left under the limit. Nothing has changed.
+        """
+        self._check(nbytes, "promised more")
+        with self._books.open():
+            if self._closed:
+                raise RuntimeError(f"the reservation of {self.holder} is closed: it cannot grow")
+            self._account.check(nbytes, self.holder)
+            self.nbytes += nbytes
+            self._account.promise_more(nbytes)
+
     def release(self, nbytes: int) -> None:
         """Count `nbytes` as no longer in use."""
         self._check(nbytes, "given back")
@@ -210,8 +245,7 @@ class Ledger:
             raise ConfigError(field=f"bytes reserved for {holder}", value=nbytes, expected="0 or more bytes")
         account = self._account(tier, directory)
         with self._books.open():
-            if account.reserved + nbytes > account.limit:
-                raise self._refusal(account, nbytes, holder)
+            account.check(nbytes, holder)
             reservation = Reservation(account, self._books, nbytes, holder)
             account.promise(reservation)
         return reservation
@@ -251,17 +285,3 @@ class Ledger:
         if directory is None or directory not in self._drives:
             raise ConfigError.unknown_name(field="directory of NVME", name=directory, known=self._drives)
         return self._drives[directory]
-
-    def _refusal(self, account: _Account, nbytes: int, holder: str) -> CapacityError:
-        needed = account.reserved + nbytes
-        setting = f"nvme[{account.directory!r}]" if account.directory else account.tier.value
-        return CapacityError(
-            tier=account.tier.name,
-            directory=account.directory,
-            asked=nbytes,
-            free=account.limit - account.reserved,
-            limit=account.limit,
-            holders=account.holders(),
-            change=f"raise the budget's {setting} to at least {needed} B ({format_bytes(needed)}), "
-            f"or ask less of it for {holder}",
-        )

@@ -54,6 +54,11 @@ class Resting:
     early: int = 0
     """How many host buffers there are for updates in a backward; 0: there are no such updates."""
 
+    @property
+    def any(self) -> bool:
+        """Whether there is anything."""
+        return bool(self.states or self.values)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferLayout:

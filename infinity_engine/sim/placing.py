@@ -55,18 +55,17 @@ class Plan:
     """Of the subgroups of which some does."""
 
 
-def place(sizing: Sizing, wish: Wish, budget: ResolvedBudget, *, io_bytes: int, like: Plan | None = None) -> Plan:
+def place(sizing: Sizing, wish: Wish, budget: ResolvedBudget, *, io_bytes: int) -> Plan:
     """Return the plan that the policy or the strategy makes, what it takes, and what rests on drives.
 
     Where that is left open, parameters stay on the device if all fits with them there, else on the host; and nothing
-    rests on drives that has room elsewhere. `io_bytes` of the host are what using the drives takes. `like` is a plan
-    for the same wish and another budget, if there is one: it shortens the search.
+    rests on drives that has room elsewhere. `io_bytes` of the host are what using the drives takes.
 
     Raises:
         CapacityError: a tier cannot hold what it would have to.
         ConfigError: something is to rest on drives, and the budget has none; or the policy makes no sound plan.
     """
-    return _Placing(sizing, wish, budget, io_bytes, like).plan()
+    return _Placing(sizing, wish, budget, io_bytes).plan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,6 @@ class _Placing:
     wish: Wish
     budget: ResolvedBudget
     io_bytes: int
-    like: Plan | None = None
 
     def plan(self) -> Plan:
         wish, budget = self.wish, self.budget
@@ -94,8 +92,7 @@ class _Placing:
                 if on_drives or parameters is Tier.NVME:
                     return self._plan_with_drives(parameters, states=on_drives)
                 plan = self._plan(parameters)
-                if budget.nvme:  # else the ledger says what is missing
-                    self._check_host(plan.demand)
+                self._check_host(plan.demand)
             except CapacityError as error:
                 refused = refused or error
             else:
@@ -130,7 +127,15 @@ class _Placing:
 
         def made(by: OffloadPolicy) -> Plan:
             steps = by(specs, wish.rates, limits)
-            demand = sizing.demand(steps, self.budget, resting, layouts)
+            try:
+                demand = sizing.demand(steps, self.budget, resting, layouts)
+            except CapacityError as refused:  # policies know nothing of gradients, and stage as much as there is room
+                left = sizing.beside_gradients(limits, steps, drives=resting.any)
+                try:
+                    steps = by(specs, wish.rates, left)
+                    demand = sizing.demand(steps, self.budget, resting, layouts)
+                except CapacityError:
+                    raise refused from None
             return Plan(steps=steps, demand=demand, resting=resting, layouts=layouts)
 
         if wish.policy is not None:
@@ -165,7 +170,7 @@ class _Placing:
         if states:
             choices += [(buffers, micro_batches) for buffers in range(most, 0, -1)]
         refused: CapacityError | None = None
-        homes = {each.index: Home.HOST for each in sizing.subgroups} if self.like is None else self.like.steps.homes()
+        homes = {each.index: Home.HOST for each in sizing.subgroups}
         least: dict[int, Callable[[int], int]] = {}  # of the host, by gradients: with so many buffers
         for buffers, gradients in choices:
             is_last = (buffers, gradients) == choices[-1]  # which says what is missing
@@ -272,14 +277,13 @@ class _Placing:
         return replace(plan, demand=demand)
 
     def _check_host(self, demand: Demand, io_bytes: int = 0) -> None:
-        asked = self.sizing.held_on_host(demand) + io_bytes
-        if asked > self.budget.host:
-            raise CapacityError(
-                tier=Tier.HOST.name,
-                asked=asked,
-                free=self.budget.host,
-                limit=self.budget.host,
-                change="raise the budget's host, lower subgroup_numel, or let more rest on drives: give the budget "
+        if self.sizing.held_on_host(demand) + io_bytes > self.budget.host:
+            raise self.sizing.refusal(
+                Tier.HOST,
+                demand,
+                self.budget.host,
+                beside=io_bytes,
+                change="lower subgroup_numel, or let more rest on drives: give the budget "
                 'nvme directories, and set strategy="nvme_streamed" and parameters="nvme"',
             )
 

@@ -48,7 +48,6 @@ _GATHERED = 2  # modules at once
 _FINALISTS = (4, 2)  # forms that are looked at with more subgroups, and with still more
 _WORTH_IT = Fraction(997, 1000)  # of a step: smaller subgroups that save less than the rest are not looked for
 _BUFFERS = 4  # of the host, with which drives are never idle for want of them
-_MOST_ROUNDS = 4  # to find what PyTorch holds beside a plan that leaves it that much
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
 _LAST_STEPS = (1 / 8, 1 / 32, 1 / 128)
 _WAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))  # more or less of what is resident, and of what visits
@@ -105,9 +104,10 @@ class Candidate:
     sizing: Sizing
     plan: Plan
     budget: ResolvedBudget
-    """What is left to the engine."""
+    """What it was placed with."""
     beside: int
-    """What PyTorch holds of the device, or of the one memory that there is: activations, and gradients that stay."""
+    """What PyTorch has allocated where modules compute, of the budget: gradients, and activations and modules that are
+    gathered where it is for these too."""
     timeline: StepTimeline
 
     @property
@@ -183,8 +183,9 @@ class Planner:
             CapacityError: it does not fit.
             ConfigError: the choice cannot be carried out, or a rate is missing.
         """
-        sizing, plan, budget, beside = self.placed(choice)
+        sizing, plan, budget = self.placed(choice)
         timeline = time_step(plan, sizing, self.training, self.means)
+        beside = sizing.of_backward(plan.demand.staying) + self.making(sizing)
         return Candidate(choice=choice, sizing=sizing, plan=plan, budget=budget, beside=beside, timeline=timeline)
 
     def check_all(self) -> None:
@@ -194,7 +195,7 @@ class Planner:
             CapacityError: that is so.
         """
         width, budget = self.training.width, self.means.of_one_rank()
-        each = 4 * len(self.training.state_names) + (width if self.means.for_all else 0)
+        each = 4 * len(self.training.state_names) + width
         each += 0 if self.training.in_memory else 4 + (width if width < _FP32 else 0)
         numel = self.trained_numel
         there = (0 if self.means.unified else budget.device) + budget.host + sum(budget.nvme.values())
@@ -204,8 +205,8 @@ class Planner:
 
     # --- one choice -----------------------------------------------------------------------------------------------
 
-    def placed(self, choice: Choice) -> tuple[Sizing, Plan, ResolvedBudget, int]:
-        """Return the plan that leaves PyTorch what it holds beside it, its budget, and that.
+    def placed(self, choice: Choice) -> tuple[Sizing, Plan, ResolvedBudget]:
+        """Return the plan, and the budget that it was made with.
 
         Raises:
             CapacityError: it does not fit.
@@ -218,58 +219,34 @@ class Planner:
             small_bytes=self.training.small_bytes,
             rates=rates_of_update(self.means.rates),
         )
-        beside = self.beside(sizing, None)
-        plan: Plan | None = None
-        for _ in range(_MOST_ROUNDS):
-            budget = self.less(beside)
-            plan = place(sizing, wish, budget, io_bytes=self.means.io_bytes, like=plan)
-            _check(plan, sizing, budget)
-            needed = self.beside(sizing, plan)
-            if needed <= beside or not self.means.for_all:
-                return sizing, plan, budget, beside
-            beside = needed
-        raise _short(self._tier_beside, needed, beside, "keep fewer states there, whose gradients stay with them")
+        budget = self.left(sizing)
+        plan = place(sizing, wish, budget, io_bytes=self.means.io_bytes)
+        _check(plan, sizing, budget)
+        return sizing, plan, budget
 
-    @property
-    def _tier_beside(self) -> Tier:
-        return Tier.HOST if self.means.unified else Tier.DEVICE
-
-    def less(self, beside: int) -> ResolvedBudget:
-        """Return one rank's budget without what PyTorch holds.
+    def left(self, sizing: Sizing) -> ResolvedBudget:
+        """Return one rank's budget without what PyTorch holds in the making.
 
         Raises:
-            CapacityError: PyTorch alone needs more.
+            CapacityError: that, with activations, is all of it.
         """
-        budget = self.means.of_one_rank()
-        if not self.means.for_all:
-            return budget
-        name = self._tier_beside.value
-        there = getattr(budget, name)
-        if beside >= there:
-            raise _short(self._tier_beside, beside, there, "take smaller batches or shorter sequences, or checkpoint")
-        return replace(budget, **{name: there - beside})
+        budget, making = self.means.of_one_rank(), self.making(sizing)
+        tier = Tier.HOST if self.means.unified else Tier.DEVICE
+        there = getattr(budget, tier.value)
+        if making and making + sizing.activations >= there:
+            change = "take smaller batches or shorter sequences, or checkpoint"
+            raise _short(tier, making + sizing.activations, there, change)
+        return replace(budget, **{tier.value: there - making})
 
-    def beside(self, sizing: Sizing, plan: Plan | None) -> int:
-        """Return what PyTorch holds where modules compute: activations, a gradient in the making, those that stay.
+    def making(self, sizing: Sizing) -> int:
+        """Return what PyTorch holds in the making where modules compute, where that is of the budget: a gradient.
 
         And where parameters are divided among ranks, modules that are gathered.
         """
-        training = self.training
-        largest = max((each.numel for each in training.ordered() if each.trained), default=0)
-        activations = training.activation_bytes()
-        making = sizing.width * largest + self.gathered(sizing)
-        if plan is None:
-            return activations + making
-        homes = plan.steps.homes()
-        staying = sum(
-            each.numel
-            for each in sizing.subgroups
-            if (plan.demand.nvme == 0 if sizing.unified else homes[each.index] is not Home.HOST)
-        )
-        if sizing.sums:  # the newest beside the sum, whose forward they wait through
-            return activations + making + (4 + sizing.width) * staying
-        # As a backward goes on, gradients take the place of activations.
-        return max(activations, sizing.width * staying) + making
+        if not self.means.for_all:
+            return 0
+        largest = max((each.numel for each in self.training.ordered() if each.trained), default=0)
+        return sizing.width * largest + self.gathered(sizing)
 
     def gathered(self, sizing: Sizing) -> int:
         """Return what modules take whose parameters are gathered of all ranks: one that computes, and the next."""
@@ -378,10 +355,10 @@ class _Search:
         planner = self._planner
         sizing = self._means.sizing(planner.training, numel)
         try:
-            budget = planner.less(planner.beside(sizing, None))
+            budget = planner.left(sizing)
         except CapacityError:
             return None
-        return Room.of(sizing, planner.training, self._means, budget, tier=family.tier, drives=family.drives)
+        return Room.of(sizing, self._means, budget, tier=family.tier, drives=family.drives)
 
     def _split(self) -> Parts:
         """Return how states are divided where all would fit on the device: so that neither it nor the host waits."""

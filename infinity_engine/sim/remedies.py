@@ -161,8 +161,8 @@ def _needs(planner: Planner, choice: Choice) -> Needs | None:
     for _ in range(_MOST_RAISES):
         tried = replace(planner, means=replace(means, budget=floor))
         try:
-            sizing.limits(tried.less(tried.beside(sizing, None)), choice.parameters)  # asks for the device at once
-            _, plan, _, _ = tried.placed(choice)
+            sizing.limits(tried.left(sizing), choice.parameters)  # asks for the device at once
+            _, plan, _ = tried.placed(choice)
         except CapacityError as error:
             if error.tier not in {Tier.DEVICE.name, Tier.HOST.name}:
                 return None

@@ -203,7 +203,7 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
         least_update_s=None if least is None else least / 1e9,
         moved=MappingProxyType(dict(best.timeline.moved)),
         timeline=best.timeline,
-        host_bytes_per_parameter=(best.sizing.held_on_host(demand) + _io_bytes(best, means)) / numel,
+        host_bytes_per_parameter=_on_host(best, means) / numel,
         wear=_wear(best, means, rated_bytes),
         alternatives=tuple(
             Alternative(each.choice.strategy.to_plain(), each.choice.parameters, each.step_s)
@@ -228,6 +228,13 @@ def _settings(best: Candidate, means: Means) -> Mapping[str, object]:
 
 def _asks_rates(plain: object) -> bool:
     return isinstance(plain, Mapping) and plain.get("name") == "interleaved"
+
+
+def _on_host(best: Candidate, means: Means) -> int:
+    """Return what the engine takes of the host, gradients included where it is the only memory, activations not."""
+    sizing, demand = best.sizing, best.plan.demand
+    activations = sizing.of_backward(demand.staying) - demand.staying if sizing.unified else 0
+    return sizing.held_on_host(demand) - activations + _io_bytes(best, means)
 
 
 def _io_bytes(best: Candidate, means: Means) -> int:
@@ -283,7 +290,7 @@ def _holdings(best: Candidate, training: Training, means: Means) -> Iterator[Hol
     io_bytes = _io_bytes(best, means)
     wholes = {
         Tier.DEVICE: 0 if sizing.unified else demand.device,
-        Tier.HOST: sizing.held_on_host(demand),
+        Tier.HOST: sizing.held_on_host(demand) - (sizing.of_backward(demand.staying) if sizing.unified else 0),
         Tier.NVME: demand.nvme,
     }
     for tier, whole in wholes.items():
@@ -301,7 +308,7 @@ def _holdings(best: Candidate, training: Training, means: Means) -> Iterator[Hol
     gathered = Planner(training, means).gathered(sizing)
     if gathered:
         yield Holding(where, "modules that are gathered", gathered, of_pytorch=True)
-    if means.for_all and best.beside > activations + gathered:
+    if best.beside > activations + gathered:
         yield Holding(where, "gradients made there", best.beside - activations - gathered, of_pytorch=True)
 
 

@@ -16,7 +16,7 @@ from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
 from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.timeline import rates_of_update
-from infinity_engine.sim.training import Means, Training
+from infinity_engine.sim.training import Means
 
 __all__ = ["Parts", "Room"]
 
@@ -85,10 +85,8 @@ class Room:
     may_visit: bool
 
     @classmethod
-    def of(
-        cls, sizing: Sizing, training: Training, means: Means, budget: ResolvedBudget, *, tier: Tier, drives: bool
-    ) -> Room | None:
-        """Return it for a budget that has no more of PyTorch's than activations; None where parameters do not fit."""
+    def of(cls, sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier, drives: bool) -> Room | None:
+        """Return it for the budget that plans are made with; None where parameters do not fit."""
         try:
             limits = sizing.limits(budget, tier)
         except CapacityError:
@@ -98,8 +96,8 @@ class Room:
         every = limits.device_bytes(numel)
         staged = limits.staging_sets * limits.device_bytes(largest)
         # Gradients that stay take the place of activations, if there is no sum of them.
-        gradient = (sizing.width + (4 if sizing.sums else 0)) * numel / every if means.for_all else 0.0
-        activations = 0 if sizing.sums or not means.for_all else training.activation_bytes()
+        gradient = (4 if sizing.sums else sizing.wire) * numel / every
+        activations = 0 if sizing.sums else sizing.activations
         at_home = tier is not Tier.DEVICE
         fetched = {sizing.deepest} if at_home else {0}
         if at_home:

@@ -2,6 +2,11 @@
 
 Pure: of sizes, before anything is made or moved. The engine makes its memory by it, the planner answers with it. Which
 plan is taken is for placing.py to say.
+
+[Note: gradients that stay] Where modules compute stay the gradients of what is updated there, in one memory without
+drives all of them: each as it came, or, of several micro-batches, its fp32 sum; a new sum has its first gradient beside
+it. They come as a backward lets go of activations, and go as updates are made, before the next forward has new ones in
+their place: where activations are known, both take what the larger one does. Sums stay through forwards, beside them.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from infinity_engine.sim.buffers import (
     early_slot,
     gradient_slot,
 )
-from infinity_engine.units import align_up
+from infinity_engine.units import align_up, format_bytes
 
 __all__ = ["Demand", "Sizing", "cut"]
 
@@ -41,12 +46,14 @@ class Demand:
     """The bytes that a plan takes of each tier.
 
     `fetched` of the device's are for parameters that modules fetch, `window` beside the host's for those that pass it.
+    `staying`, beside the device's, is what gradients take that stay there: [Note: gradients that stay].
     `slots` has the places of the host's buffers, which are those of `buffer_slot`, `gradient_slot` and SCRATCH.
     """
 
     host: int
     device: int
     fetched: int
+    staying: int
     window: int = 0
     nvme: int = 0
     slots: Layout | None = None
@@ -70,6 +77,8 @@ class Sizing:
     """Whether modules go on with the memory that parameters have already, which is their user's."""
     gradient_width: int | None = None
     """Bytes of one element of a gradient; None: as many as modules compute with."""
+    activations: int = 0
+    """What autograd keeps of a forward, where that is of the budget; 0: it is not, or it is not known."""
 
     @property
     def width(self) -> int:
@@ -108,7 +117,7 @@ class Sizing:
                 parameters=parameters,
             )
         at_home = parameters is not Tier.DEVICE
-        left = budget.device - self.on_their_way - (0 if at_home else sum(self.parameters))
+        left = budget.device - self.activations - self.on_their_way - (0 if at_home else sum(self.parameters))
         resident = left - self.deepest if at_home else left
         if resident < 0:
             change = "raise the budget's device, or take a smaller model: modules compute with all parameters there"
@@ -158,6 +167,15 @@ class Sizing:
         here = Home.RESIDENT if parameters is Tier.DEVICE else Home.HOST
         return self.formats.parameter is None and (self.unified or home is here)
 
+    def beside_gradients(self, limits: Limits, plan: StepPlan, *, drives: bool) -> Limits:
+        """Return what a plan may take beside the gradients that stay where another one lets updates run."""
+        gradients = self.of_backward(self._staying(plan.homes(), drives=drives)) - self.activations
+        return replace(
+            limits,
+            resident_bytes=max(limits.resident_bytes - gradients, 0),
+            staging_bytes=max(limits.staging_bytes - gradients, 0),
+        )
+
     # --- bytes ------------------------------------------------------------------------------------------------------
 
     def demand(
@@ -168,7 +186,7 @@ class Sizing:
         Raises:
             CapacityError: the device cannot hold what it would have to.
         """
-        if resting.states or resting.values:
+        if resting.any:
             return self._demand_with_drives(plan, budget, resting, layouts)
         at_home = plan.parameters is Tier.HOST
         homes = plan.homes()
@@ -181,23 +199,73 @@ class Sizing:
         if at_home:
             host += sum(align_up(nbytes, _PAGE) for nbytes in self.parameters)
         fetched = 0
+        staying = self._staying(homes, drives=False)
         if self.unified:
             device = 0 if self.own else sum(self.parameters)  # beside the masters
         else:
             device += self.on_their_way
-            fetched = max(min(budget.device - device, sum(self.parameters)), self.deepest) if at_home else 0
+            left = budget.device - device - self.of_backward(staying)
+            fetched = max(min(left, sum(self.parameters)), self.deepest) if at_home else 0
             staged = sum(plan.staging_bytes)
             device += max(staged, fetched) if at_home else staged + sum(self.parameters)
-            if device > budget.device:
-                change = "raise the budget's device, or keep fewer states there"
-                raise CapacityError(
-                    tier=Tier.DEVICE.name, asked=device, free=budget.device, limit=budget.device, change=change
-                )
-        return Demand(host=align_up(max(host, 1), _PAGE), device=device, fetched=fetched)
+        demand = Demand(host=align_up(max(host, 1), _PAGE), device=device, fetched=fetched, staying=staying)
+        self._check_device(demand, budget)
+        return demand
+
+    def gradient_stays(self, home: Home, *, drives: bool) -> bool:
+        """Tell whether the gradients of what is updated there stay where modules compute.
+
+        `drives`: the plan has something on them.
+        """
+        return not drives if self.unified else home is not Home.HOST
+
+    def _staying(self, homes: Mapping[int, Home], *, drives: bool) -> int:
+        """Return what gradients take that stay: of parameters, the pieces that are updated there."""
+        numels: dict[int, int] = {}
+        for each in self.subgroups:
+            for segment in each.segments if self.gradient_stays(homes[each.index], drives=drives) else ():
+                numels[segment.parameter] = numels.get(segment.parameter, 0) + segment.numel
+        if self.sums:
+            return FloatFormat.FP32.nbytes * sum(numels.values()) + self.wire * max(numels.values(), default=0)
+        return self.wire * sum(numels.values())
+
+    def of_backward(self, staying: int) -> int:
+        """Return what gradients that stay and activations take where modules compute: [Note: gradients that stay]."""
+        return self.activations + staying if self.sums else max(self.activations, staying)
 
     def held_on_host(self, demand: Demand) -> int:
-        """Return what of a demand the budget of the host is for."""
-        return demand.host + demand.window + (demand.device if self.unified else 0)
+        """Return what the budget of the host is for, with a demand: its part of that, and where it has to, the rest."""
+        return demand.host + demand.window + (self._where_modules_compute(demand) if self.unified else 0)
+
+    def _where_modules_compute(self, demand: Demand) -> int:
+        return demand.device + self.of_backward(demand.staying)
+
+    def refusal(self, tier: Tier, demand: Demand, limit: int, *, beside: int = 0, change: str) -> CapacityError:
+        """Return the error that a tier, or where it is the only memory the host, has too little for a demand.
+
+        `beside` is what the host has to have for drives. The error says how much would do; `change` is what else would.
+        """
+        computes_here = tier is Tier.DEVICE or self.unified
+        asked = self._where_modules_compute(demand) if tier is Tier.DEVICE else self.held_on_host(demand) + beside
+        parts = {
+            "states, with what passes the host": demand.host + demand.window + beside if tier is Tier.HOST else 0,
+            "parameters" if self.unified else "parameters and states": demand.device if computes_here else 0,
+            "gradients that stay": demand.staying if computes_here else 0,
+            "activations": self.activations if computes_here else 0,
+        }
+        return CapacityError(
+            tier=tier.name,
+            asked=asked,
+            free=limit,
+            limit=limit,
+            holders=tuple((name, nbytes) for name, nbytes in parts.items() if nbytes),
+            change=f"raise the budget's {tier.value} to at least {asked} B ({format_bytes(asked)}), or {change}",
+        )
+
+    def _check_device(self, demand: Demand, budget: ResolvedBudget) -> None:
+        if not self.unified and self._where_modules_compute(demand) > budget.device:
+            change = "let less be updated there: states that are resident, and gradients of what is updated there, stay"
+            raise self.refusal(Tier.DEVICE, demand, budget.device, change=change)
 
     def states_bytes(self, subgroup: Subgroup, home: Home, parameters: Tier) -> int:
         """Return the bytes of a subgroup's masters, where they are not in place, and moments."""
@@ -246,6 +314,7 @@ class Sizing:
         slots = self._slots(plan, resting, largest_value=max(passing, default=0), largest_early=largest)
         host += slots.nbytes
         fetched = window = 0
+        gradients = self._staying(homes, drives=True)
         if self.unified:
             device += 0 if self.own else staying
         else:
@@ -258,25 +327,23 @@ class Sizing:
                 )
         if at_home:
             every = sum(passing) if self.unified else sum(self.parameters)
-            room = min(every, 2 * self.deepest) if self.unified else min(budget.device - device, every)
-            fetched = max(room, min(self.deepest, every))
+            room = 2 * self.deepest if self.unified else budget.device - device - self.of_backward(gradients)
+            fetched = max(min(room, every), min(self.deepest, every))
             if not self.unified and passing:
                 window = sum(sorted(align_up(nbytes, _PAGE) for nbytes in passing)[-_PASSING:])
         staged = sum(plan.staging_bytes)
         device += max(staged, fetched) if at_home else staged + (0 if self.unified else staying)
-        if device > budget.device and not self.unified:
-            change = "raise the budget's device, or keep fewer states there"
-            raise CapacityError(
-                tier=Tier.DEVICE.name, asked=device, free=budget.device, limit=budget.device, change=change
-            )
-        return Demand(
+        demand = Demand(
             host=align_up(max(host, 1), _PAGE),
             device=device,
             fetched=fetched,
+            staying=gradients,
             window=window,
             nvme=align_up(nvme, _PAGE),
             slots=slots,
         )
+        self._check_device(demand, budget)
+        return demand
 
     def _slots(self, plan: StepPlan, resting: Resting, *, largest_value: int, largest_early: int) -> Layout:
         """Return the places of buffers: those of an update are where gradients pass in a backward."""

@@ -128,4 +128,5 @@ class Means:
             unified=self.unified,
             sums=training.accumulation_steps > 1,
             own=training.in_memory and training.formats.parameter is None and self.unified,
+            activations=training.activation_bytes() if self.for_all else 0,
         )

@@ -120,7 +120,7 @@ def test_the_engine_makes_the_planned_plan_and_holds_the_planned_bytes(
 
     assert plan == best.plan.steps
     demand = best.plan.demand
-    assert measured[Tier.DEVICE].peak_reserved == demand.device
+    assert measured[Tier.DEVICE].peak_reserved == demand.device + demand.staying
     pinned = demand.host + demand.window
     assert pinned <= measured[Tier.HOST].peak_reserved <= pinned + there.io_bytes
     if nvme:

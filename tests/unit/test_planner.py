@@ -28,6 +28,7 @@ from infinity_engine.plan import (
 )
 from infinity_engine.plan.step import Home
 from infinity_engine.sim import simulate
+from infinity_engine.sim.buffers import Resting
 from infinity_engine.sim.planner import Choice, Planner, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import explain_refusal
@@ -182,9 +183,8 @@ def refuse_or_compare(seed: int) -> None:
     others = [each.timeline.ns for each in everything(planner, numels)]
     assert best.timeline.ns <= 1.03 * min(others, default=best.timeline.ns)
     held = best.sizing.held_on_host(best.plan.demand) + (there.io_bytes if best.plan.demand.nvme else 0)
-    beside = best.beside
-    assert held + (beside if there.unified else 0) <= there.budget.host
-    assert there.unified or best.plan.demand.device + beside <= there.budget.device
+    assert held + (planner.making(best.sizing) if there.unified else 0) <= there.budget.host
+    assert there.unified or best.plan.demand.device + best.beside <= there.budget.device
     assert best.plan.demand.nvme <= sum(there.budget.nvme.values())
 
 
@@ -245,7 +245,7 @@ def test_no_reference_updates_faster_than_the_plan_and_the_bound_is_5_percent_aw
     rates = replace(DESKTOP, h2d_bytes_per_s=h2d, d2h_bytes_per_s=h2d, host_update_params_per_s=cpu, nvme={})
     training = training_of(model_of(*([400_000_000] * 8)))
     there = Means(
-        budget=ResolvedBudget(device=9 * 10**9, host=200 * 10**9), rates=rates, flops_per_s=None, for_all=False
+        budget=ResolvedBudget(device=16 * 10**9, host=200 * 10**9), rates=rates, flops_per_s=None, for_all=False
     )
     decision = decide(training, there)
 
@@ -258,6 +258,7 @@ def test_no_reference_updates_faster_than_the_plan_and_the_bound_is_5_percent_aw
     for policy in references:
         try:
             plan = policy(specs, rates, limits)
+            sizing.demand(plan, best.budget, Resting(), {})
         except CapacityError:
             continue
         assert best.timeline.update_ns <= simulate(plan, rates).end_ns * 1.0001, policy.name
@@ -413,7 +414,8 @@ def test_every_byte_of_a_tier_is_for_something(bits: int, unified: bool, host: f
     demand, sizing = decision.best.plan.demand, decision.best.sizing
     io_bytes = decision.means.io_bytes if demand.nvme else 0
     assert report.held(Tier.NVME) == demand.nvme
-    assert report.held(Tier.HOST, of_pytorch=False) == sizing.held_on_host(demand) + io_bytes
+    gradients = demand.staying if unified else 0
+    assert report.held(Tier.HOST, of_pytorch=False) == sizing.held_on_host(demand) - gradients + io_bytes
     assert report.held(Tier.DEVICE, of_pytorch=False) == (0 if unified else demand.device)
     assert report.held(Tier.HOST if unified else Tier.DEVICE, of_pytorch=True) == decision.best.beside
     assert all(each.nbytes > 0 for each in report.holdings)

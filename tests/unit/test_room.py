@@ -21,7 +21,7 @@ RATES = Rates(
 def room_of(device: float, host: float, *, tier: Tier = Tier.DEVICE, rates: Rates = RATES) -> Room:
     means = Means(budget=ResolvedBudget(device=round(device * GB), host=round(host * GB)), rates=rates)
     sizing = means.sizing(SMALL, 5_000_000)
-    found = Room.of(sizing, SMALL, means, means.budget, tier=tier, drives=False)
+    found = Room.of(sizing, means, means.budget, tier=tier, drives=False)
     assert found is not None
     return found
 
@@ -38,7 +38,7 @@ def test_corners_are_parts_of_all_for_which_there_is_room(seed: int, drives: boo
     training, means = random_case(seed)
     sizing = means.sizing(training, training.model.numel // 64)
     for tier in Tier if drives else (Tier.DEVICE, Tier.HOST):
-        room = Room.of(sizing, training, means, means.budget, tier=tier, drives=drives)
+        room = Room.of(sizing, means, means.budget, tier=tier, drives=drives)
         corners = {} if room is None else room.corners()
         corners.pop("most", None)  # stages nothing
         corners.pop("nothing", None)  # is there whether or not it fits
@@ -64,8 +64,8 @@ def test_parameters_that_do_not_fit_leave_no_room() -> None:
     means = Means(budget=ResolvedBudget(device=GB // 2, host=100 * GB), rates=RATES)
     sizing = means.sizing(SMALL, 5_000_000)
 
-    assert Room.of(sizing, SMALL, means, means.budget, tier=Tier.DEVICE, drives=False) is None
-    assert Room.of(sizing, SMALL, means, means.budget, tier=Tier.HOST, drives=False) is not None
+    assert Room.of(sizing, means, means.budget, tier=Tier.DEVICE, drives=False) is None
+    assert Room.of(sizing, means, means.budget, tier=Tier.HOST, drives=False) is not None
 
 
 def test_without_rates_of_links_nothing_visits() -> None:
