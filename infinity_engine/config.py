@@ -353,6 +353,14 @@ class RanksConfig(_Settings):
         default=Partitioning.BANDWIDTH_CENTRIC,
         metadata=_about(_member(Partitioning), "whether each rank owns a part of every parameter, or one all of it"),
     )
+    shard_ranks: int | None = field(
+        default=None,
+        metadata=_about(
+            _or_none(_whole(1)),
+            "neighbouring ranks that share one copy of the model, as those of a machine; the others have replicas of "
+            "it; None: all",
+        ),
+    )
     leaf_modules: Sequence[str] = field(
         default=(),
         metadata=_about(

@@ -81,7 +81,7 @@ class BuiltModel:
         Of several ranks, this one reads what it has: the first element is that of its shard.
         """
         spec = self.spec_of(parameter)
-        mine = parameter.numel() if spec is None or self.ranks is None else spec.shards[self.ranks.rank].numel
+        mine = parameter.numel() if spec is None or self.ranks is None else spec.shards[self.ranks.shards.rank].numel
         self._check_within(parameter, mine, first_element, values)
         self._originals.read_into(parameter, first_element, values)
 

@@ -50,7 +50,7 @@ class CutOriginals(Originals):
         )
         super().__init__(swap, ledger, budget, least, written)
         self._ranks = ranks
-        self._partitioner = Partitioner(ranks.size, ranks.partitioning)
+        self._partitioner = Partitioner(ranks.shards.size, ranks.partitioning)
         self._recent: dict[Original, tuple[int, int]] = {}  # elements and bytes; the one that was used last at the end
         self._recent_bytes = 0
 
@@ -59,7 +59,7 @@ class CutOriginals(Originals):
     def adopt_part(self, parameter: torch.Tensor, name: str, spec: ShardSpec, place: Place | None) -> None:
         """Take over a parameter that shows no values: this rank's part of them is in this place."""
         original = self._add(parameter, Original(parameter, name, place))
-        original.cut(spec, self._ranks.rank)
+        original.cut(spec, self._ranks.shards.rank)
         original.goes_away("values of files")
 
     def digest_of(self, parameter: torch.Tensor) -> str:
@@ -157,7 +157,7 @@ class CutOriginals(Originals):
             self._recent[original] = parameter.numel(), nbytes
             self._recent_bytes += nbytes
         else:
-            original.cut(None, self._ranks.rank)
+            original.cut(None, self._ranks.shards.rank)
 
     def _let_go(self, nbytes: int) -> None:
         """Let what was asked for longest ago be away until the rest takes no more: [Note: what is away]."""
@@ -170,7 +170,7 @@ class CutOriginals(Originals):
             numel, taken = self._recent.pop(original)
             self._recent_bytes -= taken
             if original.spec is None or original.spec.numel != numel:
-                original.cut(self._partitioner.cut(numel), self._ranks.rank)
+                original.cut(self._partitioner.cut(numel), self._ranks.shards.rank)
             original.goes_away()
             if parameter is not None and parameter in self and original.may_leave(parameter):
                 self._leave(parameter)
@@ -213,4 +213,4 @@ class CutOriginals(Originals):
         return self._ranks.group(original.name, [GroupMember(original.name, original.spec, dtype)])
 
     def _wire_of(self, group: ShardGroup) -> int:
-        return wire_of(group.gather_bytes(), self._ranks.size + 1, self._most_wire)
+        return wire_of(group.gather_bytes(), self._ranks.shards.size + 1, self._most_wire)

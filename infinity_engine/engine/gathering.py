@@ -79,7 +79,7 @@ def room_of_wires(
         for name, module in model.named_modules()
     ]
     needed = max(ranks.group("all", [each.member for each in some]).gather_bytes() for some in groups if some)
-    return wire_of(needed, ranks.size + 1, ranks.config.bucket_bytes)
+    return wire_of(needed, ranks.shards.size + 1, ranks.config.bucket_bytes)
 
 
 @dataclass(eq=False, slots=True)

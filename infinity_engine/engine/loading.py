@@ -246,9 +246,9 @@ def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
 
 def _cut(ranks: Ranks, targets: Sequence[_Target]) -> list[_Target]:
     """Return how the ranks share what is streamed."""
-    partitioner = Partitioner(ranks.size, ranks.partitioning)
+    partitioner = Partitioner(ranks.shards.size, ranks.partitioning)
     return [
-        replace(each, spec=partitioner.cut(each.tensor.numel()), rank=ranks.rank) if each.is_streamed else each
+        replace(each, spec=partitioner.cut(each.tensor.numel()), rank=ranks.shards.rank) if each.is_streamed else each
         for each in targets
     ]
 

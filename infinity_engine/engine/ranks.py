@@ -69,7 +69,12 @@ class Held:
 
 
 class Ranks:
-    """Rank `rank` of `size`, two or more. `gradients` is a second sequence of collectives, of what backwards make."""
+    """Rank `rank` of `size`, two or more, which a parameter is cut over, or neighbours among them that share a copy.
+
+    `collectives` are of all ranks, and `shards` of those that share a copy of the model, which may be all. `gradients`
+    is a second sequence of these, of what backwards make. `replicas` are those that own the same, None where all ranks
+    share one copy.
+    """
 
     def __init__(self, collectives: Collectives, config: RanksConfig) -> None:
         self.config = config
@@ -80,7 +85,11 @@ class Ranks:
         """How many of the cores that this process may run on are this rank's, once budgets were shared."""
         self._first_here = collectives.rank
         self.collectives = collectives
-        self.gradients = collectives.beside()
+        self._agree_on_mesh()
+        self.shards, self.replicas = collectives, None
+        if config.shard_ranks not in {None, collectives.size}:
+            self.shards, self.replicas = self._split(config.shard_ranks)
+        self.gradients = self.shards.beside()
 
     @classmethod
     def join(cls, config: RanksConfig) -> Ranks | None:
@@ -97,6 +106,17 @@ class Ranks:
             collectives.close(error)
             raise
 
+    def _split(self, shard_ranks: int | None) -> tuple[Collectives, Collectives]:
+        if shard_ranks is None or self.size % shard_ranks:
+            fitting = ", ".join(str(each) for each in range(1, self.size + 1) if self.size % each == 0)
+            expected = f"a divisor of the {self.size} ranks: {fitting}"
+            raise ConfigError(field="ranks.shard_ranks", value=shard_ranks, expected=expected)
+        return self.collectives.split(shard_ranks)
+
+    def _agree_on_mesh(self) -> None:
+        """Make sure that all ranks make the same groups: where they do not, torch waits or mixes them up."""
+        self.agree_again_on("the mesh", {"ranks.shard_ranks": self.config.shard_ranks})
+
     @property
     def rank(self) -> int:
         """Which one this is."""
@@ -109,13 +129,18 @@ class Ranks:
 
     def on_wait(self, call: Callable[[], object]) -> None:
         """Call this again and again while this rank waits for others: what it raises ends the wait."""
-        self.gradients.on_wait(call)
-        self.collectives.on_wait(call)
+        for each in self._sequences():
+            each.on_wait(call)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the others, who are told why where `error` says it. Again: nothing."""
-        self.gradients.close(error)
-        self.collectives.close(error)
+        for each in self._sequences():
+            each.close(error)
+
+    def _sequences(self) -> list[Collectives]:
+        """Return all, those that follow others first."""
+        found = [self.gradients, *([] if self.replicas is None else [self.replicas]), self.shards, self.collectives]
+        return list(dict.fromkeys(found))
 
     # --- what all have in common --------------------------------------------------------------------------------------
 
@@ -206,6 +231,7 @@ class Ranks:
         for name, now, then in (
             ("stage", config.stage is Stage.ALONE, before.stage is Stage.ALONE),
             ("partitioning", config.partitioning, before.partitioning),
+            ("shard_ranks", config.shard_ranks, before.shard_ranks),
             ("timeout_s", config.timeout_s, before.timeout_s),
         ):
             if now != then:
@@ -286,7 +312,7 @@ class Ranks:
 
         What this one owns of the others shares the memory of the whole ones until it is moved.
         """
-        partitioner = Partitioner(self.size, self.partitioning)
+        partitioner = Partitioner(self.shards.size, self.partitioning)
         known = {each.number: is_cut(each.parameter) for each in (*trained, *frozen)}
         specs = tuple(known[each.number] or partitioner.cut(each.numel) for each in (*trained, *frozen))
         return Cut(
@@ -316,7 +342,7 @@ class Ranks:
         )
 
     def _own(self, each: ModelParameter, spec: ShardSpec, *, has_values: bool) -> torch.nn.Parameter:
-        shard, whole = spec.shards[self.rank], each.parameter.detach()
+        shard, whole = spec.shards[self.shards.rank], each.parameter.detach()
         if not has_values and shard.numel:
             return torch.nn.Parameter(absent(whole.dtype, torch.Size([shard.numel]), whole.device), requires_grad=False)
         values = torch.empty(0, dtype=whole.dtype, device=whole.device)  # no view, which would keep all of it
@@ -326,19 +352,21 @@ class Ranks:
 
     def own(self, spec: ShardSpec, whole: torch.Tensor) -> torch.Tensor:
         """Return what this rank owns of a flat tensor."""
-        shard = spec.shards[self.rank]
+        shard = spec.shards[self.shards.rank]
         return whole[shard.first_element : shard.end]
 
     def group(self, name: str, members: Sequence[GroupMember], collectives: Collectives | None = None) -> ShardGroup:
         """Return parameters that go together."""
-        return ShardGroup(name, members, collectives or self.collectives, partitioning=self.partitioning)
+        return ShardGroup(name, members, collectives or self.shards, partitioning=self.partitioning)
 
     def whole(self, name: str, spec: ShardSpec, shard: torch.Tensor) -> torch.Tensor:
         """Return, on every rank and in new host memory, all of what each has a shard of; flat, as they are."""
         group = self.group(name, [GroupMember(name, spec, shard.dtype)])
         whole = torch.empty(spec.numel, dtype=shard.dtype, device="cpu")
         wire = torch.empty(
-            wire_of(group.gather_bytes(), self.size + 1, self.config.bucket_bytes), dtype=torch.uint8, device="cpu"
+            wire_of(group.gather_bytes(), self.shards.size + 1, self.config.bucket_bytes),
+            dtype=torch.uint8,
+            device="cpu",
         )
         group.gather([shard], [whole], wire=wire).wait()
         return whole
@@ -346,7 +374,7 @@ class Ranks:
     def norm(self, sums: GradientSums, specs: Sequence[ShardSpec]) -> GradientNorm:
         """Return the norm of what all ranks have the block sums of."""
         whole = GradientSums([spec.numel for spec in specs])
-        for number, blocks in enumerate(share_block_sums(self.collectives, specs, sums.blocks)):
+        for number, blocks in enumerate(share_block_sums(self.shards, specs, sums.blocks)):
             whole.put(number, 0, blocks)
         return whole.total()
 

@@ -16,6 +16,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -25,7 +26,7 @@ from infinity_engine.engine.ranks import Ranks, wire_of
 from infinity_engine.memory import Lease, Reservation
 from infinity_engine.optim import HostKernels
 from infinity_engine.optim import Stream as Values
-from infinity_engine.partition import MOST_TOLD, CollectiveEvent, GroupMember, ShardGroup
+from infinity_engine.partition import MOST_TOLD, CollectiveEvent, GroupMember, HybridReduce, ReplicaSums, ShardGroup
 
 __all__ = ["REDUCES", "GradientReducer", "KernelAdder", "Room", "buckets_of"]
 
@@ -99,8 +100,12 @@ class Room:
         of_a_rank = max(
             sum(max(shard.numel for shard in each.spec.shards) for each in group.members) for group in groups
         )
+        wire = wire_of(max(group.reduce_bytes() for group in groups), 2 * ranks.shards.size, 2 * most)
+        if ranks.replicas is not None:
+            of_replicas = ReplicaSums(ranks.replicas).wire_bytes(of_a_rank)
+            wire = max(wire, wire_of(of_replicas, 2 * ranks.replicas.size, 2 * most))
         return cls(
-            wire=wire_of(max(group.reduce_bytes() for group in groups), 2 * ranks.size, 2 * most),
+            wire=wire,
             gradients=gradients,
             sums=REDUCES * 4 * of_a_rank,
         )
@@ -116,7 +121,7 @@ class _Reduce:
 
     numbers: Sequence[int]
     sums: Sequence[torch.Tensor]
-    event: CollectiveEvent
+    event: CollectiveEvent | HybridReduce
     wire: Lease
     gradient_bytes: int
 
@@ -164,6 +169,7 @@ class GradientReducer:
         self._ranks = ranks
         self._meter = lanes.meter
         self._adder = KernelAdder(lanes.kernels)
+        self._replicas = None if ranks.replicas is None else ReplicaSums(ranks.replicas)
         self._room = room
         self._free_wires = list(wires)
         self._held = held
@@ -173,6 +179,7 @@ class GradientReducer:
         self._groups: dict[tuple[int, ...], ShardGroup] = {}
         self._all_buckets = buckets_of(members, ranks.config.bucket_bytes)
         self._under_way: deque[_Reduce] = deque()
+        self._not_summed: deque[HybridReduce] = deque()
         self._expect(frozenset(range(len(members))))
         ranks.gradients.on_stall(self._join)
 
@@ -325,8 +332,25 @@ class GradientReducer:
         ]
         self._held.hold(sum(each.nbytes for each in sums))
         nbytes = sum(each.nbytes for each in gradients if each is not None)
-        event = group.reduce(gradients, sums, adder=self._adder, wire=wire.flat())
+        event = self._reduce(group, gradients, sums, wire.flat())
         self._under_way.append(_Reduce(numbers, sums, event, wire, nbytes))
+
+    def _reduce(
+        self,
+        group: ShardGroup,
+        gradients: Sequence[torch.Tensor | None],
+        sums: Sequence[torch.Tensor],
+        wire: torch.Tensor,
+    ) -> CollectiveEvent | HybridReduce:
+        reduce = partial(group.reduce, gradients, sums, adder=self._adder, wire=wire)
+        replicas = self._replicas
+        if replicas is None:
+            return reduce()
+        return HybridReduce(
+            lambda ended: reduce(ended=ended),
+            lambda had: replicas.start(group.name, sums, says=had, adder=self._adder, wire=wire),
+            self._not_summed,
+        )
 
     def _next_of(self, number: int) -> torch.Tensor | None:
         some = self._waiting.get(number)

@@ -30,7 +30,7 @@ __all__ = ["ParameterReplicas", "room_of_gathers"]
 def room_of_gathers(parameters: Sequence[CutParameter], ranks: Ranks) -> int:
     """Return the bytes of the buffer that gathers go through."""
     needed = max((group.gather_bytes() for _, group in _groups(parameters, ranks)), default=0)
-    return wire_of(needed, ranks.size + 1, ranks.config.bucket_bytes)
+    return wire_of(needed, ranks.shards.size + 1, ranks.config.bucket_bytes)
 
 
 def _groups(parameters: Sequence[CutParameter], ranks: Ranks) -> list[tuple[tuple[int, ...], ShardGroup]]:

@@ -2,6 +2,7 @@
 
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives
 from infinity_engine.partition.group import MOST_TOLD, Adder, GatherState, GroupMember, ShardGroup, TorchAdder
+from infinity_engine.partition.replicas import HybridReduce, ReplicaSums
 from infinity_engine.partition.shard import Partitioner, Partitioning, Shard, ShardSpec
 from infinity_engine.partition.sums import share_block_sums
 
@@ -12,8 +13,10 @@ __all__ = [
     "Collectives",
     "GatherState",
     "GroupMember",
+    "HybridReduce",
     "Partitioner",
     "Partitioning",
+    "ReplicaSums",
     "Shard",
     "ShardGroup",
     "ShardSpec",

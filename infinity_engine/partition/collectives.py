@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
@@ -139,6 +140,10 @@ class _Channel(Protocol):
 
     def start(self, wire: Wire, *, on_host: bool) -> HostWork: ...
 
+    def again(self, timeout_s: float) -> _Channel: ...
+
+    def parted(self, parts: Sequence[range], mine: int, timeout_s: float) -> _Channel: ...
+
     def close(self) -> None: ...
 
 
@@ -152,28 +157,44 @@ class _Alone:
             wire.into[: wire.mine.numel()].copy_(wire.mine)
         return _Done()
 
+    def again(self, timeout_s: float) -> _Channel:
+        return self
+
+    def parted(self, parts: Sequence[range], mine: int, timeout_s: float) -> _Channel:
+        return self
+
     def close(self) -> None:
         pass
 
 
 class _Groups:
-    """Two process groups of the same ranks: Gloo's for what the host says, and one for data."""
+    """Two process groups of the same ranks: Gloo's for what the host says, and one for data.
+
+    Torch wants all ranks to make all groups, so these are of each of `parts` in turn, of which this rank is in `mine`.
+    """
 
     def __init__(
-        self,
-        ranks: Sequence[int] | None,
-        timeout_s: float,
-        *,
-        own_world: bool,
-        backend: str,
-        store: Store | None = None,
+        self, parts: Sequence[Sequence[int] | None], mine: int, timeout_s: float, *, own_world: bool, backend: str
     ) -> None:
         timeout = timedelta(seconds=timeout_s)
-        self._groups = [dist.new_group(ranks, timeout, "gloo"), dist.new_group(ranks, timeout, backend)]
-        self.backend = backend
+        self._groups: list[Any] = []
+        for number, ranks in enumerate(parts):
+            groups = [dist.new_group(ranks, timeout, "gloo"), dist.new_group(ranks, timeout, backend)]
+            if number == mine:
+                self._groups = groups
+        self._parts, self._mine = parts, mine
+        self._backend = backend
         self._world = dist.group.WORLD if own_world else None
         of = getattr(self._groups[0], "get_group_store", None)  # older torch has none
-        self.store = store or (None if of is None else of())
+        self.store: Store | None = None if of is None else of()
+
+    def again(self, timeout_s: float) -> _Channel:
+        return _Groups(self._parts, self._mine, timeout_s, own_world=False, backend=self._backend)
+
+    def parted(self, parts: Sequence[range], mine: int, timeout_s: float) -> _Channel:
+        if len(parts[0]) == 1:
+            return _Alone()
+        return _Groups([list(each) for each in parts], mine, timeout_s, own_world=False, backend=self._backend)
 
     def start(self, wire: Wire, *, on_host: bool) -> HostWork:
         group = self._groups[0 if on_host else 1]
@@ -237,6 +258,16 @@ class _Unpacking:
         self._unpack()
 
 
+@dataclass(frozen=True)
+class _Related:
+    """What the sequences of one family share, and who takes part in one of them, by number in the family."""
+
+    failures: Failures
+    ranks: tuple[int, ...]
+    own_order: bool = False  # whether its order is not that of the ranks' programs
+    sequences: list[Collectives] = field(default_factory=list)
+
+
 # --- all of them ---------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +283,7 @@ class Collectives:
         size: int,
         timeout_s: float,
         lane: tuple[Accelerator, Stream] | None = None,
+        related: _Related | None = None,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -259,7 +291,10 @@ class Collectives:
         self.timeout_s = timeout_s
         self._channel = channel
         self._lane = lane
-        self._failures = Failures(channel.store, name, rank, size, patience_s=min(_PATIENCE_S, timeout_s))
+        self._related = related or _Related(
+            Failures(channel.store, name, rank, size, patience_s=min(_PATIENCE_S, timeout_s)), tuple(range(size))
+        )
+        self._failures = self._related.failures
         self._failure: CollectiveError | None = None
         self._closed = False
         self._polling = False
@@ -269,7 +304,8 @@ class Collectives:
         self._while_waiting: Callable[[], object] | None = None
         self._headers: deque[tuple[Pending, HostWork, torch.Tensor]] = deque()
         self._under_way: deque[Pending] = deque()
-        self._sequences = [self]
+        self._sequences = self._related.sequences
+        self._sequences.append(self)
 
     @classmethod
     def alone(cls) -> Collectives:
@@ -304,7 +340,7 @@ class Collectives:
             if own_world:
                 dist.destroy_process_group()
             return cls.alone()
-        groups = _Groups(None, timeout_s, own_world=own_world, backend="nccl" if on_gpu else "gloo")
+        groups = _Groups([None], 0, timeout_s, own_world=own_world, backend="nccl" if on_gpu else "gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
         return cls(groups, name=name, rank=rank, size=size, timeout_s=timeout_s, lane=lane)
 
@@ -314,21 +350,19 @@ class Collectives:
         Who waits for one lets both go on, and what makes one fail makes the other. All ranks call it, of a group that
         `join` returned; they close what they got before that.
         """
-        if isinstance(self._channel, _Alone):
-            return Collectives.alone()
-        assert isinstance(self._channel, _Groups), "several ranks have process groups"
-        backend, store = self._channel.backend, self._channel.store
-        groups = _Groups(None, self.timeout_s, own_world=False, backend=backend, store=store)
-        found = Collectives(
-            groups, name=self.name, rank=self.rank, size=self.size, timeout_s=self.timeout_s, lane=self._lane
-        )
-        found._go_with(self._sequences)
-        return found
+        return self._made(self._channel.again(self.timeout_s), replace(self._related, own_order=True))
 
-    def _go_with(self, others: list[Collectives]) -> None:
-        """Be one of these sequences."""
-        others.append(self)
-        self._sequences = others
+    def _made(self, channel: _Channel, related: _Related, name: str | None = None) -> Collectives:
+        """Return a sequence of those who go over this channel, which shares waits and failures with this one."""
+        return Collectives(
+            channel,
+            name=name or self.name,
+            rank=related.ranks.index(self._related.ranks[self.rank]),
+            size=len(related.ranks),
+            timeout_s=self.timeout_s,
+            lane=self._lane,
+            related=related,
+        )
 
     def on_wait(self, call: Callable[[], object]) -> None:
         """Call this again and again while this rank waits in this sequence: what it raises ends the wait."""
@@ -338,7 +372,8 @@ class Collectives:
         """Call `join` with the number of a collective of this sequence that a rank waits for and this one lacks.
 
         Called while this rank waits in another sequence for one that the other rank has not come to, so that neither
-        would go on. [Note: who waits for whom]
+        would go on. Where there are replicas, their collectives have the numbers of those of this sequence that they
+        follow. [Note: who waits for whom]
         """
         self._join = join
 
@@ -360,8 +395,9 @@ class Collectives:
     def split(self, shard_ranks: int) -> tuple[Collectives, Collectives]:
         """Return a mesh: the ranks among which parameters are cut, and those that own the same shards.
 
-        Every `shard_ranks` neighbours are of the first kind. All ranks call it, of a group that `join` returned; they
-        close what they got before that.
+        Every `shard_ranks` neighbours are of the first kind, whose order is that of all ranks; the second are in an
+        order of their own, as those of `beside`. What makes one fail makes all of the family. All ranks call it, of a
+        group that `join` returned; they close what they got before that.
 
         Raises:
             ConfigError: the ranks cannot be divided like that.
@@ -371,26 +407,13 @@ class Collectives:
             raise ConfigError(field="shard_ranks", value=shard_ranks, expected=expected)
         rows = [range(first, first + shard_ranks) for first in range(0, self.size, shard_ranks)]
         columns = [range(column, self.size, shard_ranks) for column in range(shard_ranks)]
-        return self._part(rows, "shards"), self._part(columns, "replicas")
+        return self._part(rows, "shards", own_order=False), self._part(columns, "replicas", own_order=True)
 
-    def _part(self, parts: Sequence[range], name: str) -> Collectives:
-        if len(parts[0]) == 1:
-            return Collectives.alone()
-        assert isinstance(self._channel, _Groups), "several ranks have process groups"
-        mine: Collectives | None = None
-        for number, part in enumerate(parts):  # every rank takes part in making all groups
-            groups = _Groups(list(part), self.timeout_s, own_world=False, backend=self._channel.backend)
-            if self.rank in part:
-                mine = Collectives(
-                    groups,
-                    name=f"{self.name}/{name} {number}",
-                    rank=part.index(self.rank),
-                    size=len(part),
-                    timeout_s=self.timeout_s,
-                    lane=self._lane,
-                )
-        assert mine is not None, "every rank is in one part"
-        return mine
+    def _part(self, parts: Sequence[range], name: str, *, own_order: bool) -> Collectives:
+        number = next(number for number, part in enumerate(parts) if self.rank in part)
+        related = replace(self._related, ranks=tuple(parts[number]), own_order=own_order)
+        channel = self._channel.parted(parts, number, self.timeout_s)
+        return self._made(channel, related, f"{self.name}/{name} {number}")
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
@@ -526,17 +549,25 @@ class Collectives:
 
         [Note: who waits for whom] Where ranks do other things between two gathers, one may wait for a reduce that
         another would start later, after a gather that the first has not come to. Who waits for a reduce says so, and
-        how many gathers it has started; who waits for a gather beyond that starts the reduce. Nothing that belongs to
-        it can come any more: in the order of gathers, which is that of all ranks, it is past where the other is.
+        how many collectives it has started in the order of all ranks; who waits for one beyond that starts the reduce.
+        Nothing that belongs to it can come any more: in that order, it is past where the other is. Of a mesh, a rank
+        that waits among its shards' ranks looks at these only, as it may be anywhere past where others are; what is of
+        all ranks waits for all, so nothing can come then, whoever asks.
         """
-        others = [each for each in self._sequences if each is not self]
-        if self._join is not None:
-            self._failures.want(pending.number, sum(each._started for each in others))
-        for other in others:
-            if other._join is not None:
-                number, position = other._failures.wanted()
-                if number > other._started and pending.number > position:
-                    other._join(number)
+        everybody = self._sequences[0]
+        if self._related.own_order:
+            for among in {self.name, everybody.name}:
+                self._failures.want(pending.number, self._position, among)
+            return
+        number, position = self._failures.wanted(self.name)
+        for other in self._sequences:
+            if other._join is not None and number > other._started and pending.position > position:
+                other._join(number)
+
+    @property
+    def _position(self) -> int:
+        """How many collectives were started here in the order that is that of all ranks."""
+        return sum(each._started for each in self._sequences if not each._related.own_order)
 
     def _block(self) -> None:
         """Let others have the processor, until the oldest can go on or for a short time."""
@@ -566,7 +597,7 @@ class Collectives:
         self._started += 1
         header = Header(self._started, op, digest(op, key.hex()), nbytes)
         in_stream = self._lane is not None and issue == self._issue
-        pending = Pending(header, rounds, issue, after=after, ended=ended, in_stream=in_stream)
+        pending = Pending(header, rounds, issue, after=after, ended=ended, in_stream=in_stream, position=self._position)
         self._under_way.append(pending)
         mine = torch.frombuffer(bytearray(header.pack() * self.size), dtype=torch.uint8)
         into = torch.empty(self.size * Header.SIZE, dtype=torch.uint8)
@@ -605,7 +636,7 @@ class Collectives:
                 return
             said = into.numpy().tobytes()
             headers = [Header.unpack(said[at : at + Header.SIZE]) for at in range(0, len(said), Header.SIZE)]
-            problem = disagreement(headers)
+            problem = disagreement(headers, self._related.ranks)
             if problem is not None:
                 self._failures.leave(f"has stopped, as {problem}")  # no alarm: all have the same headers
                 self._end_all(self._error(pending.op, problem))
@@ -654,7 +685,7 @@ class Collectives:
             self._end_all(failure)
 
     def _error(self, op: str, reason: str) -> CollectiveError:
-        return CollectiveError(group=self.name, rank=self.rank, op=op, reason=reason)
+        return CollectiveError(group=self.name, rank=self._related.ranks[self.rank], op=op, reason=reason)
 
     def _end_all(self, failure: CollectiveError) -> None:
         self._failure = failure

@@ -96,13 +96,13 @@ class Failures:
         if not self._has(f"said/{self._rank}"):
             self._put(f"said/{self._rank}", what[:_MOST_SHOWN])
 
-    def want(self, number: int, position: int) -> None:
-        """Let the others know that this rank waits for a collective in its sequence, and how far it is in another."""
-        self._put("wanted", f"{number} {position}")
+    def want(self, number: int, position: int, among: str) -> None:
+        """Let the others of a group know that this rank waits for a collective, and how far it is in their order."""
+        self._put(f"wanted/{among}", f"{number} {position}")
 
-    def wanted(self) -> tuple[int, int]:
-        """Return which collective some rank waits for, or waited for, and how far it is in another sequence."""
-        text = self._get("wanted")
+    def wanted(self, among: str) -> tuple[int, int]:
+        """Return which collective some rank of a group waits for, or waited for, and how far it is in their order."""
+        text = self._get(f"wanted/{among}")
         number, position = (0, 0) if text is None else map(int, text.split())
         return number, position
 

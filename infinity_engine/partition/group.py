@@ -24,7 +24,7 @@ from infinity_engine.accel import Event
 from infinity_engine.errors import ConfigError, IllegalTransition
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives
 from infinity_engine.partition.header import digest
-from infinity_engine.partition.rounds import AllGather, Broadcast, Exchange, Round
+from infinity_engine.partition.rounds import AllGather, Broadcast, Exchange, Round, ignore
 from infinity_engine.partition.shard import Partitioning, Shard, ShardSpec
 from infinity_engine.partition.wire import WIRE_ALIGNMENT, Piece, Window, WireLayout
 from infinity_engine.units import align_down
@@ -245,13 +245,15 @@ class ShardGroup:
         adder: Adder,
         wire: torch.Tensor | None = None,
         after: Sequence[Event] = (),
+        ended: Callable[[BaseException | None], object] = ignore,
     ) -> CollectiveEvent:
         """Begin to add up all ranks' gradients of this rank's shards, in fp32 and in the ranks' order, to `into`.
 
         `gradients` are of the whole parameters, None where this rank has none; flat, as `wire` is, whose bytes are used
         until the end: the more of them, up to `reduce_bytes`, the fewer rounds. Returns at once.
         [Note: the order of sums] What each rank has `said` are bits: of the first MOST_TOLD members, those that it has
-        a gradient of. Where it has none, as no rank has, `into` stays as it is.
+        a gradient of. Where it has none, as no rank has, `into` stays as it is. `ended` is called at its
+        end, with the error if there is one.
 
         Raises:
             CollectiveError: an earlier collective has failed.
@@ -266,7 +268,7 @@ class ShardGroup:
         if any(each is not None for each in gradients[MOST_TOLD:]):
             says |= 1 << MOST_TOLD
         key = digest(self._key, most)
-        return self._collectives.start(f"reduce of {self.name}", rounds, key=key, says=says, after=after)
+        return self._collectives.start(f"reduce of {self.name}", rounds, key=key, says=says, after=after, ended=ended)
 
     def _reducing(
         self,

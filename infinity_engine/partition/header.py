@@ -46,16 +46,16 @@ def digest(*parts: object) -> bytes:
     return blake2b("\0".join(str(part) for part in parts).encode(), digest_size=16).digest()
 
 
-def disagreement(headers: Sequence[Header]) -> str | None:
-    """Say which ranks are about to do what, where that is not the same on all."""
+def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
+    """Say which of these ranks are about to do what, where that is not the same on all."""
     groups: dict[tuple[int, bytes], list[int]] = {}
-    for rank, header in enumerate(headers):
-        groups.setdefault((header.number, header.key), []).append(rank)
+    for place, header in enumerate(headers):
+        groups.setdefault((header.number, header.key), []).append(place)
     if len(groups) == 1:
         return None
     said = [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {headers[ranks[0]].op} "
-        f"(collective {headers[ranks[0]].number}, digest {headers[ranks[0]].key.hex()[:8]})"
-        for ranks in groups.values()
+        f"rank{'s' if len(places) > 1 else ''} {', '.join(str(ranks[place]) for place in places)}: "
+        f"{headers[places[0]].op} (collective {headers[places[0]].number}, digest {headers[places[0]].key.hex()[:8]})"
+        for places in groups.values()
     ]
     return f"the ranks do not do the same; {'; '.join(said)}"

@@ -98,9 +98,11 @@ class Pending:
         after: Sequence[Event],
         ended: Callable[[BaseException | None], object],
         in_stream: bool,
+        position: int,
     ) -> None:
         self.op = header.op
         self.number = header.number
+        self.position = position  # among those of all sequences whose order is that of all ranks
         self.ended = False
         self.error: CollectiveError | None = None
         self.since = time.monotonic()

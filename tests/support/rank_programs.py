@@ -23,6 +23,7 @@ from infinity_engine.partition import (
     GroupMember,
     Partitioner,
     Partitioning,
+    ReplicaSums,
     ShardGroup,
     ShardSpec,
     TorchAdder,
@@ -283,6 +284,38 @@ def mesh(shard_ranks: int) -> tuple[tuple[int, int], tuple[int, int], list[bytes
         with shards, replicas:
             said = list(shards.share("who", me)), list(replicas.share("who", me))
             return (shards.rank, shards.size), (replicas.rank, replicas.size), *said
+
+
+def sums_of_replicas() -> dict[str, Any]:
+    """Sum over all ranks as replicas do, in different rounds; return whether that is what a loop over them gets."""
+    numels = [0, 5, BLOCK, 1, 3 * BLOCK + 7]
+    adder = TorchAdder()
+    equal = []
+    with Collectives.join(timeout_s=600) as ranks:
+        of_each = [[values(numel, torch.float32, 10 * rank + numel) for numel in numels] for rank in range(ranks.size)]
+        wanted = [each.clone() for each in of_each[0]]
+        for other in of_each[1:]:
+            wanted = [total + each for total, each in zip(wanted, other, strict=True)]
+        sums = ReplicaSums(ranks)
+        enough = sums.wire_bytes(sum(numels))
+        for nbytes in (enough, 2 * ranks.size * 64, 2 * ranks.size * 64 * 7 + 13, 2 * enough):
+            mine = [each.clone() for each in of_each[ranks.rank]]
+            wire = torch.empty(nbytes, dtype=torch.uint8)
+            sums.start("some", mine, says=1, adder=adder, wire=wire).wait()
+            equal.append([bits(each) for each in mine] == [bits(each) for each in wanted])
+        mine = [each.clone() for each in of_each[ranks.rank]]  # of which the first rank has none
+        sums.start(
+            "some", mine, says=int(ranks.rank > 0), adder=adder, wire=torch.empty(enough, dtype=torch.uint8)
+        ).wait()
+        rest = [torch.zeros_like(each) for each in mine]
+        for other in of_each[1:]:
+            rest = [total + each for total, each in zip(rest, other, strict=True)]
+        equal.append(all(torch.equal(each, total) for each, total in zip(mine, rest, strict=True)))
+        mine = [each.clone() for each in of_each[ranks.rank]]
+        event = sums.start("some", mine, says=0, adder=adder, wire=torch.empty(enough, dtype=torch.uint8))
+        event.wait()
+        kept = all(torch.equal(each, one) for each, one in zip(mine, of_each[ranks.rank], strict=True))
+        return {"equal": equal, "ways": 5, "nobody has anything": kept and not any(event.said)}
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ __all__ = [
     "steps_with",
     "train",
     "train_all",
+    "wants_another_mesh",
     "where",
 ]
 
@@ -225,11 +226,11 @@ def train_all(runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
 # --- what else there is to an engine ----------------------------------------------------------------------------------
 
 
-def looks() -> dict[str, Any]:
+def looks(ranks: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Use what an engine has beside training; return what came of it by name."""
     found: dict[str, Any] = {}
     rank, _ = where()
-    run = Run(settings={"storage": {"small_bytes": 0}})
+    run = Run(settings={"storage": {"small_bytes": 0}, "ranks": ranks or {}})
     task, optimizer = made(run)
     before = {name: each.detach().clone() for name, each in task.named_parameters()}
     embed, position = task.get_parameter("embed.weight"), task.get_parameter("position")
@@ -256,16 +257,16 @@ def looks() -> dict[str, Any]:
         found["steps"] = engine.state_of(embed)["step"]
         found["bits"] = engine.state_dict()
     found["after"] = {name: each.detach().clone() for name, each in task.named_parameters()}
-    found["other values"] = _told(lambda: _write(rank))
+    found["other values"] = _told(lambda: _write(run, rank))
     return found
 
 
-def _write(rank: int) -> None:
+def _write(run: Run, rank: int) -> None:
     """Let each rank write something else."""
-    task, optimizer = made(Run())
+    task, optimizer = made(run)
     embed = task.get_parameter("embed.weight")
     with ExitStack() as around:
-        engine = engine_of(Run(), task, optimizer, around)
+        engine = engine_of(run, task, optimizer, around)
         with engine.gathered(embed, modify=True), torch.no_grad():
             embed.add_(rank)
 
@@ -581,6 +582,15 @@ def differ() -> dict[str, str]:
         return {"settings": settings, "model": model, "values": values, "refused": refused, "experts": experts}
     finally:
         dist.destroy_process_group()
+
+
+def wants_another_mesh() -> str:
+    """Begin with another mesh on the last rank; return what each was told."""
+    rank, size = where()
+    run = Run(settings={"ranks": {} if rank == size - 1 else {"shard_ranks": 2}})
+    task, optimizer = made(run)
+    with ExitStack() as around:
+        return _told(lambda: engine_of(run, task, optimizer, around).steps)
 
 
 def steps_with(what: str) -> str:

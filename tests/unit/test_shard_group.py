@@ -228,9 +228,9 @@ def test_a_header_survives_packing_however_long_the_name_is() -> None:
 def test_headers_disagree_where_number_or_digest_differ_and_not_where_bytes_do() -> None:
     one = Header(1, "gather", digest("a"), 5)
 
-    assert disagreement([one, Header(1, "gather", digest("a"), 6)]) is None
-    assert disagreement([one, one, Header(2, "gather", digest("a"))]) is not None
-    assert disagreement([one, one, Header(1, "gather", digest("b"))]) is not None
+    assert disagreement([one, Header(1, "gather", digest("a"), 6)], [0, 1, 2]) is None
+    assert disagreement([one, one, Header(2, "gather", digest("a"))], [0, 1, 2]) is not None
+    assert disagreement([one, one, Header(1, "gather", digest("b"))], [0, 1, 2]) is not None
 
 
 class Memory:

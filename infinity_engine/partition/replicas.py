@@ -1,0 +1,191 @@
+"""`ReplicaSums`: adds up what ranks that own the same shards have summed, each among its own neighbours.
+
+Lays out what goes over the wire; `Collectives` carries it. Owns no memory. `HybridReduce` puts it behind a reduce.
+
+[Note: the order of sums on a mesh] Each replica of the model sums its ranks' gradients first, as [Note: the order of
+sums] says; then whoever owns the same adds these fp32 sums up, beginning with the first replica's. One rank adds up a
+part of them and all get its bits, so replicas hold the same bits, which no bucket and no round changes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.partition.collectives import CollectiveEvent, Collectives
+from infinity_engine.partition.group import Adder
+from infinity_engine.partition.header import digest
+from infinity_engine.partition.rounds import AllGather, Exchange, Round
+from infinity_engine.partition.wire import WIRE_ALIGNMENT
+from infinity_engine.units import align_down, align_up
+
+__all__ = ["HybridReduce", "ReplicaSums"]
+
+_SIZE = torch.float32.itemsize
+_Ended = Callable[[BaseException | None], object]
+
+
+class ReplicaSums:
+    """Sums of those who own the same, the ranks of `collectives`, which are two or more."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def wire_bytes(self, numel: int) -> int:
+        """Return how large a buffer lets so many elements go in one round."""
+        part = -(-numel // self._collectives.size)
+        return 2 * self._collectives.size * align_up(part * _SIZE, WIRE_ALIGNMENT)
+
+    def start(
+        self, name: str, sums: Sequence[torch.Tensor], *, says: int, adder: Adder, wire: torch.Tensor
+    ) -> CollectiveEvent:
+        """Begin to replace flat fp32 tensors, which are as large on all ranks, by their sums over them.
+
+        `wire`, bytes that are used until the end, bounds what goes in one round. A rank that `says` 0 has nothing: its
+        tensors count as zeros, whatever is in them. Returns at once.
+
+        Raises:
+            CollectiveError: an earlier collective has failed.
+            ConfigError: the wire has no room for anything.
+        """
+        ranks, numels = self._collectives.size, [each.numel() for each in sums]
+        part = align_down(wire.numel() // (2 * ranks), WIRE_ALIGNMENT) // _SIZE
+        if not part and any(numels):
+            expected = f"{2 * ranks * WIRE_ALIGNMENT} B or more"
+            raise ConfigError(field=f"wire of {name}", value=f"{wire.numel()} B", expected=expected)
+        every = sum(numels)
+        part = min(part, align_up(-(-every // ranks) * _SIZE, WIRE_ALIGNMENT) // _SIZE)
+        values = wire[: 2 * ranks * part * _SIZE].view(torch.float32)
+        rounds: list[Round] = []
+        for first in range(0, every, max(ranks * part, 1)):
+            numel = min(ranks * part, every - first)
+            rounds += self._rounds(_pieces(sums, first, numel), numel, part, values, adder, has=bool(says))
+        return self._collectives.start(f"sum of {name} over replicas", rounds, key=digest(numels, part), says=says)
+
+    def _rounds(
+        self,
+        pieces: Sequence[torch.Tensor],
+        numel: int,
+        part: int,
+        values: torch.Tensor,
+        adder: Adder,
+        *,
+        has: bool,
+    ) -> list[Round]:
+        """Return the rounds for `numel` elements, of which each rank adds up `part` or what is left."""
+        ranks, rank = self._collectives.size, self._collectives.rank
+        counts = [min(max(numel - each * part, 0), part) for each in range(ranks)]
+        mine, got = values[: ranks * part], values[ranks * part :]
+        own = counts[rank]
+        sent = [count * _SIZE for count in counts]
+        exchange = Exchange(
+            mine[:numel].view(torch.uint8), got[: own * ranks].view(torch.uint8), sent, [own * _SIZE] * ranks
+        )
+        gather = AllGather(mine[:part].view(torch.uint8), got[: ranks * part].view(torch.uint8))
+        return [
+            Round(exchange, partial(_pack, pieces, mine, has=has), partial(_add_up, got, own, ranks, mine, adder)),
+            Round(gather, unpack=partial(_unpack, got, pieces)),
+        ]
+
+
+class HybridReduce:
+    """A reduce among neighbours, and after it the sum of what they got over the replicas.
+
+    `reduce` begins the first and is given what to call at its end; `sum_up` begins the second, and is given which
+    members any of the neighbours had a gradient of, in bits. Reduces may end in any order: `queue` has those of which
+    the second has not begun, in the order in which they were started, which is that of all replicas.
+    """
+
+    def __init__(
+        self,
+        reduce: Callable[[_Ended], CollectiveEvent],
+        sum_up: Callable[[int], CollectiveEvent],
+        queue: deque[HybridReduce],
+    ) -> None:
+        self._sum_up = sum_up
+        self._queue = queue
+        self._reduced = False
+        self._second: CollectiveEvent | None = None
+        queue.append(self)
+        self._first: CollectiveEvent | None = None
+        self._first = reduce(self._ended)
+        self._begin_seconds()  # it may have ended before it was returned
+
+    def done(self) -> bool:
+        """Tell whether it has ended, or failed, without blocking."""
+        assert self._first is not None, "it was begun"
+        return self._first.done() and (self._second is None or self._second.done())
+
+    def wait(self) -> None:
+        """Block until it has ended; it is the oldest of those that have not.
+
+        Raises:
+            CollectiveError: it failed, or one before it.
+        """
+        assert self._first is not None, "it was begun"
+        self._first.wait()
+        self._begin_seconds()  # raises why it could not begin
+        assert self._second is not None, "those before it have ended"
+        self._second.wait()
+
+    @property
+    def said(self) -> Sequence[int]:
+        """Of each replica, which members any of its ranks had a gradient of; once it has ended well."""
+        return () if self._second is None else self._second.said
+
+    def _ended(self, error: BaseException | None) -> None:
+        if error is None:
+            self._reduced = True
+            self._begin_seconds()
+
+    def _begin_seconds(self) -> None:
+        while self._queue and self._queue[0]._begin_second():
+            self._queue.popleft()
+
+    def _begin_second(self) -> bool:
+        if not self._reduced or self._first is None:
+            return False
+        had = 0
+        for bits in self._first.said:
+            had |= bits
+        self._second = self._sum_up(had)
+        return True
+
+
+def _pieces(sums: Sequence[torch.Tensor], first: int, numel: int) -> list[torch.Tensor]:
+    """Return what lies between two elements of tensors that follow one another."""
+    found, at = [], 0
+    for each in sums:
+        start, end = max(first - at, 0), min(first + numel - at, each.numel())
+        if start < end:
+            found.append(each[start:end])
+        at += each.numel()
+    return found
+
+
+def _pack(pieces: Sequence[torch.Tensor], mine: torch.Tensor, *, has: bool) -> None:
+    at = 0
+    for piece in pieces:
+        place = mine[at : at + piece.numel()]
+        if has:
+            place.copy_(piece)
+        else:
+            place.zero_()
+        at += piece.numel()
+
+
+def _add_up(got: torch.Tensor, own: int, ranks: int, mine: torch.Tensor, adder: Adder) -> None:
+    total = mine[:own]
+    for rank in range(ranks):
+        (adder.add if rank else adder.begin)(got[rank * own : (rank + 1) * own], total)
+
+
+def _unpack(got: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    at = 0
+    for piece in pieces:
+        piece.copy_(got[at : at + piece.numel()])
+        at += piece.numel()
