@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Backing", "Event", "Lease", "Lessor", "NoBytes"]
+
+_LETS_GO_S = 0.5  # for threads of torch.distributed, which keep tensors a moment longer than a collective takes
+_PAUSE_S = 1e-3
 
 
 class Event(Protocol):
@@ -323,6 +327,9 @@ class Lessor(ABC):
             oldest.wait()  # without the lock, as in `_lease`
         if left and self._views:
             gc.collect()  # the frames of an error that was handled often have the last views, in a cycle
+            late = time.monotonic() + _LETS_GO_S
+            while self._views and not self._open and time.monotonic() < late:
+                time.sleep(_PAUSE_S)
             with self._lock:
                 left = self._left()
         if left:

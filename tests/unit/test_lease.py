@@ -621,6 +621,17 @@ def test_closing_device_memory_names_the_views_that_are_left() -> None:
     assert (held, memory.reservation.held) == (60, 0)
 
 
+def test_a_view_that_another_thread_lets_go_of_a_moment_later_is_not_left_at_a_close() -> None:
+    memory = DeviceMemory(CpuAccelerator(), reservation_where_device_is_host(100))
+    with memory.lease(60, holder="buffers of collectives") as lease:
+        views = [lease.flat()]
+    threading.Timer(0.02, views.clear).start()
+
+    memory.close()
+
+    assert memory.reservation.held == 0
+
+
 def test_a_closed_lease_keeps_no_memory_alive_through_its_events() -> None:
     memory = DeviceMemory(CpuAccelerator(), reservation_where_device_is_host(100))
     lease = memory.lease(60, holder="w")
