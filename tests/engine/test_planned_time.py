@@ -173,12 +173,12 @@ def test_it_does_so_whichever_of_update_and_forward_is_longer(parameters: Tier, 
 
 @pytest.mark.parametrize(
     ("strategy", "room"),
-    [(HostOnly(), 0.02), (HostOnly(), 0.06), (Interleaved(share=0.4), 0.12), (StaticSplit(ratio=0.3), 0.28)],
+    [(HostOnly(), 0.02), (HostOnly(), 0.06), (Interleaved(share=0.4), 0.12), (StaticSplit(ratio=0.3), 0.34)],
 )
 def test_it_does_so_where_the_device_has_little_room_to_fetch_to(strategy: Strategy, room: float) -> None:
     expected, measured = compared(Case(strategy, Tier.HOST, room=room))
 
-    assert measured == pytest.approx(expected, rel=0.01)
+    assert measured == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.HOST])
