@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 class Told:
-    """The first of two ranks; the other says what `of_other` makes of what the first does."""
+    """The first of two ranks; the other says what `of_other` makes of what the first has, and agrees to all else."""
 
     rank, size = 0, 2
 
@@ -33,7 +33,8 @@ class Told:
         self.closed: BaseException | None = None
 
     def share(self, _what: str, payload: bytes) -> tuple[bytes, ...]:
-        return payload, json.dumps(self._of_other(json.loads(payload))).encode()
+        said = json.loads(payload)
+        return payload, json.dumps(self._of_other(said)).encode() if isinstance(said, dict) else payload
 
     def beside(self) -> Told:
         raise ConnectionError("the second sequence of collectives could not be made")
