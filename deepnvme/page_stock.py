@@ -22,7 +22,8 @@ class PageStock:
     def take(self, nbytes: int, *, keep: int = 0) -> memoryview:
         """Return `nbytes` of memory as a writable memoryview, with whatever somebody left in it.
 
-        At most `keep` bytes of what was given back stay idle beside it, at no time more.
+        At most `keep` bytes of what was given back are idle when it returns, and were before new pages were asked for;
+        what is given back later stays until the next call.
 
         Raises:
             MemoryError: the system has no memory for it.

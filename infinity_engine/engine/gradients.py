@@ -13,8 +13,8 @@ it in their order, whenever the host drops it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -84,6 +84,7 @@ class GradientKeeper:
         self._outgoing = outgoing
         self._sums_early = sums_early
         self._slots: tuple[_Slots, ...] = ()
+        self._lost: str | None = None  # whose gradient was refused
         self.keep_in(pieces)
 
     def keep_in(self, pieces: Sequence[Sequence[Piece]]) -> None:
@@ -113,7 +114,11 @@ class GradientKeeper:
 
     def take(self, parameter: int, gradient: torch.Tensor) -> None:
         """Take a gradient, which belongs to the keeper from here on."""
-        self._slots[parameter].take(gradient.detach().contiguous().view(-1))
+        try:
+            self._slots[parameter].take(gradient.detach().contiguous().view(-1))
+        except Exception:
+            self._lost = self._names[parameter]
+            raise
 
     def values(self, parameter: int, piece: int) -> Values | None:
         """Return a piece of a gradient where its update runs, None where none has come or it is `read`."""
@@ -139,9 +144,14 @@ class GradientKeeper:
         """Finish what is under way: all that came is added up and where it is needed.
 
         Raises:
-            TransferError: some could not be written to the drives, and is lost: no step can be made of what there is,
-                and this is raised until it is cleared.
+            RuntimeError: one was refused: no step can be made of what there is, and this is raised until it is cleared.
+            TransferError: some could not be written to the drives, and is lost: likewise.
         """
+        if self._lost is not None:
+            raise RuntimeError(
+                f"a gradient of {self._lost} was refused, as the error in its backward said, so no step can be made of "
+                "what there is: call zero_grad() and do the step's backward again"
+            )
         for slots in self._slots:
             slots.settle()
         if self._outgoing is not None:
@@ -177,6 +187,7 @@ class GradientKeeper:
 
     def clear(self) -> None:
         """Drop all gradients."""
+        self._lost = None
         if self._outgoing is not None:
             self._outgoing.drop()
         for slots in self._slots:
@@ -295,22 +306,23 @@ class _DeviceSlot:
     def take(self, gradient: torch.Tensor) -> None:
         mine = gradient[self._part.first_element :][: self._part.numel]
         if self._tensor is None:
-            self._hold(mine.nbytes)  # [Note: who counts gradients that stay]
-            self._tensor = mine if self._is_whole else mine.clone()  # the rest of it goes
+            with self._held(mine.nbytes):  # [Note: who counts gradients that stay]
+                self._tensor = mine if self._is_whole else mine.clone()  # the rest of it goes
             return
         kernels, numel = self._lanes.kernels, self._part.numel
         if not self._is_sum:
-            self._hold(FloatFormat.FP32.nbytes * numel)
-            first, self._tensor = self._tensor, torch.empty(numel, device=gradient.device)
-            begin = partial(_add, kernels.begin_sum, first, self._tensor)
-            self._lanes.on_device(begin, numel, name=_ADDING)
-            self._is_sum = True
+            first = self._tensor
+            with self._held(FloatFormat.FP32.nbytes * numel):
+                total = torch.empty(numel, device=gradient.device)
+                self._lanes.on_device(partial(_add, kernels.begin_sum, first, total), numel, name=_ADDING)
+            self._tensor, self._is_sum = total, True
             self._staying.release(first.nbytes)
         add = partial(_add, kernels.add_to_sum, mine, self._tensor)
         self._lanes.on_device(add, numel, name=_ADDING)
 
-    def _hold(self, nbytes: int) -> None:
-        """Count bytes that stay; those of a sum that was not planned take what the budget has left."""
+    @contextmanager
+    def _held(self, nbytes: int) -> Iterator[None]:
+        """Count bytes that stay, if the body succeeds; those of an unplanned sum take what the budget has left."""
         try:
             missing = self._staying.held + nbytes - self._staying.nbytes
             if missing > 0:
@@ -318,6 +330,11 @@ class _DeviceSlot:
         except CapacityError as error:
             raise _too_many(error) from None
         self._staying.hold(nbytes)
+        try:
+            yield
+        except BaseException:
+            self._staying.release(nbytes)
+            raise
 
     def used(self, piece: int) -> None:
         """Let the gradient go, if that was the last piece that was not used."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Backing", "Event", "Lease", "Lessor", "NoBytes"]
 
-_LETS_GO_S = 0.5  # for threads of torch.distributed, which keep tensors a moment longer than a collective takes
+_LETS_GO_S = 0.5  # for other threads, which may keep tensors a moment longer than what they carry takes
 _PAUSE_S = 1e-3
 
 
@@ -330,6 +330,7 @@ class Lessor(ABC):
             late = time.monotonic() + _LETS_GO_S
             while self._views and not self._open and time.monotonic() < late:
                 time.sleep(_PAUSE_S)
+            gc.collect()  # what those threads had may have been in one
             with self._lock:
                 left = self._left()
         if left:

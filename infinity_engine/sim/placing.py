@@ -174,7 +174,7 @@ class _Placing:
         least: dict[int, Callable[[int], int]] = {}  # of the host, by gradients: with so many buffers
         for buffers, gradients in choices:
             is_last = (buffers, gradients) == choices[-1]  # which says what is missing
-            if not is_last and gradients in least and least[gradients](buffers) > budget.host:
+            if not is_last and not early and gradients in least and least[gradients](buffers) > budget.host:
                 continue
             tried = replace(resting, gradients=gradients, early=max(buffers, _BUFFERS) if early else 0)
             try:

@@ -107,6 +107,37 @@ TEST(at_most_what_was_allowed_stays_idle_the_oldest_goes_first) {
     CHECK(holds(*stock->take(huge, 0), 0));
 }
 
+TEST(what_is_smaller_than_a_huge_page_is_in_nobodys_way) {
+    const auto stock = PageStock::make();
+    auto large = stock->take(4 * huge, 0);
+    auto small = stock->take(huge / 16, 0);
+    fill(*large, 7);
+    large.reset();
+    small.reset();
+    CHECK(holds(*stock->take(3 * huge, everything), 7));
+    CHECK(stock->idle_bytes() == 4 * huge + huge / 16);
+}
+
+TEST(runs_that_are_made_of_others_are_taken_apart_again) {
+    const auto stock = PageStock::make();
+    std::vector<std::shared_ptr<Pages>> parts;
+    for (std::uint8_t value = 1; value <= 6; ++value) {
+        parts.push_back(stock->take(huge, 0));
+        fill(*parts.back(), value);
+    }
+    parts.clear();
+    for (const std::size_t count : {6, 4, 5, 3, 6}) {
+        const auto run = stock->take(count * huge, everything);
+        CHECK(stock->idle_bytes() == (6 - count) * huge);
+        for (std::size_t at = 0; at < count; ++at) {
+            const std::byte first = run->data()[at * huge];
+            CHECK(first != std::byte{0});
+            CHECK(std::all_of(run->data() + at * huge, run->data() + (at + 1) * huge,
+                              [=](std::byte byte) { return byte == first; }));
+        }
+    }
+}
+
 TEST(nothing_is_no_run) {
     CHECK_THROWS((void)PageStock::make()->take(0, 0), std::invalid_argument);
 }

@@ -259,6 +259,8 @@ def test_a_sum_that_no_plan_has_takes_what_the_budget_has_left_or_is_refused(uni
         made.backward(loss_of(made))
         with pytest.raises(CapacityError, match="no more gradients in a step than accumulation_steps says"):
             made.backward(loss_of(made))
+        with pytest.raises(RuntimeError, match=r"a gradient of \d\.weight was refused.*zero_grad"):
+            made.step()
         made.zero_grad()
         assert staying(made).held == 0
         train(made, micro_batches=1)

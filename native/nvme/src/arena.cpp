@@ -4,7 +4,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdint>
@@ -81,27 +80,30 @@ void Mapping::advise(std::byte* memory, std::size_t nbytes) const noexcept {
     (void)::madvise(memory, nbytes, MADV_DONTFORK);
 }
 
+// One huge page at a time, which lies within one area of the kernel's whoever had it before: before
+// Linux 6.17 a move across two is refused, and later it may end between them.
 std::size_t Mapping::take_over(Mapping& donor, std::size_t at) {
-    // Both ends begin on huge pages, so that tables move and not their entries.
-    const std::size_t nbytes = std::min(donor.size_, size_ - at) / huge_page * huge_page;
-    if (nbytes == 0) return 0;
-    std::byte* const target = data_ + at;
-    if (::mremap(donor.data_, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, target) == MAP_FAILED) {
-        // It has unmapped what was there.
-        if (::mmap(target, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
+    std::size_t moved = 0;
+    while (donor.size_ >= huge_page && size_ - at - moved >= huge_page) {
+        std::byte* const target = data_ + at + moved;
+        if (::mremap(donor.data_, huge_page, huge_page, MREMAP_MAYMOVE | MREMAP_FIXED, target) ==
             MAP_FAILED) {
+            // Whether the target is mapped yet is not known, and another thread may have something there by
+            // now: so nobody maps over it or unmaps it. Addresses are lost, and no memory.
+            std::byte* const behind = target + huge_page;
+            ::munmap(behind, static_cast<std::size_t>(data_ + size_ - behind));
+            size_ = at + moved;
             throw std::bad_alloc();
         }
-        advise(target, nbytes);
-        return 0;
+        donor.data_ += huge_page;
+        donor.size_ -= huge_page;
+        moved += huge_page;
     }
-    donor.data_ += nbytes;
-    donor.size_ -= nbytes;
-    if (donor.size_ < huge_page && donor.size_ > 0) {
+    if (donor.size_ < huge_page && donor.size_ > 0 && moved > 0) {
         ::munmap(donor.data_, donor.size_);
         donor.size_ = 0;
     }
-    return nbytes;
+    return moved;
 }
 
 // Preferred, not required: a node that is full costs speed, and no memory at all would cost the run.

@@ -32,20 +32,31 @@ std::shared_ptr<Pages> PageStock::take(std::size_t nbytes, std::size_t keep) {
         throw ForkedError("this stock of pages belongs to process " + std::to_string(owner_) +
                           "; a forked child makes its own");
     }
-    auto taken = std::make_unique<Mapping>(nbytes, Mapping::Untouched{});
+    std::unique_ptr<Mapping> taken = same_or_filled(nbytes, keep);
+    if (taken == nullptr) taken = std::make_unique<Mapping>(nbytes);
+    return std::make_shared<Pages>(shared_from_this(), std::move(taken), nbytes);
+}
+
+// Returns null where the kernel refuses to move pages.
+std::unique_ptr<Mapping> PageStock::same_or_filled(std::size_t nbytes, std::size_t keep) {
+    auto fresh = std::make_unique<Mapping>(nbytes, Mapping::Untouched{});
     std::size_t filled = 0;
     {
         const std::lock_guard lock(mutex_);
-        if (std::unique_ptr<Mapping> same = same_locked(taken->size())) {
-            taken = std::move(same);
-            filled = taken->size();
-        } else {
-            filled = fill_locked(*taken);
+        if (std::unique_ptr<Mapping> same = same_locked(fresh->size())) {
+            keep_locked(keep);
+            return same;
+        }
+        try {
+            filled = fill_locked(*fresh);
+        } catch (const std::bad_alloc&) {
+            keep_locked(keep);
+            return nullptr;
         }
         keep_locked(keep);
     }
-    taken->touch(filled);
-    return std::make_shared<Pages>(shared_from_this(), std::move(taken), nbytes);
+    fresh->touch(filled);
+    return fresh;
 }
 
 void PageStock::keep_at_most(std::size_t nbytes) {
@@ -83,12 +94,8 @@ std::unique_ptr<Mapping> PageStock::same_locked(std::size_t nbytes) {
 // Moves idle pages to the front of `fresh`; returns how many bytes of it have pages now.
 std::size_t PageStock::fill_locked(Mapping& fresh) {
     std::size_t filled = 0;
-    while (!idle_.empty()) {
-        const std::size_t moved = fresh.take_over(*idle_.back(), filled);
-        if (moved == 0) break;
-        filled += moved;
-        if (idle_.back()->size() == 0) idle_.pop_back();
-    }
+    for (auto each = idle_.rbegin(); each != idle_.rend(); ++each) filled += fresh.take_over(**each, filled);
+    std::erase_if(idle_, [](const auto& each) { return each->size() == 0; });
     return filled;
 }
 

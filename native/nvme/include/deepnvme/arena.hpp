@@ -42,8 +42,8 @@ class Mapping {
 
     // Moves huge pages from the front of `donor`, which nobody uses and nothing has registered, to `at`,
     // where there are none yet, as far as there is room for whole ones; returns how many bytes that were. A
-    // donor that has less than one left has nothing left. Throws std::bad_alloc where this can only be
-    // destroyed.
+    // donor that has less than one left has nothing left. Throws std::bad_alloc where the kernel refuses to;
+    // this can then only be destroyed.
     [[nodiscard]] std::size_t take_over(Mapping& donor, std::size_t at);
 
   private:

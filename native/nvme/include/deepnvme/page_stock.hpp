@@ -37,8 +37,9 @@ class PageStock : public std::enable_shared_from_this<PageStock> {
   public:
     [[nodiscard]] static std::shared_ptr<PageStock> make();
 
-    // Beside it, at most `keep` bytes stay idle, at no time more. Its bytes are zeros or what somebody left.
-    // Throws std::bad_alloc; ForkedError; std::invalid_argument for 0 bytes.
+    // Beside it, at most `keep` bytes are idle when it returns, and were before it asked for new pages. Its
+    // bytes are zeros or what somebody left. Throws std::bad_alloc; ForkedError; std::invalid_argument for 0
+    // bytes.
     [[nodiscard]] std::shared_ptr<Pages> take(std::size_t nbytes, std::size_t keep);
 
     // Gives idle pages back to the system, what has been idle longest first, until at most so much is left.
@@ -50,6 +51,7 @@ class PageStock : public std::enable_shared_from_this<PageStock> {
     friend class Pages;
     PageStock();
     void give_back(std::unique_ptr<Mapping> mapping) noexcept;
+    [[nodiscard]] std::unique_ptr<Mapping> same_or_filled(std::size_t nbytes, std::size_t keep);
     [[nodiscard]] std::unique_ptr<Mapping> same_locked(std::size_t nbytes);
     [[nodiscard]] std::size_t fill_locked(Mapping& fresh);
     void keep_locked(std::size_t nbytes);
