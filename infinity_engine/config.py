@@ -198,6 +198,17 @@ def _rates() -> _Kind:
     return _Kind("Rates, or a mapping of them", read)
 
 
+def _bytes() -> _Kind:
+    words = "bytes, as a number or text such as '4 GiB'"
+
+    def read(place: str, given: object) -> int:
+        if isinstance(given, bool) or not isinstance(given, int | str):
+            raise ConfigError(field=place, value=given, expected=words)
+        return parse_bytes(given, field=place)
+
+    return _Kind(words, read)
+
+
 def _bytes_of_drives() -> _Kind:
     words = "bytes, as a number or text such as '600TB', or a mapping from directories to them"
 
@@ -447,6 +458,12 @@ class EngineConfig(_Settings):
         metadata=_about(
             _member(Replanning),
             "whether what strategy auto chose from rates changes with those that are measured (planner.md); off: never",
+        ),
+    )
+    activation_bytes: int = field(
+        default=0,
+        metadata=_about(
+            _bytes(), "what the plan leaves of the device's budget to activations and whatever else modules make there"
         ),
     )
     accumulation_steps: int = field(

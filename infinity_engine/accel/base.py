@@ -239,6 +239,17 @@ class Accelerator(ABC):
     def memory(self) -> DeviceBytes:
         """Return how much device memory there is now."""
 
+    def cap(self, nbytes: int | None) -> None:  # noqa: B027  # most cannot
+        """Let torch take so many bytes of the device more than it has, at most, with all that is allocated here.
+
+        None: as many as before. What would be more is torch.OutOfMemoryError to whoever asks. Where the device allows
+        no cap, nothing.
+        """
+
+    def taken_by_torch(self) -> int | None:
+        """Return how many bytes it has taken since there is a cap; None where there is none."""
+        return None
+
     @abstractmethod
     def synchronize(self) -> None:
         """Block the host until all that was submitted has ended, and raise the first error not yet raised."""

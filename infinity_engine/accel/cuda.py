@@ -67,6 +67,8 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._allocating = _new_stream(self.torch_device)
         self._pinned = True
+        self._before: int | None = None  # what torch had taken when it was capped
+        self._fraction = 1.0  # that was allowed before
 
     @property
     def pinned(self) -> bool:
@@ -113,6 +115,25 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
     def memory(self) -> DeviceBytes:
         """Return what the driver says. What torch's allocator keeps for later counts as taken."""
         return DeviceBytes(*torch.cuda.mem_get_info(self.torch_device))
+
+    def cap(self, nbytes: int | None) -> None:
+        """Set the fraction of the device that torch's caching allocator may reserve, blocks that it keeps included."""
+        device = self.torch_device
+        if nbytes is None:
+            if self._before is not None:
+                torch.cuda.set_per_process_memory_fraction(self._fraction, device)
+                self._before = None
+            return
+        torch.cuda.empty_cache()  # blocks that are kept would be room beyond the cap
+        self._before = torch.cuda.memory_reserved(device)
+        allowed = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch
+        self._fraction = 1.0 if allowed is None else allowed(device)
+        share = (self._before + nbytes) / self.memory().total
+        torch.cuda.set_per_process_memory_fraction(min(self._fraction, share), device)
+
+    def taken_by_torch(self) -> int | None:
+        """Return what its tensors have; what it keeps for later it gives to who asks."""
+        return None if self._before is None else max(torch.cuda.memory_allocated(self.torch_device) - self._before, 0)
 
     def _start(self, operation: CudaOperation, behind: Sequence[CudaOperation]) -> None:
         failure = operation.inherited()

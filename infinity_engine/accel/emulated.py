@@ -86,7 +86,7 @@ class EmulatedMemory:
                 limit=self._capacity_bytes,
                 change="give the emulated device more bytes, or free buffers first",
             )
-        block = torch.empty(nbytes, dtype=torch.uint8).fill_(NAN_BYTE)
+        block = self._new_block(nbytes).fill_(NAN_BYTE)
         at = bisect.bisect(self._starts, block.data_ptr())
         self._starts.insert(at, block.data_ptr())
         self._blocks.insert(at, block)
@@ -118,6 +118,9 @@ class EmulatedMemory:
     def bytes(self) -> DeviceBytes:
         """How many bytes there are."""
         return DeviceBytes(free=self._capacity_bytes - self._taken_bytes, total=self._capacity_bytes)
+
+    def _new_block(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def _index(self, address: int) -> int | None:
         at = bisect.bisect(self._starts, address) - 1

@@ -27,6 +27,7 @@ from infinity_engine.engine.built import BuiltModel, originals_of
 from infinity_engine.engine.calibrating import with_rates, with_rates_of_machine
 from infinity_engine.engine.choosing import choose
 from infinity_engine.engine.deferred import Follower, parts_of
+from infinity_engine.engine.device_kernels import device_kernels
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.engine import Deferral, Engine, EngineParts
@@ -146,11 +147,18 @@ def _planned(
     """Check what can be wrong, and return the plan; or refuse."""
     rules = rules_of(optimizer)
     trained = collect_parameters(model, optimizer)
-    if accelerator.name == "cuda":
+    if ranks is not None and accelerator.torch_device.type != "cpu":
         raise ConfigError(
             field="accelerator",
             value=config.accelerator.value,
-            expected="cpu: this version does not update on a GPU yet (CHANGELOG.md, Known gaps)",
+            expected="cpu: this version trains on one GPU, or on several ranks of the CPU (CHANGELOG.md, Known gaps)",
+        )
+    if accelerator.torch_device.type == "cuda":
+        warnings.warn(
+            "the engine has not run on a GPU yet: it was tested on other devices only. Compare a short training with "
+            "one of accelerator='cpu', and run scripts/gpu_check of the project",
+            RuntimeWarning,
+            stacklevel=5,
         )
     _check_early_updates(config, unified=accelerator.unified)
     frozen = collect_frozen(model, trained)
@@ -248,11 +256,13 @@ def _parts(
     hooks = Hooks(signals)
     resources.callback(hooks.remove)
     originals = _Originals(everything, planned.built)
+    resources.callback(accelerator.cap, None)
+    accelerator.cap(planned.budget.device)
     with _model_kept(model, everything):
         records, shown = _place(
             everything, sizing, plan, lanes=lanes, swap=swap, originals=originals, resources=resources, teller=teller
         )
-        _cast_buffers(model, sizing)
+        _move_buffers(model, sizing, accelerator.torch_device, resources)
         swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
         states = StateKeeper(
             plan.steps,
@@ -300,7 +310,7 @@ def _parts(
     return EngineParts(
         model=model,
         optimizer=optimizer,
-        device_type=accelerator.torch_device.type,
+        accelerator=accelerator,
         trained=trained if sharding is None else sharding.cut.wholes,
         frozen=planned.frozen if sharding is None else sharding.cut.frozen_wholes,
         plan=plan.steps,
@@ -334,12 +344,14 @@ def _lanes(
     update_threads: int, accelerator: Accelerator, host: PinnedPool, device: DeviceMemory[Any], meter: Meter
 ) -> Lanes:
     """Return what moves and updates, with its streams and threads."""
+    kernels = HostKernels(UpdateThreads.anywhere(update_threads))
     return Lanes(
         accelerator=accelerator,
         compute=accelerator.stream(StreamKind.COMPUTE),
         upload=None if accelerator.unified else accelerator.stream(StreamKind.H2D),
         download=None if accelerator.unified else accelerator.stream(StreamKind.D2H),
-        kernels=HostKernels(UpdateThreads.anywhere(update_threads)),
+        kernels=kernels,
+        device_kernels=device_kernels(accelerator, kernels),
         host=host,
         device=device,
         meter=meter,
@@ -789,11 +801,17 @@ def _computed_dtype(each: ModelParameter, sizing: Sizing) -> torch.dtype:
     return _dtype(sizing) if each.parameter.is_floating_point() else each.parameter.dtype
 
 
-def _cast_buffers(model: torch.nn.Module, sizing: Sizing) -> None:
-    """Cast buffers as `model.to(dtype)` does: batch norm, for one, wants them in its parameters' dtype."""
+def _move_buffers(model: torch.nn.Module, sizing: Sizing, where: torch.device, resources: ExitStack) -> None:
+    """Cast buffers as `model.to(dtype)` does: batch norm, for one, wants them in its parameters' dtype.
+
+    And have them where modules compute, until the engine is closed.
+    """
     for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(_dtype(sizing))
+        before = buffer.device
+        dtype = _dtype(sizing) if buffer.is_floating_point() else buffer.dtype
+        buffer.data = buffer.data.to(where, dtype)
+        if buffer.device != before:
+            resources.callback(_move, buffer, before)
 
 
 def _dtype(sizing: Sizing) -> torch.dtype:
@@ -802,9 +820,13 @@ def _dtype(sizing: Sizing) -> torch.dtype:
 
 
 def _leave(parameter: torch.nn.Parameter, lease: Lease) -> None:
-    """Let a parameter have ordinary memory again, and give the lease back."""
-    parameter.data = parameter.data.clone()
+    """Let a parameter have ordinary memory of the host's again, and give the lease back."""
+    parameter.data = parameter.data.to("cpu", copy=True)
     lease.close()
+
+
+def _move(tensor: torch.Tensor, where: torch.device) -> None:
+    tensor.data = tensor.data.to(where)
 
 
 def _drive_rates(config: EngineConfig, accelerator: Accelerator) -> Mapping[str, DriveRates]:

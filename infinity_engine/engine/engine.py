@@ -19,8 +19,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from infinity_engine.accel import Accelerator
 from infinity_engine.engine.awaiting import AwaitedParameters
 from infinity_engine.engine.deferred import DeferredUpdate, Follower, Part
+from infinity_engine.engine.device_full import no_room_for_modules
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.gradients import GradientKeeper
@@ -66,7 +68,7 @@ class EngineParts:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    device_type: str  # as torch calls it
+    accelerator: Accelerator
     trained: Sequence[TrainedParameter]
     frozen: Sequence[ModelParameter]
     plan: StepPlan
@@ -146,10 +148,11 @@ class Engine:
         """Run the model.
 
         Raises:
+            CapacityError: the device's budget has no room for what modules make.
             RuntimeError: an update that goes on beside this has failed: the next call goes on with it.
         """
         parts, end = self._parts, HeldEnd(self._signals)
-        with end as around, end:
+        with self._too_little_is_told(), end as around, end:
             with self._signals:
                 self._signals.watch(around)
                 self._check_whole(deferred_too=False)
@@ -159,20 +162,35 @@ class Engine:
                     around.enter_context(parts.modules.saving())
                 if parts.autocast is not None:
                     # Without its cache: the casts that it keeps would stay saved, and parameters need none.
-                    kind = parts.device_type
+                    kind = parts.accelerator.torch_device.type
                     around.enter_context(torch.autocast(kind, dtype=parts.autocast, cache_enabled=False))
             return self.model(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of `loss`, which with fp16 is scaled first."""
+        """Compute the gradients of `loss`, which with fp16 is scaled first.
+
+        Raises:
+            CapacityError: the device's budget has no room for what modules make.
+        """
         self._check_open()
         self._check_loss(loss)
         end = HeldEnd(self._signals)
-        with end as around, end:
+        with self._too_little_is_told(), end as around, end:
             self._begin_backward(around)
             scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
             self._end_backward()
+
+    @contextmanager
+    def _too_little_is_told(self) -> Iterator[None]:
+        """Say what would fit where torch finds the device's budget full."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            told = no_room_for_modules(error, self._parts.accelerator, self.usage())
+            if told is None:
+                raise
+            raise told from error
 
     def _check_loss(self, loss: torch.Tensor) -> None:
         if loss.numel() != 1:

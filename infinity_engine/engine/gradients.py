@@ -39,6 +39,8 @@ __all__ = ["GradientKeeper", "Kept", "Piece", "Taker", "added_up"]
 Taker = Callable[[int, int, torch.Tensor, FloatFormat, int], bool]
 """Tells whether it has taken a piece of a gradient: (parameter, piece, bytes, format, how many came before it)."""
 _Sums = npt.NDArray[np.float64]
+_Coming = tuple[Event, Callable[[], None]]
+"""What the device was given to sum, and what puts the sums once the event has passed."""
 _ADDING = "addition of gradients"
 
 
@@ -169,11 +171,12 @@ class GradientKeeper:
     def sums(self) -> GradientSums:
         """Return what that norm is made of."""
         sums = GradientSums(self._numels)
-        events = [event for number, slots in enumerate(self._slots) for event in slots.put_sums(number, sums)]
-        if events:
+        coming = [each for number, slots in enumerate(self._slots) for each in slots.put_sums(number, sums)]
+        if coming:
             with self._lanes.meter.waits(Wait.GRADIENTS):
-                for event in events:
+                for event, put in coming:
                     event.wait()
+                    put()
         return sums
 
     def ask_first(self, taker: Taker) -> None:
@@ -266,18 +269,18 @@ class _Slots:
         for slot in self._on_host.values():
             slot.settle()
 
-    def put_sums(self, parameter: int, sums: GradientSums) -> list[Event]:
-        """Put the block sums of every piece; those on the device are there when the events have passed."""
+    def put_sums(self, parameter: int, sums: GradientSums) -> list[_Coming]:
+        """Put the block sums of every piece; return those on the device, which are to be put."""
         if not self.count:
             return []
-        events = []
+        coming = []
         for number, piece in enumerate(self._pieces):
             put = partial(sums.put, parameter, piece.first_element)
             if number in self._on_host:
                 put(self._on_host[number].sums())
             else:
-                events.append(self._on_device[number].put_sums(piece, put))
-        return events
+                coming.append(self._on_device[number].sums(piece, put))
+        return coming
 
     def clear(self) -> None:
         self.count = 0
@@ -309,11 +312,11 @@ class _DeviceSlot:
             with self._held(mine.nbytes):  # [Note: who counts gradients that stay]
                 self._tensor = mine if self._is_whole else mine.clone()  # the rest of it goes
             return
-        kernels, numel = self._lanes.kernels, self._part.numel
+        kernels, numel = self._lanes.device_kernels, self._part.numel
         if not self._is_sum:
             first = self._tensor
             with self._held(FloatFormat.FP32.nbytes * numel):
-                total = torch.empty(numel, device=gradient.device)
+                total = torch.empty(numel, dtype=torch.float32, device=gradient.device)
                 self._lanes.on_device(partial(_add, kernels.begin_sum, first, total), numel, name=_ADDING)
             self._tensor, self._is_sum = total, True
             self._staying.release(first.nbytes)
@@ -352,10 +355,12 @@ class _DeviceSlot:
         assert self._tensor is not None, "a gradient has come, and was not used"
         return Values.of(self._tensor).part(piece.first_element - self._part.first_element, piece.numel)
 
-    def put_sums(self, piece: Piece, put: Callable[[_Sums], None]) -> Event:
-        values = self.values(piece)
-        kernels = self._lanes.kernels
-        return self._lanes.on_device(lambda: put(kernels.block_sums(values)), piece.numel, name="norm of gradients")
+    def sums(self, piece: Piece, put: Callable[[_Sums], None]) -> _Coming:
+        values, kernels = self.values(piece), self._lanes.device_kernels
+        made: list[object] = []
+        work = lambda: made.append(kernels.block_sums(values))  # noqa: E731
+        event = self._lanes.on_device(work, piece.numel, name="norm of gradients")
+        return event, lambda: put(kernels.on_host(made.pop()))
 
     def clear(self) -> None:
         with self._lock:
@@ -612,5 +617,5 @@ def _too_many(error: CapacityError) -> CapacityError:
     )
 
 
-def _add(kernel: Callable[[Values, Values], _Sums], gradient: torch.Tensor, into: torch.Tensor) -> None:
+def _add(kernel: Callable[[Values, Values], object], gradient: torch.Tensor, into: torch.Tensor) -> None:
     kernel(Values.of(gradient), Values.of(into))

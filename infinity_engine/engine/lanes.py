@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from infinity_engine.accel import Accelerator, Event, Stream, UpdateCost
+from infinity_engine.engine.device_kernels import DeviceKernels
 from infinity_engine.engine.meter import Cargo, Meter
 from infinity_engine.memory import DeviceMemory, Lease, PinnedPool
 from infinity_engine.optim import HostKernels
@@ -30,6 +31,7 @@ class Lanes:
     upload: Stream | None  # None where DEVICE and HOST are one memory
     download: Stream | None
     kernels: HostKernels
+    device_kernels: DeviceKernels  # for work that the device is given
     host: PinnedPool
     device: DeviceMemory[Any]
     meter: Meter

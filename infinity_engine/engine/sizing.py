@@ -68,6 +68,7 @@ def sizing_of(
         deepest=deepest_of(model, nbytes),
         unified=unified,
         sums=config.accumulation_steps > 1,
+        activations=config.activation_bytes,
         own=in_memory and formats.parameter is None and unified and not is_cut,
         gradient_width=FloatFormat.FP32.nbytes if is_cut else None,  # sums of all ranks'
     )

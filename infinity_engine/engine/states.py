@@ -523,7 +523,9 @@ class StateKeeper:
             parameters=targets,
             gradient_factor=inputs.gradient_factor,
         )
-        self._lanes.meter.updates(op, partial(self._lanes.kernels.update, update))
+        on_device = isinstance(op, UpdateOnDevice)
+        kernels = self._lanes.device_kernels if on_device else self._lanes.kernels
+        self._lanes.meter.updates(op, partial(kernels.update, update))
         state.steps[:] = update.steps
         if self._swapped is not None:
             nbytes = self._nbytes(held.subgroup, held.home)

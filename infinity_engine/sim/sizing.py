@@ -188,7 +188,7 @@ class Sizing:
         """
         if resting.any:
             return self._demand_with_drives(plan, budget, resting, layouts)
-        at_home = plan.parameters is Tier.HOST
+        at_home = plan.parameters is not Tier.DEVICE and not self.unified
         homes = plan.homes()
         device = sum(
             self._states(each.numel, in_place=not at_home) + (self._copied(each) if at_home else 0)

@@ -24,7 +24,7 @@ from infinity_engine.engine.optimizers import Lion
 from infinity_engine.engine.sizing import wish_of
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.optim import FloatFormat, Formats, cut_into_subgroups
-from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, ResolvedBudget
+from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, ResolvedBudget, Tier
 from infinity_engine.sim.placing import Plan, place
 from infinity_engine.sim.sizing import Sizing, cut
 from infinity_engine.storage import Hop, Place, SwapFile
@@ -203,6 +203,30 @@ def stepped(optimizer: str, precision: str, host: int | str, **settings: Any) ->
 @cache
 def stepped_in_memory(optimizer: str, precision: str) -> Bits:
     return stepped(optimizer, precision, "256MiB")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_that_are_all_too_small_for_drives_have_room_in_memory(precision: str, tmp_path: Path) -> None:
+    """Whatever the strategy: it was what host memory had left, and so too little, where they were to rest on drives."""
+    with emulated(0) as device:
+        task = MODELS["llama"]()
+        with infinity_engine.initialize(
+            task,
+            torch.optim.AdamW(task.parameters()),
+            device=device,
+            strategy=NvmeStreamed(update=Interleaved(share=0.5)),
+            precision=precision,
+            parameters="nvme",
+            accumulation_steps=2,
+            rates=RATES,
+            budget={"host": "256MiB", "device": "32MiB", "nvme": {str(tmp_path): "64MiB"}},
+        ) as engine:
+            for micro_batch in range(4):
+                engine.backward(engine(task.batch(micro_batch)))
+                result = engine.step()
+
+            assert result.outcome is infinity_engine.Outcome.UPDATED
+            assert [each.held for each in engine.usage() if each.tier is Tier.NVME] == [0]
 
 
 @pytest.mark.parametrize(("accelerator", "parameters"), [("cpu", "nvme"), ("cpu", "device"), ("emulated", "nvme")])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import infinity_engine
-from infinity_engine.accel import CpuAccelerator, Emulation, StreamKind, emulated_accelerator
+from infinity_engine.accel import Emulation, StreamKind, emulated_accelerator
 from infinity_engine.config import EngineConfig
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError
@@ -332,15 +332,6 @@ def test_a_sparse_gradient_is_refused() -> None:
 
         with pytest.raises(ConfigError, match=r"gradient of 0\.weight.*sparse=False"):
             made.backward(loss)
-
-
-def test_a_gpu_is_refused_until_the_engine_has_run_on_one() -> None:
-    class Gpu(CpuAccelerator):
-        name = "cuda"
-
-    net = model()
-    with Gpu() as device, pytest.raises(ConfigError, match="does not update on a GPU yet"):
-        infinity_engine.initialize(net, torch.optim.AdamW(net.parameters()), device=device, budget=BUDGET)
 
 
 def test_a_meta_parameter_is_refused() -> None:

@@ -47,7 +47,9 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         scores = q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
         if causal:
-            scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+            scores = scores.masked_fill(
+                torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1), float("-inf")
+            )
         return torch.as_tensor(self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width)))
 
 

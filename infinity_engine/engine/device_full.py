@@ -1,0 +1,49 @@
+"""What is said where torch finds no room in the device's budget for what modules make: who has it, and what would fit.
+
+Pure words; changes nothing. What torch says of itself stays beside it, as the cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from infinity_engine.accel import Accelerator
+from infinity_engine.errors import CapacityError
+from infinity_engine.memory.ledger import Usage
+from infinity_engine.plan import Tier
+from infinity_engine.units import format_bytes, parse_bytes
+
+__all__ = ["no_room_for_modules"]
+
+_ASKED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
+
+
+def no_room_for_modules(
+    error: torch.OutOfMemoryError, accelerator: Accelerator, usage: Sequence[Usage]
+) -> CapacityError | None:
+    """Return what to say of an error; None where the budget is not what it ran into."""
+    taken = accelerator.taken_by_torch()
+    device = next((each for each in usage if each.tier is Tier.DEVICE), None)
+    if taken is None or device is None:
+        return None
+    ours = min(device.held, taken)
+    of_modules, asked = taken - ours, _asked(error)
+    room = format_bytes(max(device.limit - device.reserved, 0))
+    return CapacityError(
+        tier=Tier.DEVICE.name,
+        asked=asked,
+        free=max(device.limit - taken, 0),
+        limit=device.limit,
+        holders=(("the engine", ours), ("modules", of_modules)),
+        change="compute less at once, with a smaller micro-batch (and accumulation_steps) or checkpointed modules: "
+        f"this plan leaves modules {room}. Or let the plan leave more: set activation_bytes to "
+        f"{format_bytes(of_modules + asked)} at least, or raise the budget's device",
+    )
+
+
+def _asked(error: torch.OutOfMemoryError) -> int:
+    found = _ASKED.search(str(error))
+    return 1 if found is None else parse_bytes(found[1].replace("bytes", "B"), field="torch's words")

@@ -1,0 +1,103 @@
+"""`DeviceKernels`: the kernels of work that the device is given: a GPU's, or the host's where the device is emulated.
+
+Starts work in torch's current stream and waits for nothing. Decides nothing. The GPU's have not run on one yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity_engine.accel import Accelerator
+from infinity_engine.optim import HostKernels, Update
+from infinity_engine.optim import Stream as Values
+
+__all__ = ["DeviceKernels", "device_kernels"]
+
+_Sums = npt.NDArray[np.float64]
+
+
+class DeviceKernels(Protocol):
+    """What the device computes for the engine, on values where its work may reach them."""
+
+    def update(self, update: Update) -> None:
+        """Carry out an update."""
+
+    def block_sums(self, gradient: Values) -> object:
+        """Return the sum of squares of each block of a gradient, for `on_host`."""
+
+    def begin_sum(self, gradient: Values, into: Values) -> object:
+        """Write a gradient to the fp32 values `into`."""
+
+    def add_to_sum(self, gradient: Values, into: Values) -> object:
+        """Add a gradient to the fp32 values `into`."""
+
+    def on_host(self, sums: object) -> _Sums:
+        """Return block sums, once the event of the work that made them has passed."""
+
+
+def device_kernels(accelerator: Accelerator, host: HostKernels) -> DeviceKernels:
+    """Return the kernels for work that `accelerator` is given.
+
+    Raises:
+        MissingDependencyError: it is a GPU, and cupy is not installed.
+    """
+    return _OnGpu(accelerator.torch_device) if accelerator.torch_device.type == "cuda" else _OnHost(host)
+
+
+class _OnHost:
+    """Those of the host, which reach the memory of a device that it emulates."""
+
+    def __init__(self, kernels: HostKernels) -> None:
+        self.update = kernels.update
+        self.block_sums = kernels.block_sums
+        self.begin_sum = kernels.begin_sum
+        self.add_to_sum = kernels.add_to_sum
+
+    def on_host(self, sums: object) -> _Sums:
+        return cast(_Sums, sums)
+
+
+class _OnGpu:
+    """Those of a GPU, in the stream that is torch's current one there."""
+
+    def __init__(self, device: torch.device) -> None:
+        from infinity_engine.optim.cuda import CudaKernels  # says so where there is no cupy
+
+        self._device = device
+        import cupy
+
+        self._cupy = cupy
+        with cupy.cuda.Device(device.index):
+            self._kernels = CudaKernels()
+
+    def update(self, update: Update) -> None:
+        with self._in_stream():
+            self._kernels.update(update)
+
+    def block_sums(self, gradient: Values) -> object:
+        with self._in_stream():
+            return self._kernels.block_sums(gradient)
+
+    def begin_sum(self, gradient: Values, into: Values) -> object:
+        with self._in_stream():
+            return self._kernels.begin_sum(gradient, into)
+
+    def add_to_sum(self, gradient: Values, into: Values) -> object:
+        with self._in_stream():
+            return self._kernels.add_to_sum(gradient, into)
+
+    def on_host(self, sums: Any) -> _Sums:
+        with self._in_stream():
+            return cast(_Sums, self._cupy.asnumpy(sums))
+
+    @contextmanager
+    def _in_stream(self) -> Iterator[None]:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        with self._cupy.cuda.Device(self._device.index), self._cupy.cuda.ExternalStream(stream, self._device.index):
+            yield

@@ -1,0 +1,111 @@
+"""What the benches of a GPU train, and on what: the GPU that torch sees, or whatever a test gives in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import bench
+import infinity_engine
+from infinity_engine.accel import Accelerator, open_accelerator
+from infinity_engine.calibration import QUICK, Kept, calibrated
+from infinity_engine.optim.policy import OffloadPolicy
+from infinity_engine.plan import Rates, Strategy
+
+__all__ = ["Layers", "Taken", "Way", "gpu", "rates_of", "steps_of", "waited"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to train: settings of the engine."""
+
+    strategy: Strategy | str
+    policy: OffloadPolicy | None = None
+    parameters: str = "device"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Median seconds of a step's parts, and the most bytes that torch has reserved on the device."""
+
+    forward_backward: float
+    update: float
+    step: float
+    reserved: int
+
+
+@contextlib.contextmanager
+def gpu() -> Iterator[Accelerator]:
+    """Open the GPU."""
+    if not torch.cuda.is_available():
+        raise bench.UnavailableError("torch sees no GPU here")
+    with open_accelerator("cuda") as accelerator:
+        yield accelerator
+
+
+def rates_of(device: Accelerator) -> Rates:
+    """Measure what this machine does, updates and copies beside one another."""
+    return calibrated((), accelerator=device, effort=QUICK, kept=Kept.REPLACED).rates(beside_copies=True)
+
+
+def waited(device: Accelerator) -> float:
+    """Return the time at which the device has done all that it was given."""
+    if device.torch_device.type == "cuda":
+        torch.cuda.synchronize(device.torch_device)
+    device.synchronize()
+    return time.perf_counter()
+
+
+class Layers(nn.Module):
+    """Layers whose gradients cost next to nothing to make, so that a step is its update."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(width, width)) for _ in range(depth))
+
+    def forward(self) -> torch.Tensor:
+        """Return a loss that each weight has the same part in."""
+        return torch.stack([weight.float().mean() for weight in self.weights]).mean()
+
+
+def steps_of(
+    model: nn.Module, way: Way, device: Accelerator, rates: Rates, *, inputs: tuple[torch.Tensor, ...], steps: int
+) -> Taken:
+    """Train some steps after two to warm up, in bf16 with AdamW, each waited for to its end."""
+    forwards, updates, wholes = [], [], []
+    if device.torch_device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device.torch_device)
+    with infinity_engine.initialize(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4),
+        device=device,
+        strategy=way.strategy,
+        policy=way.policy,
+        parameters=way.parameters,
+        rates=rates,
+        precision="bf16",
+        replanning="off",
+        **way.settings,
+    ) as engine:
+        for step in range(steps + 2):
+            begun = waited(device)
+            engine.backward(engine(*inputs))
+            computed = waited(device)
+            engine.step()
+            ended = waited(device)
+            if step >= 2:
+                forwards.append(computed - begun)
+                updates.append(ended - computed)
+                wholes.append(ended - begun)
+        reserved = device.taken_by_torch() or 0
+        if device.torch_device.type == "cuda":
+            reserved = torch.cuda.max_memory_reserved(device.torch_device)
+    return Taken(statistics.median(forwards), statistics.median(updates), statistics.median(wholes), reserved)

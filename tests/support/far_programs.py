@@ -1,0 +1,109 @@
+"""What tests do on the far device, for a process of its own: torch counts it as this process's accelerator for ever."""
+
+from __future__ import annotations
+
+import gc
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity_engine.accel import Emulation
+from infinity_engine.errors import CapacityError
+from infinity_engine.plan import Strategy
+from support.determinism import deterministic_compute
+from support.device_training import trained, wide_engine
+from support.engine_bits import Bits
+from support.far import FAR, FarAccelerator, allocated, compiled_far_device, load_far_device
+from support.nvme_training import RATES
+
+__all__ = ["MIB", "far_process", "gpu_bench", "limits_of_modules", "room_for_modules", "trained_far"]
+
+MIB = 1 << 20
+
+
+@contextmanager
+def far_process(folder: Path) -> Iterator[ProcessPoolExecutor]:
+    """Return a process that has the device, compiled into the folder if nobody has yet. Skips where it cannot be."""
+    library = compiled_far_device(folder)
+    if library is None:
+        pytest.skip("the far device needs g++")
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawned, initializer=load_far_device, initargs=(library,)) as process:
+        yield process
+
+
+def _device() -> FarAccelerator:
+    return FarAccelerator(Emulation(rates=RATES, capacity_bytes=64 * MIB))
+
+
+def trained_far(model: str, strategy: Strategy, **settings: Any) -> tuple[Bits, list[float]]:
+    """Train with the engine; see `trained`."""
+    with deterministic_compute(), _device() as device:
+        return trained(model, device, strategy, **settings)
+
+
+def limits_of_modules() -> dict[str, Any]:
+    """Let modules ask for more than the device's budget has, and for less; return what was told and taken."""
+    found: dict[str, Any] = {}
+    gc.collect()
+    before = allocated()
+    with _device() as device, wide_engine(device) as engine:
+        try:
+            engine(torch.randn(32_768, 16, device=FAR))
+        except CapacityError as told:
+            found["told"] = (told.tier, told.asked, told.limit, dict(told.holders), told.change)
+            found["cause"] = type(told.__cause__)
+        gc.collect()  # the error's frames have tensors
+        found["taken"] = allocated() - before
+        engine.backward(engine(torch.randn(1024, 16, device=FAR)))
+        found["outcome"] = engine.step().outcome
+    del engine, device  # what is absent has an element there
+    gc.collect()
+    found["left"] = allocated() - before
+    found["beyond it"] = torch.empty(8 * MIB, device=FAR).numel()
+    return found
+
+
+def room_for_modules() -> dict[str, Any]:
+    """Let the plan leave modules all of the device's budget, and most of it; return what was told and reserved."""
+    found: dict[str, Any] = {}
+    with _device() as device:
+        try:
+            wide_engine(device, activation_bytes="4MiB")
+        except CapacityError as told:
+            found["nothing left"] = told.tier
+        with wide_engine(device, activation_bytes="3MiB") as engine:
+            [usage] = [each for each in engine.usage() if each.tier.name == "DEVICE"]
+            found["reserved"] = usage.reserved
+    return found
+
+
+def gpu_bench(name: str, scale: tuple[int, ...]) -> dict[str, float | None]:
+    """Run a bench of scripts/bench at another scale, on the far device; return its figures."""
+    import gpu_training
+
+    import bench
+    import env
+
+    loader = importlib.machinery.SourceFileLoader(name, str(env.ROOT / "scripts" / "bench" / name))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "dont_write_bytecode", True)
+        patched.setitem(sys.modules, name, module)  # where its dataclasses look for names
+        loader.exec_module(module)
+        patched.setattr(gpu_training, "gpu", _device)
+        patched.setattr(gpu_training, "rates_of", lambda _: RATES)
+        run = bench.Bench(name, True, frozenset(), bench.ROUNDS)
+        module.define(run, module.Scale(*scale))
+        return {figure.name: figure.value for figure in run.run(1)}
