@@ -139,7 +139,7 @@ def _band(holding: Holding, times: Sequence[float], report: PlanReport) -> _Band
     for at in times:
         if holding.what == "activations":
             values.append(whole if at == start else nothing)
-        elif holding.what in {"gradients", "gradients made there", "sums of gradients"} and forward is not None:
+        elif holding.what in {"gradients", "gradients that stay", "sums of gradients"} and forward is not None:
             computing = forward.start_ns / 1e9 <= at <= start and report.micro_batches == 1 and forward.start_ns > 0
             values.append(nothing if computing else whole)
         else:

@@ -302,14 +302,16 @@ def _holdings(best: Candidate, training: Training, means: Means) -> Iterator[Hol
     if io_bytes:
         yield Holding(Tier.HOST, "the I/O queue's own", io_bytes)
     where = Tier.HOST if sizing.unified else Tier.DEVICE
-    activations = training.activation_bytes()
-    if activations:
-        yield Holding(where, "activations", activations, of_pytorch=True)
+    staying = best.plan.demand.staying
+    if staying:
+        yield Holding(where, "gradients that stay", staying)
     gathered = Planner(training, means).gathered(sizing)
     if gathered:
         yield Holding(where, "modules that are gathered", gathered, of_pytorch=True)
-    if best.beside > activations + gathered:
-        yield Holding(where, "gradients made there", best.beside - activations - gathered, of_pytorch=True)
+    making = best.beside - staying - gathered  # activations only as far as gradients do not take their place later
+    if making:
+        remain = sizing.of_backward(staying) > staying
+        yield Holding(where, "activations" if remain else "a gradient in the making", making, of_pytorch=True)
 
 
 class _Holdings:

@@ -14,7 +14,7 @@ from math import ceil
 from typing import NamedTuple
 
 from infinity_engine.plan import DriveRates, Lane, LaneClocks, OpTime, Rates, Tier
-from infinity_engine.plan.ops import CopyOp, Op
+from infinity_engine.plan.ops import CopyOp, Op, UpdateOp
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.placing import Plan
 from infinity_engine.sim.sizing import Sizing
@@ -252,15 +252,19 @@ class _Step:
         self._update_ns = max(self._update_ns, time.end_ns)
 
     def _forward(self, begin_ns: int, *, deferred: bool) -> int:
-        """Run all modules, from `begin_ns` on at the earliest; return when the last has ended."""
-        last = _last_ops(self._plan.steps.ops) if deferred else {}
+        """Run all modules, from `begin_ns` on at the earliest; return when the last has ended.
+
+        Beside an update, modules are handed what it has made: they wait for no drive to have written it, and read none.
+        """
+        updates = _updates(self._plan.steps.ops) if deferred else {}
         end_ns = begin_ns
-        for number, needs in enumerate(self._modules):
-            ready_ns = begin_ns
+        for number, each in enumerate(self._modules):
+            needs, ready_ns = each, begin_ns
             if deferred and needs.subgroups:
-                ops = [last[index] for index in needs.subgroups]
+                ops = [updates[index] for index in needs.subgroups]
                 self._go_on(max(ops) + 1)
                 ready_ns = max(self._clocks.times[op].end_ns for op in ops)
+                needs = needs._replace(read=0)
             arrived_ns = self._fetch(number, needs, ready_ns)
             end_ns = self._work(self._compute, self._duration_ns(needs.flops, 0), max(arrived_ns, begin_ns)).end_ns
             self._use(number, needs, end_ns)
@@ -487,9 +491,9 @@ def _defers(plan: Plan, modules: Iterable[_Needs], means: Means) -> bool:
     return fetches or means.ranks == 1
 
 
-def _last_ops(ops: Sequence[Op]) -> dict[int, int]:
-    """Return the number of the last op of each subgroup."""
-    return {op.subgroup: number for number, op in enumerate(ops)}
+def _updates(ops: Sequence[Op]) -> dict[int, int]:
+    """Return the number of the op that updates each subgroup."""
+    return {op.subgroup: number for number, op in enumerate(ops) if isinstance(op, UpdateOp)}
 
 
 def _busy(spans: Iterable[Span], start_ns: int, end_ns: int) -> dict[Lane, int]:

@@ -411,13 +411,15 @@ def test_every_byte_of_a_tier_is_for_something(bits: int, unified: bool, host: f
     decision = decide(training, means(0 if unified else 3.0, host, nvme, unified=unified))
     report = report_of(decision)
 
-    demand, sizing = decision.best.plan.demand, decision.best.sizing
+    demand = decision.best.plan.demand
     io_bytes = decision.means.io_bytes if demand.nvme else 0
+    computes = demand.device + demand.staying
     assert report.held(Tier.NVME) == demand.nvme
-    gradients = demand.staying if unified else 0
-    assert report.held(Tier.HOST, of_pytorch=False) == sizing.held_on_host(demand) - gradients + io_bytes
-    assert report.held(Tier.DEVICE, of_pytorch=False) == (0 if unified else demand.device)
-    assert report.held(Tier.HOST if unified else Tier.DEVICE, of_pytorch=True) == decision.best.beside
+    on_host = demand.host + demand.window + io_bytes
+    assert report.held(Tier.HOST, of_pytorch=False) == on_host + (computes if unified else 0)
+    assert report.held(Tier.DEVICE, of_pytorch=False) == (0 if unified else computes)
+    where = Tier.HOST if unified else Tier.DEVICE
+    assert report.held(where, of_pytorch=True) == decision.best.beside - demand.staying
     assert all(each.nbytes > 0 for each in report.holdings)
     ends = [each for each in report.holdings if each.what.startswith("ends of pages")]
     assert sum(each.nbytes for each in ends) <= 0.03 * sum(each.nbytes for each in report.holdings)
