@@ -5,6 +5,7 @@ Checks, then plans, then reserves, and touches the model last.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ from infinity_engine.engine.states import StateKeeper, piece_numbers
 from infinity_engine.engine.swapping import SwappedStates
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
+from infinity_engine.machine.cores import CoreShare
 from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool, Reservation, return_freed_memory
 from infinity_engine.optim import NORM_BLOCK, FloatFormat, HostKernels, Rule, UpdateThreads, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
@@ -64,6 +66,8 @@ from infinity_engine.tiering import ShardRecord
 from infinity_engine.units import align_up
 
 __all__ = ["assemble"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def assemble(
@@ -120,6 +124,8 @@ class _Planned:
     budget: ResolvedBudget
     rated: Mapping[str, int]
     update_threads: int
+    cores: CoreShare | None
+    """Where they run; None: anywhere."""
     queue: IOQueue | None
     sums_bytes: int
     plan: Plan
@@ -170,7 +176,7 @@ def _planned(
     queue = _queue(config, budget, queue, resources)
     sums_bytes = _sums_bytes(config, sizing)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
-    update_threads = config.update_threads or (len(os.sched_getaffinity(0)) if ranks is None else ranks.cores)
+    update_threads = config.update_threads or (len(os.sched_getaffinity(0)) if ranks is None else ranks.cores.threads)
     rated = partial(
         with_rates,
         config if ranks is None else replace(config, update_threads=update_threads),
@@ -205,6 +211,7 @@ def _planned(
         budget=budget,
         rated=endurance,
         update_threads=update_threads,
+        cores=None if ranks is None else ranks.cores,
         queue=queue,
         sums_bytes=sums_bytes,
         plan=plan,
@@ -242,7 +249,7 @@ def _parts(
     _serve((host, passing), swap)
     telemetry = _telemetry(config, accelerator)
     meter = Meter(telemetry, accelerator, ledger)
-    lanes = _lanes(planned.update_threads, accelerator, host, on_device, meter)
+    lanes = _lanes(_update_threads(planned), accelerator, host, on_device, meter)
     autocast = config.precision in {Precision.BF16_AUTOCAST, Precision.FP16_AUTOCAST}
     signals = HeldSignals()
     hooks = Hooks(signals)
@@ -330,8 +337,19 @@ def _named(accelerator: Accelerator, policy: OffloadPolicy | None) -> dict[str, 
     return {"accelerator in use": accelerator.name, "policy": None if policy is None else policy.name}
 
 
+def _update_threads(planned: _Planned) -> UpdateThreads:
+    """Return the threads that update; ranks of one machine have theirs on cores of their own, if there are enough."""
+    cores = planned.cores
+    if cores is not None and not cores.is_shared:
+        return UpdateThreads.within(cores.cores, planned.update_threads)
+    if cores is not None:
+        shared = ", ".join(map(str, cores.cores))
+        _LOG.warning("other ranks of this machine run on this one's cores (%s) as well: updates take turns", shared)
+    return UpdateThreads.anywhere(planned.update_threads)
+
+
 def _lanes(
-    update_threads: int, accelerator: Accelerator, host: PinnedPool, device: DeviceMemory[Any], meter: Meter
+    update_threads: UpdateThreads, accelerator: Accelerator, host: PinnedPool, device: DeviceMemory[Any], meter: Meter
 ) -> Lanes:
     """Return what moves and updates, with its streams and threads."""
     return Lanes(
@@ -339,7 +357,7 @@ def _lanes(
         compute=accelerator.stream(StreamKind.COMPUTE),
         upload=None if accelerator.unified else accelerator.stream(StreamKind.H2D),
         download=None if accelerator.unified else accelerator.stream(StreamKind.D2H),
-        kernels=HostKernels(UpdateThreads.anywhere(update_threads)),
+        kernels=HostKernels(update_threads),
         host=host,
         device=device,
         meter=meter,

@@ -23,6 +23,7 @@ from infinity_engine.config import EngineConfig, RanksConfig, Stage
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, absent
 from infinity_engine.errors import CollectiveError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
+from infinity_engine.machine.cores import CoreShare, divide_cores, read_nodes
 from infinity_engine.optim import GradientNorm, GradientSums, Rule
 from infinity_engine.partition import (
     Collectives,
@@ -81,8 +82,8 @@ class Ranks:
         self.partitioning = Partitioning(config.partitioning.value)
         self.neighbours = 1
         """How many ranks there are on this machine, once budgets were shared."""
-        self.cores = len(os.sched_getaffinity(0))
-        """How many of the cores that this process may run on are this rank's, once budgets were shared."""
+        self.cores = CoreShare(tuple(sorted(os.sched_getaffinity(0))), is_shared=False)
+        """Which of the cores that this process may run on are this rank's, once budgets were shared."""
         self._first_here = collectives.rank
         self.collectives = collectives
         self._agree_on_mesh()
@@ -264,6 +265,7 @@ class Ranks:
             "machine": Process.own().machine,
             "host": budget.host,
             "cores": sorted(os.sched_getaffinity(0)),
+            "nodes": read_nodes(),
             "drives": {
                 places[each]: [systems[each][0], systems[each][1] + on_drives.get(systems[each][0], 0), limit]
                 for each, limit in budget.nvme.items()
@@ -273,8 +275,7 @@ class Ranks:
         ranks = [rank for rank, each in enumerate(said) if each["machine"] == told["machine"]]
         here = [said[rank] for rank in ranks]
         self.neighbours, self._first_here = len(here), ranks[0]
-        users = Counter(core for each in here for core in each["cores"])
-        self.cores = max(1, int(sum(1 / users[core] for core in os.sched_getaffinity(0)) + 1e-6))
+        self.cores = divide_cores([each["cores"] for each in here], here[0]["nodes"])[ranks.index(self.rank)]
         host = min(each["host"] for each in here) // len(here)
         drives = [each["drives"] for each in here]
         nvme = {directory: _part_of(places[directory], limit, drives) for directory, limit in budget.nvme.items()}

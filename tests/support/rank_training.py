@@ -25,7 +25,6 @@ from infinity_engine.config import EngineConfig
 from infinity_engine.engine import assemble
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, CollectiveError, ConfigError
-from infinity_engine.optim import UpdateThreads
 from infinity_engine.plan import Rates
 from support.determinism import deterministic_compute
 from support.small_models import MODELS, Task
@@ -500,25 +499,23 @@ def close_crowded(rank: int) -> list[str]:
 
 
 def begin_alike() -> dict[str, Any]:
-    """Begin where rates have to be measured; return who did, with how many threads, and what goes on after that."""
+    """Begin where rates have to be measured; return who did, with how many threads, and where its own run."""
     asked: list[int | None] = []
-    threads: list[int] = []
+    everywhere = os.sched_getaffinity(0)
 
     def measured(config: EngineConfig, *_: object, **__: object) -> EngineConfig:
         asked.append(config.update_threads)
         return replace(config, rates=RATES)
 
-    def counted(_: type[UpdateThreads], count: int) -> UpdateThreads:
-        threads.append(count)
-        return UpdateThreads([-1] * count)
-
     with ExitStack() as around:
         around.enter_context(patch.object(assemble, "with_rates", measured))
-        around.enter_context(patch.object(UpdateThreads, "anywhere", classmethod(counted)))
         task, optimizer = made(Run())
         settings = {"strategy": "interleaved", "update_threads": None}
         engine = engine_of(Run(emulated=True, settings=settings), task, optimizer, around)
-        return {"asked": asked, "threads": threads, "steps": engine.steps, "cores": len(os.sched_getaffinity(0))}
+        bound = [
+            cores for task in os.listdir("/proc/self/task") if (cores := os.sched_getaffinity(int(task))) != everywhere
+        ]
+        return {"asked": asked, "bound": bound, "steps": engine.steps, "everywhere": os.sched_getaffinity(0)}
 
 
 def run_short(device_bytes: Sequence[int]) -> list[str]:
