@@ -199,6 +199,10 @@ def test_ranks_whose_parameters_are_at_home_elsewhere_gather_in_the_same_parts()
     assert first["alike"] == second["alike"] == [True, True]
 
 
+def test_parameters_of_modules_that_need_no_buffers_can_be_gathered_together() -> None:
+    assert launched(2, programs.gather_in_one_run) == [[True, True]] * 2
+
+
 def test_what_there_was_no_room_to_gather_keeps_no_buffers() -> None:
     for found in launched(2, programs.run_short, (LITTLE, LITTLE)):
         assert found == ["CapacityError"] * 4 + ["UPDATED"]

@@ -42,6 +42,7 @@ __all__ = [
     "ends",
     "engine_of",
     "evaluate",
+    "gather_in_one_run",
     "have_other_devices",
     "holds",
     "is_killed",
@@ -456,6 +457,17 @@ def _uneven(device_bytes: Sequence[int], around: ExitStack) -> tuple[Uneven, Eng
         },
     )
     return task, engine_of(run, task, torch.optim.SGD(task.parameters(), lr=0.1), around)
+
+
+def gather_in_one_run() -> list[bool]:
+    """Use two parameters together, each of which goes over the wire as it is, where modules have but one each."""
+    torch.manual_seed(0)
+    task = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+    before = [each.detach().clone() for each in task.parameters()]
+    settings = {**SETTINGS, "storage": {"small_bytes": 0}}
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+    with infinity_engine.initialize(task, optimizer, settings) as engine, engine.gathered(list(task.parameters())):
+        return [torch.equal(each.detach(), values) for each, values in zip(task.parameters(), before, strict=True)]
 
 
 def evaluate(counts: Sequence[int], device_bytes: int, *, in_step: bool) -> dict[str, Any] | str:
