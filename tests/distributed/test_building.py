@@ -49,6 +49,10 @@ def test_ranks_build_the_bits_of_one_and_write_a_shard_each(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ranks_can_read_parts_of_what_they_build_in_the_body(tmp_path: Path) -> None:
+    assert launched(2, programs.read_in_the_body, str(tmp_path), {}) == [[True, True, True]] * 2
+
+
 @pytest.mark.parametrize(
     ("what", "told"),
     [

@@ -34,6 +34,7 @@ __all__ = [
     "load_otherwise",
     "measure_building",
     "measure_loading",
+    "read_in_the_body",
     "train_built",
     "wide",
 ]
@@ -144,13 +145,38 @@ def build(drive: str, cache: int | None, settings: Mapping[str, Any]) -> dict[st
     return found
 
 
+def read_in_the_body(drive: str, settings: Mapping[str, Any]) -> list[bool]:
+    """Read a part of a parameter, that is away and then is not, while a model is built; tell whether it was right."""
+    torch.manual_seed(0)
+    values = nn.Linear(200, 100).weight.detach().view(-1)[5000:12000]
+    torch.manual_seed(0)
+    with infinity_engine.init_context(budget=budget(drive), cache=0, ranks=settings) as built:
+        first, second = (nn.Linear(200, 100) for _ in range(2))
+        away = torch.equal(built.piece(first.weight, 5000, 7000), values)
+        first.weight.sum()
+        found = [built.is_absent(second.weight), away, torch.equal(built.piece(first.weight, 5000, 7000), values)]
+    built.close()
+    return found
+
+
 def train_built(runs: Mapping[str, Run], how: str, folder: str) -> dict[str, dict[str, Any]]:
     """Train models that were built, or loaded from files, or made in memory; return losses, weights and states."""
     return {name: _train_built(run, how, folder) for name, run in runs.items()}
 
 
+def on_a_mesh(shard_ranks: int, run: Run, drive: str, folder: str, files: str) -> dict[str, Any]:
+    """Build, load and train where so many ranks share one copy of a model; return what came of each."""
+    mesh = {"shard_ranks": shard_ranks}
+    return {
+        "built": build(drive, 0, mesh),
+        "read in the body": read_in_the_body(drive, mesh),
+        "loaded": load(files, drive, mesh),
+        **{how: _train_built(run, how, folder) for how in ("in memory", "built", "loaded")},
+    }
+
+
 def _train_built(run: Run, how: str, folder: str) -> dict[str, Any]:
-    ranks = {key: value for key, value in run.settings.get("ranks", {}).items() if key == "partitioning"}
+    ranks = {key: run.settings["ranks"][key] for key in ("partitioning", "shard_ranks") if key in run.settings.get("ranks", {})}
     with deterministic_compute(), ExitStack() as around:
         task, optimizer = _begun(run, how, folder, ranks)
         engine = engine_of(run, task, optimizer, around)
@@ -234,7 +260,7 @@ def build_otherwise(what: str, drive: str) -> dict[str, Any]:
                 nn.init.zeros_(model[0 if last else 1].weight)  # type: ignore[arg-type]
             if what == "more" and last:
                 model.append(nn.Linear(50, 50))
-        settings = {"partitioning": "broadcast"} if what == "partitioning" else {}
+        settings = {"partitioning": {"partitioning": "broadcast"}, "mesh": {"shard_ranks": 1}}.get(what, {})
         infinity_engine.initialize(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
