@@ -5,7 +5,6 @@ Checks, then plans, then reserves, and touches the model last.
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -66,8 +65,6 @@ from infinity_engine.tiering import ShardRecord
 from infinity_engine.units import align_up
 
 __all__ = ["assemble"]
-
-_LOG = logging.getLogger(__name__)
 
 
 def assemble(
@@ -177,6 +174,8 @@ def _planned(
     sums_bytes = _sums_bytes(config, sizing)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
     update_threads = config.update_threads or (len(os.sched_getaffinity(0)) if ranks is None else ranks.cores.threads)
+    if ranks is not None:
+        ranks.tell_of_shared_cores()
     rated = partial(
         with_rates,
         config if ranks is None else replace(config, update_threads=update_threads),
@@ -339,13 +338,9 @@ def _named(accelerator: Accelerator, policy: OffloadPolicy | None) -> dict[str, 
 
 def _update_threads(planned: _Planned) -> UpdateThreads:
     """Return the threads that update; ranks of one machine have theirs on cores of their own, if there are enough."""
-    cores = planned.cores
-    if cores is not None and not cores.is_shared:
-        return UpdateThreads.within(cores.cores, planned.update_threads)
-    if cores is not None:
-        shared = ", ".join(map(str, cores.cores))
-        _LOG.warning("other ranks of this machine run on this one's cores (%s) as well: updates take turns", shared)
-    return UpdateThreads.anywhere(planned.update_threads)
+    if planned.cores is None or planned.cores.is_shared:
+        return UpdateThreads.anywhere(planned.update_threads)
+    return UpdateThreads.within(planned.cores.cores, planned.update_threads)
 
 
 def _lanes(

@@ -7,6 +7,7 @@ several ranks, and closed last, with the error if there is one, of which the oth
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from infinity_engine.units import align_up
 
 __all__ = ["Cut", "Held", "Ranks", "together", "wire_of"]
 
+_LOG = logging.getLogger(__name__)
 _MOST_SHOWN = 3
 # What may be another on each rank: where things are and how fast, and what only this process sees.
 _OF_EACH_RANK = ("budget.nvme", "calibration", "rates", "storage.backend", "storage.endurance", "telemetry")
@@ -280,6 +282,15 @@ class Ranks:
         drives = [each["drives"] for each in here]
         nvme = {directory: _part_of(places[directory], limit, drives) for directory, limit in budget.nvme.items()}
         return replace(budget, host=host, device=host if device_is_shared else budget.device, nvme=nvme)
+
+    def tell_of_shared_cores(self) -> None:
+        """Warn, once a machine, where it has too few cores for its ranks; once budgets were shared."""
+        if self.cores.is_shared and self.rank == self._first_here:
+            _LOG.warning(
+                "%d ranks of this machine share cores %s, fewer than they are: updates of one wait for another's",
+                self.neighbours,
+                ", ".join(map(str, self.cores.cores)),
+            )
 
     def held_here(self, host: int, drives: Mapping[str, int]) -> Held:
         """Return what all ranks of this machine hold already, of which this one says what it does."""
