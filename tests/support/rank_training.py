@@ -34,6 +34,8 @@ __all__ = [
     "RATES",
     "Odd",
     "Run",
+    "accumulate_by_turns",
+    "accumulates",
     "batch_of",
     "begin_alike",
     "borrow",
@@ -494,6 +496,33 @@ def evaluate(counts: Sequence[int], device_bytes: int, *, in_step: bool) -> dict
         return body()
     except (CollectiveError, ConfigError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def accumulates(counts: Sequence[int], ranks: Mapping[str, Any]) -> dict[str, Any]:
+    """Train two micro-batches a step on each rank's own number of them; return how many reduces each took, and states.
+
+    A batch that a rank gets again has no weight.
+    """
+    rank, _ = where()
+    run = Run(accumulation=2, settings={"ranks": ranks})
+    task, optimizer = made(run)
+    reduced, fresh = [], []
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        whole = engine._parts.whole
+        assert whole is not None
+        for batch, is_new in engine.in_step([batch_of(task, number) for number in range(counts[rank])]):
+            before = whole.ranks.gradients.started
+            engine.backward(engine(batch) * is_new)
+            engine.step()
+            reduced.append(whole.ranks.gradients.started - before)
+            fresh.append(is_new)
+        return {"reduced": reduced, "new": fresh, "steps": engine.steps, "states": states_of(engine, task)}
+
+
+def accumulate_by_turns(counts: Sequence[int], settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Do it with each of these settings of ranks."""
+    return [accumulates(counts, each) for each in settings]
 
 
 def close_crowded(rank: int) -> list[str]:
