@@ -51,6 +51,7 @@ from infinity_engine.engine.states import StateKeeper, piece_numbers
 from infinity_engine.engine.swapping import SwappedStates
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
+from infinity_engine.machine.cores import CoreShare
 from infinity_engine.memory import DeviceMemory, Lease, Ledger, PinnedPool, Reservation, return_freed_memory
 from infinity_engine.optim import NORM_BLOCK, FloatFormat, HostKernels, Rule, UpdateThreads, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
@@ -121,6 +122,8 @@ class _Planned:
     budget: ResolvedBudget
     rated: Mapping[str, int]
     update_threads: int
+    cores: CoreShare | None
+    """Where they run; None: anywhere."""
     queue: IOQueue | None
     sums_bytes: int
     plan: Plan
@@ -178,7 +181,9 @@ def _planned(
     queue = _queue(config, budget, queue, resources)
     sums_bytes = _sums_bytes(config, sizing)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
-    update_threads = config.update_threads or (len(os.sched_getaffinity(0)) if ranks is None else ranks.cores)
+    update_threads = config.update_threads or (len(os.sched_getaffinity(0)) if ranks is None else ranks.cores.threads)
+    if ranks is not None:
+        ranks.tell_of_shared_cores()
     rated = partial(
         with_rates,
         config if ranks is None else replace(config, update_threads=update_threads),
@@ -213,6 +218,7 @@ def _planned(
         budget=budget,
         rated=endurance,
         update_threads=update_threads,
+        cores=None if ranks is None else ranks.cores,
         queue=queue,
         sums_bytes=sums_bytes,
         plan=plan,
@@ -250,7 +256,7 @@ def _parts(
     _serve((host, passing), swap)
     telemetry = _telemetry(config, accelerator)
     meter = Meter(telemetry, accelerator, ledger)
-    lanes = _lanes(planned.update_threads, accelerator, host, on_device, meter)
+    lanes = _lanes(_update_threads(planned), accelerator, host, on_device, meter)
     autocast = config.precision in {Precision.BF16_AUTOCAST, Precision.FP16_AUTOCAST}
     signals = HeldSignals()
     hooks = Hooks(signals)
@@ -340,11 +346,18 @@ def _named(accelerator: Accelerator, policy: OffloadPolicy | None) -> dict[str, 
     return {"accelerator in use": accelerator.name, "policy": None if policy is None else policy.name}
 
 
+def _update_threads(planned: _Planned) -> UpdateThreads:
+    """Return the threads that update; ranks of one machine have theirs on cores of their own, if there are enough."""
+    if planned.cores is None or planned.cores.is_shared:
+        return UpdateThreads.anywhere(planned.update_threads)
+    return UpdateThreads.within(planned.cores.cores, planned.update_threads)
+
+
 def _lanes(
-    update_threads: int, accelerator: Accelerator, host: PinnedPool, device: DeviceMemory[Any], meter: Meter
+    update_threads: UpdateThreads, accelerator: Accelerator, host: PinnedPool, device: DeviceMemory[Any], meter: Meter
 ) -> Lanes:
     """Return what moves and updates, with its streams and threads."""
-    kernels = HostKernels(UpdateThreads.anywhere(update_threads))
+    kernels = HostKernels(update_threads)
     return Lanes(
         accelerator=accelerator,
         compute=accelerator.stream(StreamKind.COMPUTE),

@@ -424,14 +424,25 @@ class ParameterGatherer:
     # --- one gather -----------------------------------------------------------------------------------------------
 
     def _gather(self, name: str, numbers: Sequence[int]) -> None:
-        """Begin to make these whole, none of which is here, in as many gathers as shards need to be on the device."""
+        """Begin to make these whole, none of which is here, in as many gathers as shards need to be on the device.
+
+        What needs no buffer alone goes alone, where buffers, which are those of modules, have no room for all of these.
+        """
+        alone: list[int] = []
+        if self._group(name, tuple(numbers)).gather_bytes() > self._wires[0].nbytes:
+            alone = [number for number in numbers if not self._group(name, (number,)).gather_bytes()]
+        for number in alone:
+            self._gather_part(name, [number])
         part: list[int] = []
         for number in numbers:
+            if number in alone:
+                continue
             if part and self._below_bytes is not None and self._weight([*part, number]) > self._below_bytes:
                 self._gather_part(name, part)
                 part = []
             part.append(number)
-        self._gather_part(name, part)
+        if part:
+            self._gather_part(name, part)
 
     def _gather_part(self, name: str, numbers: Sequence[int]) -> None:
         while self._below_bytes is not None and self._under_way and self._weight_with(numbers) > self._below_bytes:

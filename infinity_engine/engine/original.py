@@ -169,8 +169,8 @@ class Original:
         Raises:
             RuntimeError: that is so.
         """
-        storage = parameter.untyped_storage()
         with plainly():
+            storage = parameter.untyped_storage()
             if self.shown() is storage and torch.equal(_raw(storage), _raw(absent(parameter).untyped_storage())):
                 return
         raise RuntimeError(
@@ -238,6 +238,6 @@ def absent(parameter: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Let what the body makes be ordinary tensors, whatever the caller's modes are."""
-    with torch.inference_mode(False), torch.no_grad():
+    """Let what the body makes be ordinary tensors, whatever the caller's modes are: none sees what it calls."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
         yield

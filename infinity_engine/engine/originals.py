@@ -199,9 +199,7 @@ class Originals:
         if not nbytes:
             return
         if original.place is None or not original.is_absent:
-            first_element += 0 if original.part is None else original.part.first_element
-            with plainly():
-                values.copy_(parameter.detach().reshape(-1)[first_element : first_element + values.numel()])
+            _copy_of(parameter, first_element + (0 if original.part is None else original.part.first_element), values)
             return
         original.check_untouched(parameter)
         page = align_down(start, _PAGE)
@@ -213,8 +211,11 @@ class Originals:
             values.view(torch.uint8).copy_(room[start - page :])
 
     def read_whole(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
-        """Do as `read_into`, whatever rank has the elements."""
-        self.read_into(parameter, first_element, values)
+        """Do as `read_into`, whatever rank has the elements: the first element is that of the parameter."""
+        if self.is_absent(parameter):
+            self.read_into(parameter, first_element, values)
+        else:
+            _copy_of(parameter, first_element, values)
 
     def room_for(self, parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
         """Return how many bytes values of these need that are not in memory, and how many the host's budget has."""
@@ -430,6 +431,12 @@ class Originals:
         place = original.lies_at(None)
         if place is not None:
             self._swap.release(place)
+
+
+def _copy_of(parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
+    """Fill a flat tensor with elements of a parameter that is in memory."""
+    with plainly():
+        values.copy_(parameter.detach().reshape(-1)[first_element : first_element + values.numel()])
 
 
 def first_sizes(budget: Mapping[str, int]) -> dict[str, int]:

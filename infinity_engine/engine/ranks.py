@@ -7,6 +7,7 @@ several ranks, and closed last, with the error if there is one, of which the oth
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from infinity_engine.config import EngineConfig, RanksConfig, Stage
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, absent
 from infinity_engine.errors import CollectiveError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
+from infinity_engine.machine.cores import CoreShare, divide_cores, read_nodes
 from infinity_engine.optim import GradientNorm, GradientSums, Rule
 from infinity_engine.partition import (
     Collectives,
@@ -39,6 +41,7 @@ from infinity_engine.units import align_up
 
 __all__ = ["Cut", "Held", "Ranks", "together", "wire_of"]
 
+_LOG = logging.getLogger(__name__)
 _MOST_SHOWN = 3
 # What may be another on each rank: where things are and how fast, and what only this process sees.
 _OF_EACH_RANK = ("budget.nvme", "calibration", "rates", "storage.backend", "storage.endurance", "telemetry")
@@ -81,8 +84,8 @@ class Ranks:
         self.partitioning = Partitioning(config.partitioning.value)
         self.neighbours = 1
         """How many ranks there are on this machine, once budgets were shared."""
-        self.cores = len(os.sched_getaffinity(0))
-        """How many of the cores that this process may run on are this rank's, once budgets were shared."""
+        self.cores = CoreShare(tuple(sorted(os.sched_getaffinity(0))), is_shared=False)
+        """Which of the cores that this process may run on are this rank's, once budgets were shared."""
         self._first_here = collectives.rank
         self.collectives = collectives
         self._agree_on_mesh()
@@ -264,6 +267,7 @@ class Ranks:
             "machine": Process.own().machine,
             "host": budget.host,
             "cores": sorted(os.sched_getaffinity(0)),
+            "nodes": read_nodes(),
             "drives": {
                 places[each]: [systems[each][0], systems[each][1] + on_drives.get(systems[each][0], 0), limit]
                 for each, limit in budget.nvme.items()
@@ -273,12 +277,20 @@ class Ranks:
         ranks = [rank for rank, each in enumerate(said) if each["machine"] == told["machine"]]
         here = [said[rank] for rank in ranks]
         self.neighbours, self._first_here = len(here), ranks[0]
-        users = Counter(core for each in here for core in each["cores"])
-        self.cores = max(1, int(sum(1 / users[core] for core in os.sched_getaffinity(0)) + 1e-6))
+        self.cores = divide_cores([each["cores"] for each in here], here[0]["nodes"])[ranks.index(self.rank)]
         host = min(each["host"] for each in here) // len(here)
         drives = [each["drives"] for each in here]
         nvme = {directory: _part_of(places[directory], limit, drives) for directory, limit in budget.nvme.items()}
         return replace(budget, host=host, device=host if device_is_shared else budget.device, nvme=nvme)
+
+    def tell_of_shared_cores(self) -> None:
+        """Warn, once a machine, where it has too few cores for its ranks; once budgets were shared."""
+        if self.cores.is_shared and self.rank == self._first_here:
+            _LOG.warning(
+                "%d ranks of this machine share cores %s, fewer than they are: updates of one wait for another's",
+                self.neighbours,
+                ", ".join(map(str, self.cores.cores)),
+            )
 
     def held_here(self, host: int, drives: Mapping[str, int]) -> Held:
         """Return what all ranks of this machine hold already, of which this one says what it does."""

@@ -6,9 +6,10 @@ in a forked child.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -45,6 +46,25 @@ class UpdateThreads:
     def anywhere(cls, count: int) -> UpdateThreads:
         """Return `count` threads that the system puts where it likes."""
         return cls([-1] * count)
+
+    @classmethod
+    def within(cls, cores: Collection[int], count: int) -> UpdateThreads:
+        """Return `count` threads that the system puts where it likes on these cores, and nowhere else.
+
+        Raises:
+            ConfigError: the system refuses these cores.
+        """
+        before = os.sched_getaffinity(0)
+        try:
+            os.sched_setaffinity(0, cores)
+        except (OSError, ValueError) as refusal:
+            raise ConfigError(
+                field="cores", value=sorted(cores), expected=f"cores that this process may run on: {refusal}"
+            ) from refusal
+        try:
+            return cls.anywhere(count)  # threads begin where the one that starts them may run
+        finally:
+            os.sched_setaffinity(0, before)
 
     def __len__(self) -> int:
         """How many threads there are."""

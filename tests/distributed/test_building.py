@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from deepnvme import read_safetensors, write_safetensors
 from support import rank_building as programs
-from support.rank_training import Run, made
+from support.rank_training import Run
 from support.ranks import launch, launched
 
 ONE_BY_ONE = {"small_bytes": 0}
@@ -24,29 +24,34 @@ LAYER_BYTES = 4 << 20
 
 
 @pytest.mark.parametrize(
-    ("size", "cache", "settings"),
+    ("names", "size", "cache", "settings"),
     [
-        (2, 0, {}),
-        (3, 100_000, {}),
-        (2, 100_000, {"partitioning": "broadcast"}),
-        (4, None, {}),
+        (tuple(programs.BUILDERS), 2, 0, {}),
+        (tuple(programs.BUILDERS), 3, 100_000, {}),
+        (programs.FEW_BUILDERS, 2, 100_000, {"partitioning": "broadcast"}),
+        (programs.FEW_BUILDERS, 4, None, {}),
     ],
+    ids=["2 ranks", "3 ranks", "broadcast", "4 ranks"],
 )
 def test_ranks_build_the_bits_of_one_and_write_a_shard_each(
-    size: int, cache: int | None, settings: dict[str, Any], tmp_path: Path
+    names: Sequence[str], size: int, cache: int | None, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    ranks = launched(size, programs.build, str(tmp_path), cache, settings)
+    ranks = launched(size, programs.build, names, str(tmp_path), cache, settings)
 
     for rank in ranks:
         for name, found in rank.items():
             assert found["differs"] == [], name
             assert found["random"]
             assert found["closed"]
-    for name in programs.BUILDERS:
+    for name in names:
         assert 0.99 < sum(rank[name]["taken"] for rank in ranks) < 1.3  # in whole pages
         if cache is None:
             assert sum(rank[name]["written"] for rank in ranks) < 1.01
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_can_read_parts_of_what_they_build_in_the_body(tmp_path: Path) -> None:
+    assert launched(2, programs.read_in_the_body, str(tmp_path), {}) == [[True, True, True]] * 2
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,7 @@ def test_ranks_build_the_bits_of_one_and_write_a_shard_each(
             "partitioning",
             r"ConfigError: ranks\.partitioning: expected .*BANDWIDTH_CENTRIC.*, as init_context or load_into had it",
         ),
+        ("mesh", r"ConfigError: ranks\.shard_ranks: expected None, as init_context or load_into had it.*, got 1"),
         ("alone", r"ConfigError: model: expected one in memory, or one that all ranks have built or loaded together"),
     ],
 )
@@ -115,64 +121,38 @@ def runs(drive: str) -> dict[str, Run]:
     """Return trainings of models that are built on a drive: fp32 and bf16, at home everywhere, in all stages."""
     machine = {"host": "128MiB", "nvme": {drive: "64MiB"}}
     streamed = {"strategy": "nvme_streamed", "parameters": "nvme", "storage": ONE_BY_ONE, "budget": machine}
-    return {
-        "fp32, in memory": Run(settings={"budget": machine}),
-        "fp32, on drives": Run(settings=streamed),
-        "bf16, on drives": Run(settings={**streamed, "precision": "bf16"}),
-        "bf16, stage gradients": Run(
-            settings={"budget": machine, "precision": "bf16", "ranks": {"stage": "gradients"}}
-        ),
-        "on a device": Run(emulated=True, settings={"budget": {**machine, "device": "8MiB"}, "parameters": "host"}),
-        "broadcast": Run(settings={"budget": machine, "ranks": {"partitioning": "broadcast"}}),
-        "odd": Run(model="odd", optimizer="sgd", settings={"budget": machine}),
+    kinds: dict[str, dict[str, Any]] = {
+        "fp32, on drives": {"settings": streamed},
+        "bf16, on drives": {"settings": {**streamed, "precision": "bf16"}},
+        "bf16, stage gradients": {
+            "settings": {"budget": machine, "precision": "bf16", "ranks": {"stage": "gradients"}}
+        },
+        "on a device": {
+            "emulated": True,
+            "settings": {"budget": {**machine, "device": "8MiB"}, "parameters": "host"},
+        },
+        "broadcast": {"settings": {"budget": machine, "ranks": {"partitioning": "broadcast"}}},
+        "odd": {"model": "odd", "optimizer": "sgd", "settings": {"budget": machine}},
     }
+    return {name: Run(steps=2, **kind) for name, kind in kinds.items()}
 
 
-def files_of(folder: Path, *models: str) -> Path:
-    """Return a folder with the first values of these models, each in a directory of its name."""
-    for model in models:
-        task, _ = made(Run(model=model))
-        (folder / model).mkdir(parents=True)
-        write_safetensors(folder / model / "model.safetensors", task.state_dict())
-    return folder
+def test_models_that_ranks_have_built_or_loaded_train_as_those_from_memory(tmp_path: Path) -> None:
+    (drive := tmp_path / "drive").mkdir()
+    folder = programs.files_of(tmp_path / "files", "gpt", "odd")
 
-
-@cache
-def trained_in_memory(drive: str) -> list[dict[str, dict[str, Any]]]:
-    return launched(2, programs.train_built, runs(drive), "in memory", "")
-
-
-@pytest.mark.parametrize("how", ["built", "loaded"])
-def test_a_model_that_ranks_have_built_or_loaded_trains_as_one_from_memory(
-    how: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    drive = tmp_path_factory.getbasetemp() / "drive of built models"
-    drive.mkdir(exist_ok=True)
-    folder = files_of(tmp_path_factory.mktemp("files"), "gpt", "odd")
-
-    found = launched(2, programs.train_built, runs(str(drive)), how, str(folder))
-
-    for rank, expected in zip(found, trained_in_memory(str(drive)), strict=True):
-        for name, run in rank.items():
-            assert run["losses"] == expected[name]["losses"], name
-            states = expected[name]["states"]
-            assert [key for key, each in run["states"].items() if not torch.equal(each, states[key])] == [], name
-            assert run["within"]
+    for rank in launched(2, programs.train_built, runs(str(drive)), str(folder)):
+        for name, ways in rank.items():
+            expected = ways["in memory"]
+            for run in ways.values():
+                assert run["losses"] == expected["losses"], name
+                states = expected["states"]
+                assert [key for key, each in run["states"].items() if not torch.equal(each, states[key])] == [], name
+                assert run["within"]
     assert list(drive.iterdir()) == []
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
-
-
-def files(folder: Path) -> Path:
-    """Return a directory with the values of the wide model, in two files."""
-    folder.mkdir(exist_ok=True)
-    state = programs.wide().state_dict()
-    del state["1.weight"]
-    names = sorted(state)
-    for number in range(2):
-        write_safetensors(folder / f"{number}.safetensors", {name: state[name] for name in names[number::2]})
-    return folder
 
 
 @pytest.mark.parametrize(("size", "settings"), [(2, {}), (3, {}), (2, {"partitioning": "broadcast"})])
@@ -180,7 +160,7 @@ def test_each_rank_reads_its_slices_of_the_files_and_no_more(
     size: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     (drive := tmp_path / "drive").mkdir()
-    folder = files(tmp_path / "files")
+    folder = programs.wide_files(tmp_path / "files")
     model = programs.wide()
     nbytes = sum(each.numel() * each.element_size() for each in model.parameters())
     by_all = 8 + sum(each.numel() * each.element_size() for each in model.buffers()) + 4  # small ones, and buffers
@@ -208,11 +188,11 @@ def test_each_rank_reads_its_slices_of_the_files_and_no_more(
 )
 def test_what_one_rank_cannot_load_or_has_otherwise_is_told_to_all(what: str, told: str, tmp_path: Path) -> None:
     (drive := tmp_path / "drive").mkdir()
-    folder, other = files(tmp_path / "files"), tmp_path / "other"
+    folder, other = programs.wide_files(tmp_path / "files"), tmp_path / "other"
     if what == "missing":
         other.mkdir()
     else:
-        files(other)
+        programs.wide_files(other)
     if what == "another dtype":
         state = read_safetensors(other / "0.safetensors")
         write_safetensors(other / "0.safetensors", {name: torch.as_tensor(each).half() for name, each in state.items()})

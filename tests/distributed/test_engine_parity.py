@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from infinity_engine.engine.outcome import Outcome
+from infinity_engine.machine.cores import divide_cores, read_nodes
 from support import rank_training as programs
 from support.rank_training import RATES, Run
 from support.ranks import launched
@@ -182,9 +183,10 @@ def test_one_process_of_torchrun_trains_as_one_without_it() -> None:
 def test_one_rank_of_a_machine_measures_it_and_all_divide_its_cores() -> None:
     first, second = launched(2, programs.begin_alike)
 
-    of_each = max(1, first["cores"] // 2)
-    assert (first["asked"], second["asked"]) == ([of_each], [])
-    assert first["threads"] == second["threads"] == [of_each]
+    shares = divide_cores([first["everywhere"], second["everywhere"]], read_nodes())
+    assert (first["asked"], second["asked"]) == ([shares[0].threads], [])
+    for rank, share in zip((first, second), shares, strict=True):
+        assert rank["bound"] == ([] if share.is_shared else [set(share.cores)] * share.threads)
 
 
 LITTLE = 200 << 10  # of a device: parameters are at home on the host
@@ -195,6 +197,10 @@ def test_ranks_whose_parameters_are_at_home_elsewhere_gather_in_the_same_parts()
 
     assert (first["parameters"], second["parameters"]) == ("DEVICE", "HOST")
     assert first["alike"] == second["alike"] == [True, True]
+
+
+def test_parameters_of_modules_that_need_no_buffers_can_be_gathered_together() -> None:
+    assert launched(2, programs.gather_in_one_run) == [[True, True]] * 2
 
 
 def test_what_there_was_no_room_to_gather_keeps_no_buffers() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import rank_programs, rank_training
+from support import rank_building, rank_programs, rank_training
 from support.rank_training import RATES, Run
 from support.ranks import launch, launched
 
@@ -32,14 +32,14 @@ RUNS: dict[str, tuple[Run, dict[str, Any]]] = {
     "stage gradients": (Run(), {"stage": "gradients", "bucket_bytes": 8192}),
     "stage optimizer": (Run(emulated=True), {"stage": "optimizer"}),
     "interleaved": (Run(emulated=True, settings={"strategy": "interleaved", "rates": RATES}), {}),
-    "bf16": (Run(accumulation=2, settings=CLIPPED), {}),
+    "bf16": (Run(steps=2, accumulation=2, settings=CLIPPED), {}),
     "bf16, one by one": (
-        Run(accumulation=2, settings={**ONE_BY_ONE, **CLIPPED, "budget": {"host": "2MiB"}}),
+        Run(steps=2, accumulation=2, settings={**ONE_BY_ONE, **CLIPPED, "budget": {"host": "2MiB"}}),
         {"bucket_bytes": 8192},
     ),
-    "bf16, stage gradients": (Run(accumulation=2, settings=CLIPPED), {"stage": "gradients"}),
-    "bf16, stage optimizer": (Run(accumulation=2, settings=CLIPPED), {"stage": "optimizer"}),
-    "odd": (Run(model="odd", settings=ONE_BY_ONE), {}),
+    "bf16, stage gradients": (Run(steps=2, accumulation=2, settings=CLIPPED), {"stage": "gradients"}),
+    "bf16, stage optimizer": (Run(steps=2, accumulation=2, settings=CLIPPED), {"stage": "optimizer"}),
+    "odd": (Run(model="odd", steps=2, settings=ONE_BY_ONE), {}),
     "routed": (Run(model="routed", settings=ONE_BY_ONE), {"leaf_modules": ["Experts"]}),
     # Ranks of both dimensions wait for what others have not come to.
     "routed, little room": (
@@ -153,6 +153,73 @@ def test_what_there_is_to_an_engine_works_with_replicas() -> None:
         assert found["master"]
         assert found["stepped"].name == "UPDATED"
         assert "agreement on what gathered(modify=True) wrote" in found["other values"]
+
+
+COUNTS = [4, 1, 3, 2]
+
+
+def accumulated_by_pytorch() -> dict[str, torch.Tensor]:
+    """Return the weights that PyTorch alone gets: the loss of a micro-batch is the mean over ranks."""
+    task, optimizer = rank_training.made(Run())
+    for number in range(max(COUNTS)):
+        rows = torch.cat([task.batch(100 * number + part) for part in range(12)]).chunk(len(COUNTS))
+        for rank, count in enumerate(COUNTS):
+            if number < count:
+                (task(rows[rank]) / (2 * len(COUNTS))).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: values.detach().clone() for name, values in task.state_dict().items()}
+
+
+def test_replicas_accumulate_in_step_where_ranks_have_not_as_many_batches() -> None:
+    mesh = {"shard_ranks": 2}
+    ways: list[dict[str, Any]] = [mesh, {**mesh, "stage": "gradients"}, {**mesh, "stage": "optimizer"}]
+    expected = accumulated_by_pytorch()
+
+    [first, *others] = ranks = launched(4, rank_training.accumulate_by_turns, COUNTS, ways)
+
+    for rank, count in zip(ranks, COUNTS, strict=True):
+        *reducing, adding_up = rank
+        for found in rank:
+            assert found["new"] == [number < count for number in range(4)]
+            assert found["steps"] == 2
+            for name, values in expected.items():
+                assert torch.allclose(found["states"][name], values, rtol=2e-4, atol=2e-5), name
+        assert all(min(found["reduced"]) > 0 for found in reducing)
+        assert [reduces > 0 for reduces in adding_up["reduced"]] == [False, True, False, True]
+    for other in others:
+        for found, same in zip(other, first, strict=True):
+            assert differing(found["states"], same["states"]) == []
+
+
+@pytest.mark.parametrize(("size", "shard_ranks"), [(4, 2), (2, 1)])
+def test_replicas_build_and_load_the_bits_of_one_rank_and_train_them_as_from_memory(
+    size: int, shard_ranks: int, tmp_path: Path
+) -> None:
+    (drive := tmp_path / "drive").mkdir()
+    machine = {"host": f"{64 * size}MiB", "nvme": {str(drive): f"{32 * size}MiB"}}
+    run = Run(settings={"budget": machine, "parameters": "nvme", "strategy": "nvme_streamed", **ONE_BY_ONE})
+    run = replace(run, settings={**run.settings, "ranks": {"shard_ranks": shard_ranks}})
+    folder = rank_building.files_of(tmp_path / "files", "gpt")
+    wide = rank_building.wide_files(tmp_path / "wide")
+
+    ranks = launched(size, rank_building.on_a_mesh, shard_ranks, run, str(drive), str(folder), str(wide))
+
+    for rank in ranks:
+        for name, found in rank["built"].items():
+            assert found["differs"] == [], name
+            assert found["random"]
+        assert rank["read in the body"] == [True, True, True]
+        assert rank["loaded values"]["differs"] == []
+        for found in rank["trained"].values():
+            assert found["losses"] == rank["trained"]["in memory"]["losses"]
+            assert differing(found["states"], rank["trained"]["in memory"]["states"]) == []
+    for name in rank_building.FEW_BUILDERS:  # each replica has all of it
+        assert (
+            size // shard_ranks * 0.99 < sum(rank["built"][name]["taken"] for rank in ranks) < size // shard_ranks * 1.3
+        )
+    assert list(drive.iterdir()) == []
 
 
 @pytest.mark.parametrize(("size", "shard_ranks", "fitting"), [(4, 3, "1, 2, 4"), (2, 4, "1, 2")])

@@ -814,6 +814,18 @@ def test_a_piece_is_these_elements(first: int, count: int, dtype: torch.dtype, d
     built.close()
 
 
+def test_a_piece_can_be_had_in_the_body_of_what_is_there_and_of_what_is_not(drive: Path) -> None:
+    torch.manual_seed(0)
+    values = nn.Linear(90, 100).weight.detach().view(-1)
+    torch.manual_seed(0)
+    with init_context(budget=budget(drive), cache=0) as built:
+        first, second = nn.Linear(90, 100), nn.Linear(90, 100)
+        assert [built.is_absent(first.weight), built.is_absent(second.bias)] == [True, False]
+        assert torch.equal(built.piece(first.weight, 4096, 100), values[4096:4196])
+        assert torch.equal(built.piece(second.bias, 50, 10), second.bias[50:60])
+    built.close()
+
+
 @pytest.mark.parametrize(("first", "count"), [(-1, 2), (8999, 2)])
 def test_a_piece_beyond_the_parameter_is_refused(
     first: int, count: int, model_and_built: tuple[Any, BuiltModel]

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity_engine
-from deepnvme import FaultPlan, IOQueue, Requests
+from deepnvme import FaultPlan, IOQueue, Requests, write_safetensors
 from infinity_engine.engine.built import BuiltModel, originals_of
 from infinity_engine.errors import CapacityError, CollectiveError, ConfigError, TransferError
 from infinity_engine.memory import ResidentMemory
@@ -27,15 +27,21 @@ from support.rank_training import Run, batch_of, engine_of, made, states_of, whe
 
 __all__ = [
     "BUILDERS",
+    "FEW_BUILDERS",
+    "WAYS",
     "build",
     "build_otherwise",
     "fail",
+    "files_of",
     "load",
     "load_otherwise",
     "measure_building",
     "measure_loading",
+    "on_a_mesh",
+    "read_in_the_body",
     "train_built",
     "wide",
+    "wide_files",
 ]
 
 
@@ -94,12 +100,18 @@ def in_a_default_device() -> nn.Module:
 
 BUILDERS: Mapping[str, Callable[[], nn.Module]] = {
     "initialized later": InitializedLater,
-    "transformer": lambda: nn.Transformer(64, 4, 2, 2, 128, batch_first=True),
+    "transformer": lambda: nn.Transformer(64, 4, 1, 1, 128, batch_first=True),
     "trained with checkpoints": trained_with_checkpoints,
     "in a default device": in_a_default_device,
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(90, 100)),
     "cast": lambda: nn.Sequential(nn.Linear(90, 100), nn.LayerNorm(100)).to(torch.bfloat16),
 }
+
+
+FEW_BUILDERS = ("initialized later", "cast")
+"""Of BUILDERS, that which does most with what it builds, and one that replaces all of it."""
+WAYS = ("in memory", "built", "loaded")
+"""How a model comes to be trained."""
 
 
 def budget(drive: str, *, host: str = "256MiB", nvme: str = "64MiB") -> dict[str, Any]:
@@ -117,10 +129,11 @@ def is_same(built: BuiltModel, model: nn.Module, plain: nn.Module) -> list[str]:
     ]
 
 
-def build(drive: str, cache: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Build every kind of model; return what differs from one that this rank builds alone, and what it takes."""
+def build(names: Iterable[str], drive: str, cache: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Build these of BUILDERS; return what differs from a model that this rank builds alone, and what it takes."""
     found: dict[str, Any] = {}
-    for name, make in BUILDERS.items():
+    for name in names:
+        make = BUILDERS[name]
         torch.manual_seed(7)
         plain = make()
         after = torch.get_rng_state()
@@ -144,13 +157,42 @@ def build(drive: str, cache: int | None, settings: Mapping[str, Any]) -> dict[st
     return found
 
 
-def train_built(runs: Mapping[str, Run], how: str, folder: str) -> dict[str, dict[str, Any]]:
-    """Train models that were built, or loaded from files, or made in memory; return losses, weights and states."""
-    return {name: _train_built(run, how, folder) for name, run in runs.items()}
+def read_in_the_body(drive: str, settings: Mapping[str, Any]) -> list[bool]:
+    """Read a part of a parameter, that is away and then is not, while a model is built; tell whether it was right."""
+    torch.manual_seed(0)
+    values = nn.Linear(200, 100).weight.detach().view(-1)[5000:12000]
+    torch.manual_seed(0)
+    with infinity_engine.init_context(budget=budget(drive), cache=0, ranks=settings) as built:
+        first, second = (nn.Linear(200, 100) for _ in range(2))
+        away = torch.equal(built.piece(first.weight, 5000, 7000), values)
+        first.weight.sum()
+        found = [built.is_absent(second.weight), away, torch.equal(built.piece(first.weight, 5000, 7000), values)]
+    built.close()
+    return found
+
+
+def train_built(runs: Mapping[str, Run], folder: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Train models that were made in memory, built, or loaded from files; return losses, weights and states."""
+    return {name: {how: _train_built(run, how, folder) for how in WAYS} for name, run in runs.items()}
+
+
+def on_a_mesh(shard_ranks: int, run: Run, drive: str, folder: str, files: str) -> dict[str, Any]:
+    """Build, load and train where so many ranks share one copy of a model; return what came of each."""
+    mesh = {"shard_ranks": shard_ranks}
+    return {
+        "built": build(FEW_BUILDERS, drive, 0, mesh),
+        "read in the body": read_in_the_body(drive, mesh),
+        "loaded values": load(files, drive, mesh),
+        "trained": train_built({"all": run}, folder)["all"],
+    }
 
 
 def _train_built(run: Run, how: str, folder: str) -> dict[str, Any]:
-    ranks = {key: value for key, value in run.settings.get("ranks", {}).items() if key == "partitioning"}
+    ranks = {
+        key: run.settings["ranks"][key]
+        for key in ("partitioning", "shard_ranks")
+        if key in run.settings.get("ranks", {})
+    }
     with deterministic_compute(), ExitStack() as around:
         task, optimizer = _begun(run, how, folder, ranks)
         engine = engine_of(run, task, optimizer, around)
@@ -165,7 +207,7 @@ def _train_built(run: Run, how: str, folder: str) -> dict[str, Any]:
 
 
 def _begun(run: Run, how: str, folder: str, ranks: Mapping[str, Any]) -> tuple[Any, torch.optim.Optimizer]:
-    small = budget(next(iter(run.settings["budget"]["nvme"])), nvme="16MiB")
+    small = budget(next(iter(run.settings["budget"]["nvme"])), host="512MiB", nvme="16MiB")
     if how == "built":
         with infinity_engine.init_context(budget=small, cache=0, ranks=ranks):
             return made(run)
@@ -192,12 +234,32 @@ def wide() -> nn.Sequential:
     return model
 
 
+def files_of(folder: Path, *models: str) -> Path:
+    """Return a folder with the first values of these models, each in a directory of its name."""
+    for model in models:
+        task, _ = made(Run(model=model))
+        (folder / model).mkdir(parents=True)
+        write_safetensors(folder / model / "model.safetensors", task.state_dict())
+    return folder
+
+
+def wide_files(folder: Path) -> Path:
+    """Return a directory with the values of the wide model, in two files."""
+    folder.mkdir(exist_ok=True)
+    state = wide().state_dict()
+    del state["1.weight"]
+    names = sorted(state)
+    for number in range(2):
+        write_safetensors(folder / f"{number}.safetensors", {name: state[name] for name in names[number::2]})
+    return folder
+
+
 def load(folder: str, drive: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Load a model; return what differs from that of the files, and how much was read and written here."""
     plain = wide()
     with torch.device("meta"):
         model = wide()
-    built = infinity_engine.load_into(model, folder, budget(drive), ranks=settings)
+    built = infinity_engine.load_into(model, folder, budget(drive, host="512MiB"), ranks=settings)
     assert originals_of(model) is built
     read = sum(each.read_bytes for each in built.swap.queue.stats().drives.values())
     written = sum(each.written_bytes for each in built.swap.traffic().values())
@@ -234,13 +296,16 @@ def build_otherwise(what: str, drive: str) -> dict[str, Any]:
                 nn.init.zeros_(model[0 if last else 1].weight)  # type: ignore[arg-type]
             if what == "more" and last:
                 model.append(nn.Linear(50, 50))
-        settings = {"partitioning": "broadcast"} if what == "partitioning" else {}
+        others: dict[str, dict[str, object]] = {
+            "partitioning": {"partitioning": "broadcast"},
+            "mesh": {"shard_ranks": 1},
+        }
         infinity_engine.initialize(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             budget=budget(drive),
             accelerator="cpu",
-            ranks={"timeout_s": 20, **settings},
+            ranks={"timeout_s": 20, **others.get(what, {})},
         ).close()
 
     return {"told": _told(body), "left": _left(drive)}

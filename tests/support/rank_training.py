@@ -25,7 +25,6 @@ from infinity_engine.config import EngineConfig
 from infinity_engine.engine import assemble
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, CollectiveError, ConfigError
-from infinity_engine.optim import UpdateThreads
 from infinity_engine.plan import Rates
 from support.determinism import deterministic_compute
 from support.small_models import MODELS, Task
@@ -35,6 +34,8 @@ __all__ = [
     "RATES",
     "Odd",
     "Run",
+    "accumulate_by_turns",
+    "accumulates",
     "batch_of",
     "begin_alike",
     "borrow",
@@ -43,6 +44,7 @@ __all__ = [
     "ends",
     "engine_of",
     "evaluate",
+    "gather_in_one_run",
     "have_other_devices",
     "holds",
     "is_killed",
@@ -459,6 +461,17 @@ def _uneven(device_bytes: Sequence[int], around: ExitStack) -> tuple[Uneven, Eng
     return task, engine_of(run, task, torch.optim.SGD(task.parameters(), lr=0.1), around)
 
 
+def gather_in_one_run() -> list[bool]:
+    """Use two parameters together, each of which goes over the wire as it is, where modules have but one each."""
+    torch.manual_seed(0)
+    task = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+    before = [each.detach().clone() for each in task.parameters()]
+    settings = {**SETTINGS, "storage": {"small_bytes": 0}}
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+    with infinity_engine.initialize(task, optimizer, settings) as engine, engine.gathered(list(task.parameters())):
+        return [torch.equal(each.detach(), values) for each, values in zip(task.parameters(), before, strict=True)]
+
+
 def evaluate(counts: Sequence[int], device_bytes: int, *, in_step: bool) -> dict[str, Any] | str:
     """Evaluate each rank's own number of batches, then train a step; return what was counted, or the error."""
     rank, size = where()
@@ -485,6 +498,33 @@ def evaluate(counts: Sequence[int], device_bytes: int, *, in_step: bool) -> dict
         return f"{type(error).__name__}: {error}"
 
 
+def accumulates(counts: Sequence[int], ranks: Mapping[str, Any]) -> dict[str, Any]:
+    """Train two micro-batches a step on each rank's own number of them; return how many reduces each took, and states.
+
+    A batch that a rank gets again has no weight.
+    """
+    rank, _ = where()
+    run = Run(accumulation=2, settings={"ranks": ranks})
+    task, optimizer = made(run)
+    reduced, fresh = [], []
+    with deterministic_compute(), ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        whole = engine._parts.whole
+        assert whole is not None
+        for batch, is_new in engine.in_step([batch_of(task, number) for number in range(counts[rank])]):
+            before = whole.ranks.gradients.started
+            engine.backward(engine(batch) * is_new)
+            engine.step()
+            reduced.append(whole.ranks.gradients.started - before)
+            fresh.append(is_new)
+        return {"reduced": reduced, "new": fresh, "steps": engine.steps, "states": states_of(engine, task)}
+
+
+def accumulate_by_turns(counts: Sequence[int], settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Do it with each of these settings of ranks."""
+    return [accumulates(counts, each) for each in settings]
+
+
 def close_crowded(rank: int) -> list[str]:
     """Close where only one rank shares its machine with so many that there is no room; return what was warned of."""
     task, optimizer = made(Run())
@@ -500,25 +540,23 @@ def close_crowded(rank: int) -> list[str]:
 
 
 def begin_alike() -> dict[str, Any]:
-    """Begin where rates have to be measured; return who did, with how many threads, and what goes on after that."""
+    """Begin where rates have to be measured; return who did, with how many threads, and where its own run."""
     asked: list[int | None] = []
-    threads: list[int] = []
+    everywhere = os.sched_getaffinity(0)
 
     def measured(config: EngineConfig, *_: object, **__: object) -> EngineConfig:
         asked.append(config.update_threads)
         return replace(config, rates=RATES)
 
-    def counted(_: type[UpdateThreads], count: int) -> UpdateThreads:
-        threads.append(count)
-        return UpdateThreads([-1] * count)
-
     with ExitStack() as around:
         around.enter_context(patch.object(assemble, "with_rates", measured))
-        around.enter_context(patch.object(UpdateThreads, "anywhere", classmethod(counted)))
         task, optimizer = made(Run())
         settings = {"strategy": "interleaved", "update_threads": None}
         engine = engine_of(Run(emulated=True, settings=settings), task, optimizer, around)
-        return {"asked": asked, "threads": threads, "steps": engine.steps, "cores": len(os.sched_getaffinity(0))}
+        bound = [
+            cores for task in os.listdir("/proc/self/task") if (cores := os.sched_getaffinity(int(task))) != everywhere
+        ]
+        return {"asked": asked, "bound": bound, "steps": engine.steps, "everywhere": os.sched_getaffinity(0)}
 
 
 def run_short(device_bytes: Sequence[int]) -> list[str]:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 __all__ = ["Rank", "launch", "launched"]
 
 _TICK_S = 0.5
-PRELOADED = ["pytest", "torch", "infinity_engine.engine.assemble"]
+# torch imports its compiler, and with it hundreds of modules, when the first optimizer is made.
+PRELOADED = ["pytest", "torch", "torch._dynamo", "infinity_engine.engine.assemble"]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,27 @@ def test_threads_run_on_the_cores_given() -> None:
     assert all(os.sched_getaffinity(int(task)) == {core} for task in started)
 
 
+def test_threads_within_some_cores_stay_there_and_whoever_starts_them_does_not() -> None:
+    core, everywhere = max(os.sched_getaffinity(0)), os.sched_getaffinity(0)
+    before = set(os.listdir("/proc/self/task"))
+
+    pool = UpdateThreads.within({core}, 3)
+
+    started = set(os.listdir("/proc/self/task")) - before
+    assert len(pool) == len(started) == 3
+    assert all(os.sched_getaffinity(int(task)) == {core} for task in started)
+    assert os.sched_getaffinity(0) == everywhere
+
+
+@pytest.mark.parametrize("cores", [{99999}, set()])
+def test_threads_within_cores_that_are_not_there_are_refused(cores: set[int]) -> None:
+    everywhere = os.sched_getaffinity(0)
+
+    with pytest.raises(ConfigError, match="cores that this process may run on"):
+        UpdateThreads.within(cores, 1)
+    assert os.sched_getaffinity(0) == everywhere
+
+
 def test_a_core_that_is_not_there_is_refused_with_its_number() -> None:
     with pytest.raises(ConfigError, match="core 99999"):
         UpdateThreads([99999])

@@ -1,0 +1,95 @@
+"""Which of a machine's cores each of its ranks has for itself, near one another.
+
+`divide_cores` decides, and is pure: ranks that give it the same get the same. `read_nodes` says how cores lie. Nothing
+here binds a thread. Called by whoever starts threads that update.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from deepnvme.probing import HOST_ROOTS, SystemRoots, read_kernel_file
+
+__all__ = ["CoreShare", "divide_cores", "read_nodes"]
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """The cores of one rank; where `is_shared`, there are too few, and other ranks run on these as well."""
+
+    cores: tuple[int, ...]
+    is_shared: bool
+
+    @property
+    def threads(self) -> int:
+        """How many threads can run at once without taking turns with another rank's, or 1."""
+        return 1 if self.is_shared else max(1, len(self.cores))
+
+
+def divide_cores(allowed: Sequence[Collection[int]], nodes: Sequence[Sequence[int]]) -> tuple[CoreShare, ...]:
+    """Divide cores among ranks, of which each may run on its `allowed` ones; `nodes` are as `read_nodes` returns them.
+
+    No core has two owners, and who may run where nobody else may keeps all of that. Each core goes to who has fewest of
+    those who may have it. Ranks that may run on the same cores follow one another there, so that each has cores of as
+    few nodes as equal numbers allow. Where a rank is left without, it and those that it meets share.
+    """
+    place = {core: at for at, core in enumerate(core for node in nodes for core in node)}
+    users: dict[int, tuple[int, ...]] = {}
+    for rank, cores in enumerate(allowed):
+        for core in cores:
+            users[core] = (*users.get(core, ()), rank)
+    runs: dict[tuple[int, ...], list[int]] = {}
+    for core in sorted(users, key=lambda core: (place.get(core, len(place)), core)):
+        runs.setdefault(users[core], []).append(core)
+    own: list[list[int]] = [[] for _ in allowed]
+    for who in sorted(runs, key=lambda ranks: (len(ranks), ranks)):  # first where there is least choice
+        _deal(runs[who], {rank: own[rank] for rank in who})
+    return _shares(allowed, own)
+
+
+def read_nodes(roots: SystemRoots = HOST_ROOTS) -> tuple[tuple[int, ...], ...]:
+    """Return the cores of each NUMA node, those of one physical core next to each other; nothing where nobody knows."""
+    found = (roots.sys / "devices/system/node").glob("node[0-9]*")
+    nodes = [
+        _numbers(read_kernel_file(each / "cpulist")) for each in sorted(found, key=lambda each: int(each.name[4:]))
+    ]
+    return tuple(tuple(sorted(each, key=lambda core: (_first_sibling(core, roots), core))) for each in nodes if each)
+
+
+def _deal(cores: Sequence[int], own: dict[int, list[int]]) -> None:
+    """Give each core to who has fewest; each rank's are next to each other."""
+    count = {rank: len(had) for rank, had in own.items()}
+    for _ in cores:
+        count[min(count, key=lambda rank: (count[rank], rank))] += 1
+    left = iter(cores)
+    for rank, had in own.items():
+        had.extend(islice(left, count[rank] - len(had)))
+
+
+def _shares(allowed: Sequence[Collection[int]], own: Sequence[Sequence[int]]) -> tuple[CoreShare, ...]:
+    """Let ranks without any run wherever they may, where others have nothing then; who loses all does as they."""
+    sharing: set[int] = set()
+    crowded: set[int] = set()
+    while more := {rank for rank, cores in enumerate(own) if rank not in sharing and crowded.issuperset(cores)}:
+        sharing |= more
+        crowded.update(*(allowed[rank] for rank in more))
+    left = [
+        tuple(sorted(allowed[rank]) if rank in sharing else (core for core in cores if core not in crowded))
+        for rank, cores in enumerate(own)
+    ]
+    users = Counter(core for cores in left for core in cores)
+    return tuple(CoreShare(cores, any(users[core] > 1 for core in cores)) for cores in left)
+
+
+def _numbers(text: str) -> list[int]:
+    """Read the kernel's list of numbers: 0-3,8."""
+    ranges = [part.split("-") for part in text.strip().split(",") if part]
+    return [number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)]
+
+
+def _first_sibling(core: int, roots: SystemRoots) -> int:
+    siblings = _numbers(read_kernel_file(roots.sys / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"))
+    return min(siblings, default=core)
