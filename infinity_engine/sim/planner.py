@@ -33,7 +33,7 @@ from infinity_engine.sim.placing import Plan, Wish, place
 from infinity_engine.sim.room import Parts, Room
 from infinity_engine.sim.simulate import simulate
 from infinity_engine.sim.sizing import Sizing
-from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_step
+from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_step, undisturbed
 from infinity_engine.sim.training import Means, Training
 
 __all__ = ["Candidate", "Choice", "Decision", "Planner", "decide"]
@@ -253,11 +253,15 @@ class Planner:
         return _GATHERED * sizing.deepest if self.means.ranks > 1 else 0
 
     def _least_ns(self, best: Candidate) -> float | None:
-        """Return what no plan can update in less, with as much resident and as much on the drives as this one."""
+        """Return what no plan can update in less, with as much resident and as much on the drives as this one.
+
+        Each lane at its rate while nothing else disturbs it, and host memory as fast as needs be: plans are not timed
+        by it, but by updates whose measured rates have it in them.
+        """
         steps = best.plan.steps
         numel = sum(each.numel for each in steps.subgroups)
         states = 4 * (1 + len(best.sizing.state_names))
-        rates = rates_of_update(self.means.rates)
+        rates = replace(undisturbed(self.means), dram_bytes_per_s=None)
         busy = simulate(steps, rates, free=self.means.free_lanes()).busy_ns
         if self.means.unified:
             return max(busy.values())
@@ -266,6 +270,7 @@ class Planner:
                 rates,
                 per_parameter=BytesPerParameter(states=states, parameter=best.sizing.width),
                 resident=Fraction(steps.params_at(Home.RESIDENT), max(numel, 1)),
+                at_home=steps.parameters is not Tier.DEVICE,
             )
         except ConfigError:
             return None

@@ -21,7 +21,7 @@ from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.training import Means, Training
 from infinity_engine.sim.walking import Walk
 
-__all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_step"]
+__all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_step", "undisturbed"]
 
 _NS_PER_S = 10**9
 _BACKWARD = 2  # forwards that a backward computes as much as
@@ -88,6 +88,28 @@ def rates_of_update(rates: Rates) -> Rates:
         d2h_bytes_per_s=rates.duplex_d2h_bytes_per_s or rates.d2h_bytes_per_s,
         nvme=drives,
     )
+
+
+def undisturbed(means: Means) -> Rates:
+    """Return the rates that no update exceeds, however little its parts work at the same time."""
+    beside = rates_of_update(means.rates)
+    if means.alone is None:
+        return beside
+    alone = rates_of_update(means.alone)
+
+    def fastest(name: str, one: object, other: object) -> float | None:
+        found: tuple[float | None, float | None] = getattr(one, name), getattr(other, name)
+        return None if None in found else max(rate for rate in found if rate is not None)
+
+    drives = {
+        name: replace(
+            drive,
+            **{key: fastest(key, drive, beside.nvme[name]) for key in ("read_bytes_per_s", "write_bytes_per_s")},
+        )
+        for name, drive in alone.nvme.items()
+    }
+    links = ("host_update_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
+    return replace(alone, **{key: fastest(key, alone, beside) for key in links}, nvme=drives)
 
 
 def _between(alone: Rates, beside: Rates, updates: float, moves: float) -> Rates:

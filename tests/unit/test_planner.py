@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, algorithm1, static_split
@@ -264,6 +267,50 @@ def test_no_reference_updates_faster_than_the_plan_and_the_bound_is_5_percent_aw
         assert best.timeline.update_ns <= simulate(plan, rates).end_ns * 1.0001, policy.name
     assert decision.least_update_ns is not None
     assert decision.least_update_ns <= best.timeline.update_ns <= 1.05 * decision.least_update_ns
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([None, 2.0]))
+def test_the_least_update_is_none_that_a_plan_ends_before(seed: int, alone: float | None) -> None:
+    """Whatever the machine and the model; `alone`: so much faster is everything while nothing disturbs it."""
+    training, there = random_case(seed)
+    there = replace(there, rates=replace(there.rates, dram_bytes_per_s=50e9))
+    if alone is not None:
+        there = replace(there, alone=faster(there.rates, alone))
+    with suppress(CapacityError):
+        decision = decide(training, there, subgroup_numel=training.model.numel // 64)
+
+        assert decision.least_update_ns is not None
+        assert decision.least_update_ns <= decision.best.timeline.update_ns
+
+
+def faster(rates: Rates, times: float) -> Rates:
+    drives = {
+        name: DriveRates(
+            read_bytes_per_s=times * (drive.read_bytes_per_s or 0), write_bytes_per_s=times * (drive.write_bytes_per_s or 0)
+        )
+        for name, drive in rates.nvme.items()
+    }
+    return replace(
+        rates,
+        h2d_bytes_per_s=times * (rates.h2d_bytes_per_s or 0),
+        d2h_bytes_per_s=times * (rates.d2h_bytes_per_s or 0),
+        host_update_params_per_s=times * (rates.host_update_params_per_s or 0),
+        nvme=drives,
+    )
+
+
+def test_the_least_update_of_parameters_at_home_uploads_nothing() -> None:
+    choice = Choice(strategy=HostOnly(), parameters=Tier.HOST, subgroup_numel=2**22)
+    slow = replace(DESKTOP, h2d_bytes_per_s=1e9, nvme={})
+    there = replace(means(0.55, 100), rates=slow)
+
+    decision = decide(
+        training_of(SMALL), there, strategy=choice.strategy, parameters=Tier.HOST, subgroup_numel=choice.subgroup_numel
+    )
+
+    assert decision.least_update_ns is not None
+    assert decision.least_update_ns <= decision.best.timeline.update_ns
 
 
 def test_streaming_all_through_the_device_is_never_faster() -> None:
