@@ -127,6 +127,7 @@ class Means:
             deepest=width * training.model.deepest_numel,
             unified=self.unified,
             sums=training.accumulation_steps > 1,
+            gradient_width=FloatFormat.FP32.nbytes if self.ranks > 1 else None,  # sums of all ranks'
             own=training.in_memory and training.formats.parameter is None and self.unified,
             activations=training.activation_bytes() if self.for_all else 0,
         )

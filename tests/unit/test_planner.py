@@ -287,7 +287,8 @@ def test_the_least_update_is_none_that_a_plan_ends_before(seed: int, alone: floa
 def faster(rates: Rates, times: float) -> Rates:
     drives = {
         name: DriveRates(
-            read_bytes_per_s=times * (drive.read_bytes_per_s or 0), write_bytes_per_s=times * (drive.write_bytes_per_s or 0)
+            read_bytes_per_s=times * (drive.read_bytes_per_s or 0),
+            write_bytes_per_s=times * (drive.write_bytes_per_s or 0),
         )
         for name, drive in rates.nvme.items()
     }
@@ -524,11 +525,22 @@ def test_ranks_divide_the_host_the_drives_and_the_model() -> None:
     assert two.plan.demand.nvme < one.plan.demand.nvme
 
 
-def test_of_several_ranks_the_output_says_what_is_not_there_yet() -> None:
+def test_gradients_of_several_ranks_are_sums_in_fp32() -> None:
+    choice = Choice(strategy=HostOnly(), parameters=Tier.DEVICE, subgroup_numel=2**22)
+    one, two = (
+        decide(training_of(SMALL), means(5.0, 40, ranks=ranks), strategy=choice.strategy, parameters=Tier.DEVICE)
+        for ranks in (1, 2)
+    )
+
+    kept = [{each.what: each.nbytes for each in report_of(found).holdings} for found in (one, two)]
+    assert [each["gradients"] for each in kept] == [2 * SMALL.numel, 4 * SMALL.numel // 2]
+    assert [found.best.timeline.moved[Lane.D2H] for found in (one, two)] == [each["gradients"] for each in kept]
+
+
+def test_of_several_ranks_the_output_says_what_is_not_timed() -> None:
     notes = report_of(decide(training_of(SMALL), means(5.0, 40, ranks=4))).notes
 
-    assert any("trains one rank" in note for note in notes)
-    assert any("gathers" in note for note in notes)
+    assert any("gathers between devices are not timed" in note for note in notes)
 
 
 # --- what does not fit -------------------------------------------------------------------------------------------
