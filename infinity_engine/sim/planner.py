@@ -109,6 +109,8 @@ class Candidate:
     """What PyTorch has allocated where modules compute, of the budget: gradients, and activations and modules that are
     gathered where it is for these too."""
     timeline: StepTimeline
+    overlap: bool = True
+    """Whether the end of an update goes on beside the next forward, where that is possible."""
 
     @property
     def step_s(self) -> float:
@@ -184,9 +186,32 @@ class Planner:
             ConfigError: the choice cannot be carried out, or a rate is missing.
         """
         sizing, plan, budget = self.placed(choice)
-        timeline = time_step(plan, sizing, self.training, self.means)
+        timeline, overlap = self._timed(plan, sizing)
         beside = sizing.of_backward(plan.demand.staying) + self.making(sizing)
-        return Candidate(choice=choice, sizing=sizing, plan=plan, budget=budget, beside=beside, timeline=timeline)
+        return Candidate(
+            choice=choice,
+            sizing=sizing,
+            plan=plan,
+            budget=budget,
+            beside=beside,
+            timeline=timeline,
+            overlap=overlap,
+        )
+
+    def _timed(self, plan: Plan, sizing: Sizing) -> tuple[StepTimeline, bool]:
+        """Return a step's time, and whether the update goes on beside the next forward.
+
+        Where parameters are fetched and states visit, it may be longer so (decision 0016). Only the seconds of a forward
+        tell, so without a rate of computing nothing is changed.
+        """
+        training, means = self.training, self.means
+        timeline = time_step(plan, sizing, training, means)
+        may_be_longer = plan.steps.staging_bytes and plan.steps.parameters is not Tier.DEVICE
+        if training.overlap is None and may_be_longer and means.compute_rate(training) is not None:
+            without = time_step(plan, sizing, replace(training, overlap=False), means)
+            if without.ns < timeline.ns:
+                return without, False
+        return timeline, training.overlap is not False
 
     def check_all(self) -> None:
         """Refuse at once what all tiers together cannot hold: masters, states, parameters and gradients.

@@ -215,12 +215,14 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
 
 def _settings(best: Candidate, means: Means) -> Mapping[str, object]:
     choice = best.choice
+    overlap = {} if best.overlap else {"overlap": "off"}
     rates = {"rates": rates_of_update(means.rates).to_mapping()} if _asks_rates(choice.strategy.to_plain()) else {}
     return MappingProxyType(
         {
             "strategy": choice.strategy.to_plain(),
             "parameters": choice.parameters.value,
             "subgroup_numel": choice.subgroup_numel,
+            **overlap,
             **rates,
         }
     )

@@ -182,7 +182,7 @@ class _Step:
         self._checkpointing = training.checkpointing
         self._limit = plan.demand.fetched
         self._modules = _needs(plan, sizing, training)
-        self._deferred = training.overlap and _defers(plan, self._modules, means)
+        self._deferred = training.overlap is not False and _defers(plan, self._modules, means)
         self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._clocks = LaneClocks(self._rates_of_update(means), free=self._free)
         # Says what a transfer takes while nothing goes the other way.

@@ -33,8 +33,8 @@ class Training:
     """Parameters of fewer bytes stay in memory."""
     in_memory: bool = False
     """Whether there is a model already, whose memory can be used."""
-    overlap: bool = True
-    """Whether the end of an update may go on beside the next forward."""
+    overlap: bool | None = True
+    """Whether the end of an update may go on beside the next forward; None: where a step is shorter so."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "accumulation_steps"):

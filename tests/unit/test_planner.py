@@ -410,6 +410,22 @@ def test_an_update_in_memory_hides_behind_the_next_forward_on_a_device_of_its_ow
     assert beside.moved == after.moved
 
 
+def test_where_an_update_is_better_ended_first_the_plan_says_so_and_not_where_nothing_is_known_of_computing() -> None:
+    choice = Choice(
+        strategy=Interleaved(share=0.5, resident=0.2), parameters=Tier.HOST, subgroup_numel=SMALL.numel // 64
+    )
+    there = replace(means(100, 100), flops_per_s=1e16)  # a short forward
+    found = {
+        overlap: Planner(replace(training_of(SMALL), overlap=overlap), there).candidate(choice)
+        for overlap in (True, False, None)
+    }
+
+    assert found[False].timeline.ns < found[True].timeline.ns
+    assert (found[None].timeline, found[None].overlap) == (found[False].timeline, False)
+    unknown = Planner(replace(training_of(SMALL), overlap=None), replace(there, flops_per_s=None))
+    assert unknown.candidate(choice).overlap
+
+
 @pytest.mark.parametrize("unified", [True, False])
 def test_it_does_not_where_that_is_one_memory_or_where_ranks_gather_what_stays_on_the_device(unified: bool) -> None:
     there = means(0 if unified else 100, 100, unified=unified, ranks=1 if unified else 2)
