@@ -201,8 +201,8 @@ class Planner:
     def _timed(self, plan: Plan, sizing: Sizing) -> tuple[StepTimeline, bool]:
         """Return a step's time, and whether the update goes on beside the next forward.
 
-        Where parameters are fetched and states visit, it may be longer so (decision 0016). Only the seconds of a forward
-        tell, so without a rate of computing nothing is changed.
+        Where parameters are fetched and states visit, it may be longer so (decision 0016). Only the seconds of a
+        forward tell, so without a rate of computing nothing is changed.
         """
         training, means = self.training, self.means
         timeline = time_step(plan, sizing, training, means)
