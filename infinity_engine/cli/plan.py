@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how, where that is to be so")
     how.add_argument("--strategy", default="auto", help="a strategy by name or in JSON (default: the best)")
     how.add_argument("--parameters", choices=("auto", "device", "host", "nvme"), default="auto", help="where they stay")
+    how.add_argument(
+        "--overlap",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="whether the end of an update goes on beside the next forward (default: where a step is shorter so)",
+    )
     how.add_argument("--subgroup", type=int, metavar="N", help="parameters in a subgroup")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots, too")
@@ -156,6 +162,7 @@ def _training(options: argparse.Namespace) -> Training:
         formats=Formats(parameter=formats[options.precision.removesuffix("_autocast")]),
         state_names=_states(options.optimizer),
         small_bytes=StorageConfig().small_bytes,
+        overlap={"auto": None, "on": True, "off": False}[options.overlap],
     )
 
 

@@ -29,6 +29,9 @@ from infinity_engine.plan.tier import Tier
 
 __all__ = ["Decide", "Limits", "OffloadPolicy", "PlanDraft", "PolicyRegistry", "offload_policy", "split_residents"]
 
+_OF_DRIVES = (LoadStates, StoreStates)
+_OF_PARAMETERS = (UploadParameters, DownloadParameters)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
@@ -91,11 +94,10 @@ class Limits:
 
     def _check_weights(self, plan: StepPlan) -> None:
         numel = {subgroup.index: subgroup.numel for subgroup in plan.subgroups}
+        states, parameter = self.per_parameter.states, self.per_parameter.parameter
         for number, op in enumerate(plan.ops):
-            if isinstance(op, CopyOp) and not isinstance(op, LoadStates | StoreStates):
-                weights = self.per_parameter
-                parameter = isinstance(op, UploadParameters | DownloadParameters)
-                weight = weights.parameter if parameter else weights.states
+            if isinstance(op, CopyOp) and not isinstance(op, _OF_DRIVES):
+                weight = parameter if isinstance(op, _OF_PARAMETERS) else states
                 if op.nbytes != numel[op.subgroup] * weight:
                     expected = f"{numel[op.subgroup] * weight} bytes: {weight} for each of the subgroup's parameters"
                     raise ConfigError(field=f"StepPlan.ops[{number}]", value=op, expected=expected)

@@ -54,11 +54,11 @@ class Subgroup:
 
     index: int
     segments: tuple[Segment, ...]
+    numel: int = field(init=False, repr=False, compare=False)
+    """Elements of all segments."""
 
-    @property
-    def numel(self) -> int:
-        """Elements of all segments."""
-        return sum(segment.numel for segment in self.segments)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", sum(segment.numel for segment in self.segments))
 
 
 def cut_into_subgroups(numels: Sequence[int], subgroup_numel: int) -> tuple[Subgroup, ...]:

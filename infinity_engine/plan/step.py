@@ -22,6 +22,7 @@ from infinity_engine.plan.ops import (
     StoreStates,
     UpdateOnDevice,
     UpdateOnHost,
+    UpdateOp,
     UploadParameters,
     UploadStates,
 )
@@ -44,6 +45,7 @@ _INPUT: Mapping[type[Op], type[Op] | None] = MappingProxyType(
         StoreStates: None,
     }
 )
+_OF_DRIVES = (LoadStates, StoreStates)
 # The same, where updates leave parameters on the host or on the drives.
 _INPUT_AT_HOME = MappingProxyType({**_INPUT, DownloadStates: DownloadParameters})
 
@@ -144,9 +146,9 @@ class StepPlan:
         """Return where each subgroup is updated, by its index."""
         found = {}
         for op in self.ops:
-            if isinstance(op, UpdateOnHost):
+            if type(op) is UpdateOnHost:
                 found[op.subgroup] = Home.HOST
-            elif isinstance(op, UpdateOnDevice):
+            elif type(op) is UpdateOnDevice:
                 found[op.subgroup] = Home.RESIDENT if op.staging is None else Home.VISITING
         return found
 
@@ -223,49 +225,53 @@ class _Check:
             self._order(number, op)
             self._amount(number, op)
             self._inputs(number, op)
-            if isinstance(op, UploadStates):
+            if type(op) is UploadStates:
                 self._upload(number, op)
-            elif isinstance(op, DownloadStates):
+            elif type(op) is DownloadStates:
                 self._download(number, op)
-            elif isinstance(op, LoadStates):
+            elif type(op) is LoadStates:
                 self._load(number, op)
-            elif isinstance(op, StoreStates):
+            elif type(op) is StoreStates:
                 self._store(number, op)
             self._newest[op.subgroup] = number, op
         self._completeness()
 
     def _order(self, number: int, op: Op) -> None:
-        if type(op) not in _INPUT:
+        kind = type(op)
+        if kind not in _INPUT:
             raise _wrong(number, op, f"one of {', '.join(kind.__name__ for kind in _INPUT)}")
-        if isinstance(op, UploadParameters) and self._at_home:
+        if kind is UploadParameters and self._at_home:
             raise _wrong(number, op, f"none: the plan's parameters stay {_PLACE[self._plan.parameters]}")
-        if isinstance(op, DownloadParameters) and not self._at_home:
+        if kind is DownloadParameters and not self._at_home:
             raise _wrong(number, op, "none: the plan's parameters stay on the device")
         if op.subgroup not in self._numel:
             raise _wrong(number, op, f"a subgroup of the plan, which has {_listing(self._numel)}")
-        if isinstance(op, LoadStates | StoreStates) and not self._specs[op.subgroup].on_drives:
+        if (kind is LoadStates or kind is StoreStates) and not self._specs[op.subgroup].on_drives:
             raise _wrong(number, op, "none: nothing of the subgroup rests on the drives")
-        if not all(0 <= other < number for other in op.after) or len(set(op.after)) != len(op.after):
+        after = op.after
+        if after and (min(after) < 0 or max(after) >= number or (len(after) > 1 and len(set(after)) != len(after))):
             raise _wrong(number, op, "each of `after` once, and all of them numbers of earlier ops")
 
     def _amount(self, number: int, op: Op) -> None:
-        if isinstance(op, UpdateOnHost | UpdateOnDevice) and op.params != self._numel[op.subgroup]:
-            raise _wrong(number, op, f"all of the subgroup's {self._numel[op.subgroup]} parameters")
         spec = self._specs[op.subgroup]
-        for kind, nbytes in ((LoadStates, spec.load_bytes), (StoreStates, spec.store_bytes)):
-            if isinstance(op, kind) and op.nbytes != nbytes:
+        if isinstance(op, UpdateOp):
+            if op.params != spec.numel:
+                raise _wrong(number, op, f"all of the subgroup's {spec.numel} parameters")
+        elif isinstance(op, _OF_DRIVES):
+            nbytes = spec.load_bytes if isinstance(op, LoadStates) else spec.store_bytes
+            if op.nbytes != nbytes:
                 raise _wrong(number, op, f"the {nbytes} bytes that the subgroup says")
 
     def _inputs(self, number: int, op: Op) -> None:
         before = self._newest.get(op.subgroup)
-        if isinstance(op, StoreStates):
+        if type(op) is StoreStates:
             missing = LoadStates if before is None else self._missing(before[1])
             if before is None or missing is not StoreStates or before[0] not in op.after:
                 raise _wrong(number, op, "to come `after` the last of the subgroup's other ops")
             return
-        resident = isinstance(op, UpdateOnDevice) and op.staging is None
+        resident = type(op) is UpdateOnDevice and op.staging is None
         needed = None if resident else self._input[type(op)]
-        if needed is None and self._specs[op.subgroup].on_drives and not isinstance(op, LoadStates):
+        if needed is None and self._specs[op.subgroup].buffer_bytes and type(op) is not LoadStates:
             needed = LoadStates
         if needed is None:
             if before is not None:

@@ -38,7 +38,7 @@ class LaneClocks:
     def __init__(self, rates: Rates, *, free: Collection[Lane] = ()) -> None:
         self._rates = rates
         self._free = frozenset(free)
-        self._ratios: dict[Lane, tuple[int, int]] = {}
+        self._ratios: dict[Lane, tuple[int, int]] = {}  # what a lane does in how many nanoseconds
         self._free_ns = dict.fromkeys(Lane, 0)
         self.times: list[OpTime] = []
 
@@ -55,18 +55,19 @@ class LaneClocks:
         """Return how long so many bytes or parameters take in a lane."""
         if lane in self._free:
             return 0
-        numerator, denominator = self._ratio(lane)
-        return -(-amount * _NS_PER_S * denominator // numerator)
+        numerator, denominator = self._ratios.get(lane) or self._ratio(lane)
+        return -(-amount * denominator // numerator)
 
     def run(self, op: Op) -> OpTime:
         """Take the plan's next op and return when it runs."""
-        lane = op.lane
+        lane, times = op.lane, self.times
         start_ns = self._free_ns[lane]
         for number in op.after:
-            start_ns = max(start_ns, self.times[number].end_ns)
-        time = OpTime(start_ns, start_ns + self.duration_ns(lane, op.amount))
-        self._free_ns[lane] = time.end_ns
-        self.times.append(time)
+            start_ns = max(start_ns, times[number].end_ns)
+        end_ns = start_ns + self.duration_ns(lane, op.amount)
+        time = OpTime(start_ns, end_ns)
+        self._free_ns[lane] = end_ns
+        times.append(time)
         return time
 
     def work(self, lane: Lane, duration_ns: int, *, after_ns: int = 0) -> OpTime:
@@ -82,7 +83,8 @@ class LaneClocks:
             if rate is None:
                 expected = f"a rate, as the plan uses the lane {lane.name}: measure it, or set it by hand"
                 raise ConfigError(field=f"Rates.{name}", value=None, expected=expected)
-            self._ratios[lane] = rate.as_integer_ratio()
+            numerator, denominator = rate.as_integer_ratio()
+            self._ratios[lane] = numerator, denominator * _NS_PER_S
         return self._ratios[lane]
 
     def _rate(self, lane: Lane) -> tuple[str, float | None]:

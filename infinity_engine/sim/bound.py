@@ -89,24 +89,32 @@ class UpdateBound:
 
 
 def update_bound(
-    rates: Rates, *, per_parameter: BytesPerParameter = ADAM_BYTES, resident: Fraction = Fraction(0)
+    rates: Rates,
+    *,
+    per_parameter: BytesPerParameter = ADAM_BYTES,
+    resident: Fraction = Fraction(0),
+    at_home: bool = False,
 ) -> UpdateBound:
     """Return the bound at these rates; host memory that was not measured is taken to be fast enough.
+
+    `at_home`: parameters stay on the host or the drives. So nothing goes up of what the CPU updates, and what the
+    device updates comes down.
 
     Raises:
         ConfigError: a rate is missing, or `resident` is no part of 1.
     """
     if not 0 <= resident <= 1:
         raise ConfigError(field="resident", value=resident, expected="a part from 0 to 1")
-    up, down = per_parameter.parameter, per_parameter.states
     stays = 1 - resident
     host, device = (_rate(rates, f"{home}_update_params_per_s") for home in ("host", "device"))
     h2d, d2h = (_rate(rates, f"{link}_bytes_per_s") for link in ("h2d", "d2h"))
+    states = per_parameter.states
+    new_up, new_down = (0, per_parameter.parameter) if at_home else (per_parameter.parameter, 0)
     lines = [
         _Line(Resource.HOST, stays / host, -1 / host),
         _Line(Resource.DEVICE, resident / device, 1 / device),
-        _Line(Resource.H2D, up * stays / h2d, (down - up) / h2d),
-        _Line(Resource.D2H, Fraction(0), down / d2h),
+        _Line(Resource.H2D, new_up * stays / h2d, (states - new_up) / h2d),
+        _Line(Resource.D2H, new_down * resident / d2h, (states + new_down) / d2h),
     ]
     if rates.dram_bytes_per_s is not None:
         dram = _rate(rates, "dram_bytes_per_s")

@@ -5,12 +5,13 @@ Pure: asks policies and adds up bytes. Called by the engine, which carries out w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.optim import Subgroup
 from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, policy_for
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Auto, NvmeStreamed, Rates, ResolvedBudget, Strategy, Tier
@@ -76,6 +77,7 @@ class _Placing:
     wish: Wish
     budget: ResolvedBudget
     io_bytes: int
+    _layouts: dict[Hashable, BufferLayout] = field(default_factory=dict, init=False, compare=False)
 
     def plan(self) -> Plan:
         wish, budget = self.wish, self.budget
@@ -223,7 +225,7 @@ class _Placing:
         for _ in range(_MOST_TRIES):
             rests = replace(resting, states=sizing.with_states(resting.states, homes, parameters))
             layouts = {
-                each.index: sizing.layout(each, rests, homes[each.index], parameters) for each in sizing.subgroups
+                each.index: self._layout(each, rests, homes[each.index], parameters) for each in sizing.subgroups
             }
             passing = MappingProxyType({index: each for index, each in layouts.items() if each.nbytes})
             plan = self._plan(parameters, resting=rests, layouts=passing, buffers=buffers)
@@ -237,6 +239,14 @@ class _Placing:
             expected="one that says which part visits the device, such as "
             "NvmeStreamed(update=Interleaved(share=0.5)): what is best changes with what passes the host",
         )
+
+    def _layout(self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier) -> BufferLayout:
+        """Return where the things of a subgroup lie in a buffer; a search asks for the same ones many times."""
+        rests = subgroup.index in resting.states
+        known = subgroup.index, rests, resting.gradients, resting.values, resting.small_bytes, home, parameters
+        if known not in self._layouts:
+            self._layouts[known] = self.sizing.layout(subgroup, resting, home, parameters)
+        return self._layouts[known]
 
     def _kept(self, plan: Plan, left: int) -> list[int]:
         """Return the subgroups whose states have room in so many bytes of the host.

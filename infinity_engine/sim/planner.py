@@ -33,7 +33,7 @@ from infinity_engine.sim.placing import Plan, Wish, place
 from infinity_engine.sim.room import Parts, Room
 from infinity_engine.sim.simulate import simulate
 from infinity_engine.sim.sizing import Sizing
-from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_step
+from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_step, undisturbed
 from infinity_engine.sim.training import Means, Training
 
 __all__ = ["Candidate", "Choice", "Decision", "Planner", "decide"]
@@ -109,6 +109,8 @@ class Candidate:
     """What PyTorch has allocated where modules compute, of the budget: gradients, and activations and modules that are
     gathered where it is for these too."""
     timeline: StepTimeline
+    overlap: bool = True
+    """Whether the end of an update goes on beside the next forward, where that is possible."""
 
     @property
     def step_s(self) -> float:
@@ -184,9 +186,32 @@ class Planner:
             ConfigError: the choice cannot be carried out, or a rate is missing.
         """
         sizing, plan, budget = self.placed(choice)
-        timeline = time_step(plan, sizing, self.training, self.means)
+        timeline, overlap = self._timed(plan, sizing)
         beside = sizing.of_backward(plan.demand.staying) + self.making(sizing)
-        return Candidate(choice=choice, sizing=sizing, plan=plan, budget=budget, beside=beside, timeline=timeline)
+        return Candidate(
+            choice=choice,
+            sizing=sizing,
+            plan=plan,
+            budget=budget,
+            beside=beside,
+            timeline=timeline,
+            overlap=overlap,
+        )
+
+    def _timed(self, plan: Plan, sizing: Sizing) -> tuple[StepTimeline, bool]:
+        """Return a step's time, and whether the update goes on beside the next forward.
+
+        Where parameters are fetched and states visit, it may be longer so (decision 0016). Only the seconds of a
+        forward tell, so without a rate of computing nothing is changed.
+        """
+        training, means = self.training, self.means
+        timeline = time_step(plan, sizing, training, means)
+        may_be_longer = plan.steps.staging_bytes and plan.steps.parameters is not Tier.DEVICE
+        if training.overlap is None and may_be_longer and means.compute_rate(training) is not None:
+            without = time_step(plan, sizing, replace(training, overlap=False), means)
+            if without.ns < timeline.ns:
+                return without, False
+        return timeline, training.overlap is not False
 
     def check_all(self) -> None:
         """Refuse at once what all tiers together cannot hold: masters, states, parameters and gradients.
@@ -253,11 +278,15 @@ class Planner:
         return _GATHERED * sizing.deepest if self.means.ranks > 1 else 0
 
     def _least_ns(self, best: Candidate) -> float | None:
-        """Return what no plan can update in less, with as much resident and as much on the drives as this one."""
+        """Return what no plan can update in less, with as much resident and as much on the drives as this one.
+
+        Each lane at its rate while nothing else disturbs it, and host memory as fast as needs be: plans are not timed
+        by it, but by updates whose measured rates have it in them.
+        """
         steps = best.plan.steps
         numel = sum(each.numel for each in steps.subgroups)
         states = 4 * (1 + len(best.sizing.state_names))
-        rates = rates_of_update(self.means.rates)
+        rates = replace(undisturbed(self.means), dram_bytes_per_s=None)
         busy = simulate(steps, rates, free=self.means.free_lanes()).busy_ns
         if self.means.unified:
             return max(busy.values())
@@ -266,6 +295,7 @@ class Planner:
                 rates,
                 per_parameter=BytesPerParameter(states=states, parameter=best.sizing.width),
                 resident=Fraction(steps.params_at(Home.RESIDENT), max(numel, 1)),
+                at_home=steps.parameters is not Tier.DEVICE,
             )
         except ConfigError:
             return None

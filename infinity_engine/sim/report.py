@@ -215,12 +215,14 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
 
 def _settings(best: Candidate, means: Means) -> Mapping[str, object]:
     choice = best.choice
+    overlap = {} if best.overlap else {"overlap": "off"}
     rates = {"rates": rates_of_update(means.rates).to_mapping()} if _asks_rates(choice.strategy.to_plain()) else {}
     return MappingProxyType(
         {
             "strategy": choice.strategy.to_plain(),
             "parameters": choice.parameters.value,
             "subgroup_numel": choice.subgroup_numel,
+            **overlap,
             **rates,
         }
     )
@@ -368,7 +370,7 @@ class _Holdings:
             layout = plan.layouts.get(each.index)
             away = {} if layout is None else layout.gradients
             for number, segment in enumerate(each.segments):
-                nbytes = sizing.width * segment.numel
+                nbytes = sizing.wire * segment.numel
                 if number in away:
                     self._add(Tier.NVME, "gradients", nbytes * plan.resting.gradients)
                 elif drives or not sizing.unified:
@@ -401,7 +403,6 @@ def _notes(decision: Decision) -> Iterable[str]:
         yield "the rate of computing is not known: forward and backward take the time of their transfers alone"
     if means.ranks > 1:
         yield (
-            f"{means.ranks} ranks divide the host, the drives and their rates, parameters and states among them; "
-            "gathers between devices are not timed"
+            f"{means.ranks} ranks divide the host, the drives and their rates, parameters, states and gradients, "
+            "whose sums are in fp32, among them; gathers between devices are not timed"
         )
-        yield "this release trains one rank: a plan of several says what they will need"

@@ -111,7 +111,7 @@ class Room:
                 edges.append(_Edge(1, 0, left, hard=not number))
         edges += _on_host(sizing, means, budget, tier=tier, drives=drives)
         left = limits.resident_bytes / every
-        share = _best_share(means, limits.per_parameter)
+        share = _best_share(means, limits.per_parameter, at_home=at_home)
         if share is not None:
             edges.append(_Edge(share, 1, share, hard=False))
         return cls(
@@ -166,9 +166,10 @@ def _on_host(sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier
     yield _Edge(-host, states[Home.VISITING] - host, left - host, hard=not drives)
 
 
-def _best_share(means: Means, per_parameter: BytesPerParameter) -> float | None:
+def _best_share(means: Means, per_parameter: BytesPerParameter, *, at_home: bool) -> float | None:
     """Return the share of all that should visit where nothing is resident, by the bound; None: a rate is missing."""
     try:
-        return float(update_bound(rates_of_update(means.rates), per_parameter=per_parameter).best_share)
+        rates = rates_of_update(means.rates)
+        return float(update_bound(rates, per_parameter=per_parameter, at_home=at_home).best_share)
     except ConfigError:
         return None

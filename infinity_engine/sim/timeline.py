@@ -21,7 +21,7 @@ from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.training import Means, Training
 from infinity_engine.sim.walking import Walk
 
-__all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_step"]
+__all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_step", "undisturbed"]
 
 _NS_PER_S = 10**9
 _BACKWARD = 2  # forwards that a backward computes as much as
@@ -88,6 +88,28 @@ def rates_of_update(rates: Rates) -> Rates:
         d2h_bytes_per_s=rates.duplex_d2h_bytes_per_s or rates.d2h_bytes_per_s,
         nvme=drives,
     )
+
+
+def undisturbed(means: Means) -> Rates:
+    """Return the rates that no update exceeds, however little its parts work at the same time."""
+    beside = rates_of_update(means.rates)
+    if means.alone is None:
+        return beside
+    alone = rates_of_update(means.alone)
+
+    def fastest(name: str, one: object, other: object) -> float | None:
+        found: tuple[float | None, float | None] = getattr(one, name), getattr(other, name)
+        return None if None in found else max(rate for rate in found if rate is not None)
+
+    drives = {
+        name: replace(
+            drive,
+            **{key: fastest(key, drive, beside.nvme[name]) for key in ("read_bytes_per_s", "write_bytes_per_s")},
+        )
+        for name, drive in alone.nvme.items()
+    }
+    links = ("host_update_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
+    return replace(alone, **{key: fastest(key, alone, beside) for key in links}, nvme=drives)
 
 
 def _between(alone: Rates, beside: Rates, updates: float, moves: float) -> Rates:
@@ -160,7 +182,7 @@ class _Step:
         self._checkpointing = training.checkpointing
         self._limit = plan.demand.fetched
         self._modules = _needs(plan, sizing, training)
-        self._deferred = training.overlap and _defers(plan, self._modules, means)
+        self._deferred = training.overlap is not False and _defers(plan, self._modules, means)
         self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._clocks = LaneClocks(self._rates_of_update(means), free=self._free)
         # Says what a transfer takes while nothing goes the other way.
@@ -472,7 +494,7 @@ def _gradients(plan: Plan, sizing: Sizing) -> tuple[dict[int, int], dict[int, in
     for subgroup in sizing.subgroups:
         layout = plan.layouts.get(subgroup.index)
         for number, segment in enumerate(subgroup.segments):
-            nbytes = sizing.width * segment.numel
+            nbytes = sizing.wire * segment.numel
             if homes[subgroup.index] is Home.HOST and not sizing.unified:
                 down[segment.parameter] = down.get(segment.parameter, 0) + nbytes
             if layout is not None and number in layout.gradients:

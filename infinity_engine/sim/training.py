@@ -33,8 +33,8 @@ class Training:
     """Parameters of fewer bytes stay in memory."""
     in_memory: bool = False
     """Whether there is a model already, whose memory can be used."""
-    overlap: bool = True
-    """Whether the end of an update may go on beside the next forward."""
+    overlap: bool | None = True
+    """Whether the end of an update may go on beside the next forward; None: where a step is shorter so."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "accumulation_steps"):
@@ -127,6 +127,7 @@ class Means:
             deepest=width * training.model.deepest_numel,
             unified=self.unified,
             sums=training.accumulation_steps > 1,
+            gradient_width=FloatFormat.FP32.nbytes if self.ranks > 1 else None,  # sums of all ranks'
             own=training.in_memory and training.formats.parameter is None and self.unified,
             activations=training.activation_bytes() if self.for_all else 0,
         )

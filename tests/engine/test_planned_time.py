@@ -6,7 +6,7 @@ on ahead of it. So what is compared is the order of things alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,15 @@ SUBGROUP = WIDTH * WIDTH
 ROWS = 2
 LAYERS = 24
 STEPS = 3  # of which the last is as all that follow
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: others would spin between operations on a few kilobytes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class _Product(torch.autograd.Function):
@@ -124,13 +133,12 @@ def compared(case: Case) -> tuple[float, float]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         decision = planned(case, model, optimizer)
         budget = decision.means.budget
-        settings: dict[str, Any] = dict(report_of(decision).settings)
+        settings: dict[str, Any] = {"overlap": case.overlap, **report_of(decision).settings}
         with infinity_engine.initialize(
             model,
             optimizer,
             device=device,
             precision="bf16",
-            overlap=case.overlap,
             replanning="off",
             budget={"device": budget.device, "host": budget.host},
             **settings,

@@ -89,6 +89,16 @@ def test_slow_host_memory_binds_once_it_is_measured() -> None:
     assert bound.least_ns(10**9) == 240_000_000
 
 
+def test_of_parameters_at_home_nothing_goes_up_and_what_the_device_updated_comes_down() -> None:
+    rates = replace(H100, host_update_params_per_s=5e9)
+    resident = Fraction(1, 2)
+
+    bound = update_bound(rates, resident=resident, at_home=True)
+
+    assert update_bound(rates, at_home=True).seconds_per_param(Fraction(0)) == Fraction(1, 5 * 10**9)
+    assert bound.seconds_per_param(Fraction(1, 4)) == Fraction(12, 4 * 55 * 10**9) + Fraction(3 * 2, 4 * 55 * 10**9)
+
+
 # --- against every share -----------------------------------------------------------------------------------------
 
 

@@ -151,8 +151,19 @@ def test_a_known_machine_brings_its_memory_and_its_rates(plan: Any) -> None:
 
     assert status == 0
     assert "8 x 1 x 1 sequences" in out
-    assert "this release trains one rank" in out
+    assert "gathers between devices are not timed" in out
     assert "as published of a DGX H200" in out
+
+
+def test_an_update_can_be_asked_to_end_before_the_forward_begins(plan: Any) -> None:
+    arguments = ("--model", "llama-3.2-3b", *DESKTOP, "--json", "--overlap")
+    beside, after = (json.loads(plan(*arguments, overlap)[1]) for overlap in ("on", "off"))
+
+    assert [each["name"] for each in beside["phases"]] == ["update and forward", "backward"]
+    assert [each["name"] for each in after["phases"]] == ["update", "forward", "backward"]
+    assert "overlap" not in beside["settings"]
+    assert after["settings"]["overlap"] == "off"
+    assert json.loads(plan(*arguments, "auto")[1])["step_s"] <= min(beside["step_s"], after["step_s"])
 
 
 def test_without_a_gpu_there_is_one_memory(plan: Any) -> None:
