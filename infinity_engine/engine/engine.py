@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,7 @@ from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.sharding import Whole
 from infinity_engine.engine.signals import HeldEnd
 from infinity_engine.engine.states import StateKeeper, StepInputs
+from infinity_engine.engine.taken import TakenGradients, dropped_by_somebody
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
@@ -122,6 +124,8 @@ class Engine:
         self._counted = False  # whether the step that was begun was counted already
         self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
         self._micro_batches = 0
+        self._has_accumulated = False  # whether the newest call was a step that left its gradients for a later one
+        self._dropped_in_vain = 0  # how often these were dropped right after that, since the last update
         self._steps = 0
         self._clip_to = parts.max_grad_norm
         self._total: GradientNorm | None = None  # of the step that was begun last, where it was asked for
@@ -131,6 +135,8 @@ class Engine:
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
         self._listing = False
         self._closing = self._closed = False
+        self._process = os.getpid()
+        self._taken = TakenGradients(Hooks(self._signals))
         for each in self._known.values():
             each.note_values()
         if parts.whole is not None:
@@ -138,9 +144,11 @@ class Engine:
         if parts.modules is not None:
             for module in parts.model.modules():
                 parts.hooks.on_state_dict(module, self._refuse_state_dict)
+                parts.hooks.on_load_state_dict(module, partial(self._check_loading, module))
         for each in parts.trained:
             parts.hooks.on_gradient(each.parameter, partial(self._take, each.number))
         parts.hooks.on_optimizer_step(parts.optimizer, self._check_stepping)
+        parts.hooks.on_optimizer_states(parts.optimizer, self._warn_of_states, self._check_states)
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -192,7 +200,10 @@ class Engine:
                 raise
             raise told from error
 
-    def _check_loss(self, loss: torch.Tensor) -> None:
+    def _check_loss(self, loss: object) -> None:
+        if not isinstance(loss, torch.Tensor):
+            expected = "a tensor: of what a model returns that has its loss beside others, the loss"
+            raise ConfigError(field="loss", value=type(loss).__name__, expected=expected)
         if loss.numel() != 1:
             expected = "a tensor of one element, as Tensor.backward() needs"
             raise ConfigError(field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected)
@@ -242,13 +253,14 @@ class Engine:
         self._check_optimizer()
         if not parts.gradients.any and (parts.whole is None or not parts.whole.waits(last=self._is_last)):
             raise RuntimeError(
-                "there is nothing to step with: no gradient has come since the last step. Call backward() first; if "
-                "you did, the loss does not depend on any parameter of the optimizer"
+                "there is nothing to step with: no gradient has come since the last step, or zero_grad() has dropped "
+                "it. Call backward() first; if you did, the loss does not depend on any parameter of the optimizer"
             )
         if not parts.states.begun:
             self._micro_batches += 1
             parts.meter.micro_batch()
             if self._micro_batches < parts.accumulation_steps:
+                self._has_accumulated = True
                 return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
         if not parts.states.begun:  # else what has changed values may be what the step has begun
             self._check_untouched(parts.trained)
@@ -264,7 +276,7 @@ class Engine:
             self._counted = False
         else:
             self._count()
-        self._micro_batches = 0
+        self._micro_batches = self._dropped_in_vain = 0
         if parts.fetcher is not None:
             parts.fetcher.end_step()
         fetching = self.fetching()
@@ -281,16 +293,27 @@ class Engine:
 
     @_held
     def zero_grad(self) -> None:
-        """Drop the gradients that have come, as if there had been no backward."""
+        """Drop the gradients that have come, as if there had been no backward; a step uses them up without this."""
         self._check_whole(deferred_too=False)
+        self._taken.hide()
         if self._walk is not None:  # its gradients are in use, and none has come since
             return
+        self._dropped_in_vain += self._has_accumulated
+        if self._has_accumulated and self._dropped_in_vain > 1:
+            warnings.warn(
+                f"zero_grad() drops the gradients of {self._micro_batches} of {self._parts.accumulation_steps} "
+                "micro-batches of a step: where it is called after each of them, no step ever updates anything",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if self._parts.whole is not None:
             self._parts.whole.reducer.drop()
         if self._parts.early is not None:
             self._parts.early.drop()
         self._parts.gradients.clear()
-        self._micro_batches = 0
+        for each in self._parts.trained:
+            each.parameter.grad = None  # what was interrupted before it was taken
+        self._micro_batches, self._has_accumulated = 0, False
 
     @_held
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -327,6 +350,12 @@ class Engine:
             if used != 1.0 and not total.is_finite:
                 parts.scale.step_skipped()
                 return StepResult(Outcome.SKIPPED, gradient_norm=norm, loss_scale=parts.scale.value)
+            if not total.is_finite:
+                warnings.warn(
+                    f"the norm of the gradients is {norm} in step {self._steps}: what they update will be NaN",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
             factor = gradient_factor(total, unscale=unscale, max_norm=self._clip_to)
         else:
             factor = unscale
@@ -448,10 +477,12 @@ class Engine:
         if parts.replanner is None or replan is None or parts.gradients.any or parts.states.begun:
             return
         self._replan = None
+        before = parts.gradients.room
         try:
             parts.gradients.make_room(replan.plan.demand.staying)
             parts.states.follow(replan.plan.steps)
         except CapacityError as problem:  # what is free is in pieces
+            parts.gradients.make_room(before)
             _LOG.warning("not planned again, as there is no room for that: %s", problem)
             return
         parts.gradients.keep_in(replan.pieces)
@@ -514,7 +545,7 @@ class Engine:
                 value=str(gradient.layout),
                 expected="a dense gradient: use sparse=False",
             )
-        self._check_whole()  # the gradients of an update that was deferred make way
+        self._leave_no_half()  # the gradients of an update that was deferred make way
         self._begin_early()
         if self._parts.scale.value != 1.0 and not self._scaling:
             raise RuntimeError(
@@ -525,6 +556,7 @@ class Engine:
         if modules is not None:
             modules.check_asked(number)
         (self._parts.gradients if whole is None else whole.reducer).take(number, gradient)
+        self._taken.show(self._parts.trained[number])
 
     def _tell_optimizer(self) -> None:
         """Let schedulers and step hooks see a step of the user's optimizer, which has no gradients and does nothing."""
@@ -540,6 +572,23 @@ class Engine:
                 "the engine steps this optimizer: call engine.step(), as the optimizer itself has no gradients"
             )
 
+    def _warn_of_states(self) -> None:
+        warnings.warn(
+            "the state dict of an engine's optimizer has its groups and no states, which the engine has: "
+            "engine.state_of(parameter) shows them",
+            RuntimeWarning,
+            stacklevel=6,  # torch has two functions around its own
+        )
+
+    def _check_states(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse states that the engine would not see."""
+        if state_dict.get("state"):
+            raise RuntimeError(
+                "the engine has the optimizer's states, and this version cannot load others: what the optimizer loads "
+                "would not be used. To load its groups alone, their learning rates and such, call "
+                'optimizer.load_state_dict({**state_dict, "state": {}})'
+            )
+
     # --- looking and changing -------------------------------------------------------------------------------------
 
     @contextmanager
@@ -547,12 +596,15 @@ class Engine:
         self, parameters: torch.nn.Parameter | Iterable[torch.nn.Parameter], *, modify: bool = False
     ) -> Iterator[None]:
         """Have whole parameters within the body; what it finds and changes of them, with `modify`, is kept."""
-        wanted = [parameters] if isinstance(parameters, torch.nn.Parameter) else list(parameters)
+        wanted = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for each in wanted:
+            if not isinstance(each, torch.Tensor):
+                expected = "a parameter, or several, as model.parameters() lists them"
+                raise ConfigError(field="parameters", value=_said(each), expected=expected)
         known = [self._known[id(each)] for each in wanted if id(each) in self._known]
         end = HeldEnd(self._signals)
         with end as around, end:
-            with self._signals:
-                self._gather(known, around, modify=modify)
+            self._signals.holding(self._gather)(known, around, modify=modify)
             yield
             with self._signals:
                 self._take_over(known) if modify else self._check_untouched(known)
@@ -602,7 +654,7 @@ class Engine:
             raise ConfigError(field="module", value=type(module).__name__, expected=expected)
         if id(parameter) not in self._known:
             expected = "one of the model's, as named_parameters() lists them"
-            raise ConfigError(field="parameter", value=f"one of shape {tuple(parameter.shape)}", expected=expected)
+            raise ConfigError(field="parameter", value=_said(parameter), expected=expected)
         if self._parts.modules is not None:
             self._parts.modules.register_external(module, parameter)
         deferral = self._parts.deferral
@@ -663,6 +715,9 @@ class Engine:
     def state_of(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor | int]:
         """Return copies of a parameter's fp32 master and moments, in its shape, and how many updates it has had.
 
+        And of its gradient, where one has come since the last step and is kept: in fp32, as the step would use it but
+        for clipping. Updates in the backward use gradients up.
+
         Raises:
             ConfigError: the engine does not train it.
         """
@@ -670,15 +725,32 @@ class Engine:
         known = self._known.get(id(parameter))
         if not isinstance(known, TrainedParameter):
             expected = "a parameter that the optimizer was made of and that requires a gradient"
-            raise ConfigError(field="parameter", value=f"one of shape {tuple(parameter.shape)}", expected=expected)
+            raise ConfigError(field="parameter", value=_said(parameter), expected=expected)
         number = known.number
         self._settle_early()
         self._parts.gradients.start_writing()
-        flat, steps = self._parts.states.state_of(number), self._parts.states.steps_of(number)
+        flat, steps = dict(self._parts.states.state_of(number)), self._parts.states.steps_of(number)
+        gradient = self._gradient_of(number)
+        if gradient is not None:
+            flat["gradient"] = gradient
         if self._parts.whole is not None:
             flat, steps = self._parts.whole.states(known, flat, steps)
         shaped: dict[str, torch.Tensor | int] = {name: values.view(parameter.shape) for name, values in flat.items()}
         return {**shaped, "step": steps}
+
+    def _gradient_of(self, number: int) -> torch.Tensor | None:
+        """Return a flat copy of what this rank keeps of a parameter's gradient; None where no rank has one."""
+        gradients, whole = self._parts.gradients, self._parts.whole
+        if whole is None and not gradients.has(number):
+            return None
+        if whole is not None and whole.waits(last=self._is_last):  # none is summed over the ranks yet
+            return None
+        self._finish_gradients()
+        gradients.settle()
+        found = gradients.sum_of(number)
+        if whole is not None:
+            found = whole.gradient(number, found)
+        return None if found is None else found.mul_(self._unscale())
 
     @property
     def plan(self) -> StepPlan:
@@ -757,7 +829,7 @@ class Engine:
     @_held
     def _close(self, reason: BaseException | None) -> None:
         """Close; of several ranks, let the others know if there is a `reason` that they should know."""
-        if not self._closed:
+        if not self._closed and os.getpid() == self._process:  # a forked process has nothing of what is closed
             self._closing = True
             failed: RuntimeError | None = None
             whole = self._parts.whole
@@ -773,6 +845,7 @@ class Engine:
             if self._parts.modules is not None:
                 self._parts.modules.let_go()
             self._parts.hooks.remove()
+            self._taken.hide()
             self._follow_no_more()
             if self._parts.early is not None:
                 self._parts.early.drop()
@@ -814,10 +887,24 @@ class Engine:
 
     def _begin(self) -> None:
         """Begin to record a step, where none is being recorded."""
+        self._check_process()
         self._check_open()
+        self._has_accumulated = False
+        if self._taken.hide():
+            self._drop_as_somebody_did()
         if not self._recording:
             self._parts.telemetry.begin_step(self._steps)
             self._recording = True
+
+    def _drop_as_somebody_did(self) -> None:
+        """Drop gradients that the optimizer or the model was asked to drop."""
+        if self._micro_batches:
+            raise RuntimeError(
+                f"{dropped_by_somebody()}. Here they are those of {self._micro_batches} of "
+                f"{self._parts.accumulation_steps} micro-batches of a step, and still count: drop nothing between "
+                "these, nor after an update, which uses gradients up"
+            )
+        self.zero_grad()
 
     def _refuse_state_dict(self) -> None:
         if not self._listing:
@@ -826,6 +913,16 @@ class Engine:
                 "ranks: call engine.state_dict(), which has them"
             )
 
+    def _check_loading(self, module: torch.nn.Module) -> None:
+        """Refuse to load values into parameters that are not there."""
+        for parameter in module.parameters():
+            known = self._known.get(id(parameter))
+            if known is not None and not known.is_there:
+                raise RuntimeError(
+                    f"{known.name} is not there to be loaded, as the engine fetches parameters around modules: load "
+                    "under `with engine.gathered(model.parameters(), modify=True)`, or parts of the model under as much"
+                )
+
     def _check_optimizer(self) -> None:
         """Refuse gradients that the engine did not take: the optimizer's own step would use them."""
         for group in self.optimizer.param_groups:
@@ -833,12 +930,17 @@ class Engine:
                 if parameter.grad is not None:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient that the engine did not take: "
-                        "it was frozen when the engine was initialized, or its gradient was set by hand. Close the "
-                        "engine and initialize another one after parameters are unfrozen"
+                        "it was frozen when the engine was initialized, or not the optimizer's then, or its gradient "
+                        "was set by hand. Close the engine and initialize another one after parameters are unfrozen or "
+                        "added"
                     )
 
     def _check_whole(self, *, deferred_too: bool = True) -> None:
         """Refuse to go on from half a step; what of one was deferred is done first, or left as it is."""
+        self._check_process()
+        self._leave_no_half(deferred_too=deferred_too)
+
+    def _leave_no_half(self, *, deferred_too: bool = True) -> None:
         self._check_open()
         self._resume_update()
         if self._walk is not None:
@@ -851,3 +953,18 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed: initialize another one")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this engine belongs to process {self._process}, and this one, {os.getpid()}, was forked from it, as "
+                "workers of data loaders are: it has neither the engine's memory nor its threads. Call the engine, and "
+                "its model, in that process only"
+            )
+
+
+def _said(parameter: object) -> str:
+    """Return what is said of what should be another parameter."""
+    if isinstance(parameter, torch.Tensor):
+        return f"one of shape {tuple(parameter.shape)}"
+    return f"{parameter!r}, which is no parameter"

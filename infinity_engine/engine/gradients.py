@@ -27,7 +27,7 @@ from infinity_engine.accel import Event
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.outgoing import Outgoing
-from infinity_engine.errors import CapacityError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Lease, Reservation
 from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostKernels
 from infinity_engine.optim import Stream as Values
@@ -42,6 +42,7 @@ _Sums = npt.NDArray[np.float64]
 _Coming = tuple[Event, Callable[[], None]]
 """What the device was given to sum, and what puts the sums once the event has passed."""
 _ADDING = "addition of gradients"
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kept(Enum):
@@ -64,8 +65,8 @@ class Piece:
 class GradientKeeper:
     """The gradients of one engine; `pieces` has those of each parameter, in order, `names` what each is called.
 
-    `staying` is promised for what stays on the device, and grows where that is more than was planned. `outgoing` is
-    there where some go to the drives; `sums_early` says that the norm will be asked for.
+    `staying` is promised for what stays on the device, and grows where that is more than was planned, until that is
+    dropped. `outgoing` is there where some go to the drives; `sums_early` says that the norm will be asked for.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class GradientKeeper:
         self._names = tuple(names)
         self._numels = tuple(numels)
         self._lanes = lanes
+        self.room = staying.nbytes  # for what stays on the device, as planned
         self._staying = staying
         self._outgoing = outgoing
         self._sums_early = sums_early
@@ -98,12 +100,17 @@ class GradientKeeper:
         )
 
     def make_room(self, nbytes: int) -> None:
-        """Have room for so many bytes of gradients that stay on the device, at least.
+        """Have room for so many bytes of gradients that stay on the device, while there are none.
 
         Raises:
-            CapacityError: the budget has not so much left.
+            CapacityError: the budget has not so much left; nothing has changed.
         """
-        self._staying.grow(max(nbytes - self._staying.nbytes, 0))
+        more = nbytes - self._staying.nbytes
+        if more > 0:
+            self._staying.grow(more)
+        else:
+            self._staying.shrink(-more)
+        self.room = nbytes
 
     @property
     def any(self) -> bool:
@@ -120,6 +127,13 @@ class GradientKeeper:
             self._slots[parameter].take(gradient.detach().contiguous().view(-1))
         except Exception:
             self._lost = self._names[parameter]
+            if gradient.dtype not in _GRADIENTS:
+                raise ConfigError(
+                    field=f"gradient of {self._lost}",
+                    value=str(gradient.dtype),
+                    expected=f"one of {', '.join(map(str, _GRADIENTS))}, as initialize gives parameters: cast none "
+                    "after it, as model.to(dtype) does, but set its precision",
+                ) from None
             raise
 
     def values(self, parameter: int, piece: int) -> Values | None:
@@ -179,6 +193,16 @@ class GradientKeeper:
                     put()
         return sums
 
+    def sum_of(self, parameter: int) -> torch.Tensor | None:
+        """Return a flat fp32 copy of all that came of a gradient, which is settled; None where none did, or it is used.
+
+        Raises:
+            CapacityError: there is no room to read it from the drives.
+        """
+        slots = self._slots[parameter]
+        whole = torch.empty(self._numels[parameter])
+        return whole if slots.count and slots.copy_into(whole) else None
+
     def ask_first(self, taker: Taker) -> None:
         """Let somebody take pieces that would go to the drives; what it takes counts as if it were there."""
         for parameter, slots in enumerate(self._slots):
@@ -195,6 +219,8 @@ class GradientKeeper:
             self._outgoing.drop()
         for slots in self._slots:
             slots.clear()
+        if self._staying.nbytes > self.room:  # what came was more than was planned
+            self.make_room(self.room)
 
 
 class _Slots:
@@ -282,6 +308,17 @@ class _Slots:
                 coming.append(self._on_device[number].sums(piece, put))
         return coming
 
+    def copy_into(self, whole: torch.Tensor) -> bool:
+        """Copy every piece that is there; tell whether that was all of it."""
+        found = True
+        for number, piece in enumerate(self._pieces):
+            into = whole[piece.first_element :][: piece.numel]
+            if number in self._on_host:
+                found &= self._on_host[number].copy_into(Values.of(into))
+            else:
+                found &= self._on_device[number].copy_into(piece, into)
+        return found
+
     def clear(self) -> None:
         self.count = 0
         for slot in self._on_host.values():
@@ -309,8 +346,9 @@ class _DeviceSlot:
     def take(self, gradient: torch.Tensor) -> None:
         mine = gradient[self._part.first_element :][: self._part.numel]
         if self._tensor is None:
-            with self._held(mine.nbytes):  # [Note: who counts gradients that stay]
-                self._tensor = mine if self._is_whole else mine.clone()  # the rest of it goes
+            with self._held(mine.nbytes, first=mine.dtype):  # [Note: who counts gradients that stay]
+                whole = self._is_whole and mine.untyped_storage().nbytes() == mine.nbytes
+                self._tensor = mine if whole else mine.clone()  # the rest of the memory that it is in goes
             return
         kernels, numel = self._lanes.device_kernels, self._part.numel
         if not self._is_sum:
@@ -324,14 +362,17 @@ class _DeviceSlot:
         self._lanes.on_device(add, numel, name=_ADDING)
 
     @contextmanager
-    def _held(self, nbytes: int) -> Iterator[None]:
-        """Count bytes that stay, if the body succeeds; those of an unplanned sum take what the budget has left."""
+    def _held(self, nbytes: int, *, first: torch.dtype | None = None) -> Iterator[None]:
+        """Count bytes that stay, if the body succeeds; what is more than planned takes what the budget has left.
+
+        `first` is what a gradient is of that is no sum.
+        """
         try:
             missing = self._staying.held + nbytes - self._staying.nbytes
             if missing > 0:
                 self._staying.grow(missing)
         except CapacityError as error:
-            raise _too_many(error) from None
+            raise (_too_many(error) if first is None else _unplanned(error, first)) from None
         self._staying.hold(nbytes)
         try:
             yield
@@ -362,6 +403,13 @@ class _DeviceSlot:
         event = self._lanes.on_device(work, piece.numel, name="norm of gradients")
         return event, lambda: put(kernels.on_host(made.pop()))
 
+    def copy_into(self, piece: Piece, into: torch.Tensor) -> bool:
+        if self._tensor is None:
+            return False
+        self._lanes.accelerator.record(self._lanes.compute).wait()  # where it may still be added to
+        into.copy_(self._tensor[piece.first_element - self._part.first_element :][: piece.numel])
+        return True
+
     def clear(self) -> None:
         with self._lock:
             self._let_go()
@@ -382,9 +430,10 @@ class _HostSlot:
     def take(self, gradient: torch.Tensor) -> None:
         if self._newest is not None:
             self._fold()
+        format_ = Values.of(gradient).format
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
         lease = self._lanes.host.lease(piece.numel(), holder="gradients")
-        self._newest = (lease, _download(self._lanes, piece, lease), Values.of(gradient).format)
+        self._newest = (lease, _download(self._lanes, piece, lease), format_)
 
     def _fold(self) -> None:
         """Add the newest gradient to the sum, which begins with the first."""
@@ -409,6 +458,10 @@ class _HostSlot:
     def values(self) -> Values:
         self.settle()
         return self._newest_values() if self._sum is None else self._sum_values(self._sum)
+
+    def copy_into(self, into: Values) -> bool:
+        self._lanes.kernels.begin_sum(self.values(), into)
+        return True
 
     def sums(self) -> _Sums:
         values = self.values()
@@ -511,13 +564,22 @@ class _DriveSlot:
             self._block_sums = self._read_back(None)
         return self._block_sums
 
+    def copy_into(self, into: Values) -> bool:
+        if self._taker is not None:  # who may have used it up
+            return False
+        if self._sum is not None:
+            self._lanes.kernels.begin_sum(self._sum_in(self._sum), into)
+        else:
+            self._read_back(into)
+        return True
+
     def _add(self, piece: torch.Tensor, format_: FloatFormat) -> None:
         """Add one for which there is no place to the sum of all in memory."""
         if self._sum is None:
             self._outgoing.settle()
             total = _lease_of_sum(self._lanes, self._piece.numel)
             try:
-                self._read_back(total)
+                self._read_back(self._sum_in(total))
             except BaseException:
                 total.close()
                 raise
@@ -532,7 +594,7 @@ class _DriveSlot:
     def _sum_in(self, lease: Lease) -> Values:
         return Values(lease.flat().data_ptr(), self._piece.numel, FloatFormat.FP32, lease)
 
-    def _read_back(self, total: Lease | None) -> _Sums:
+    def _read_back(self, total: Values | None) -> _Sums:
         """Return the block sums of what is added up, which is read for that; keep the sum in `total`, where given."""
         numel, kernels = self._piece.numel, self._lanes.kernels
         several = len(self.formats) > 1 or total is not None
@@ -547,8 +609,9 @@ class _DriveSlot:
             ]
             if not several:
                 return kernels.block_sums(streams[0])
-            into = total or leases.enter_context(self._outgoing.lease_sum(numel))
-            return added_up(kernels, streams, self._sum_in(into))
+            if total is None:
+                total = self._sum_in(leases.enter_context(self._outgoing.lease_sum(numel)))
+            return added_up(kernels, streams, total)
 
     def clear(self) -> None:
         self.formats = ()
@@ -605,15 +668,32 @@ def _lease_of_sum(lanes: Lanes, numel: int) -> Lease:
 
 def _too_many(error: CapacityError) -> CapacityError:
     """Return what is said where there is no room for the sum of several gradients."""
+    return _refused(
+        error,
+        "give a parameter no more gradients in a step than accumulation_steps says, as with "
+        "engine.backward(first + second) for the losses of one batch; a parameter in several segments of "
+        "reentrant checkpointing has one from each. Or let all fit in memory. Then zero_grad() and go on",
+    )
+
+
+def _unplanned(error: CapacityError, dtype: torch.dtype) -> CapacityError:
+    """Return what is said where there is no room for the first gradient of a parameter, of this type."""
+    return _refused(
+        error,
+        f"this first gradient of a parameter is of {dtype}, and the plan has room for one of each in the type that "
+        "initialize gave its model: cast no parameters after it, as model.to(dtype) does, but set its precision; and "
+        "give no other parameter more gradients in a step than accumulation_steps says. Then zero_grad() and go on",
+    )
+
+
+def _refused(error: CapacityError, change: str) -> CapacityError:
     return CapacityError(
         tier=error.tier,
         asked=error.asked,
         free=error.free,
         limit=error.limit,
         holders=error.holders,
-        change="give a parameter no more gradients in a step than accumulation_steps says, as with "
-        "engine.backward(first + second) for the losses of one batch; a parameter in several segments of "
-        "reentrant checkpointing has one from each. Or let all fit in memory. Then zero_grad() and go on",
+        change=change,
     )
 
 

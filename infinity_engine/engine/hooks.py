@@ -6,7 +6,7 @@ Hooks call what they are given, with signals held back, and decide nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable, ItemsView, Mapping, ValuesView
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,6 +41,22 @@ class Hooks:
         handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch is
         self._handles.append(handle)
 
+    @staticmethod
+    def takes_gradients(parameter: torch.nn.Parameter) -> bool:
+        """Tell whether somebody is called with the gradients of a parameter, of this engine or another one."""
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        ours = f"{Hooks.on_gradient.__qualname__}.<locals>.hook"
+        return any((each.__module__, getattr(each, "__qualname__", "")) == (__name__, ours) for each in hooks.values())
+
+    def before_accumulating(self, parameter: torch.nn.Parameter, call: Callable[[], None]) -> None:
+        """Call `call` before a gradient is added to what a parameter has."""
+
+        @self.signals.holding
+        def hook(_gradient: torch.Tensor) -> None:
+            call()
+
+        self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]  # torch is
+
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:
         """Call `check` before each of the optimizer's own steps."""
 
@@ -48,6 +64,20 @@ class Hooks:
             check()
 
         self._handles.append(optimizer.register_step_pre_hook(hook))
+
+    def on_optimizer_states(
+        self, optimizer: torch.optim.Optimizer, saved: Callable[[], None], loaded: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        """Call `saved` when the optimizer has made a state dict of itself, `loaded` with one before it loads that."""
+
+        def saved_hook(*_: Any) -> None:
+            saved()
+
+        def loaded_hook(_optimizer: Any, state_dict: dict[str, Any]) -> None:
+            loaded(state_dict)
+
+        self._handles.append(optimizer.register_state_dict_post_hook(saved_hook))
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(loaded_hook))
 
     def on_call(
         self,
