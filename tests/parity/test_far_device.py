@@ -16,9 +16,10 @@ import torch
 
 import infinity_engine
 from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, Strategy
+from infinity_engine.plan.strategy import DeviceOnly
 from support.device_training import STRATEGIES, trained
 from support.engine_bits import Bits, differing
-from support.far_programs import MIB, far_process, limits_of_modules, room_for_modules, trained_far
+from support.far_programs import MIB, far_process, gradients_seen, limits_of_modules, room_for_modules, trained_far
 from support.session import SHARED
 from support.small_models import MODELS
 
@@ -127,3 +128,11 @@ def test_the_plan_leaves_modules_what_it_is_told_to(far: ProcessPoolExecutor) ->
 
     assert found["nothing left"] == "DEVICE"
     assert 0 < found["reserved"] <= MIB
+
+
+def test_gradients_can_be_seen_wherever_they_are(far: ProcessPoolExecutor) -> None:
+    on_host, on_device = (far.submit(gradients_seen, each).result() for each in (HostOnly(), DeviceOnly()))
+
+    assert differing(on_host, on_device) == []
+    assert {each.device.type for each in on_device.values()} == {"cpu"}
+    assert all(each.abs().sum() > 0 and each.isfinite().all() for each in on_device.values())

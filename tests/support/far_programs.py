@@ -25,7 +25,7 @@ from support.engine_bits import Bits
 from support.far import FAR, FarAccelerator, allocated, compiled_far_device, load_far_device
 from support.nvme_training import RATES
 
-__all__ = ["MIB", "far_process", "gpu_bench", "limits_of_modules", "room_for_modules", "trained_far"]
+__all__ = ["MIB", "far_process", "gpu_bench", "gradients_seen", "limits_of_modules", "room_for_modules", "trained_far"]
 
 MIB = 1 << 20
 
@@ -71,6 +71,18 @@ def limits_of_modules() -> dict[str, Any]:
     found["left"] = allocated() - before
     found["beyond it"] = torch.empty(8 * MIB, device=FAR).numel()
     return found
+
+
+def gradients_seen(strategy: Strategy) -> dict[str, torch.Tensor]:
+    """Return the gradients that state_of has after two micro-batches of three, wherever they are."""
+    with deterministic_compute(), _device() as device:
+        torch.manual_seed(0)
+        with wide_engine(device, strategy=strategy, accumulation_steps=3, precision="bf16") as engine:
+            for _ in range(2):
+                engine.backward(engine(torch.randn(64, 16, dtype=torch.bfloat16).to(FAR)))
+                engine.step()
+            named = engine.model.named_parameters()
+            return {name: torch.as_tensor(engine.state_of(each)["gradient"]) for name, each in named}
 
 
 def room_for_modules() -> dict[str, Any]:
