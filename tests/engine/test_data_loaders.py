@@ -120,6 +120,8 @@ def test_workers_that_outlive_the_engine_keep_no_space_on_its_drives(tmp_path: P
     assert [blocks_in(tmp_path, worker) for worker in workers] == [0, 0]
 
 
+# The handler of torch's loaders raises wherever it is called, also where the loader itself ends.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("where", WHERE)
 def test_a_worker_that_is_killed_is_told_and_the_engine_goes_on(where: str, tmp_path: Path) -> None:
     with opened_in(where, tmp_path) as (engine, task):
