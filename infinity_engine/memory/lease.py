@@ -184,6 +184,7 @@ class _Given:
     holder: str
     nbytes: int
     events: Sequence[Event] = ()
+    viewed_since: float = 0.0  # when it went back but for views
 
     def wait_for(self, events: Sequence[Event]) -> None:
         self.events = events
@@ -196,6 +197,9 @@ class _Given:
             with suppress(Exception):  # what failed belongs to whoever started it; the buffer is free all the same
                 event.wait()
         self.events = ()
+
+    def leave_to_views(self) -> None:
+        self.viewed_since = time.monotonic()
 
 
 class Lessor(ABC):
@@ -287,6 +291,7 @@ class Lessor(ABC):
         given.wait_for(())  # events may have views of it
         memory = self._memory(given.backing)
         if memory is not None:
+            given.leave_to_views()
             self._views.add(given)
             weakref.finalize(memory, self._view_gone, given)
         self._free(given.backing)
@@ -327,8 +332,7 @@ class Lessor(ABC):
             oldest.wait()  # without the lock, as in `_lease`
         if left and self._views:
             gc.collect()  # the frames of an error that was handled often have the last views, in a cycle
-            late = time.monotonic() + _LETS_GO_S
-            while self._views and not self._open and time.monotonic() < late:
+            while not self._open and self._may_let_go():
                 time.sleep(_PAUSE_S)
             gc.collect()  # what those threads had may have been in one
             with self._lock:
@@ -338,6 +342,11 @@ class Lessor(ABC):
                 f"{self.reservation.holder} was closed with {' and '.join(left)}; "
                 "close leases, and drop the views of them, before what they are of"
             )
+
+    def _may_let_go(self) -> bool:
+        """Tell whether there are views of what went back a moment ago: one moment, however many pools are closed."""
+        newest = max((given.viewed_since for given in self._views.copy()), default=-math.inf)
+        return time.monotonic() < newest + _LETS_GO_S
 
     def _left(self) -> list[str]:
         """Say what is still in use, and whose it is."""

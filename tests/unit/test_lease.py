@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -630,6 +631,24 @@ def test_a_view_that_another_thread_lets_go_of_a_moment_later_is_not_left_at_a_c
     memory.close()
 
     assert memory.reservation.held == 0
+
+
+def test_pools_that_are_closed_together_wait_for_views_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    memories = [DeviceMemory(CpuAccelerator(), reservation_where_device_is_host(100)) for _ in range(3)]
+    views = []
+    for memory in memories:
+        with memory.lease(60, holder="frames of an error") as lease:
+            views.append(lease.flat())
+
+    for memory in memories:
+        with pytest.raises(RuntimeError, match="views are left"):
+            memory.close()
+
+    assert clock[0] - 1000 == pytest.approx(0.5, abs=0.01)
+    views.clear()
 
 
 def test_a_closed_lease_keeps_no_memory_alive_through_its_events() -> None:
