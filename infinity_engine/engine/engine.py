@@ -430,10 +430,12 @@ class Engine:
         if parts.replanner is None or replan is None or parts.gradients.any or parts.states.begun:
             return
         self._replan = None
+        before = parts.gradients.room
         try:
             parts.gradients.make_room(replan.plan.demand.staying)
             parts.states.follow(replan.plan.steps)
         except CapacityError as problem:  # what is free is in pieces
+            parts.gradients.make_room(before)
             _LOG.warning("not planned again, as there is no room for that: %s", problem)
             return
         parts.gradients.keep_in(replan.pieces)

@@ -62,8 +62,8 @@ class Piece:
 class GradientKeeper:
     """The gradients of one engine; `pieces` has those of each parameter, in order, `names` what each is called.
 
-    `staying` is promised for what stays on the device, and grows where that is more than was planned. `outgoing` is
-    there where some go to the drives; `sums_early` says that the norm will be asked for.
+    `staying` is promised for what stays on the device, and grows where that is more than was planned, until that is
+    dropped. `outgoing` is there where some go to the drives; `sums_early` says that the norm will be asked for.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class GradientKeeper:
         self._names = tuple(names)
         self._numels = tuple(numels)
         self._lanes = lanes
+        self.room = staying.nbytes  # for what stays on the device, as planned
         self._staying = staying
         self._outgoing = outgoing
         self._sums_early = sums_early
@@ -96,12 +97,17 @@ class GradientKeeper:
         )
 
     def make_room(self, nbytes: int) -> None:
-        """Have room for so many bytes of gradients that stay on the device, at least.
+        """Have room for so many bytes of gradients that stay on the device, while there are none.
 
         Raises:
-            CapacityError: the budget has not so much left.
+            CapacityError: the budget has not so much left; nothing has changed.
         """
-        self._staying.grow(max(nbytes - self._staying.nbytes, 0))
+        more = nbytes - self._staying.nbytes
+        if more > 0:
+            self._staying.grow(more)
+        else:
+            self._staying.shrink(-more)
+        self.room = nbytes
 
     @property
     def any(self) -> bool:
@@ -192,6 +198,8 @@ class GradientKeeper:
             self._outgoing.drop()
         for slots in self._slots:
             slots.clear()
+        if self._staying.nbytes > self.room:  # what came was more than was planned
+            self.make_room(self.room)
 
 
 class _Slots:

@@ -48,7 +48,7 @@ class _Account:
         self.promise_more(reservation.nbytes)
 
     def promise_more(self, nbytes: int) -> None:
-        """Count bytes that were promised."""
+        """Count bytes that were promised, or, where negative, are so no more."""
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
@@ -169,6 +169,23 @@ class Reservation:
             self._account.check(nbytes, self.holder)
             self.nbytes += nbytes
             self._account.promise_more(nbytes)
+
+    def shrink(self, nbytes: int) -> None:
+        """Promise `nbytes` less.
+
+        Raises:
+            ValueError: some of them are in use. Nothing has changed.
+        """
+        self._check(nbytes, "promised less")
+        with self._books.open():
+            if self._closed:
+                return
+            if nbytes > self.nbytes - self._held:
+                raise ValueError(
+                    f"{self.holder} holds {self._held} B of {self.nbytes} B: {nbytes} B less cannot be promised"
+                )
+            self.nbytes -= nbytes
+            self._account.promise_more(-nbytes)
 
     def release(self, nbytes: int) -> None:
         """Count `nbytes` as no longer in use."""

@@ -15,6 +15,7 @@ import infinity_engine
 from infinity_engine.accel import Emulation, VirtualAccelerator, emulated_accelerator
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.replanning import Question, Replanner
+from infinity_engine.errors import CapacityError
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.plan import Auto, HostOnly, Interleaved, Rates, ResolvedBudget, Strategy, Tier
 from infinity_engine.plan.step import Home, StepPlan
@@ -151,6 +152,25 @@ def test_a_budget_without_room_for_more_gradients_keeps_the_plan() -> None:
         train(made, device)
 
         assert made.plan is first
+
+
+def test_a_plan_that_cannot_be_gone_by_after_all_leaves_all_that_was_reserved_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[StepPlan] = []
+
+    def refuse(plan: StepPlan) -> None:
+        asked.append(plan)
+        raise CapacityError(tier="HOST", asked=2, free=1, limit=1, change="free memory is in pieces")
+
+    with engine(SLOW_HOST) as (made, device):
+        before, first = [each.reserved for each in made.usage()], made.plan
+        monkeypatch.setattr(made._parts.states, "follow", refuse)
+        train(made, device)
+
+        assert visiting(asked[0]) > visiting(first)
+        assert made.plan is first
+        assert [each.reserved for each in made.usage()] == before
 
 
 def test_rates_that_are_as_said_leave_the_plan() -> None:

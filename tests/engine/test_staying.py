@@ -251,6 +251,8 @@ def test_a_sum_that_no_plan_has_takes_what_the_budget_has_left_or_is_refused(uni
             made.backward(loss_of(made, seed))  # more than accumulation_steps says
         assert staying(made).held == 4 * NUMEL
         made.step()
+        made._end_update()
+        assert used(made, Tier[tier.upper()]).reserved == planned  # what the sum took beside the plan is free again
 
     room = {"host": PLENTY, "device": PLENTY, tier: planned}
     if unified:

@@ -194,6 +194,25 @@ def test_peaks_are_those_of_each_tier_and_of_each_holder() -> None:
     assert host.holders == (("second", 60),)
 
 
+def test_a_promise_can_become_larger_within_the_limit_and_smaller_by_what_is_not_held() -> None:
+    books = ledger()
+    promised = books.reserve(Tier.HOST, 60, holder="first")
+    promised.grow(books.free(Tier.HOST))
+    with pytest.raises(CapacityError, match="raise the budget's host to at least"):
+        promised.grow(1)
+    promised.hold(50)
+    with pytest.raises(ValueError, match="first holds 50 B of 200 B: 151 B less cannot be promised"):
+        promised.shrink(151)
+
+    promised.shrink(150)
+
+    assert (promised.nbytes, books.free(Tier.HOST)) == (50, 150)
+    promised.release(50)
+    promised.close()
+    promised.shrink(50)  # there is no promise any more
+    assert books.free(Tier.HOST) == 200
+
+
 @given(st.lists(st.tuples(st.integers(0, 120), st.booleans()), max_size=30))
 def test_what_is_reserved_never_exceeds_the_limit(asked: list[tuple[int, bool]]) -> None:
     books = ledger()
