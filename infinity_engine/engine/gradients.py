@@ -27,7 +27,7 @@ from infinity_engine.accel import Event
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.outgoing import Outgoing
-from infinity_engine.errors import CapacityError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Lease, Reservation
 from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostKernels
 from infinity_engine.optim import Stream as Values
@@ -40,6 +40,7 @@ Taker = Callable[[int, int, torch.Tensor, FloatFormat, int], bool]
 """Tells whether it has taken a piece of a gradient: (parameter, piece, bytes, format, how many came before it)."""
 _Sums = npt.NDArray[np.float64]
 _ADDING = "addition of gradients"
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kept(Enum):
@@ -124,6 +125,13 @@ class GradientKeeper:
             self._slots[parameter].take(gradient.detach().contiguous().view(-1))
         except Exception:
             self._lost = self._names[parameter]
+            if gradient.dtype not in _GRADIENTS:
+                raise ConfigError(
+                    field=f"gradient of {self._lost}",
+                    value=str(gradient.dtype),
+                    expected=f"one of {', '.join(map(str, _GRADIENTS))}, as initialize gives parameters: cast none "
+                    "after it, as model.to(dtype) does, but set its precision",
+                ) from None
             raise
 
     def values(self, parameter: int, piece: int) -> Values | None:
@@ -314,8 +322,9 @@ class _DeviceSlot:
     def take(self, gradient: torch.Tensor) -> None:
         mine = gradient[self._part.first_element :][: self._part.numel]
         if self._tensor is None:
-            with self._held(mine.nbytes):  # [Note: who counts gradients that stay]
-                self._tensor = mine if self._is_whole else mine.clone()  # the rest of it goes
+            with self._held(mine.nbytes, first=mine.dtype):  # [Note: who counts gradients that stay]
+                whole = self._is_whole and mine.untyped_storage().nbytes() == mine.nbytes
+                self._tensor = mine if whole else mine.clone()  # the rest of the memory that it is in goes
             return
         kernels, numel = self._lanes.kernels, self._part.numel
         if not self._is_sum:
@@ -329,14 +338,17 @@ class _DeviceSlot:
         self._lanes.on_device(add, numel, name=_ADDING)
 
     @contextmanager
-    def _held(self, nbytes: int) -> Iterator[None]:
-        """Count bytes that stay, if the body succeeds; those of an unplanned sum take what the budget has left."""
+    def _held(self, nbytes: int, *, first: torch.dtype | None = None) -> Iterator[None]:
+        """Count bytes that stay, if the body succeeds; what is more than planned takes what the budget has left.
+
+        `first` is what a gradient is of that is no sum.
+        """
         try:
             missing = self._staying.held + nbytes - self._staying.nbytes
             if missing > 0:
                 self._staying.grow(missing)
         except CapacityError as error:
-            raise _too_many(error) from None
+            raise (_too_many(error) if first is None else _unplanned(error, first)) from None
         self._staying.hold(nbytes)
         try:
             yield
@@ -385,9 +397,10 @@ class _HostSlot:
     def take(self, gradient: torch.Tensor) -> None:
         if self._newest is not None:
             self._fold()
+        format_ = Values.of(gradient).format
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
         lease = self._lanes.host.lease(piece.numel(), holder="gradients")
-        self._newest = (lease, _download(self._lanes, piece, lease), Values.of(gradient).format)
+        self._newest = (lease, _download(self._lanes, piece, lease), format_)
 
     def _fold(self) -> None:
         """Add the newest gradient to the sum, which begins with the first."""
@@ -608,15 +621,32 @@ def _lease_of_sum(lanes: Lanes, numel: int) -> Lease:
 
 def _too_many(error: CapacityError) -> CapacityError:
     """Return what is said where there is no room for the sum of several gradients."""
+    return _refused(
+        error,
+        "give a parameter no more gradients in a step than accumulation_steps says, as with "
+        "engine.backward(first + second) for the losses of one batch; a parameter in several segments of "
+        "reentrant checkpointing has one from each. Or let all fit in memory. Then zero_grad() and go on",
+    )
+
+
+def _unplanned(error: CapacityError, dtype: torch.dtype) -> CapacityError:
+    """Return what is said where there is no room for the first gradient of a parameter, of this type."""
+    return _refused(
+        error,
+        f"this first gradient of a parameter is of {dtype}, and the plan has room for one of each in the type that "
+        "initialize gave its model: cast no parameters after it, as model.to(dtype) does, but set its precision; and "
+        "give no other parameter more gradients in a step than accumulation_steps says. Then zero_grad() and go on",
+    )
+
+
+def _refused(error: CapacityError, change: str) -> CapacityError:
     return CapacityError(
         tier=error.tier,
         asked=error.asked,
         free=error.free,
         limit=error.limit,
         holders=error.holders,
-        change="give a parameter no more gradients in a step than accumulation_steps says, as with "
-        "engine.backward(first + second) for the losses of one batch; a parameter in several segments of "
-        "reentrant checkpointing has one from each. Or let all fit in memory. Then zero_grad() and go on",
+        change=change,
     )
 
 

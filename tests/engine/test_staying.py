@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -266,6 +267,55 @@ def test_a_sum_that_no_plan_has_takes_what_the_budget_has_left_or_is_refused(uni
         made.zero_grad()
         assert staying(made).held == 0
         train(made, micro_batches=1)
+
+
+class _OfMore(torch.autograd.Function):
+    """The gradient that it gives is a part of something larger, as those of what was concatenated are."""
+
+    @staticmethod
+    def forward(_context: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.stack([gradient] * 10)[3]
+
+
+class OfMore(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = torch.as_tensor(_OfMore.apply(self.weight))  # type: ignore[no-untyped-call]
+        return nn.functional.linear(x, weight)
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_gradient_that_is_a_part_of_something_larger_does_not_keep_the_rest(
+    unified: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OfMore(WIDTH, WIDTH, bias=False)
+    with opened(model, unified=unified, strategy="host_only" if unified else "device_only") as made:
+        wholes: list[Any] = []
+        take = made._parts.gradients.take
+
+        def see(number: int, gradient: torch.Tensor) -> None:
+            wholes.append(weakref.ref(gradient.untyped_storage()))
+            take(number, gradient)
+
+        monkeypatch.setattr(made._parts.gradients, "take", see)
+        made.backward(loss_of(made))
+
+        assert [whole() for whole in wholes] == [None]
+        assert staying(made).held == 4 * WIDTH * WIDTH
+        made.step()
+
+
+def test_a_first_gradient_that_is_wider_than_planned_is_told_as_that() -> None:
+    with opened(unified=True, strategy="host_only", precision="bf16") as made:
+        planned = used(made, Tier.HOST).reserved
+    with opened(unified=True, strategy="host_only", precision="bf16", budget={"host": planned}) as made:
+        made.model.float()
+
+        with pytest.raises(CapacityError, match=r"of torch\.float32, and the plan has room for.*set its precision"):
+            made.backward(loss_of(made))
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
