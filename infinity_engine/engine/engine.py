@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,6 +37,7 @@ from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.sharding import Whole
 from infinity_engine.engine.signals import HeldEnd
 from infinity_engine.engine.states import StateKeeper, StepInputs
+from infinity_engine.engine.taken import TakenGradients, dropped_by_somebody
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
@@ -120,6 +122,8 @@ class Engine:
         self._counted = False  # whether the step that was begun was counted already
         self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
         self._micro_batches = 0
+        self._has_accumulated = False  # whether the newest call was a step that left its gradients for a later one
+        self._dropped_in_vain = 0  # how often these were dropped right after that, since the last update
         self._steps = 0
         self._clip_to = parts.max_grad_norm
         self._total: GradientNorm | None = None  # of the step that was begun last, where it was asked for
@@ -129,6 +133,8 @@ class Engine:
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
         self._listing = False
         self._closing = self._closed = False
+        self._process = os.getpid()
+        self._taken = TakenGradients(Hooks(self._signals))
         for each in self._known.values():
             each.note_values()
         if parts.whole is not None:
@@ -224,13 +230,14 @@ class Engine:
         self._check_optimizer()
         if not parts.gradients.any and (parts.whole is None or not parts.whole.waits(last=self._is_last)):
             raise RuntimeError(
-                "there is nothing to step with: no gradient has come since the last step. Call backward() first; if "
-                "you did, the loss does not depend on any parameter of the optimizer"
+                "there is nothing to step with: no gradient has come since the last step, or zero_grad() has dropped "
+                "it. Call backward() first; if you did, the loss does not depend on any parameter of the optimizer"
             )
         if not parts.states.begun:
             self._micro_batches += 1
             parts.meter.micro_batch()
             if self._micro_batches < parts.accumulation_steps:
+                self._has_accumulated = True
                 return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
         if not parts.states.begun:  # else what has changed values may be what the step has begun
             self._check_untouched(parts.trained)
@@ -246,7 +253,7 @@ class Engine:
             self._counted = False
         else:
             self._count()
-        self._micro_batches = 0
+        self._micro_batches = self._dropped_in_vain = 0
         if parts.fetcher is not None:
             parts.fetcher.end_step()
         fetching = self.fetching()
@@ -263,16 +270,27 @@ class Engine:
 
     @_held
     def zero_grad(self) -> None:
-        """Drop the gradients that have come, as if there had been no backward."""
+        """Drop the gradients that have come, as if there had been no backward; a step uses them up without this."""
         self._check_whole(deferred_too=False)
+        self._taken.hide()
         if self._walk is not None:  # its gradients are in use, and none has come since
             return
+        self._dropped_in_vain += self._has_accumulated
+        if self._has_accumulated and self._dropped_in_vain > 1:
+            warnings.warn(
+                f"zero_grad() drops the gradients of {self._micro_batches} of {self._parts.accumulation_steps} "
+                "micro-batches of a step: where it is called after each of them, no step ever updates anything",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if self._parts.whole is not None:
             self._parts.whole.reducer.drop()
         if self._parts.early is not None:
             self._parts.early.drop()
         self._parts.gradients.clear()
-        self._micro_batches = 0
+        for each in self._parts.trained:
+            each.parameter.grad = None  # what was interrupted before it was taken
+        self._micro_batches, self._has_accumulated = 0, False
 
     @_held
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -509,6 +527,7 @@ class Engine:
         if modules is not None:
             modules.check_asked(number)
         (self._parts.gradients if whole is None else whole.reducer).take(number, gradient)
+        self._taken.show(self._parts.trained[number])
 
     def _tell_optimizer(self) -> None:
         """Let schedulers and step hooks see a step of the user's optimizer, which has no gradients and does nothing."""
@@ -757,6 +776,7 @@ class Engine:
             if self._parts.modules is not None:
                 self._parts.modules.let_go()
             self._parts.hooks.remove()
+            self._taken.hide()
             self._follow_no_more()
             if self._parts.early is not None:
                 self._parts.early.drop()
@@ -799,9 +819,22 @@ class Engine:
     def _begin(self) -> None:
         """Begin to record a step, where none is being recorded."""
         self._check_open()
+        self._has_accumulated = False
+        if self._taken.hide():
+            self._drop_as_somebody_did()
         if not self._recording:
             self._parts.telemetry.begin_step(self._steps)
             self._recording = True
+
+    def _drop_as_somebody_did(self) -> None:
+        """Drop gradients that the optimizer or the model was asked to drop."""
+        if self._micro_batches:
+            raise RuntimeError(
+                f"{dropped_by_somebody()}. Here they are those of {self._micro_batches} of "
+                f"{self._parts.accumulation_steps} micro-batches of a step, and still count: drop nothing between "
+                "these, nor after an update, which uses gradients up"
+            )
+        self.zero_grad()
 
     def _refuse_state_dict(self) -> None:
         if not self._listing:

@@ -41,6 +41,22 @@ class Hooks:
         handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch is
         self._handles.append(handle)
 
+    @staticmethod
+    def takes_gradients(parameter: torch.nn.Parameter) -> bool:
+        """Tell whether somebody is called with the gradients of a parameter, of this engine or another one."""
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        ours = f"{Hooks.on_gradient.__qualname__}.<locals>.hook"
+        return any((each.__module__, getattr(each, "__qualname__", "")) == (__name__, ours) for each in hooks.values())
+
+    def before_accumulating(self, parameter: torch.nn.Parameter, call: Callable[[], None]) -> None:
+        """Call `call` before a gradient is added to what a parameter has."""
+
+        @self.signals.holding
+        def hook(_gradient: torch.Tensor) -> None:
+            call()
+
+        self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]  # torch is
+
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:
         """Call `check` before each of the optimizer's own steps."""
 
