@@ -384,6 +384,8 @@ class MemberFile:
             return
         self._stop()
         try:
+            # First: children that were forked meanwhile may keep the file open, and so its space, as long as they live.
+            os.ftruncate(self._lock, 0)
             (self.directory / DATA).unlink(missing_ok=True)
             if self._made_directory:
                 with suppress(OSError):  # somebody put something into it

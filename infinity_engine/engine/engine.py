@@ -516,7 +516,7 @@ class Engine:
                 value=str(gradient.layout),
                 expected="a dense gradient: use sparse=False",
             )
-        self._check_whole()  # the gradients of an update that was deferred make way
+        self._leave_no_half()  # the gradients of an update that was deferred make way
         self._begin_early()
         if self._parts.scale.value != 1.0 and not self._scaling:
             raise RuntimeError(
@@ -760,7 +760,7 @@ class Engine:
     @_held
     def _close(self, reason: BaseException | None) -> None:
         """Close; of several ranks, let the others know if there is a `reason` that they should know."""
-        if not self._closed:
+        if not self._closed and os.getpid() == self._process:  # a forked process has nothing of what is closed
             self._closing = True
             failed: RuntimeError | None = None
             whole = self._parts.whole
@@ -818,6 +818,7 @@ class Engine:
 
     def _begin(self) -> None:
         """Begin to record a step, where none is being recorded."""
+        self._check_process()
         self._check_open()
         self._has_accumulated = False
         if self._taken.hide():
@@ -856,6 +857,10 @@ class Engine:
 
     def _check_whole(self, *, deferred_too: bool = True) -> None:
         """Refuse to go on from half a step; what of one was deferred is done first, or left as it is."""
+        self._check_process()
+        self._leave_no_half(deferred_too=deferred_too)
+
+    def _leave_no_half(self, *, deferred_too: bool = True) -> None:
         self._check_open()
         self._resume_update()
         if self._walk is not None:
@@ -868,3 +873,18 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed: initialize another one")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this engine belongs to process {self._process}, and this one, {os.getpid()}, was forked from it, as "
+                "workers of data loaders are: it has neither the engine's memory nor its threads. Call the engine, and "
+                "its model, in that process only"
+            )
+
+
+def _said(parameter: object) -> str:
+    """Return what is said of what should be another parameter."""
+    if isinstance(parameter, torch.Tensor):
+        return f"one of shape {tuple(parameter.shape)}"
+    return f"{parameter!r}, which is no parameter"
