@@ -666,6 +666,9 @@ class Engine:
     def state_of(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor | int]:
         """Return copies of a parameter's fp32 master and moments, in its shape, and how many updates it has had.
 
+        And of its gradient, where one has come since the last step and is kept: in fp32, as the step would use it but
+        for clipping. Updates in the backward use gradients up.
+
         Raises:
             ConfigError: the engine does not train it.
         """
@@ -677,11 +680,28 @@ class Engine:
         number = known.number
         self._settle_early()
         self._parts.gradients.start_writing()
-        flat, steps = self._parts.states.state_of(number), self._parts.states.steps_of(number)
+        flat, steps = dict(self._parts.states.state_of(number)), self._parts.states.steps_of(number)
+        gradient = self._gradient_of(number)
+        if gradient is not None:
+            flat["gradient"] = gradient
         if self._parts.whole is not None:
             flat, steps = self._parts.whole.states(known, flat, steps)
         shaped: dict[str, torch.Tensor | int] = {name: values.view(parameter.shape) for name, values in flat.items()}
         return {**shaped, "step": steps}
+
+    def _gradient_of(self, number: int) -> torch.Tensor | None:
+        """Return a flat copy of what this rank keeps of a parameter's gradient; None where no rank has one."""
+        gradients, whole = self._parts.gradients, self._parts.whole
+        if whole is None and not gradients.has(number):
+            return None
+        if whole is not None and whole.waits(last=self._is_last):  # none is summed over the ranks yet
+            return None
+        self._finish_gradients()
+        gradients.settle()
+        found = gradients.sum_of(number)
+        if whole is not None:
+            found = whole.gradient(number, found)
+        return None if found is None else found.mul_(self._unscale())
 
     @property
     def plan(self) -> StepPlan:

@@ -190,6 +190,16 @@ class GradientKeeper:
                     event.wait()
         return sums
 
+    def sum_of(self, parameter: int) -> torch.Tensor | None:
+        """Return a flat fp32 copy of all that came of a gradient, which is settled; None where none did, or it is used.
+
+        Raises:
+            CapacityError: there is no room to read it from the drives.
+        """
+        slots = self._slots[parameter]
+        whole = torch.empty(self._numels[parameter])
+        return whole if slots.count and slots.copy_into(whole) else None
+
     def ask_first(self, taker: Taker) -> None:
         """Let somebody take pieces that would go to the drives; what it takes counts as if it were there."""
         for parameter, slots in enumerate(self._slots):
@@ -295,6 +305,17 @@ class _Slots:
                 events.append(self._on_device[number].put_sums(piece, put))
         return events
 
+    def copy_into(self, whole: torch.Tensor) -> bool:
+        """Copy every piece that is there; tell whether that was all of it."""
+        found = True
+        for number, piece in enumerate(self._pieces):
+            into = Values.of(whole[piece.first_element :][: piece.numel])
+            if number in self._on_host:
+                found &= self._on_host[number].copy_into(into)
+            else:
+                found &= self._on_device[number].copy_into(piece, into)
+        return found
+
     def clear(self) -> None:
         self.count = 0
         for slot in self._on_host.values():
@@ -372,6 +393,13 @@ class _DeviceSlot:
         assert self._tensor is not None, "a gradient has come, and was not used"
         return Values.of(self._tensor).part(piece.first_element - self._part.first_element, piece.numel)
 
+    def copy_into(self, piece: Piece, into: Values) -> bool:
+        if self._tensor is None:
+            return False
+        copy = partial(self._lanes.kernels.begin_sum, self.values(piece), into)
+        self._lanes.on_device(copy, piece.numel, name="copy of a gradient").wait()
+        return True
+
     def put_sums(self, piece: Piece, put: Callable[[_Sums], None]) -> Event:
         values = self.values(piece)
         kernels = self._lanes.kernels
@@ -425,6 +453,10 @@ class _HostSlot:
     def values(self) -> Values:
         self.settle()
         return self._newest_values() if self._sum is None else self._sum_values(self._sum)
+
+    def copy_into(self, into: Values) -> bool:
+        self._lanes.kernels.begin_sum(self.values(), into)
+        return True
 
     def sums(self) -> _Sums:
         values = self.values()
@@ -527,13 +559,22 @@ class _DriveSlot:
             self._block_sums = self._read_back(None)
         return self._block_sums
 
+    def copy_into(self, into: Values) -> bool:
+        if self._taker is not None:  # who may have used it up
+            return False
+        if self._sum is not None:
+            self._lanes.kernels.begin_sum(self._sum_in(self._sum), into)
+        else:
+            self._read_back(into)
+        return True
+
     def _add(self, piece: torch.Tensor, format_: FloatFormat) -> None:
         """Add one for which there is no place to the sum of all in memory."""
         if self._sum is None:
             self._outgoing.settle()
             total = _lease_of_sum(self._lanes, self._piece.numel)
             try:
-                self._read_back(total)
+                self._read_back(self._sum_in(total))
             except BaseException:
                 total.close()
                 raise
@@ -548,7 +589,7 @@ class _DriveSlot:
     def _sum_in(self, lease: Lease) -> Values:
         return Values(lease.flat().data_ptr(), self._piece.numel, FloatFormat.FP32, lease)
 
-    def _read_back(self, total: Lease | None) -> _Sums:
+    def _read_back(self, total: Values | None) -> _Sums:
         """Return the block sums of what is added up, which is read for that; keep the sum in `total`, where given."""
         numel, kernels = self._piece.numel, self._lanes.kernels
         several = len(self.formats) > 1 or total is not None
@@ -563,8 +604,9 @@ class _DriveSlot:
             ]
             if not several:
                 return kernels.block_sums(streams[0])
-            into = total or leases.enter_context(self._outgoing.lease_sum(numel))
-            return added_up(kernels, streams, self._sum_in(into))
+            if total is None:
+                total = self._sum_in(leases.enter_context(self._outgoing.lease_sum(numel)))
+            return added_up(kernels, streams, total)
 
     def clear(self) -> None:
         self.formats = ()

@@ -313,6 +313,13 @@ class Whole:
         """Return what this rank owns of a whole parameter."""
         return self.ranks.own(self.sharding.cut.specs[number], flat)
 
+    def gradient(self, number: int, mine: torch.Tensor | None) -> torch.Tensor | None:
+        """Return this rank's part of a gradient of which some rank has one: zeros, if it has none itself."""
+        cut = self.sharding.cut
+        if not self.ranks.most(f"gradients of {cut.wholes[number].name}", int(mine is not None)):
+            return None
+        return torch.zeros(cut.trained[number].numel) if mine is None else mine
+
     def states(
         self, each: ModelParameter, mine: Mapping[str, torch.Tensor], steps: int
     ) -> tuple[dict[str, torch.Tensor], int]:

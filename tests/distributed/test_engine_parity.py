@@ -256,6 +256,7 @@ def test_a_parameter_that_some_ranks_use_is_updated_on_all_and_one_that_none_doe
     for found in ranks:
         for step, (ours, plain) in enumerate(zip(found, expected, strict=True)):
             assert ours["norm"] == pytest.approx(plain["norm"], rel=1e-5), step
+            assert ours["shown"] == pytest.approx(ours["norm"], rel=1e-5), step  # what each gradient is shown to be
             assert (
                 far({name: ours["states"][name] for name in plain["states"]}, plain["states"], rtol=1e-5, atol=1e-6)
                 == []

@@ -18,7 +18,8 @@ def bits_of(engine: Engine) -> Bits:
     found: dict[str, Any] = engine.state_dict()
     for name, parameter in engine.model.named_parameters():
         if parameter.requires_grad:
-            found.update({f"{name}: {key}": torch.as_tensor(it) for key, it in engine.state_of(parameter).items()})
+            states = engine.state_of(parameter).items()
+            found.update({f"{name}: {key}": torch.as_tensor(it) for key, it in states if key != "gradient"})
     return found
 
 

@@ -302,8 +302,10 @@ def sometimes() -> list[dict[str, Any]]:
             task.uses = (False, rank == size - 1, True, rank == 0, False)[step]
             engine.backward(engine(batch_of(task, step)))
             norm = engine.clip_grad_norm_(1e9)
+            shown = [engine.state_of(each).get("gradient") for each in task.parameters() if each.requires_grad]
+            squares = sum(torch.as_tensor(each).double().square().sum().item() for each in shown if each is not None)
             engine.step()
-            found.append({"norm": norm, "states": states_of(engine, task)})
+            found.append({"norm": norm, "shown": squares**0.5, "states": states_of(engine, task)})
     return found
 
 

@@ -1,0 +1,84 @@
+"""What an engine shows of a parameter between backward and step: its gradient, wherever that is kept."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity_engine import Outcome
+from infinity_engine.errors import ConfigError
+from infinity_engine.plan import Interleaved
+from support.nvme_training import STREAMED, Case, emulated, made, opened
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+MEMORY = Case(model="gpt")
+HALF = Interleaved(share=0.5, resident=0.25)
+WHERE: dict[str, tuple[Case, bool]] = {  # and whether on a device with memory of its own
+    "one memory": (MEMORY, False),
+    "the host and the device": (replace(MEMORY, strategy=HALF, parameters="host", device=2 << 20), True),
+    "drives": (replace(STREAMED, clip=None, precision="fp32", host=34_000_000), False),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("where", WHERE)
+def test_a_gradient_is_shown_as_plain_pytorch_has_it(where: str, accumulation: int, tmp_path: Path) -> None:
+    case, device = WHERE[where]
+    case = replace(case, accumulation=accumulation)
+    plain, _ = made("gpt")
+    for seed in range(accumulation):
+        (plain(plain.batch(seed)) / accumulation).backward()
+    with ExitStack() as around:
+        on = around.enter_context(emulated(0)) if device else None
+        engine, task = around.enter_context(opened(case, on, tmp_path if where == "drives" else None))
+        for parameter in task.parameters():
+            assert "gradient" not in engine.state_of(parameter)
+        for seed in range(accumulation):
+            engine.backward(engine(task.batch(seed)))
+        for (name, parameter), expected in zip(task.named_parameters(), plain.parameters(), strict=True):
+            found = engine.state_of(parameter).get("gradient")
+            if expected.grad is None:
+                assert found is None, name
+            else:
+                torch.testing.assert_close(found, expected.grad, rtol=1e-5, atol=1e-7, msg=name)
+        for _ in range(accumulation):
+            engine.step()
+        assert engine.steps == 1
+        assert "gradient" not in engine.state_of(parameter)
+
+
+def test_a_gradient_is_shown_without_the_loss_scale() -> None:
+    with opened(replace(MEMORY, precision="fp16"), None, None) as (engine, task):
+        weight = max(task.parameters(), key=torch.Tensor.numel)
+        for _ in range(8):  # the first scales are too large for fp16
+            engine.backward(engine(task.batch(0)))
+            found = torch.as_tensor(engine.state_of(weight)["gradient"])
+            norm = engine.clip_grad_norm_(1e9)
+            if engine.step().outcome is Outcome.UPDATED:
+                break
+
+        assert 0 < found.norm() < norm < 100
+
+
+@pytest.mark.parametrize("wrong", ["0.weight", torch.nn.Parameter(torch.ones(2)), None, torch.ones(3)], ids=str)
+def test_the_states_of_what_is_not_trained_are_refused(wrong: object) -> None:
+    with (
+        opened(MEMORY, None, None) as (engine, _),
+        pytest.raises(ConfigError, match=r"^parameter: expected a parameter"),
+    ):
+        engine.state_of(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["0.weight", ["0.weight"], [None]], ids=str)
+def test_names_are_not_gathered(wrong: object) -> None:
+    with (
+        opened(MEMORY, None, None) as (engine, _),
+        pytest.raises(ConfigError, match=r"^parameters: expected a parameter, or several"),
+        engine.gathered(wrong),  # type: ignore[arg-type]
+    ):
+        pass
