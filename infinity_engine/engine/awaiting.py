@@ -95,11 +95,13 @@ class AwaitedParameters:
         missing = [number for number in numbers if number in self._hidden]
         if update is None or not missing:
             return
-        with self._hooks.signals:
-            while not all(map(update.has_made, missing)):
-                if not update.go_on():
-                    update.make(missing)
-            self._show(missing)
+        self._hooks.signals.holding(self._await)(update, missing)
+
+    def _await(self, update: DeferredUpdate, missing: Sequence[int]) -> None:
+        while not all(map(update.has_made, missing)):
+            if not update.go_on():
+                update.make(missing)
+        self._show(missing)
 
     def _listed(self) -> None:
         with self._hooks.signals:

@@ -554,8 +554,7 @@ class Engine:
         known = [self._known[id(each)] for each in wanted if id(each) in self._known]
         end = HeldEnd(self._signals)
         with end as around, end:
-            with self._signals:
-                self._gather(known, around, modify=modify)
+            self._signals.holding(self._gather)(known, around, modify=modify)
             yield
             with self._signals:
                 self._take_over(known) if modify else self._check_untouched(known)

@@ -79,13 +79,19 @@ class HeldSignals:
                     self._act()
 
     def holding(self, call: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Return what does the same with signals held back."""
+        """Return what does the same with signals held back.
+
+        And outside of an inference mode of who calls: what is made there stays, and could not be trained with later.
+        """
 
         @wraps(call)
         def held(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if torch.compiler.is_compiling():
                 return call(*args, **kwargs)
             with self:
+                if torch.is_inference_mode_enabled():
+                    with torch.inference_mode(False):
+                        return call(*args, **kwargs)
                 return call(*args, **kwargs)
 
         return held
