@@ -52,6 +52,10 @@ def initialize(
     """
     require_torch("infinity_engine.initialize")
     chosen = _settings(config, settings)
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(field="model", value=type(model).__name__, expected="a torch.nn.Module")
     from infinity_engine.engine.assemble import assemble
     from infinity_engine.engine.optimizers import optimizer_of
 

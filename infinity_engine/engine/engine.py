@@ -142,9 +142,11 @@ class Engine:
         if parts.modules is not None:
             for module in parts.model.modules():
                 parts.hooks.on_state_dict(module, self._refuse_state_dict)
+                parts.hooks.on_load_state_dict(module, partial(self._check_loading, module))
         for each in parts.trained:
             parts.hooks.on_gradient(each.parameter, partial(self._take, each.number))
         parts.hooks.on_optimizer_step(parts.optimizer, self._check_stepping)
+        parts.hooks.on_optimizer_states(parts.optimizer, self._warn_of_states, self._check_states)
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -180,7 +182,10 @@ class Engine:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
             self._end_backward()
 
-    def _check_loss(self, loss: torch.Tensor) -> None:
+    def _check_loss(self, loss: object) -> None:
+        if not isinstance(loss, torch.Tensor):
+            expected = "a tensor: of what a model returns that has its loss beside others, the loss"
+            raise ConfigError(field="loss", value=type(loss).__name__, expected=expected)
         if loss.numel() != 1:
             expected = "a tensor of one element, as Tensor.backward() needs"
             raise ConfigError(field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected)
@@ -327,6 +332,12 @@ class Engine:
             if used != 1.0 and not total.is_finite:
                 parts.scale.step_skipped()
                 return StepResult(Outcome.SKIPPED, gradient_norm=norm, loss_scale=parts.scale.value)
+            if not total.is_finite:
+                warnings.warn(
+                    f"the norm of the gradients is {norm} in step {self._steps}: what they update will be NaN",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
             factor = gradient_factor(total, unscale=unscale, max_norm=self._clip_to)
         else:
             factor = unscale
@@ -543,6 +554,23 @@ class Engine:
                 "the engine steps this optimizer: call engine.step(), as the optimizer itself has no gradients"
             )
 
+    def _warn_of_states(self) -> None:
+        warnings.warn(
+            "the state dict of an engine's optimizer has its groups and no states, which the engine has: "
+            "engine.state_of(parameter) shows them",
+            RuntimeWarning,
+            stacklevel=6,  # torch has two functions around its own
+        )
+
+    def _check_states(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse states that the engine would not see."""
+        if state_dict.get("state"):
+            raise RuntimeError(
+                "the engine has the optimizer's states, and this version cannot load others: what the optimizer loads "
+                "would not be used. To load its groups alone, their learning rates and such, call "
+                'optimizer.load_state_dict({**state_dict, "state": {}})'
+            )
+
     # --- looking and changing -------------------------------------------------------------------------------------
 
     @contextmanager
@@ -550,7 +578,11 @@ class Engine:
         self, parameters: torch.nn.Parameter | Iterable[torch.nn.Parameter], *, modify: bool = False
     ) -> Iterator[None]:
         """Have whole parameters within the body; what it finds and changes of them, with `modify`, is kept."""
-        wanted = [parameters] if isinstance(parameters, torch.nn.Parameter) else list(parameters)
+        wanted = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for each in wanted:
+            if not isinstance(each, torch.Tensor):
+                expected = "a parameter, or several, as model.parameters() lists them"
+                raise ConfigError(field="parameters", value=_said(each), expected=expected)
         known = [self._known[id(each)] for each in wanted if id(each) in self._known]
         end = HeldEnd(self._signals)
         with end as around, end:
@@ -604,7 +636,7 @@ class Engine:
             raise ConfigError(field="module", value=type(module).__name__, expected=expected)
         if id(parameter) not in self._known:
             expected = "one of the model's, as named_parameters() lists them"
-            raise ConfigError(field="parameter", value=f"one of shape {tuple(parameter.shape)}", expected=expected)
+            raise ConfigError(field="parameter", value=_said(parameter), expected=expected)
         if self._parts.modules is not None:
             self._parts.modules.register_external(module, parameter)
         deferral = self._parts.deferral
@@ -675,7 +707,7 @@ class Engine:
         known = self._known.get(id(parameter))
         if not isinstance(known, TrainedParameter):
             expected = "a parameter that the optimizer was made of and that requires a gradient"
-            raise ConfigError(field="parameter", value=f"one of shape {tuple(parameter.shape)}", expected=expected)
+            raise ConfigError(field="parameter", value=_said(parameter), expected=expected)
         number = known.number
         self._settle_early()
         self._parts.gradients.start_writing()
@@ -863,6 +895,16 @@ class Engine:
                 "ranks: call engine.state_dict(), which has them"
             )
 
+    def _check_loading(self, module: torch.nn.Module) -> None:
+        """Refuse to load values into parameters that are not there."""
+        for parameter in module.parameters():
+            known = self._known.get(id(parameter))
+            if known is not None and not known.is_there:
+                raise RuntimeError(
+                    f"{known.name} is not there to be loaded, as the engine fetches parameters around modules: load "
+                    "under `with engine.gathered(model.parameters(), modify=True)`, or parts of the model under as much"
+                )
+
     def _check_optimizer(self) -> None:
         """Refuse gradients that the engine did not take: the optimizer's own step would use them."""
         for group in self.optimizer.param_groups:
@@ -870,8 +912,9 @@ class Engine:
                 if parameter.grad is not None:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient that the engine did not take: "
-                        "it was frozen when the engine was initialized, or its gradient was set by hand. Close the "
-                        "engine and initialize another one after parameters are unfrozen"
+                        "it was frozen when the engine was initialized, or not the optimizer's then, or its gradient "
+                        "was set by hand. Close the engine and initialize another one after parameters are unfrozen or "
+                        "added"
                     )
 
     def _check_whole(self, *, deferred_too: bool = True) -> None:

@@ -6,7 +6,7 @@ Hooks call what they are given, with signals held back, and decide nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable, ItemsView, Mapping, ValuesView
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -64,6 +64,20 @@ class Hooks:
             check()
 
         self._handles.append(optimizer.register_step_pre_hook(hook))
+
+    def on_optimizer_states(
+        self, optimizer: torch.optim.Optimizer, saved: Callable[[], None], loaded: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        """Call `saved` when the optimizer has made a state dict of itself, `loaded` with one before it loads that."""
+
+        def saved_hook(*_: Any) -> None:
+            saved()
+
+        def loaded_hook(_optimizer: Any, state_dict: dict[str, Any]) -> None:
+            loaded(state_dict)
+
+        self._handles.append(optimizer.register_state_dict_post_hook(saved_hook))
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(loaded_hook))
 
     def on_call(
         self,

@@ -6,11 +6,12 @@ Sees when somebody else changed one. Takes no gradients, moves and updates nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from infinity_engine.engine.hooks import Hooks
 from infinity_engine.errors import ConfigError
 
 __all__ = ["ModelParameter", "TrainedParameter", "absent", "collect_frozen", "collect_parameters"]
@@ -72,6 +73,11 @@ class ModelParameter:
         self.parameter.data = values
         self._seen = (values.data_ptr(), self._seen[1])
 
+    @property
+    def is_there(self) -> bool:
+        """Whether modules see its values, and not what is shown in place of them."""
+        return self.parameter.numel() < 2 or any(self.parameter.stride())
+
     def note_values(self) -> None:
         """Remember the values as they are now as the engine's own."""
         self._seen = self._state()
@@ -110,7 +116,8 @@ def collect_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
     """Return the optimizer's parameters that are to be trained, in the model's order: about that of their use.
 
     Raises:
-        ConfigError: one is not the model's, or is of a kind that cannot be trained here; or none is left.
+        ConfigError: one is not the model's, or is of a kind that cannot be trained here; or none is left. Or the
+            optimizer has states, which would be lost.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups: dict[int, int] = {}
@@ -125,6 +132,19 @@ def collect_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
                     "last module was added or replaced",
                 )
             _check(name, parameter)
+            if Hooks.takes_gradients(parameter):
+                raise ConfigError(
+                    field="model",
+                    value=f"one whose {name} another engine trains",
+                    expected="a model of no other engine: close that one first, which leaves an ordinary model",
+                )
+            if _has_stepped(optimizer.state.get(parameter, {})):
+                raise ConfigError(
+                    field="optimizer",
+                    value=f"one that has states of {name}",
+                    expected="an optimizer that has made no step and was loaded no states, as the engine begins with "
+                    "new ones: this version cannot take others over. To do without them, call optimizer.state.clear()",
+                )
             if parameter.requires_grad:
                 groups[id(parameter)] = number
     if not groups:
@@ -152,6 +172,12 @@ def collect_frozen(model: torch.nn.Module, trained: Collection[TrainedParameter]
     return tuple(
         ModelParameter(len(trained) + place, name, parameter) for place, (name, parameter) in enumerate(others)
     )
+
+
+def _has_stepped(state: Mapping[str, object]) -> bool:
+    """Tell whether a parameter's states in an optimizer are of steps: Adagrad makes some before its first one."""
+    step = state.get("step", 1)
+    return any(each is not None for each in state.values()) and bool(step != 0)
 
 
 def _check(name: str, parameter: torch.nn.Parameter) -> None:

@@ -593,6 +593,43 @@ def test_state_dict_of_the_model_is_refused_and_that_of_the_engine_is_right() ->
         assert differing(expected, made.state_dict()) == []
 
 
+def test_values_are_loaded_where_they_are_gathered_and_refused_where_they_are_not() -> None:
+    with unfetched(mlp) as made:
+        train(made)
+        saved = made.state_dict()
+    for precision in ("fp32", "bf16"):
+        with fetching(mlp, precision=precision) as made:
+            with pytest.raises(
+                RuntimeError, match=r"0\.weight is not there to be loaded.*gathered\(model\.parameters\(\)"
+            ):
+                made.model.load_state_dict(saved)
+            with made.gathered(made.model.parameters(), modify=True):
+                made.model.load_state_dict(saved)
+            part = model_of(made)[2]
+            with made.gathered(part.parameters(), modify=True):
+                part.load_state_dict({name: 2 * saved[f"2.{name}"] for name, _ in part.named_parameters()})
+
+            found = made.state_dict()
+            assert torch.equal(found["0.weight"], saved["0.weight"].to(found["0.weight"].dtype))
+            assert torch.equal(found["2.weight"], 2 * saved["2.weight"].to(found["2.weight"].dtype))
+
+
+@pytest.mark.parametrize("overlap", ["off", "auto"])
+def test_evaluation_in_inference_mode_leaves_what_can_be_trained_with(overlap: str) -> None:
+    def run(made: Engine) -> list[float]:
+        found = []
+        for step in range(STEPS):
+            with torch.inference_mode():
+                found.append(squares(made, noise(step)).item())
+                with made.gathered(made.model.parameters()):
+                    pass
+            found += train(made, first=step, steps=1)
+        return found
+
+    assert_the_same(mlp, run, overlap=overlap)
+    assert_the_same(mlp, run, overlap=overlap, more=None, strategy={"name": "interleaved", "share": 0.5})
+
+
 def test_state_dict_of_a_part_of_the_model_is_refused_too() -> None:
     with (
         fetching(lambda: nn.Sequential(mlp(), mlp())) as made,
