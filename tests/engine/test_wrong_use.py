@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
+import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +22,9 @@ from infinity_engine.accel import CpuAccelerator, Emulation, StreamKind, emulate
 from infinity_engine.config import EngineConfig
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.plan import Rates
+from infinity_engine.plan import Rates, Tier
+from support.nvme_programs import output_of, run_program
+from support.wrong_uses import told
 
 RATES = Rates(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_update_params_per_s=1e8, device_update_params_per_s=1e9)
 BUDGET = {"host": "64MiB"}
@@ -76,6 +82,28 @@ def test_a_loss_of_many_elements_is_refused() -> None:
         made.backward(made(torch.randn(4, 20)))
 
 
+@pytest.mark.parametrize("loss", [None, 1.0, {"loss": torch.ones(())}])
+def test_what_is_no_tensor_is_refused_as_a_loss(loss: Any) -> None:
+    with engine() as made, pytest.raises(ConfigError, match=r"^loss: expected a tensor.*the loss, got"):
+        made.backward(loss)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with engine() as made, pytest.raises(ConfigError, match=r"^model: expected a torch\.nn\.Module, got 'Engine'"):
+        infinity_engine.initialize(made, "adamw", accelerator="cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_gradients_that_are_not_finite_are_told_where_their_norm_is_known(value: float) -> None:
+    with engine(max_grad_norm=1.0) as made:
+        train(made)
+        loss = made(torch.full((4, 20), value)).sum()
+        loss.backward()  # past the engine, which does not see the loss
+
+        with pytest.warns(RuntimeWarning, match="the norm of the gradients is nan in step 1"):
+            made.step()
+
+
 def test_a_loss_that_is_not_a_number_is_told_with_the_step() -> None:
     with engine() as made, pytest.warns(RuntimeWarning, match="the loss is nan in step 0"):
         made.backward(made(torch.full((4, 20), torch.nan)).sum())
@@ -97,6 +125,43 @@ def test_a_parameter_that_somebody_changed_is_named_where_the_change_would_be_lo
 
         with pytest.raises(RuntimeError, match=r"0\.weight was changed outside.*gathered"):
             made.step()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_somebody_changed_past_gathered_can_be_taken_over_under_it(precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with engine(precision=precision) as made:
+        weight = next(made.model.parameters())
+        with torch.no_grad():
+            weight.fill_(0.5)
+        made.backward(made(torch.randn(4, 20, dtype=dtype)).float().pow(2).mean())
+        with pytest.raises(RuntimeError, match="changed outside"):
+            made.step()
+        with made.gathered(weight, modify=True):
+            pass
+        assert (torch.as_tensor(made.state_of(weight)["master"]) == 0.5).all()
+        made.step()
+
+        assert (weight.float() - 0.5).abs().max() <= 0.012
+
+
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.double, nn.Module.bfloat16])
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_model_that_is_cast_is_told(cast: Callable[[nn.Module], nn.Module], unified: bool) -> None:
+    with emulated_accelerator(Emulation(rates=RATES, capacity_bytes=16 << 20)) as emulated:
+        device = None if unified else emulated
+        with engine(device=device, budget={"host": "64MiB", "device": "8MiB"}, strategy="host_only") as made:
+            train(made)
+            cast(made.model)
+            dtype = next(made.model.parameters()).dtype
+            loss = made(torch.randn(4, 20, dtype=dtype)).pow(2).mean()
+
+            def step() -> None:
+                made.backward(loss)
+                made.step()
+
+            with pytest.raises((RuntimeError, ConfigError), match=r"was changed outside|cast none after it.*precision"):
+                step()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -127,9 +192,46 @@ def test_an_optimizer_that_there_are_no_rules_for_is_refused_with_those_there_ar
         infinity_engine.initialize(net, torch.optim.RMSprop(net.parameters()), accelerator="cpu")
 
 
-def test_an_unknown_setting_offers_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="nearest: strategy"), engine(strateg="host_only"):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"strateg": "host_only"}, r"^strateg: .*\(nearest: strategy\)"),
+        ({"strategy": "host_onl"}, r"^strategy: .*\(nearest: host_only\)"),
+        ({"strategy": {"name": "interleaved", "shar": 0.5}}, r"^strategy\.shar: .*\(nearest: share\)"),
+        (
+            {"strategy": {"name": "nvme_streamed", "update": {"name": "interleaved", "residnt": 0.5}}},
+            r"^strategy\.update\.residnt: .*\(nearest: resident\)",
+        ),
+        ({"budget": {"hosts": "64MiB"}}, r"^budget\.hosts: .*\(nearest: host\)"),
+        ({"storage": {"checksums": "crc32c"}}, r"^storage\.checksums: .*\(nearest: checksum\)"),
+        ({"storage": {"endurance": {"/mnt/a": "600TB"}}}, r"storage\.endurance: .*got '/mnt/a'"),
+        ({"ranks": {"stages": "alone"}}, r"^ranks\.stages: .*\(nearest: stage\)"),
+        ({"telemetry": {"keep_step": 1}}, r"^telemetry\.keep_step: .*\(nearest: keep_steps\)"),
+        ({"rates": {"version": 1, "h2d_bytes": 1e9}}, r"^rates\.h2d_bytes: .*\(nearest: h2d_bytes_per_s\)"),
+        (
+            {"rates": {"version": 1, "nvme": {"/": {"read_bytes": 1e9}}}},
+            r"^rates\.nvme\['/'\]\.read_bytes: .*\(nearest: read_bytes_per_s\)",
+        ),
+        ({"policy": "algoritm1"}, r"^policy: .*\(nearest: algorithm1\)"),
+    ],
+    ids=str,
+)
+def test_an_unknown_name_at_any_level_offers_the_nearest(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said), engine(**wrong):
         pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("adanw", r"^optimizer: .*\(nearest: adamw\)"),
+        ({"name": "adamw", "beta": (0.9, 0.99)}, r"^optimizer\.beta: .*\(nearest: betas\)"),
+    ],
+    ids=str,
+)
+def test_an_unknown_name_in_an_optimizer_that_is_asked_for_offers_the_nearest(wrong: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        infinity_engine.initialize(model(), wrong, accelerator="cpu", budget=BUDGET)  # type: ignore[arg-type]
 
 
 def test_settings_come_as_an_object_as_a_mapping_and_as_keywords() -> None:
@@ -142,21 +244,59 @@ def test_settings_come_as_an_object_as_a_mapping_and_as_keywords() -> None:
         assert made.step().outcome is infinity_engine.Outcome.ACCUMULATED
 
 
-def test_a_budget_too_small_by_a_mebibyte_is_refused_before_anything_moves() -> None:
-    net = model()
+MEBIBYTE = 1 << 20
+PLENTY = {"host": 64 * MEBIBYTE, "device": 64 * MEBIBYTE}
+
+
+def large() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(700, 700, bias=False), nn.ReLU(), nn.Linear(700, 700, bias=False))
+
+
+@pytest.mark.parametrize(
+    ("tier", "settings"),
+    [
+        (Tier.DEVICE, {"strategy": "device_only", "parameters": "device"}),
+        (Tier.HOST, {"strategy": "host_only", "parameters": "device"}),
+        (Tier.NVME, {"strategy": "nvme_streamed", "parameters": "nvme"}),
+    ],
+    ids=["device", "host", "drives"],
+)
+def test_a_budget_too_small_by_a_mebibyte_is_refused_before_anything_moves(
+    tier: Tier, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    net = large()
     before = [parameter.data_ptr() for parameter in net.parameters()]
-    rates = RATES
-    emulation = Emulation(rates=rates, capacity_bytes=16 << 20)
-    with emulated_accelerator(emulation) as device:
+    on_drives = tier is Tier.NVME
+
+    def opened(size: int) -> Engine:
+        budget: dict[str, object] = {**PLENTY, "nvme": {str(tmp_path): size}} if on_drives else dict(PLENTY)
+        if on_drives:
+            budget["host"] = 24 * MEBIBYTE  # too little for all of it
+        else:
+            budget[tier.value] = size
         optimizer = torch.optim.AdamW(net.parameters())
-        enough = 4 * sum(parameter.numel() for parameter in net.parameters()) * 4
-        budget = {"host": "64MiB", "device": enough - (1 << 16)}
+        return infinity_engine.initialize(
+            net, optimizer, device=device, budget=budget, subgroup_numel=1 << 16, overlap="off", **settings
+        )
 
-        with pytest.raises(CapacityError, match="DEVICE cannot hold"):
-            infinity_engine.initialize(net, optimizer, device=device, strategy="device_only", budget=budget)
+    with emulated_accelerator(Emulation(rates=RATES, capacity_bytes=64 * MEBIBYTE)) as device:
+        with opened(64 * MEBIBYTE) as made:
+            [least] = [usage.reserved for usage in made.usage() if usage.tier is tier]
+        for parameter, address in zip(net.parameters(), before, strict=True):
+            assert parameter.data_ptr() != address or tier is not Tier.DEVICE
+        before = [parameter.data_ptr() for parameter in net.parameters()]
 
-        assert device.memory().free == 16 << 20
-    assert [parameter.data_ptr() for parameter in net.parameters()] == before
+        said = rf"^{tier.name}.* cannot hold .* short.*To make it fit: .*(larger budget|raise the budget)"
+        with pytest.raises(CapacityError, match=said):
+            opened(least - MEBIBYTE)
+
+        assert device.memory().free == 64 * MEBIBYTE
+        assert list(tmp_path.iterdir()) == []
+        assert [parameter.data_ptr() for parameter in net.parameters()] == before
+        with opened(least) as made:
+            made.backward(made(torch.ones(2, 700)).sum())
+            made.step()
 
 
 def test_an_exception_in_forward_leaves_the_engine_usable() -> None:
@@ -228,6 +368,18 @@ def test_a_plain_backward_is_refused_where_the_loss_has_to_be_scaled() -> None:
             loss.backward()
 
 
+def test_a_gradient_that_was_left_before_it_was_taken_is_dropped_with_the_others() -> None:
+    with engine() as made, engine() as untroubled:
+        made.backward(made(torch.randn(4, 20)).sum())
+        for each in made.model.parameters():  # as Ctrl-C leaves it that comes just before the hook that takes it
+            each.grad = torch.ones_like(each)
+        made.zero_grad()
+        train(made)
+        train(untroubled)
+
+        assert torch.equal(weights(made), weights(untroubled))
+
+
 def test_a_parameter_that_is_unfrozen_later_is_told() -> None:
     net = model()
     net[0].weight.requires_grad_(False)
@@ -266,6 +418,183 @@ def test_a_refused_step_that_ended_nowhere_leaves_nothing_mixed() -> None:
             assert torch.equal(weights(made), weights(untroubled))
 
 
+def test_an_optimizer_that_has_stepped_already_is_refused_as_what_it_knows_would_be_lost() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.randn(4, 20)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    with pytest.raises(ConfigError, match=r"optimizer\.state\.clear\(\), got 'one that has states of 0\.weight'"):
+        infinity_engine.initialize(net, optimizer, accelerator="cpu", budget=BUDGET)
+    optimizer.state.clear()
+    with infinity_engine.initialize(net, optimizer, accelerator="cpu", budget=BUDGET) as made:
+        train(made)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
+def test_an_optimizer_that_begins_with_states_is_as_good(name: str) -> None:
+    net = model()
+    optimizer = getattr(torch.optim, name)(net.parameters(), lr=1e-2, **({"momentum": 0.9} if name == "SGD" else {}))
+
+    with infinity_engine.initialize(net, optimizer, accelerator="cpu", budget=BUDGET) as made:
+        train(made)
+
+
+def test_states_that_an_engine_would_not_see_are_not_loaded_and_groups_are() -> None:
+    net = model()
+    trained = torch.optim.AdamW(net.parameters(), lr=0.5)
+    net(torch.randn(4, 20)).sum().backward()
+    trained.step()
+    saved = trained.state_dict()
+    with engine() as made:
+        with pytest.raises(RuntimeError, match=r"engine has the optimizer's states.*\"state\": \{\}"):
+            made.optimizer.load_state_dict(saved)
+        made.optimizer.load_state_dict({**saved, "state": {}})
+        assert made.optimizer.param_groups[0]["lr"] == 0.5
+
+        with pytest.warns(RuntimeWarning, match=r"no states, which the engine has: engine\.state_of"):
+            groups = made.optimizer.state_dict()
+        assert groups["param_groups"][0]["lr"] == 0.5
+    made.optimizer.load_state_dict(saved)
+
+
+# --- gradients that the engine has taken ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda made: torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1.0),
+        lambda made: torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1.0, foreach=True),
+        lambda made: torch.nn.utils.clip_grad_value_(made.model.parameters(), 1.0),
+        lambda made: [each.grad.norm() for each in made.model.parameters() if each.grad is not None],
+        lambda made: made.optimizer.zero_grad(set_to_none=False),
+    ],
+)
+@pytest.mark.parametrize("through", [True, False])
+def test_who_computes_with_gradients_that_the_engine_has_taken_is_told_what_to_call(
+    use: Callable[[Engine], object], through: bool
+) -> None:
+    with engine() as made, engine() as untroubled:
+        loss = made(torch.randn(4, 20, generator=torch.Generator().manual_seed(0))).pow(2).mean()
+        made.backward(loss) if through else loss.backward()
+
+        with pytest.raises(RuntimeError, match=r"engine\.clip_grad_norm_\(max_norm\).*state_of.*engine\.zero_grad\(\)"):
+            use(made)
+        made.step()
+        train(untroubled)
+
+        assert torch.equal(weights(made), weights(untroubled))
+        assert [each.grad for each in made.model.parameters() if each.grad is not None] == []
+
+
+def test_every_group_of_the_optimizer_tells() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW([{"params": net[0].parameters()}, {"params": net[2].parameters()}])
+    with infinity_engine.initialize(net, optimizer, accelerator="cpu", budget=BUDGET) as made:
+        made.backward(made(torch.randn(4, 20)).sum())
+
+        for group in optimizer.param_groups:
+            with pytest.raises(RuntimeError, match="the engine has taken it"):
+                torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+
+
+def test_gradients_of_backwards_past_the_engine_are_added_up() -> None:
+    with engine() as made, engine() as untroubled:
+        losses = [made(torch.full((4, 20), float(number))).pow(2).mean() for number in range(3)]
+        for loss in losses:
+            loss.backward()
+        made.step()
+        losses = [untroubled(torch.full((4, 20), float(number))).pow(2).mean() for number in range(3)]
+        for loss in losses:
+            untroubled.backward(loss)
+        untroubled.step()
+
+        assert torch.equal(weights(made), weights(untroubled))
+
+
+@pytest.mark.parametrize("drop", [lambda made: made.optimizer.zero_grad(), lambda made: made.model.zero_grad()])
+def test_what_the_optimizer_or_the_model_drops_is_dropped(drop: Callable[[Engine], object]) -> None:
+    with engine() as made, engine() as untroubled:
+        made.backward(made(torch.full((4, 20), 3.0)).sum())
+        drop(made)
+        train(made)
+        train(untroubled)
+        drop(made)  # after a step there is nothing
+        train(made, 1)
+        train(untroubled, 1)
+        assert torch.equal(weights(made), weights(untroubled))
+
+        made.backward(made(torch.full((4, 20), 3.0)).sum())
+        drop(made)
+        with pytest.raises(RuntimeError, match="nothing to step with"):
+            made.step()
+
+
+def test_dropping_past_the_engine_between_micro_batches_is_told_and_nothing_is_dropped() -> None:
+    with engine(accumulation_steps=2) as made, engine(accumulation_steps=2) as untroubled:
+        train(made)
+        made.backward(made(torch.full((4, 20), 3.0)).sum())
+        made.optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"those of 1 of 2 micro-batches.*drop nothing between"):
+            made.step()
+        made.step()
+        train(untroubled)
+        untroubled.backward(untroubled(torch.full((4, 20), 3.0)).sum())
+        untroubled.step()
+
+        assert torch.equal(weights(made), weights(untroubled))
+
+
+def test_dropping_past_the_engine_before_a_backward_past_it_is_told() -> None:
+    with engine() as made:
+        losses = [made(torch.randn(4, 20)).sum() for _ in range(2)]
+        losses[0].backward()
+        made.optimizer.zero_grad()
+
+        with pytest.raises(RuntimeError, match=r"what drops them is engine\.zero_grad\(\)"):
+            losses[1].backward()
+        made.zero_grad()
+        train(made)
+
+
+def test_dropping_gradients_after_every_micro_batch_is_warned_of() -> None:
+    with engine(accumulation_steps=2) as made:
+        train(made)
+        made.zero_grad()  # as for a batch that came to nothing
+        train(made)
+        with pytest.warns(RuntimeWarning, match=r"1 of 2 micro-batches.*no step ever updates"):
+            made.zero_grad()
+        for _ in range(2):
+            train(made)
+        train(made)
+        made.zero_grad()
+
+
+# --- python -O --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_without_asserts_the_same_is_told_and_trained(tmp_path: Path) -> None:
+    program = """
+import json
+from support.determinism import deterministic_compute
+from support.wrong_uses import told
+
+with deterministic_compute():
+    print(json.dumps({**told(), "asserts": __debug__}))
+"""
+    paths = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+    run = run_program(program, folder=tmp_path, python=["-O"], environment={"PYTHONPATH": paths})
+
+    without = json.loads(output_of(run))
+
+    assert without.pop("asserts") is False
+    assert without == told()
+    assert "nothing" not in without.values()
+
+
 def test_two_engines_in_one_process_do_not_disturb_each_other() -> None:
     with engine() as alone:
         train(alone)
@@ -277,6 +606,18 @@ def test_two_engines_in_one_process_do_not_disturb_each_other() -> None:
 
         assert torch.equal(weights(first), expected)
         assert torch.equal(weights(second), expected)
+
+
+def test_a_second_engine_for_one_model_is_refused_and_the_first_goes_on() -> None:
+    with engine() as made, engine() as untroubled:
+        with pytest.raises(ConfigError, match=r"^model: expected a model of no other engine.*0\.weight another engine"):
+            infinity_engine.initialize(made.model, torch.optim.SGD(made.model.parameters()), accelerator="cpu")
+        train(made)
+        train(untroubled)
+
+        assert torch.equal(weights(made), weights(untroubled))
+    with infinity_engine.initialize(made.model, "adamw", accelerator="cpu", budget=BUDGET) as after:
+        train(after)
 
 
 @pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps])
