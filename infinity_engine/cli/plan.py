@@ -35,6 +35,7 @@ SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goe
 _ASSUMED = "desktop_4090"
 _OF_PEAK = 0.4  # of its peak a GPU computes, where nobody has published what it achieves
 _QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take them
+_LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e9
 _TOKENS = 2048
 _OPTIMIZERS = ("adamw", "adam", "lion", "adagrad", "sgd")
 _PRECISIONS = ("bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast")
@@ -142,6 +143,9 @@ def _list() -> int:
 def _in_words(error: ConfigError) -> str:
     names = {"batch": "--batch", "sequence": "--sequence", "accumulation_steps": "--accumulation", "model": "--model"}
     names |= {"machine": "--machine", "subgroup_numel": "--subgroup"}
+    if error.field == "budget.nvme":
+        expected = 'a size such as "2TB", for what is to rest on drives'
+        return str(ConfigError(field="--nvme", value=error.value, expected=expected))
     return str(ConfigError(field=names.get(error.field, error.field), value=error.value, expected=error.expected))
 
 
@@ -214,6 +218,8 @@ def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
     gpus = options.gpus if options.gpus is not None else 1 if known is None else known.gpus
     if gpus < 0:
         raise ConfigError(field="--gpus", value=gpus, expected="a number of GPUs, 0 or more")
+    if gpus == 0 and options.gpu_mem is not None:
+        raise ConfigError(field="--gpu-mem", value=options.gpu_mem, expected="none of it where --gpus is 0")
     device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
     host = _given(options.ram, known, "--ram")
     drives = _given(options.nvme, known, "--nvme") if options.nvme or known else 0
@@ -222,8 +228,9 @@ def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
     assumed = machine(_ASSUMED) if known is None else known
     rates, compute, sources = _rates(options, assumed, ranks=ranks, named=known is not None)
     if options.tflops is not None:
-        if not options.tflops > 0:
-            raise ConfigError(field="--tflops", value=options.tflops, expected="a positive number")
+        if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
+            expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
+            raise ConfigError(field="--tflops", value=options.tflops, expected=expected)
         compute = _Compute(options.tflops * 1e12)
     return Means(
         budget=ResolvedBudget(device=free.device, host=free.host, nvme=free.nvme),
