@@ -334,7 +334,7 @@ class _Search:
         for number, (size, finalists) in enumerate(
             zip((each for each in counts if each < numel), _FINALISTS, strict=False)
         ):
-            refined = self._refined(found, size, finalists, first=not number)
+            refined = self._refined(found, size, finalists)
             self._descend(refined, size, _LAST_STEPS, starts=_LAST_STARTS)
             found |= refined
             least = min((each.timeline.ns for each in refined.values()), default=best.timeline.ns)
@@ -458,10 +458,8 @@ class _Search:
                     found[there] = candidate
                     form, onwards = there, [way, *(each for each in _WAYS if each not in (way, (-way[0], -way[1])))]
 
-    def _refined(
-        self, found: Mapping[_Form, Candidate], numel: int, finalists: int, *, first: bool
-    ) -> dict[_Form, Candidate]:
-        """Return the best with smaller subgroups; at first also what was too large before, as buffers are smaller.
+    def _refined(self, found: Mapping[_Form, Candidate], numel: int, finalists: int) -> dict[_Form, Candidate]:
+        """Return the best with smaller subgroups, and what was too large before, as buffers are smaller.
 
         And the best of each family of which the host had no room for all buffers, or in which some visit, as buffers
         and staging sets of smaller ones leave room.
@@ -479,7 +477,7 @@ class _Search:
         return refined | dict(
             self._corners(
                 numel,
-                lambda form: (form.family, form.name) in corners or (first and form.family not in there),
+                lambda form: (form.family, form.name) in corners or form.family not in there,
             )
         )
 

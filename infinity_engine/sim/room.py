@@ -102,21 +102,27 @@ class Room:
         fetched = {sizing.deepest} if at_home else {0}
         if at_home:
             fetched |= {_AHEAD * sizing.deepest, sum(sizing.parameters)}
+        # Fp32 parameters that stay on the device are the masters of residents.
+        one = sizing.subgroups[0]
+        states = sizing.states_bytes(one, Home.RESIDENT, tier) + limits.update_bytes * one.numel
+        resident = states / limits.device_bytes(one.numel)
+        allowed = limits.resident_bytes / every
         edges = [_NONE_RESIDENT, _NONE_VISITING, _ALL]
+        if resident < 1:
+            edges.append(_Edge(1, 0, allowed))
         for number, nbytes in enumerate(sorted(fetched)):
             left = (limits.staging_bytes - max(staged, nbytes)) / every
             within = left + activations / every - gradient * largest / numel
-            edges.append(_Edge(1 + gradient, gradient, within, hard=not number))
+            edges.append(_Edge(resident + gradient, gradient, within, hard=not number))
             if activations:
-                edges.append(_Edge(1, 0, left, hard=not number))
+                edges.append(_Edge(resident, 0, left, hard=not number))
         edges += _on_host(sizing, means, budget, tier=tier, drives=drives)
-        left = limits.resident_bytes / every
         share = _best_share(means, limits.per_parameter, at_home=at_home)
         if share is not None:
             edges.append(_Edge(share, 1, share, hard=False))
         return cls(
             edges=tuple(edges),
-            most_resident=max(min(left, (left + activations / every) / (1 + gradient), 1.0), 0.0),
+            most_resident=max(min(allowed, (allowed + activations / every) / (resident + gradient), 1.0), 0.0),
             whole=largest / numel,
             may_visit=share is not None,
         )

@@ -203,6 +203,9 @@ def test_it_picks_what_is_within_3_percent_of_the_best_of_all_and_keeps_the_budg
         (250, Tier.HOST, Interleaved(share=0.5, resident=0.25)),
         # Most visit, as the host has no room for more gradients.
         (201, Tier.DEVICE, Interleaved(share=1.0, resident=0.1)),
+        # Parameters in fp32 are the masters of residents, so that more of these have room.
+        (712, Tier.DEVICE, StaticSplit(ratio=0.9)),
+        (775, Tier.DEVICE, Interleaved(share=0.25, resident=0.5)),
         # Some visit, so that the gradients of the others stay in memory.
         (199, Tier.HOST, NvmeStreamed(update=Interleaved(share=0.25, resident=0.1))),
     ],
@@ -219,6 +222,8 @@ def test_what_lies_at_an_edge_of_some_memory_is_found(seed: int, tier: Tier, str
     [
         # With large subgroups the host has room for one buffer only, and this looks slow until they are small.
         (369, Tier.HOST, NvmeStreamed(update=Interleaved(share=0.0, resident=0.1))),
+        # The device has room for all parameters only beside gradients of the smallest subgroups on their way.
+        (751, Tier.DEVICE, HostOnly()),
         # Some stay and some visit, between the corners of what the device holds.
         (462, Tier.DEVICE, NvmeStreamed(update=Interleaved(share=0.6, resident=0.3))),
         # The staging sets of large subgroups leave no room for as many residents.
