@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
@@ -25,6 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy machine")
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
+    if worker is not None:  # before any of them imports torch: threads of all would wait for one another's cores
+        cores = len(os.sched_getaffinity(0))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // worker["workercount"])))
     if worker is None:
         config.stash[_FOLDER] = tempfile.TemporaryDirectory(prefix="tests-")
     config.stash[SHARED] = Path(config.stash[_FOLDER].name if worker is None else worker["shared"])
