@@ -634,7 +634,7 @@ class Engine:
             if self._parts.fetcher is not None:
                 self._parts.fetcher.write_home(each.number)
             if isinstance(each, TrainedParameter):
-                self._parts.states.set_master(each.number, self._own(each).float().cpu())
+                self._parts.states.set_master(each.number, self._own(each))
             each.note_values()
 
     @_held
