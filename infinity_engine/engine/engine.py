@@ -314,10 +314,11 @@ class Engine:
         for each in self._parts.trained:
             each.parameter.grad = None  # what was interrupted before it was taken
         self._micro_batches, self._has_accumulated = 0, False
+        self._clip_to = self._parts.max_grad_norm
 
     @_held
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Let the next step clip the gradients to `max_norm`; return their norm as it is now.
+        """Let the next step clip the gradients to `max_norm`, unless they are dropped; return their norm as it is now.
 
         What torch.nn.utils.clip_grad_norm_ is for: that one sees no gradients here.
         """
@@ -349,6 +350,7 @@ class Engine:
             norm = total.norm(unscale)
             if used != 1.0 and not total.is_finite:
                 parts.scale.step_skipped()
+                self._clip_to = parts.max_grad_norm
                 return StepResult(Outcome.SKIPPED, gradient_norm=norm, loss_scale=parts.scale.value)
             if not total.is_finite:
                 warnings.warn(

@@ -15,6 +15,7 @@ import infinity_engine
 from infinity_engine import Outcome
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Interleaved
+from support.engine_bits import Bits, bits_of, differing
 from support.nvme_training import STREAMED, Case, emulated, made, opened
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -66,6 +67,35 @@ def test_a_gradient_is_shown_without_the_loss_scale() -> None:
                 break
 
         assert 0 < found.norm() < norm < 100
+
+
+def test_a_norm_to_clip_to_goes_with_the_gradients_that_are_dropped() -> None:
+    def bits(*, clip: bool) -> Bits:
+        with opened(MEMORY, None, None) as (engine, task):
+            engine.backward(engine(task.batch(0)))
+            if clip:
+                engine.clip_grad_norm_(1e-6)
+            engine.zero_grad()
+            engine.backward(engine(task.batch(1)))
+            engine.step()
+            return bits_of(engine)
+
+    assert differing(bits(clip=True), bits(clip=False)) == []
+
+
+def test_a_norm_to_clip_to_goes_with_the_gradients_of_a_step_that_is_skipped() -> None:
+    def bits(*, clip: bool) -> Bits:
+        with opened(replace(MEMORY, precision="fp16"), None, None) as (engine, task):
+            skipped = 0
+            while engine.steps < 1:
+                engine.backward(engine(task.batch(0)))
+                if clip and not skipped:
+                    engine.clip_grad_norm_(1e-6)
+                skipped += engine.step().outcome is Outcome.SKIPPED
+            assert skipped
+            return bits_of(engine)
+
+    assert differing(bits(clip=True), bits(clip=False)) == []
 
 
 class LargestInFP32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
