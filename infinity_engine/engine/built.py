@@ -119,7 +119,7 @@ class BuiltModel:
             TransferError: the drive failed.
         """
         self._check_room([parameter])
-        self._originals.bring(parameter)
+        self._bring(parameter)
 
     def whole(self) -> None:
         """Give all parameters ordinary memory again, as if there had been no context; and close.
@@ -132,7 +132,7 @@ class BuiltModel:
         parameters = list(self._originals.parameters())
         self._check_room(parameters)
         for parameter in parameters:
-            self._originals.bring(parameter)
+            self._bring(parameter)
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -142,13 +142,14 @@ class BuiltModel:
         """
         if self.ranks is not None:
             self.ranks.close(error)
-        if self._closed:
-            return
-        self._closed = True
-        if not any(self._originals.is_absent(each) for each in self._originals.parameters()):
-            self._hooks.remove()
-        self._originals.close()
-        self.swap.close()
+        with self._hooks.signals:
+            if self._closed:
+                return
+            self._closed = True
+            if not any(self._originals.is_absent(each) for each in self._originals.parameters()):
+                self._hooks.remove()
+            self._originals.close()
+            self.swap.close()
 
     @property
     def closed(self) -> bool:
@@ -162,6 +163,10 @@ class BuiltModel:
             self._hooks.before_call(module, guard)
             self._hooks.on_state_dict(module, guard.refuse)
             self._hooks.on_load_state_dict(module, guard.refuse)
+
+    def _bring(self, parameter: torch.Tensor) -> None:
+        with self._hooks.signals:  # between two parameters, where all can be tried again
+            self._originals.bring(parameter)
 
     def _check_within(self, parameter: torch.Tensor, numel: int, first_element: int, values: torch.Tensor) -> None:
         last = first_element + values.numel()

@@ -314,10 +314,11 @@ class Engine:
         for each in self._parts.trained:
             each.parameter.grad = None  # what was interrupted before it was taken
         self._micro_batches, self._has_accumulated = 0, False
+        self._clip_to = self._parts.max_grad_norm
 
     @_held
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Let the next step clip the gradients to `max_norm`; return their norm as it is now.
+        """Let the next step clip the gradients to `max_norm`, unless they are dropped; return their norm as it is now.
 
         What torch.nn.utils.clip_grad_norm_ is for: that one sees no gradients here.
         """
@@ -349,6 +350,7 @@ class Engine:
             norm = total.norm(unscale)
             if used != 1.0 and not total.is_finite:
                 parts.scale.step_skipped()
+                self._clip_to = parts.max_grad_norm
                 return StepResult(Outcome.SKIPPED, gradient_norm=norm, loss_scale=parts.scale.value)
             if not total.is_finite:
                 warnings.warn(
@@ -631,10 +633,11 @@ class Engine:
         if self._parts.whole is not None:
             self._parts.whole.check_same(known)
         for each in known:
+            # The master first: until the values are home as well, they are a change that nothing goes on without.
+            if isinstance(each, TrainedParameter):
+                self._parts.states.set_master(each.number, self._own(each))
             if self._parts.fetcher is not None:
                 self._parts.fetcher.write_home(each.number)
-            if isinstance(each, TrainedParameter):
-                self._parts.states.set_master(each.number, self._own(each).float().cpu())
             each.note_values()
 
     @_held

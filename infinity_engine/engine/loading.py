@@ -27,6 +27,7 @@ from infinity_engine.engine.cut_originals import CutOriginals
 from infinity_engine.engine.original import absent
 from infinity_engine.engine.progress import Teller
 from infinity_engine.engine.ranks import Ranks
+from infinity_engine.engine.signals import HeldSignals
 from infinity_engine.errors import ConfigError, TransferError
 from infinity_engine.partition import Partitioner, Shard, ShardSpec
 from infinity_engine.plan import ResolvedBudget, Tier
@@ -119,17 +120,18 @@ def load(
             ]
         if ranks is not None:
             ranks.collectives.agree("the end of loading")  # the model is as it was until all have the values
-        _give(targets, values, failed)
-        for target, place in zip(targets, places, strict=True):
-            if target.spec is not None:
-                assert isinstance(originals, CutOriginals), "there are several ranks"
-                originals.adopt_part(target.tensor, target.names[0], target.spec, place)
-            elif place is not None:
-                originals.adopt_absent(target.tensor, target.names[0], place)
-            elif isinstance(target.tensor, torch.nn.Parameter):
-                originals.adopt(target.tensor, target.names[0])
-        built.guard([module for module in model.modules() if any(each in originals for each in module.parameters())])
-        failed.pop_all()
+        with HeldSignals():  # all of the model is taken over, or nothing of it
+            _give(targets, values, failed)
+            for target, place in zip(targets, places, strict=True):
+                if target.spec is not None:
+                    assert isinstance(originals, CutOriginals), "there are several ranks"
+                    originals.adopt_part(target.tensor, target.names[0], target.spec, place)
+                elif place is not None:
+                    originals.adopt_absent(target.tensor, target.names[0], place)
+                elif isinstance(target.tensor, torch.nn.Parameter):
+                    originals.adopt(target.tensor, target.names[0])
+            built.guard(each for each in model.modules() if any(mine in originals for mine in each.parameters()))
+            failed.pop_all()
     return built
 
 

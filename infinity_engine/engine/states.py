@@ -276,7 +276,7 @@ class StateKeeper:
         return max((held.steps[index] for held, index, _ in self._segments_of(number)), default=0)
 
     def set_master(self, number: int, values: torch.Tensor) -> None:
-        """Replace a parameter's master, which modules' values were changed to, by flat fp32 values."""
+        """Replace a parameter's master by flat values of its own, which somebody has changed: piece by piece."""
         for held, index, segment in self._segments_of(number):
             if not self._in_place(held.home):
                 self._write_master(held, index, _part(values, segment))

@@ -10,6 +10,7 @@ import pickle
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.memory import Usage
 from infinity_engine.plan import Budget, Tier
 from infinity_engine.storage import swapfile
+from support.engine_bits import differing
+from support.interrupts import interrupted_at
 from support.nvme_programs import output_of, run_program
 from support.small_models import MODELS
 
@@ -880,6 +883,23 @@ def test_a_model_that_is_whole_again_is_an_ordinary_one(drive: Path) -> None:
     model(torch.ones(60)).backward()
     assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
     assert_given_back(drive)
+
+
+def test_making_a_model_whole_can_be_interrupted_and_tried_again(drive: Path) -> None:
+    torch.manual_seed(0)
+    expected = nn.Linear(60, 60)
+    for line in count(1, 3):
+        with init_context(budget=budget(drive), cache=0) as built:
+            torch.manual_seed(0)
+            model = nn.Linear(60, 60)
+        assert built.is_absent(model.weight)
+        with interrupted_at(line, ("engine/originals.py", "engine/original.py")) as told:
+            built.whole()
+        built.whole()
+
+        assert differing(dict(model.state_dict()), dict(expected.state_dict())) == []
+        if not told[0]:
+            break
 
 
 def test_a_model_that_does_not_fit_is_not_made_whole(drive: Path) -> None:

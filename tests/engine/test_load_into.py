@@ -17,6 +17,7 @@ from infinity_engine.engine.init_context import load_into
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.plan import Budget
 from infinity_engine.storage import swapfile
+from support.interrupts import interrupted_at
 from support.nvme_programs import output_of, run_program
 
 
@@ -233,6 +234,28 @@ def test_a_drive_that_fails_is_told_and_the_model_is_as_it_was(
 
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert list(drive.iterdir()) == []
+
+
+def test_a_loading_that_is_interrupted_has_filled_the_model_or_left_it_as_it_was(tmp_path: Path, drive: Path) -> None:
+    folder, found = written(tmp_path / "files", values()), []
+    for line in range(1, 3000, 23):
+        model = on_meta()
+        with interrupted_at(line, ("engine/loading.py", "engine/originals.py", "engine/built.py")) as told:
+            load_into(model, folder, budget(drive))
+
+        found.append({each.is_meta for each in (*model.parameters(), *model.buffers())})
+        if False in found[-1]:
+            built = originals_of(model)
+            assert built is not None
+            built.whole()
+            assert torch.equal(model.halved, values()["halved"])
+        assert list(drive.iterdir()) == []
+        if not told[0]:
+            break
+
+    assert not told[0]
+    assert {True} in found
+    assert all(len(each) == 1 for each in found)
 
 
 LARGER = """

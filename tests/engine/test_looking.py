@@ -1,17 +1,21 @@
-"""What an engine shows of a parameter between backward and step: its gradient, wherever that is kept."""
+"""What an engine shows and lets change between backward and step: gradients, wherever they are kept, and masters."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import infinity_engine
 from infinity_engine import Outcome
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Interleaved
+from support.engine_bits import Bits, bits_of, differing
 from support.nvme_training import STREAMED, Case, emulated, made, opened
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -63,6 +67,67 @@ def test_a_gradient_is_shown_without_the_loss_scale() -> None:
                 break
 
         assert 0 < found.norm() < norm < 100
+
+
+def test_a_norm_to_clip_to_goes_with_the_gradients_that_are_dropped() -> None:
+    def bits(*, clip: bool) -> Bits:
+        with opened(MEMORY, None, None) as (engine, task):
+            engine.backward(engine(task.batch(0)))
+            if clip:
+                engine.clip_grad_norm_(1e-6)
+            engine.zero_grad()
+            engine.backward(engine(task.batch(1)))
+            engine.step()
+            return bits_of(engine)
+
+    assert differing(bits(clip=True), bits(clip=False)) == []
+
+
+def test_a_norm_to_clip_to_goes_with_the_gradients_of_a_step_that_is_skipped() -> None:
+    def bits(*, clip: bool) -> Bits:
+        with opened(replace(MEMORY, precision="fp16"), None, None) as (engine, task):
+            skipped = 0
+            while engine.steps < 1:
+                engine.backward(engine(task.batch(0)))
+                if clip and not skipped:
+                    engine.clip_grad_norm_(1e-6)
+                skipped += engine.step().outcome is Outcome.SKIPPED
+            assert skipped
+            return bits_of(engine)
+
+    assert differing(bits(clip=True), bits(clip=False)) == []
+
+
+class LargestInFP32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
+    """Notes the elements of the largest fp32 tensor that is made in the body."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = isinstance(result, torch.Tensor) and not func.is_view and not func._schema.is_mutable
+        if made and result.dtype == torch.float32:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_the_master_of_a_changed_parameter_is_written_without_a_copy_of_the_whole() -> None:
+    model = torch.nn.Linear(256, 256, bias=False)
+    weight = model.get_parameter("weight")
+    with infinity_engine.initialize(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        precision="bf16",
+        budget={"host": "64MiB"},
+        strategy="host_only",
+        subgroup_numel=4096,
+    ) as engine:
+        made = LargestInFP32()  # type: ignore[no-untyped-call]
+        with made, engine.gathered(weight, modify=True), torch.no_grad():
+            weight.fill_(3.0)
+
+        assert made.numel <= 4096
+        assert torch.equal(torch.as_tensor(engine.state_of(weight)["master"]), torch.full((256, 256), 3.0))
 
 
 @pytest.mark.parametrize("wrong", ["0.weight", torch.nn.Parameter(torch.ones(2)), None, torch.ones(3)], ids=str)
