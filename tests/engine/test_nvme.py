@@ -102,21 +102,27 @@ def test_a_change_whose_master_could_not_be_written_is_not_lost_unseen(
         weight = task.get_parameter("embed.weight")
         engine.backward(engine(task.batch(0)))
         engine.step()
-        with monkeypatch.context() as drive, pytest.raises(TransferError, match="states of"):  # noqa: SIM117
+
+        def change(drive: pytest.MonkeyPatch) -> None:
             with engine.gathered(weight, modify=True), torch.no_grad():
                 weight.fill_(7.0)
                 drive.setattr(SwapFile, "write", failing)
-        with pytest.raises(RuntimeError, match=r"embed\.weight was changed.*gathered\(\[parameter\], modify=True\)"):
+
+        def train() -> None:
             engine.backward(engine(task.batch(1)))
             engine.step()
+
+        with monkeypatch.context() as drive, pytest.raises(TransferError, match="states of"):
+            change(drive)
+        with pytest.raises(RuntimeError, match=r"embed\.weight was changed.*gathered\(\[parameter\], modify=True\)"):
+            train()
         engine.zero_grad()
         with engine.gathered(weight, modify=True):
             pass
 
         for found in (engine.state_dict()["embed.weight"], torch.as_tensor(engine.state_of(weight)["master"])):
             assert torch.equal(found.float(), torch.full(weight.shape, 7.0))
-        engine.backward(engine(task.batch(1)))
-        engine.step()
+        train()
 
 
 class Lost:
