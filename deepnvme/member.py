@@ -385,7 +385,8 @@ class MemberFile:
         self._stop()
         try:
             # First: children that were forked meanwhile may keep the file open, and so its space, as long as they live.
-            os.ftruncate(self._lock, 0)
+            with suppress(OSError):  # what went wrong there, the next line says with the file's name
+                os.ftruncate(self._lock, 0)
             (self.directory / DATA).unlink(missing_ok=True)
             if self._made_directory:
                 with suppress(OSError):  # somebody put something into it
