@@ -633,10 +633,11 @@ class Engine:
         if self._parts.whole is not None:
             self._parts.whole.check_same(known)
         for each in known:
-            if self._parts.fetcher is not None:
-                self._parts.fetcher.write_home(each.number)
+            # The master first: until the values are home as well, they are a change that nothing goes on without.
             if isinstance(each, TrainedParameter):
                 self._parts.states.set_master(each.number, self._own(each))
+            if self._parts.fetcher is not None:
+                self._parts.fetcher.write_home(each.number)
             each.note_values()
 
     @_held

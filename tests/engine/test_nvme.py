@@ -91,6 +91,38 @@ def test_states_can_be_seen_and_masters_changed_between_backward_and_step(accele
     same_as_in_memory(looked_at, CASE, accelerator, tmp_path)
 
 
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+def test_a_change_whose_master_could_not_be_written_is_not_lost_unseen(
+    accelerator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: SwapFile, _place: Place, _data: object, *, what: str) -> Hop:
+        raise TransferError(errno=errno.EIO, path="drive", offset=0, asked=1, done=0, what=what)
+
+    def trained(engine: Engine, task: Task, seed: int) -> None:
+        engine.backward(engine(task.batch(seed)))
+        engine.step()
+
+    def changed(engine: Engine, weight: torch.nn.Parameter) -> None:
+        with monkeypatch.context() as drive, engine.gathered(weight, modify=True), torch.no_grad():
+            weight.fill_(7.0)
+            drive.setattr(SwapFile, "write", failing)
+
+    with opened(replace(CASE, host=LITTLE[accelerator]), device(accelerator), tmp_path) as (engine, task):
+        weight = task.get_parameter("embed.weight")
+        trained(engine, task, 0)
+        with pytest.raises(TransferError, match="states of"):
+            changed(engine, weight)
+        with pytest.raises(RuntimeError, match=r"embed\.weight was changed.*gathered\(\[parameter\], modify=True\)"):
+            trained(engine, task, 1)
+        engine.zero_grad()
+        with engine.gathered(weight, modify=True):
+            pass
+
+        for found in (engine.state_dict()["embed.weight"], torch.as_tensor(engine.state_of(weight)["master"])):
+            assert torch.equal(found.float(), torch.full(weight.shape, 7.0))
+        trained(engine, task, 1)
+
+
 class Lost:
     """A write that fails."""
 
