@@ -383,6 +383,22 @@ def test_an_exception_in_the_forward_leaves_nothing_on_the_drives_and_closing_tw
     assert not task.get_parameter("embed.weight").isnan().any()
 
 
+def test_a_directory_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    task = MODELS["gpt"]()
+    before = {name: each.clone() for name, each in task.state_dict().items()}
+
+    with pytest.raises(ConfigError, match="not mounted"):
+        infinity_engine.initialize(
+            task,
+            torch.optim.AdamW(task.parameters()),
+            accelerator="cpu",
+            strategy="nvme_streamed",
+            budget={"nvme": {str(tmp_path / "not mounted"): "64MiB"}},
+        )
+
+    assert [name for name, each in task.state_dict().items() if not torch.equal(each, before[name])] == []
+
+
 def test_a_directory_that_nothing_can_be_written_to_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,10 @@ def open_folder() -> Iterator[Path]:
         yield folder
 
 
-def told_by_training(folder: Path, *python: str, user: int = 0) -> dict[str, Any]:
-    """Train in a process of its own, as this user."""
+def told_by_training(folder: Path, *python: str, user: int = 0, drive: Path | None = None) -> dict[str, Any]:
+    """Train in a process of its own, as this user, with this drive or the folder for one."""
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    run = run_program(TRAIN, folder, user, folder=folder, python=python, environment={"PYTHONPATH": paths})
+    run = run_program(TRAIN, drive or folder, user, folder=folder, python=python, environment={"PYTHONPATH": paths})
     told: dict[str, Any] = json.loads(output_of(run))
     return told
 
@@ -76,6 +77,21 @@ def test_a_user_who_may_lock_no_memory_trains_from_drives_to_the_same_bits(open_
     assert told["registered_bytes"] == 0
     assert told["bits"] == bits_in_memory()
     assert [each.name for each in open_folder.iterdir()] == ["program.py"]
+
+
+def test_two_jobs_train_at_once_on_one_directory_which_is_empty_after_them(tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+
+    def job(name: str) -> dict[str, Any]:
+        (tmp_path / name).mkdir()
+        return told_by_training(tmp_path / name, drive=drive)
+
+    with ThreadPoolExecutor(2) as jobs:
+        told = list(jobs.map(job, ("first", "second")))
+
+    assert [each["bits"] for each in told] == [bits_in_memory()] * 2
+    assert list(drive.iterdir()) == []
 
 
 def test_without_asserts_training_from_drives_comes_to_the_same_bits(tmp_path: Path) -> None:

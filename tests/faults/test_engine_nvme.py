@@ -115,7 +115,8 @@ def test_where_each_nth_io_fails_training_goes_on_and_ends_with_the_same_bits(
     assert told
     for error in told:
         cause = cause_of(error)
-        assert cause.what
+        assert any(name in str(cause) for name, _ in task.named_parameters()), cause
+        assert f"at offset {cause.offset}" in str(cause)
         assert str(tmp_path) in cause.path
     assert [name for name, each in bits.items() if not torch.equal(undisturbed().bits[name], each)] == []
 
