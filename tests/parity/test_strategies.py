@@ -110,10 +110,9 @@ def trained(
 
 
 @cache
-def reference(model: str, optimizer: str, precision: str, accumulation: int, clip: float | None) -> Bits:
-    strategy = HostOnly()
+def reference(model: str, precision: str, accumulation: int, clip: float | None, steps: int) -> Bits:
     bits, _ = trained(
-        model, optimizer, strategy, None, precision=precision, accumulation=accumulation, clip=clip, steps=12
+        model, "adamw", HostOnly(), None, precision=precision, accumulation=accumulation, clip=clip, steps=steps
     )
     return bits
 
@@ -156,12 +155,16 @@ EVERY_WAY = [
 ]
 
 
+LENGTHS = [12, pytest.param(STEPS, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: str(strategy.to_plain()))
 @pytest.mark.parametrize(("accelerator", "precision", "accumulation", "clip"), EVERY_WAY)
 def test_every_strategy_gives_the_same_bits(
-    strategy: Strategy, accelerator: str, precision: str, accumulation: int, clip: float | None
+    strategy: Strategy, accelerator: str, precision: str, accumulation: int, clip: float | None, steps: int
 ) -> None:
-    expected = reference("gpt", "adamw", precision, accumulation, clip)
+    expected = reference("gpt", precision, accumulation, clip, steps)
 
     bits, _ = trained(
         "gpt",
@@ -171,16 +174,18 @@ def test_every_strategy_gives_the_same_bits(
         precision=precision,
         accumulation=accumulation,
         clip=clip,
-        steps=12,
+        steps=steps,
     )
 
     assert differing(expected, bits) == []
 
 
+@pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_model_and_optimizer_is_trained_alike_on_one_memory_and_on_two(model: str, optimizer: str) -> None:
-    steps = 20 if optimizer == "adamw" else 12  # enough to see that a rule's states go where they should
+def test_every_model_and_optimizer_is_trained_alike_on_one_memory_and_on_two(
+    model: str, optimizer: str, steps: int
+) -> None:
     one, losses = trained(model, optimizer, HostOnly(), None, steps=steps)
 
     for strategy, seed in ((Interleaved(), 1), (Interleaved(share=0.5, resident=0.3), 2)):
@@ -193,14 +198,15 @@ def test_every_model_and_optimizer_is_trained_alike_on_one_memory_and_on_two(mod
 LEAST = {"gpt": 40_000, "llama": 40_000, "mixture of experts": 48_000, "conv net": 17_000, "encoder-decoder": 140_000}
 
 
+@pytest.mark.parametrize("steps", [6, pytest.param(STEPS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 3)])
 def test_parameters_that_are_fetched_around_modules_have_the_same_bits(
-    model: str, precision: str, accumulation: int
+    model: str, precision: str, accumulation: int, steps: int
 ) -> None:
     clip = 0.05 if accumulation == 3 else None
     expected, losses = trained(
-        model, "adamw", HostOnly(), None, precision=precision, accumulation=accumulation, clip=clip, steps=6
+        model, "adamw", HostOnly(), None, precision=precision, accumulation=accumulation, clip=clip, steps=steps
     )
     least = LEAST[model.partition(",")[0]] // (2 if precision == "bf16" else 1)
     room: dict[Strategy, int | str] = {HostOnly(): least, DeviceOnly(): "1MiB"}
@@ -215,7 +221,7 @@ def test_parameters_that_are_fetched_around_modules_have_the_same_bits(
             precision=precision,
             accumulation=accumulation,
             clip=clip,
-            steps=6,
+            steps=steps,
             parameters="host",
             device_bytes=device_bytes,
         )

@@ -25,17 +25,22 @@ from infinity_engine.accel.operation import Copy
 from infinity_engine.accel.virtual import VirtualOperation
 from infinity_engine.errors import CapacityError
 
-__all__ = ["FAR", "FarAccelerator", "allocated", "compiled_far_device", "load_far_device"]
+__all__ = ["FAR", "FarAccelerator", "allocated", "compiled_far_device", "far_device_is_missing", "load_far_device"]
 
 FAR = torch.device("hpu", 0)
 _NO_LIMIT = 2**63 - 1
 _SOURCE = Path(__file__).with_name("far_device.cpp")
 
 
-def compiled_far_device(folder: Path) -> Path | None:
-    """Return the library that has the device, compiled into the folder if nobody has yet; None where none can be."""
-    if shutil.which("g++") is None:
-        return None
+def far_device_is_missing() -> str | None:
+    """Return why there cannot be one here; None: there can."""
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return "this torch is built for a GPU, and allows no other accelerator beside that, present or not"
+    return "it is compiled with g++, which is not there" if shutil.which("g++") is None else None
+
+
+def compiled_far_device(folder: Path) -> Path:
+    """Return the library that has the device, compiled into the folder if nobody has yet."""
     library = folder / "far_device.so"
     with (folder / "far_device.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

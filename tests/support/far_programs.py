@@ -22,7 +22,7 @@ from infinity_engine.plan import Strategy
 from support.determinism import deterministic_compute
 from support.device_training import trained, wide_engine
 from support.engine_bits import Bits
-from support.far import FAR, FarAccelerator, allocated, compiled_far_device, load_far_device
+from support.far import FAR, FarAccelerator, allocated, compiled_far_device, far_device_is_missing, load_far_device
 from support.nvme_training import RATES
 
 __all__ = ["MIB", "far_process", "gpu_bench", "gradients_seen", "limits_of_modules", "room_for_modules", "trained_far"]
@@ -33,9 +33,10 @@ MIB = 1 << 20
 @contextmanager
 def far_process(folder: Path) -> Iterator[ProcessPoolExecutor]:
     """Return a process that has the device, compiled into the folder if nobody has yet. Skips where it cannot be."""
+    missing = far_device_is_missing()
+    if missing is not None:
+        pytest.skip(missing)
     library = compiled_far_device(folder)
-    if library is None:
-        pytest.skip("the far device needs g++")
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawned, initializer=load_far_device, initargs=(library,)) as process:
         yield process
