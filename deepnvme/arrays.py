@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from deepnvme import _native
-from deepnvme.buffers import Memory, memory_of
+from deepnvme.buffers import Memory, memory_of, torch_of
 from deepnvme.extents import PAGE
 from deepnvme.sizes import SMALL_BYTES
 
@@ -173,8 +173,8 @@ def kind_of(thing: Any) -> tuple[str, tuple[int, ...]]:
     """Return code and shape of a tensor, array or buffer, wherever its memory is. Raises as `code_of` does."""
     if isinstance(thing, Description):
         return thing.code, thing.shape
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(thing, torch.Tensor):
+    torch = torch_of(thing)
+    if torch is not None:
         return _tensor_code(thing, torch), tuple(thing.shape)
     array = _as_array(thing)
     return _array_code(array.dtype), array.shape
@@ -192,8 +192,8 @@ def describe(thing: Any) -> Description:
     """
     if isinstance(thing, Description):
         return thing
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(thing, torch.Tensor):
+    torch = torch_of(thing)
+    if torch is not None:
         found = Description(_tensor_code(thing, torch), tuple(thing.shape), memory_of(thing, writable=False))
     else:
         interface = hasattr(thing, "__array_interface__")
@@ -218,8 +218,8 @@ def storable(thing: Any) -> Storable:
     Raises:
         TypeError: its dtype has no code, or it has no bytes: a tensor on "meta", or a sparse one.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(thing, torch.Tensor):
+    torch = torch_of(thing)
+    if torch is not None:
         if thing.layout != torch.strided or thing.device.type == "meta":
             raise TypeError(f"expected a dense tensor with values, got layout {thing.layout} on {thing.device}")
         as_it_lies = thing.device.type == "cpu" and thing.is_contiguous() and not thing.is_conj() and not thing.is_neg()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from deepnvme import _native
 
-__all__ = ["Memory", "memory_of", "not_contiguous", "refuse_unless_plain"]
+__all__ = ["Memory", "memory_of", "not_contiguous", "refuse_unless_plain", "torch_of"]
 
 
 class Memory(NamedTuple):
@@ -29,6 +29,13 @@ class Memory(NamedTuple):
         return Memory(self.address + start, nbytes, self.holder)
 
 
+def torch_of(thing: Any) -> Any:
+    """Return torch where `thing` is a tensor of it, else None. Imports nothing."""
+    torch = sys.modules.get("torch")
+    kind = getattr(torch, "Tensor", None)  # another thread may be importing it just now
+    return torch if kind is not None and isinstance(thing, kind) else None
+
+
 def memory_of(thing: Any, *, writable: bool) -> Memory:
     """Return the memory that `thing` exposes, to be written to if `writable`; a Memory as it is.
 
@@ -40,8 +47,8 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
     if isinstance(thing, Memory):
         return thing
     if type(thing) is not memoryview:  # which is what a pool gives, and certainly neither of these
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(thing, torch.Tensor):
+        torch = torch_of(thing)
+        if torch is not None:
             return _of_tensor(thing, torch)
         if hasattr(thing, "__cuda_array_interface__"):
             raise TypeError(_DEVICE.format(kind=type(thing).__name__))

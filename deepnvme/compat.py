@@ -22,7 +22,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
 
-from deepnvme.buffers import Memory, memory_of
+from deepnvme.buffers import Memory, memory_of, torch_of
 from deepnvme.errors import BatchError, ForkedError, NVMeError
 from deepnvme.future import IOFuture
 from deepnvme.pool import Pool
@@ -398,8 +398,8 @@ class _LockedTensors:
 
     @classmethod
     def hold(cls, buffer: Any) -> bool:
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(buffer, torch.Tensor) and buffer.is_pinned():
+        torch = torch_of(buffer)
+        if torch is not None and buffer.is_pinned():
             return True
         try:
             memory = memory_of(buffer, writable=False)
@@ -493,8 +493,8 @@ def _difference(file: File, buffer: Any, offset: int) -> BaseException | None:
 def _bytes_of(buffer: Any) -> NDArray[np.uint8]:
     import numpy as np
 
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(buffer, torch.Tensor):
+    torch = torch_of(buffer)
+    if torch is not None:
         bytes_: NDArray[np.uint8] = buffer.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         return bytes_
     return buffer.reshape(-1).view(np.uint8) if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)

@@ -7,10 +7,9 @@ that are not torch's. Called by `deepnvme.queue`, which asks what it was given, 
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any, Protocol
 
-from deepnvme.buffers import memory_of, not_contiguous, refuse_unless_plain
+from deepnvme.buffers import memory_of, not_contiguous, refuse_unless_plain, torch_of
 
 __all__ = ["CopyEvent", "DeviceArray", "device_array_of"]
 
@@ -57,8 +56,8 @@ def device_array_of(thing: Any, *, writable: bool) -> DeviceArray | None:
         ValueError: it is not contiguous.
         BufferError: it is read-only and `writable` was asked.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(thing, torch.Tensor):
+    torch = torch_of(thing)
+    if torch is not None:
         return _TorchArray(thing, torch) if thing.is_cuda else None
     interface = getattr(thing, "__cuda_array_interface__", None)
     if interface is None:

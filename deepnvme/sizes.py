@@ -28,7 +28,7 @@ def parse_size(text: str) -> int:
 def format_bytes(nbytes: int) -> str:
     """Return `nbytes` as short text, such as "1.5 GiB"."""
     amount, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if round(amount, 2) < 1024:
             break
         amount, unit = amount / 1024, larger

@@ -6,11 +6,12 @@ travel, `Commits` what is durable, `StoreThreads` and `ReadAhead` what goes on m
 
 from __future__ import annotations
 
+import importlib
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from enum import Enum
 from functools import partial
@@ -240,6 +241,7 @@ class TensorStore:
         if most_bytes < 0:
             raise ValueError(f"most_bytes must not be negative, got {most_bytes}")
         wanted = _named(names)
+        self._reader()
         with self._tensors.opened() as holdings:
             self._threads.check_taking()
             self._ahead.want({name: holdings.record(name).nbytes for name in wanted}, most_bytes)
@@ -428,14 +430,17 @@ class TensorStore:
     def commit(self) -> int:
         """Make what is put by now the store's content, whole, for every later process; return its generation.
 
-        Puts that have begun are waited for; one that fails is not part of the commit, as nothing of it is there.
+        Puts that have begun are waited for; one that fails is not part of the commit, as nothing of it is there. Ctrl-C
+        ends the wait for it, and it is made all the same: closing, and the next commit, wait for that.
 
         Raises:
             PoisonedError: an earlier fsync failed, so that nothing can be promised any more; open the store again.
             NVMeError: this one failed; the store on the drives is still what it was, or the store is now poisoned.
         """
         self._tensors.io.refuse_if_forked()
-        return self._commit(self._threads.writes())
+        if self._threads.is_current:
+            return self._commit(self._threads.writes())
+        return self.commit_async().result()  # on the thread that writes, as no signal's handler raises there
 
     def _commit(self, before: Iterable[Future[Any] | threading.Lock]) -> int:
         if self.durability is Durability.NONE:
@@ -583,12 +588,17 @@ class TensorStore:
         return streamed(groups, self.get_many_async, depth)
 
     def _reader(self) -> StoreThreads:
+        """Return the threads; torch, where they will need it, is there, imported by one thread that Ctrl-C may stop."""
         self._tensors.io.refuse_if_forked()
+        if self.returns is Returns.TORCH:
+            with suppress(ImportError):  # told where it is needed
+                importlib.import_module("torch")
         return self._threads
 
     def _writer(self) -> StoreThreads:
         self._tensors.check_access()
-        return self._reader()
+        self._tensors.io.refuse_if_forked()
+        return self._threads
 
 
 def _durable(durability: Durability) -> Durability:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from deepnvme.arrays import Returns, code_of, numpy_dtype
+from deepnvme.buffers import torch_of
 from deepnvme.framing import shown
 from deepnvme.manifest import ManifestError, check_name
 
@@ -135,8 +136,8 @@ class _Flattening:
 
 def _identity(leaf: Any) -> Hashable:
     """Return what is the same for two leaves that are one: the object, or memory of which both see the same."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(leaf, torch.Tensor):
+    torch = torch_of(leaf)
+    if torch is not None:
         if leaf.layout == torch.strided and leaf.numel() and leaf.device.type != "meta" and leaf.data_ptr():
             bits = (leaf.is_conj(), leaf.is_neg())
             return "tensor", leaf.device, leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride(), bits
@@ -174,9 +175,9 @@ def _plain(value: Any, path: _Path) -> Any:
 
 def _leaf_tag(value: Any) -> str | None:
     """Return the tag of a leaf: looks for torch and numpy only where the program uses them."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if torch_of(value) is not None:
         return "tensor"
+    numpy = sys.modules.get("numpy")
     return "array" if numpy is not None and isinstance(value, numpy.ndarray) else None
 
 

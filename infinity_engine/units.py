@@ -16,10 +16,12 @@ __all__ = [
     "GB",
     "KB",
     "MB",
+    "PB",
     "TB",
     "GiB",
     "KiB",
     "MiB",
+    "PiB",
     "TiB",
     "align_down",
     "align_up",
@@ -31,11 +33,11 @@ __all__ = [
     "positive",
 ]
 
-KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
-KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+KiB, MiB, GiB, TiB, PiB = 2**10, 2**20, 2**30, 2**40, 2**50
+KB, MB, GB, TB, PB = 10**3, 10**6, 10**9, 10**12, 10**15
 
-_BINARY = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("B", 1))
-_DECIMAL = (("TB", TB), ("GB", GB), ("MB", MB), ("KB", KB), ("B", 1))
+_BINARY = (("PiB", PiB), ("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("B", 1))
+_DECIMAL = (("PB", PB), ("TB", TB), ("GB", GB), ("MB", MB), ("KB", KB), ("B", 1))
 _NAMES = tuple(name for name, _ in _BINARY[:-1] + _DECIMAL)
 _AMOUNT = re.compile(r"\s*(?P<number>[0-9]{1,30}(\.[0-9]{1,30})?)\s*(?P<unit>[A-Za-z]*)(?P<per>/s)?\s*")
 

@@ -1,7 +1,7 @@
 """deepnvme as the benches of its streams run it: whole files through the public API, in a process of its own.
 
 Imports deepnvme only when called: benches load this before they have entered the environment that holds it.
-Called by scripts/bench/nvme_vs_fio and nvme_settings.
+Called by scripts/bench/nvme_vs_fio, nvme_settings and others that measure a drive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ from fio import CPU, GIB, RATE, THREAD_CPU
 if TYPE_CHECKING:
     from deepnvme.measure import Workload
 
-__all__ = ["INFLIGHT", "MIB", "Memory", "Stream", "data_file", "kind", "stream"]
+__all__ = [
+    "INFLIGHT",
+    "MIB",
+    "Memory",
+    "Stream",
+    "data_file",
+    "folder_to_measure",
+    "kind",
+    "least_seconds",
+    "stream",
+]
 
 MIB = 1 << 20
 INFLIGHT = 16 * MIB
@@ -59,12 +69,19 @@ def kind(workload: Workload) -> str:
 
 
 @contextmanager
-def data_file(nbytes: int) -> Iterator[Path]:
-    """Make a file of random bytes, all of them on the drive, and remove it at the end."""
+def folder_to_measure() -> Iterator[Path]:
+    """Make a folder on the drive that INFINITY_BENCH_DIR names, else on the checkout's, and remove it at the end."""
     parent = Path(os.environ.get("INFINITY_BENCH_DIR", env.BUILD))
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
-        path = Path(folder) / "data"
+        yield Path(folder)
+
+
+@contextmanager
+def data_file(nbytes: int) -> Iterator[Path]:
+    """Make a file of random bytes, all of them on the drive, and remove it at the end."""
+    with folder_to_measure() as folder:
+        path = folder / "data"
         block = os.urandom(16 * MIB)
         with path.open("wb") as file:
             for _ in range(nbytes // len(block)):
@@ -73,6 +90,15 @@ def data_file(nbytes: int) -> Iterator[Path]:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         yield path
+
+
+def least_seconds(read: float, written: float, *, reads: float, writes: float, mixed: float) -> float:
+    """Return the seconds that a drive takes at least for so many bytes, at its rates in bytes per second.
+
+    Both directions at once as far as they are even, the rest in its one direction.
+    """
+    both = min(read, written)
+    return 2 * both / mixed + (read - both) / reads + (written - both) / writes
 
 
 def stream(planned: Stream) -> dict[str, float]:

@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -34,11 +35,14 @@ from deepnvme import (
     NVMeError,
     Requests,
     WhenFull,
+    commits,
     holdings,
     named_tensors,
     pipeline,
+    store_threads,
     tensor_io,
 )
+from deepnvme import store as store_module
 from deepnvme.arrays import Description, Returns, Scattered, empty
 from deepnvme.errors import PoisonedError, StoreError, VolumeError, VolumeFullError, VolumeLockedError
 from deepnvme.extents import Extent, whole_pages
@@ -1006,6 +1010,74 @@ def test_a_commit_that_is_interrupted_while_it_syncs_poisons_the_store(
                 store.commit()
         with pytest.raises(PoisonedError, match="KeyboardInterrupt"):
             store.commit()
+
+
+def test_a_commit_whose_wait_is_interrupted_is_made_all_the_same(place: list[Path]) -> None:
+    slow = FaultPlan().delay(delay_us=3000, every=1, requests=Requests.SYNCS)
+    with IOQueue(BACKEND, faults=slow) as queue, TensorStore.create(place, MIB, queue=queue) as store:
+        made = 1
+
+        def prepared() -> Callable[[], object]:
+            nonlocal made
+            store.put("a", str(made).encode())
+            return store.commit
+
+        for _ in interruptions(prepared, store_module, store_threads, commits):
+            store.put("b", b"")  # goes on beside what is left of it
+            now = store.commit()
+            assert made < now <= made + 2
+            assert contents(store) == {"a": str(made).encode(), "b": b""}
+            made = now
+    with TensorStore.open(place) as store:
+        assert store.generation == made + 1
+        assert contents(store) == {"a": str(made).encode(), "b": b""}
+
+
+def test_waiting_for_a_stores_future_can_be_interrupted_anywhere_and_begun_again(tmp_path: Path) -> None:
+    slow = FaultPlan().delay(delay_us=3000, every=1)
+    with (
+        IOQueue(BACKEND, faults=slow) as queue,
+        TensorStore.swap([tmp_path], MIB, queue=queue, returns=Returns.NUMPY) as store,
+    ):
+        store.put("a", b"1")
+        begun: list[Future[Any]] = []
+
+        def prepared() -> Callable[[], object]:
+            begun[:] = [store.get_async("a"), store.put_async("b", b"2"), store.get_async("nothing")]
+            return lambda: [each.exception(TIMEOUT_S) for each in begun]
+
+        for _ in interruptions(prepared, store_threads):
+            reads, puts, fails = begun
+            assert reads.result(TIMEOUT_S).tobytes() == b"1"
+            assert puts.result(TIMEOUT_S) is None
+            assert isinstance(fails.exception(TIMEOUT_S), KeyError)
+
+
+def test_several_may_wait_for_a_stores_future_and_each_for_a_time_of_its_own(tmp_path: Path) -> None:
+    slow = FaultPlan().delay(delay_us=200_000, every=1, requests=Requests.READS)
+    with (
+        IOQueue(BACKEND, faults=slow) as queue,
+        TensorStore.swap([tmp_path], MIB, queue=queue, returns=Returns.NUMPY) as store,
+    ):
+        store.put("a", b"1")
+        future = store.get_async("a")
+        with ThreadPoolExecutor(3) as threads:
+            waiting = [threads.submit(future.result, TIMEOUT_S) for _ in range(3)]
+            with pytest.raises(FutureTimeoutError):
+                future.result(0.001)
+            with pytest.raises(FutureTimeoutError):
+                future.exception(0)
+            assert [each.result().tobytes() for each in waiting] == [b"1"] * 3
+        assert future.exception() is None
+
+
+def test_a_callback_may_wait_for_whoever_waits_for_its_future(store: TensorStore) -> None:
+    store.put("a", filled(PAGE, 1))
+    go_on = threading.Event()
+    future = store.get_async("a")
+    future.add_done_callback(lambda _: go_on.wait(TIMEOUT_S))
+    assert value_of(future.result(TIMEOUT_S)) == 1
+    go_on.set()
 
 
 @pytest.mark.parametrize("nth", [1, 2])

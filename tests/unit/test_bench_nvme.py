@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import io
 import json
 import os
@@ -25,6 +23,7 @@ from deepnvme.cli.fio import Job
 from deepnvme.measure import Workload
 from fio import CPU, P99, RATE, THREAD_CPU
 from rival_deepnvme import Order, Rival
+from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -39,20 +38,7 @@ JOB = Job(
 ORDER = Order("read", "pinned", "/drive/tensor", MIB, 0.0, queue_depth=8, threads=1, waiting="sync")
 
 
-def script(name: str) -> Any:
-    """Load a script of scripts/bench, which has no .py ending, as a module."""
-    loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / "bench" / name))
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "dont_write_bytecode", True)
-        sys.modules[name] = module  # dataclasses look their module up
-        loader.exec_module(module)
-    return module
-
-
-VS_FIO, VS_DEEPSPEED = script("nvme_vs_fio"), script("nvme_vs_deepspeed")
+VS_FIO, VS_DEEPSPEED = load_script("bench/nvme_vs_fio"), load_script("bench/nvme_vs_deepspeed")
 
 
 # --- fio ---------------------------------------------------------------------------------------------------------

@@ -280,14 +280,16 @@ def test_a_size_is_read(text: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB"), (1 << 50, "1024 TiB")]
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB"), (1 << 50, "1 PiB"), (1 << 60, "1024 PiB")],
 )
 def test_a_size_is_shown(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [((1 << 20) - 1, "1 MiB"), ((1 << 30) - 1, "1 GiB"), (1 << 55, "32768 TiB")]
+    ("nbytes", "text"),
+    [((1 << 20) - 1, "1 MiB"), ((1 << 30) - 1, "1 GiB"), (1 << 55, "32 PiB"), (1 << 65, "32768 PiB")],
 )
 def test_a_size_that_rounds_up_to_the_next_unit_is_shown_in_it(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
