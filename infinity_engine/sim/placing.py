@@ -6,6 +6,7 @@ Pure: asks policies and adds up bytes. Called by the engine, which carries out w
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -131,14 +132,21 @@ class _Placing:
             steps = by(specs, wish.rates, limits)
             try:
                 demand = sizing.demand(steps, self.budget, resting, layouts)
-            except CapacityError as refused:  # policies know nothing of gradients, and stage as much as there is room
-                left = sizing.beside_gradients(limits, steps, drives=resting.any)
-                try:
-                    steps = by(specs, wish.rates, left)
-                    demand = sizing.demand(steps, self.budget, resting, layouts)
-                except CapacityError:
-                    raise refused from None
-            return Plan(steps=steps, demand=demand, resting=resting, layouts=layouts)
+            except CapacityError as error:  # policies know nothing of gradients, and stage as much as there is room
+                refused = error
+            else:
+                return Plan(steps=steps, demand=demand, resting=resting, layouts=layouts)
+            for visit in (True, False):
+                left = sizing.beside_gradients(limits, steps, drives=resting.any, visit=visit)
+                with suppress(CapacityError):  # not of a policy that could do with more
+                    fewer = by(specs, wish.rates, left)
+                    try:
+                        demand = sizing.demand(fewer, self.budget, resting, layouts)
+                    except CapacityError as error:
+                        refused = error
+                    else:
+                        return Plan(steps=fewer, demand=demand, resting=resting, layouts=layouts)
+            raise refused
 
         if wish.policy is not None:
             return made(wish.policy)
@@ -193,13 +201,15 @@ class _Placing:
             kept = self._kept(
                 plan, left - (plan.demand.fetched if sizing.unified else 0)
             )  # room to compute with, first
+            fewer_by = 1
             while kept:
                 fewer = replace(tried, states=tried.states - frozenset(kept))
                 plan_of_fewer = self._settled(parameters, homes, resting=fewer, buffers=buffers)
                 if sizing.held_on_host(plan_of_fewer.demand) + self.io_bytes <= budget.host:
                     plan = plan_of_fewer
                     break
-                kept = kept[: len(kept) // 2]  # the policy lets others be updated where this takes more
+                # The policy lets others be updated where this takes more; or nothing rests, which takes more as well.
+                kept, fewer_by = kept[:-fewer_by], 2 * fewer_by
             return self._with_room(plan)
         assert refused is not None, "there is a choice"
         raise refused

@@ -398,13 +398,22 @@ class _Search:
 
     def _families(self) -> Iterator[_Family]:
         drives = bool(self._means.budget.nvme)
-        for tier in self._tiers():
+        tiers = list(self._tiers())
+        for tier in tiers:
             if self._given is not None:
                 yield _Family(tier, isinstance(self._given, NvmeStreamed))
                 continue
+            if tier is Tier.NVME and Tier.HOST in tiers and self._fits_on_host():
+                continue  # states rest on drives before parameters do, which are read twice
             yield _Family(tier, False)
             if drives:
                 yield _Family(tier, True)
+
+    def _fits_on_host(self) -> bool:
+        """Tell whether the host has room for parameters, and for the largest buffers where states rest on drives."""
+        numel = self._numels(_COUNTS)[0]
+        families = (_Family(Tier.HOST, drives) for drives in (False, True))
+        return any(self._try(_Form(family, "nothing", Parts()), numel) is not None for family in families)
 
     def _tiers(self) -> Iterator[Tier]:
         asked, means = self._planner.parameters, self._means
@@ -451,7 +460,7 @@ class _Search:
             onwards = list(_WAYS)
             while onwards:
                 way = onwards.pop(0)
-                parts = form.parts.moved(step * way[0], step * way[1])
+                parts = room.towards(form.parts, form.parts.moved(step * way[0], step * way[1]))
                 there = replace(form, parts=parts)
                 candidate = self._try(there, numel) if room.holds(parts) else None
                 if candidate is not None and candidate.timeline.ns < _WORTH_IT * found[form].timeline.ns:
@@ -474,6 +483,7 @@ class _Search:
                 refined[form] = candidate
         corners = {(form.family, form.name) for form in forms}
         there = {form.family for form in found}
+        there |= {family._replace(drives=True) for family in there}  # what fits in memory does not rest on drives
         return refined | dict(
             self._corners(
                 numel,
@@ -545,18 +555,21 @@ def _cheap(form: _Form) -> bool:
 
 def _cramped(found: Mapping[_Form, Candidate]) -> list[_Form]:
     """Return the best form of each family that had to do with fewer host buffers than let drives read and write."""
-    best: dict[_Family, _Form] = {}
-    for form in sorted(found, key=lambda each: found[each].timeline.ns):
-        best.setdefault(form.family, form)
-    return [form for form in best.values() if 0 < len(found[form].plan.steps.buffer_bytes) < _BUFFERS]
+    return [form for form in _best_of_families(found) if 0 < len(found[form].plan.steps.buffer_bytes) < _BUFFERS]
 
 
 def _staging(found: Mapping[_Form, Candidate]) -> list[_Form]:
-    """Return the best form of those in which some visit, where it is near the best of all."""
-    visited = [form for form in found if form.parts.visiting > 0]
-    best = min(visited, key=lambda each: found[each].timeline.ns, default=None)
-    near = best is not None and found[best].timeline.ns <= _NEAR * _fastest(found).timeline.ns
-    return [best] if best is not None and near else []
+    """Return the best form of each family of those in which some visit, where it is near the best of all."""
+    visited = {form: each for form, each in found.items() if form.parts.visiting > 0}
+    near = _NEAR * min((each.timeline.ns for each in found.values()), default=0)
+    return [form for form in _best_of_families(visited) if found[form].timeline.ns <= near]
+
+
+def _best_of_families(found: Mapping[_Form, Candidate]) -> list[_Form]:
+    best: dict[_Family, _Form] = {}
+    for form in sorted(found, key=lambda each: found[each].timeline.ns):
+        best.setdefault(form.family, form)
+    return list(best.values())
 
 
 def _fastest(found: Mapping[_Form, Candidate]) -> Candidate:

@@ -58,6 +58,12 @@ class _Edge:
     def holds(self, parts: Parts) -> bool:
         return self.resident * parts.resident + self.visiting * parts.visiting <= self.most + 1e-9
 
+    def left(self, parts: Parts, way: tuple[float, float]) -> float:
+        """Return how much of the way from these parts on is within."""
+        nearer = self.resident * way[0] + self.visiting * way[1]
+        left = self.most - self.resident * parts.resident - self.visiting * parts.visiting
+        return min(max(left / nearer, 0.0), 1.0) if nearer > 0 else 1.0
+
     def meets(self, other: _Edge) -> Parts | None:
         across = self.resident * other.visiting - self.visiting * other.resident
         if not across:
@@ -91,17 +97,18 @@ class Room:
             limits = sizing.limits(budget, tier)
         except CapacityError:
             return None
+        if tier is Tier.HOST and sum(sizing.parameters) > budget.host:
+            return None
         numel = sum(each.numel for each in sizing.subgroups)
         largest = max(each.numel for each in sizing.subgroups)
         every = limits.device_bytes(numel)
-        staged = limits.staging_sets * limits.device_bytes(largest)
-        # Gradients that stay take the place of activations, if there is no sum of them.
-        gradient = (4 if sizing.sums else sizing.wire) * numel / every
+        staged = limits.device_bytes(largest)  # a set
+        # Gradients that stay take the place of activations; sums of them do not, and one more is there to be added.
+        added = sizing.wire * max(sizing.parameters) / sizing.width
+        gradient = (4 * numel + added if sizing.sums else sizing.wire * numel) / every
         activations = 0 if sizing.sums else sizing.activations
         at_home = tier is not Tier.DEVICE
-        fetched = {sizing.deepest} if at_home else {0}
-        if at_home:
-            fetched |= {_AHEAD * sizing.deepest, sum(sizing.parameters)}
+        fetched = [sizing.deepest, _AHEAD * sizing.deepest, sum(sizing.parameters)] if at_home else [0]
         # Fp32 parameters that stay on the device are the masters of residents.
         one = sizing.subgroups[0]
         states = sizing.states_bytes(one, Home.RESIDENT, tier) + limits.update_bytes * one.numel
@@ -110,8 +117,11 @@ class Room:
         edges = [_NONE_RESIDENT, _NONE_VISITING, _ALL]
         if resident < 1:
             edges.append(_Edge(1, 0, allowed))
-        for number, nbytes in enumerate(sorted(fetched)):
-            left = (limits.staging_bytes - max(staged, nbytes)) / every
+        # One set and one module are needed; with more of either, less waits.
+        staging = [(sets, fetched[0]) for sets in range(1, limits.staging_sets)]
+        staging += [(limits.staging_sets, nbytes) for nbytes in fetched]
+        for number, (sets, nbytes) in enumerate(staging):
+            left = (limits.staging_bytes - max(sets * staged, nbytes)) / every
             within = left + activations / every - gradient * largest / numel
             edges.append(_Edge(resident + gradient, gradient, within, hard=not number))
             if activations:
@@ -131,22 +141,28 @@ class Room:
         """Tell whether there is room for these."""
         return all(edge.holds(parts) for edge in self.edges if edge.hard)
 
+    def towards(self, parts: Parts, other: Parts) -> Parts:
+        """Return the other parts, of none less than nothing, or as much of the way to them as there is room for."""
+        way = max(other.resident, 0.0) - parts.resident, max(other.visiting, 0.0) - parts.visiting
+        far = min((edge.left(parts, way) for edge in self.edges if edge.hard), default=1.0)
+        return parts.moved(far * way[0], far * way[1])
+
     def corners(self) -> dict[str, Parts]:
         """Return where edges meet and all hard ones hold, under names by which those of other sizes are alike.
 
-        And the middles of hard edges, as what a step takes is not straight along them.
+        And the middles of edges, as what a step takes is not straight along them.
         """
         found = {"nothing": Parts(), "most": Parts(resident=self.most_resident)}
         if not self.may_visit:
             return found
-        ends: dict[int, list[Parts]] = {number: [] for number, edge in enumerate(self.edges) if edge.hard}
+        ends: list[list[Parts]] = [[] for _ in self.edges]
         for (number, one), (other_number, other) in itertools.combinations(enumerate(self.edges), 2):
             parts = one.meets(other)
             if parts is not None and self.holds(parts):
                 found.setdefault(f"{number} and {other_number}", parts)
-                for each in {number, other_number} & ends.keys():
-                    ends[each].append(parts)
-        for number, there in ends.items():
+                ends[number].append(parts)
+                ends[other_number].append(parts)
+        for number, there in enumerate(ends):
             if len(there) > 1:
                 first, last = min(there, key=_place), max(there, key=_place)
                 found[f"middle of {number}"] = first.towards(last, first.distance(last) / 2)

@@ -167,13 +167,24 @@ class Sizing:
         here = Home.RESIDENT if parameters is Tier.DEVICE else Home.HOST
         return self.formats.parameter is None and (self.unified or home is here)
 
-    def beside_gradients(self, limits: Limits, plan: StepPlan, *, drives: bool) -> Limits:
-        """Return what a plan may take beside the gradients that stay where another one lets updates run."""
-        gradients = self.of_backward(self._staying(plan.homes(), drives=drives)) - self.activations
+    def beside_gradients(self, limits: Limits, plan: StepPlan, *, drives: bool, visit: bool) -> Limits:
+        """Return what a plan may take beside the gradients that stay where another one lets updates run.
+
+        And what it may stage beside as many residents: where some are to visit, one set at least.
+        """
+        homes = plan.homes()
+        gradients = self.of_backward(self._staying(homes, drives=drives)) - self.activations
+        resident = sum(
+            self.states_bytes(each, Home.RESIDENT, plan.parameters)
+            + (0 if plan.parameters is Tier.DEVICE else self._copied(each))
+            for each in self.subgroups
+            if homes[each.index] is Home.RESIDENT
+        )
+        one_set = limits.device_bytes(max((each.numel for each in self.subgroups), default=0)) if visit else 0
         return replace(
             limits,
             resident_bytes=max(limits.resident_bytes - gradients, 0),
-            staging_bytes=max(limits.staging_bytes - gradients, 0),
+            staging_bytes=min(max(limits.staging_bytes - gradients - resident, one_set), limits.staging_bytes),
         )
 
     # --- bytes ------------------------------------------------------------------------------------------------------

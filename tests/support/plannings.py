@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
-from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim import FloatFormat, Formats
-from infinity_engine.plan import (
-    DeviceOnly,
-    DriveRates,
-    HostOnly,
-    Interleaved,
-    NvmeStreamed,
-    Rates,
-    ResolvedBudget,
-    StaticSplit,
-    Strategy,
-    Tier,
-)
+from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
 from infinity_engine.sim.models import Activations, ModelShape, ModuleShape, ParameterShape
-from infinity_engine.sim.planner import Candidate, Choice, Planner
 from infinity_engine.sim.training import Means, Training
-
-GRID = (0.0, 0.25, 0.5, 0.75, 1.0)
-RESIDENTS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 
 
 def model_of(*numels: int, activations: Activations | None = None) -> ModelShape:
@@ -83,23 +66,3 @@ def random_case(seed: int) -> tuple[Training, Means]:
     )
     flops = around(80e12, 4) if chance.random() < 0.9 else None
     return training, Means(budget=budget, rates=rates, unified=unified, flops_per_s=flops, io_bytes=16 << 20)
-
-
-def everything(planner: Planner, numels: tuple[int, ...]) -> Iterator[Candidate]:
-    """Yield what fits of all strategies, over a grid of their settings, in all tiers."""
-    drives = bool(planner.means.budget.nvme)
-    tiers = [Tier.DEVICE, *([] if planner.means.unified else [Tier.HOST]), *([Tier.NVME] if drives else [])]
-    strategies: list[Strategy] = [HostOnly()]
-    if not planner.means.unified:
-        strategies += [DeviceOnly(), *(StaticSplit(ratio=part) for part in RESIDENTS)]
-        strategies += [Interleaved(share=part, resident=there) for part in GRID for there in (0.0, 0.1, 0.25, 0.5)]
-    if drives:
-        strategies.append(NvmeStreamed())
-        strategies += [NvmeStreamed(update=each) for each in strategies if isinstance(each, Interleaved)]
-    for tier in tiers:
-        for strategy in strategies:
-            for numel in numels:
-                try:
-                    yield planner.candidate(Choice(strategy=strategy, parameters=tier, subgroup_numel=numel))
-                except (CapacityError, ConfigError):
-                    continue

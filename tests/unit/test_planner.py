@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
@@ -39,7 +40,8 @@ from infinity_engine.sim.report import report_of
 from infinity_engine.sim.timeline import rates_of_update, time_step
 from infinity_engine.sim.training import Means, Training
 from infinity_engine.units import GB, TB, GiB
-from support.plannings import everything, model_of, random_case, training_of
+from support.best_of_all import Bounds, best_of_all, everything
+from support.plannings import model_of, random_case, training_of
 
 DESKTOP = Rates(
     h2d_bytes_per_s=25e9,
@@ -171,29 +173,29 @@ def test_a_plan_is_the_same_whenever_it_is_made() -> None:
     assert one.timeline == other.timeline
 
 
-def refuse_or_compare(seed: int) -> None:
-    """Compare what the planner picks with a grid of all strategies, tiers and settings."""
+def slower_than_the_best(seed: int) -> float:
+    """Return how many times as long the planner's pick takes as the best of all strategies, tiers and settings.
+
+    1.0 where none of these is faster. What it picks fits, and where it refuses, nothing does.
+    """
     training, there = random_case(seed)
     planner = Planner(training, there)
-    every = training.model.numel
-    numels = tuple(max(every // count // 4096 * 4096, 4096) for count in (64, 256))
     try:
-        decision = decide(training, there)
+        best = decide(training, there).best
     except CapacityError:
-        assert [each.choice for each in everything(planner, numels)] == []
-        return
-    best = decision.best
-    others = [each.timeline.ns for each in everything(planner, numels)]
-    assert best.timeline.ns <= 1.03 * min(others, default=best.timeline.ns)
+        assert best_of_all(planner) is None
+        return 1.0
     held = best.sizing.held_on_host(best.plan.demand) + (there.io_bytes if best.plan.demand.nvme else 0)
     assert held + (planner.making(best.sizing) if there.unified else 0) <= there.budget.host
     assert there.unified or best.plan.demand.device + best.beside <= there.budget.device
     assert best.plan.demand.nvme <= sum(there.budget.nvme.values())
+    faster = best_of_all(planner, below_ns=best.timeline.ns)
+    return 1.0 if faster is None else best.timeline.ns / faster.timeline.ns
 
 
-@pytest.mark.parametrize("seed", [21, 201])
+@pytest.mark.parametrize("seed", [*range(4), 21, 48, 111, 201, 918])
 def test_it_picks_what_is_within_3_percent_of_the_best_of_all_and_keeps_the_budgets(seed: int) -> None:
-    refuse_or_compare(seed)
+    assert slower_than_the_best(seed) <= 1.03
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,19 @@ def test_what_lies_at_an_edge_of_some_memory_is_found(seed: int, tier: Tier, str
     choice = Choice(strategy=strategy, parameters=tier, subgroup_numel=training.model.numel // 64)
 
     assert decide(training, there).best.timeline.ns <= 1.03 * Planner(training, there).candidate(choice).timeline.ns
+
+
+def test_residents_leave_room_for_fewer_staging_sets_rather_than_none() -> None:
+    choice = Choice(
+        strategy=Interleaved(share=0.5, resident=0.25), parameters=Tier.DEVICE, subgroup_numel=SMALL.numel // 64
+    )
+    # Parameters 0.64 GB, residents 0.9, gradients that stay 0.4 and those on their way 0.1; a set is 0.06.
+    sets = [
+        len(Planner(training_of(SMALL), means(device, 20)).candidate(choice).plan.steps.staging_bytes)
+        for device in (2.11, 2.17, 2.23)
+    ]
+
+    assert sets == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -239,9 +254,42 @@ def test_what_small_subgroups_make_room_for_is_found(seed: int, tier: Tier, stra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 1000, 50))
-def test_it_does_so_on_a_thousand_machines(first: int) -> None:
-    for seed in range(first, first + 50):
-        refuse_or_compare(seed)
+def test_it_does_so_on_a_thousand_machines(first: int, record_property: Callable[[str, object], None]) -> None:
+    found = {seed: slower_than_the_best(seed) for seed in range(first, first + 50)}
+
+    record_property("times the time of the best, by seed", found)
+    assert {seed: times for seed, times in found.items() if times > 1.03} == {}
+
+
+@pytest.mark.parametrize("seed", [2, 8, 12])
+def test_what_the_comparison_skips_is_not_faster(seed: int) -> None:
+    check_what_is_skipped(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_what_the_comparison_skips_is_not_faster_on_any_machine(seed: int) -> None:
+    check_what_is_skipped(seed)
+
+
+def check_what_is_skipped(seed: int) -> None:
+    planner = Planner(*random_case(seed))
+    bounds, times = Bounds(planner), []
+    for choice in everything(planner):
+        with suppress(CapacityError, ConfigError):
+            times.append(planner.candidate(choice).timeline.ns)
+            assert bounds.least_ns(choice) <= times[-1]
+    best = best_of_all(planner)
+    assert (best.timeline.ns if best else None) == min(times, default=None)
+
+
+def test_the_comparison_finds_what_is_faster_than_a_poor_plan() -> None:
+    planner = Planner(training_of(SMALL), means(3.0, 20))
+    poor = planner.candidate(Choice(strategy=HostOnly(), parameters=Tier.HOST, subgroup_numel=SMALL.numel // 64))
+
+    faster = best_of_all(planner, below_ns=poor.timeline.ns)
+    assert faster is not None
+    assert poor.timeline.ns > 1.03 * faster.timeline.ns
 
 
 # --- the update phase --------------------------------------------------------------------------------------------

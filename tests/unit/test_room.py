@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -81,3 +82,24 @@ def test_parts_go_towards_others_and_no_further() -> None:
     assert corner.towards(middle, 0.125) == Parts(0.375, 0.0625)
     assert corner.towards(middle, 2.0) == middle
     assert corner.towards(corner, 0.1) == corner
+
+
+def test_a_way_ends_where_room_does() -> None:
+    room, here = room_of(2.2, 100), Parts(0.125, 0.125)
+
+    assert room.towards(here, Parts(0.125, 0.25)) == Parts(0.125, 0.25)
+    assert room.towards(here, Parts(-0.25, 0.125)) == Parts(0.0, 0.125)
+    last = room.towards(here, Parts(1.0, 0.125))
+    assert room.holds(last)
+    assert not room.holds(last.moved(1e-6, 0))
+
+
+def test_there_is_room_for_more_where_fewer_sets_are_staged() -> None:
+    room = room_of(2.2, 100)
+    several = [edge for edge in room.edges if edge.resident > 1 > edge.visiting > 0]
+
+    one_set = 1 / 64
+    assert [edge.hard for edge in several] == [True, False, False]
+    assert [more.most - less.most for more, less in itertools.pairwise(several)] == pytest.approx(
+        [one_set] * 2, rel=1e-3
+    )

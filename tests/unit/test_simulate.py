@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +15,7 @@ from infinity_engine.optim.policies import BUILT_IN, algorithm1, interleaved, st
 from infinity_engine.optim.policy import Limits, OffloadPolicy, PlanDraft
 from infinity_engine.plan import Lane, Rates, StepPlan, SubgroupSpec
 from infinity_engine.sim import simulate
+from support.scripts import load_script
 
 if TYPE_CHECKING:
     from infinity_engine.accel import VirtualAccelerator
@@ -28,19 +26,7 @@ PLENTY = Limits(resident_bytes=1 << 40, staging_bytes=1 << 40)
 RATES = Rates(host_update_params_per_s=1e8, device_update_params_per_s=1e9, h2d_bytes_per_s=1e9, d2h_bytes_per_s=5e8)
 
 
-def script(name: str) -> Any:
-    """Load a script of scripts/bench, which has no .py ending, as a module."""
-    loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / "bench" / name))
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "dont_write_bytecode", True)
-        loader.exec_module(module)
-    return module
-
-
-BENCH = script("interleave")
+BENCH = load_script("bench/interleave")
 
 
 def specs(*sizes: int) -> tuple[SubgroupSpec, ...]:
