@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepnvme import IOQueue, Pool
 from deepnvme.backends import choose_backend
+from deepnvme.cli.scratch import usable_directory
 from deepnvme.profile import load_profile, settle
 from infinity_engine.calibration.cache import CalibrationCache
 from infinity_engine.calibration.drives import measure_drive
@@ -90,7 +92,8 @@ def calibrated(
     default the user's. `report` gets a line before each part of the work.
 
     Raises:
-        OSError: a directory cannot be used, or an operation failed there. What was measured before is kept.
+        OSError: a directory cannot be used, which is seen before anything is measured, or an operation failed there.
+            What was measured before is kept.
     """
     names = list(Directories(dict.fromkeys(directories), field="directories"))
     cache = cache or CalibrationCache.of_user()
@@ -101,16 +104,19 @@ def calibrated(
         drives = {} if queue is None else {name: _drive(name, queue) for name in names}
         resources.enter_context(cache.alone(lambda: report("another process measures this machine: waiting for it")))
         uses = kept is Kept.USED
+        found = {name: cache.drive(identity, drive) if uses else None for name, drive in drives.items()}
+        missing = {  # looked at before anything takes its time
+            name: usable_directory(Path(name), effort.file_bytes) for name, drive in found.items() if drive is None
+        }
         bench = _Bench(effort, report)
         machine = cache.machine(identity) if uses else None
         if machine is None:
             machine = bench.machine(identity, accelerator)
             cache.keep_machine(machine)
-        found = {name: cache.drive(identity, drive) if uses else None for name, drive in drives.items()}
-        missing = [name for name, drive in found.items() if drive is None]
-        for name in missing:
+        for name, place in missing.items():
             assert queue is not None, "there is a queue for directories"
-            measured = bench.drive(name, drives[name], queue, effort.part(_DRIVES_SHARE / len(missing)))
+            part = effort.part(_DRIVES_SHARE / len(missing))
+            measured = bench.drive(name, place, drives[name], queue, part)
             found[name] = measured
             cache.keep_drive(identity, measured)
     return machine.with_drives({name: drive for name, drive in found.items() if drive is not None})
@@ -154,13 +160,16 @@ class _Bench:
             reduce_scatter=Figure.missing(_ONE_RANK, Unit.BYTES),
         )
 
-    def drive(self, directory: str, identity: Mapping[str, str], queue: IOQueue, part: Part) -> DriveFigures:
-        """Measure the drive of a directory."""
+    def drive(
+        self, directory: str, place: Path, identity: Mapping[str, str], queue: IOQueue, part: Part
+    ) -> DriveFigures:
+        """Measure the drive of a directory, in `place`, which is its real path."""
         memory = self._taken()
         queue.use_pool(memory.pool)
         try:
             return measure_drive(
                 directory,
+                place,
                 identity,
                 queue=queue,
                 memory=memory.io,

@@ -102,7 +102,7 @@ def _emulated(accelerator: Accelerator) -> _Update:
 
 def _on_gpu(accelerator: Accelerator, buffer: Buffer, numel: int) -> _Update:
     """Return what updates states that lie in the buffer, by the kernels of a GPU."""
-    from infinity_engine.optim.cuda import CudaKernels
+    from infinity_engine.optim.cuda import CudaKernels, stream_of_others
 
     kernels = CudaKernels()  # says so where there is no cupy
     import cupy
@@ -120,7 +120,8 @@ def _on_gpu(accelerator: Accelerator, buffer: Buffer, numel: int) -> _Update:
     }
 
     def launched(name: str) -> None:
-        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        current = torch.cuda.current_stream()
+        with stream_of_others(cupy, current.cuda_stream, current.device.index):
             steps[name](kernels)
 
     def rate(name: str, seconds: float) -> float:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from deepnvme import File, IOQueue
-from deepnvme.cli.scratch import signals_are_exceptions, usable_directory
+from deepnvme.cli.scratch import signals_are_exceptions
 from deepnvme.measure import Workload, cut, fill, pending_for, transfers
 from infinity_engine.calibration.contention import Stops, measure_contention, until
 from infinity_engine.calibration.effort import Effort, Part
@@ -60,6 +60,7 @@ class _DriveLoad:
 
 def measure_drive(
     directory: str,
+    place: Path,
     identity: Mapping[str, str],
     *,
     queue: IOQueue,
@@ -69,12 +70,11 @@ def measure_drive(
     part: Part,
     report: _Report,
 ) -> DriveFigures:
-    """Measure a directory; what is moved lies in `memory`, which the queue's pool has.
+    """Measure a directory in `place`, its real path; what is moved lies in `memory`, which the queue's pool has.
 
     Raises:
-        OSError: the directory cannot be used, has too little room, or an operation failed there.
+        OSError: an operation failed there.
     """
-    place = usable_directory(Path(directory), effort.file_bytes)
     operation_bytes = min(_OPERATION_BYTES, memory.nbytes // 2, effort.file_bytes)
     pending = pending_for(operation_bytes, queue.settings_for(place).inflight_bytes)
     buffers = cut(memory, operation_bytes, min(pending, memory.nbytes // operation_bytes))

@@ -36,12 +36,7 @@ _STANDARD_OUTPUT = "-"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `infinity calibrate`."""
     parser.add_argument(
-        "--directory",
-        dest="directories",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="measure its drive too; the file made there is removed; may be given again",
+        "directories", nargs="*", metavar="DIR", help="measure its drive too; the file made there is removed"
     )
     parser.add_argument(
         "--json", metavar="FILE", help="write all figures there as JSON; - for standard output, without the tables"

@@ -308,6 +308,9 @@ def _rates_of_file(options: argparse.Namespace) -> tuple[Rates, _Compute, tuple[
         raise ConfigError(field="--rates", value=str(path), expected=f"a file ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(field="--rates", value=str(path), expected=f"a file in JSON ({error})") from error
+    if isinstance(given, dict) and "links" not in given and {"calibration", "drive"} & given.keys():
+        expected = "a file that `infinity calibrate --json FILE` wrote: this is a part of what it keeps for itself"
+        raise ConfigError(field="--rates", value=str(path), expected=expected)
     if not (isinstance(given, dict) and "links" in given):
         return Rates.from_mapping(given, field="--rates"), _Compute(), (f"rates are those of {path}",)
     calibration = Calibration.from_mapping(given, field="--rates")

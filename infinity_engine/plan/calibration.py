@@ -370,7 +370,7 @@ class Calibration:
         wanted = tuple(directories)
         for directory in wanted:
             if directory not in self.drives:
-                expected = f"a directory that was measured: run `infinity calibrate --directory {directory}`"
+                expected = f"a directory that was measured: run `infinity calibrate {directory}`"
                 raise ConfigError(field="directories", value=directory, expected=expected)
         return {directory: self.drives[directory] for directory in wanted}
 

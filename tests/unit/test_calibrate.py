@@ -89,6 +89,26 @@ def test_every_figure_is_positive_or_says_why_there_is_none(cpu: CpuAccelerator,
     }
 
 
+@pytest.mark.parametrize(
+    ("directory", "file_bytes", "told"),
+    [
+        ("/proc", 1 << 20, "no file can be written"),
+        ("", 1 << 50, r"drive: the file to measure on needs 1 PiB, and .* are free"),
+    ],
+    ids=["not writable", "too little room"],
+)
+def test_a_directory_that_cannot_be_used_is_told_before_anything_is_measured(
+    directory: str, file_bytes: int, told: str, cpu: CpuAccelerator, drive: Path
+) -> None:
+    begun: list[str] = []
+    effort = dataclasses.replace(TINY, file_bytes=file_bytes)
+
+    with pytest.raises(UnusableError, match=told):
+        calibrated([directory or str(drive)], accelerator=cpu, effort=effort, report=begun.append)
+
+    assert begun == []
+
+
 def test_what_is_measured_are_all_optimizers_with_each_number_of_threads(cpu: CpuAccelerator, drive: Path) -> None:
     measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
 
@@ -355,13 +375,6 @@ def test_an_interrupt_leaves_no_file(part: str, drive: Path, cpu: CpuAccelerator
     assert list(drive.iterdir()) == []
 
 
-def test_a_directory_that_is_too_full_is_refused_with_what_it_would_need(drive: Path, cpu: CpuAccelerator) -> None:
-    effort = dataclasses.replace(TINY, file_bytes=2**50)
-
-    with pytest.raises(UnusableError, match=r"drive: the file to measure on needs 1024 TiB, and .* are free"):
-        calibrated([str(drive)], accelerator=cpu, effort=effort)
-
-
 def test_a_directory_that_cannot_be_written_is_refused(cpu: CpuAccelerator) -> None:
     with pytest.raises(UnusableError, match="/proc: "):
         calibrated(["/proc"], accelerator=cpu, effort=TINY)
@@ -473,7 +486,7 @@ def test_the_command_measures_prints_and_writes_all_figures(
 ) -> None:
     file = tmp_path / "figures.json"
 
-    status = main(["calibrate", "--quick", "--seconds", "0.5", "--directory", str(drive), "--json", str(file)])
+    status = main(["calibrate", "--quick", "--seconds", "0.5", str(drive), "--json", str(file)])
 
     output, errors = capsys.readouterr()
     measured = Calibration.from_mapping(json.loads(file.read_text()))
@@ -513,11 +526,11 @@ def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--directory", "/proc"], "infinity: /proc: "),
-        (["--directory", "/nowhere"], "infinity: /nowhere: No such file or directory"),
+        (["/proc"], "infinity: /proc: "),
+        (["/nowhere"], "infinity: /nowhere: No such file or directory"),
         (["--json", "/nowhere/figures.json"], "infinity: /nowhere/figures.json cannot be written"),
         (["--accelerator", "cuda"], "infinity: accelerator: expected a machine where torch sees a GPU"),
-        (["--directory", "a/../b"], "infinity: directories: expected a path without '..'"),
+        (["a/../b"], "infinity: directories: expected a path without '..'"),
     ],
 )
 def test_what_cannot_be_done_is_told_in_a_line(
@@ -530,7 +543,7 @@ def test_what_cannot_be_done_is_told_in_a_line(
     assert errors[-1].startswith(said)
 
 
-@pytest.mark.parametrize("arguments", [["--seconds", "0"], ["--directory"], ["--accelerator", "tpu"], ["DIR"]])
+@pytest.mark.parametrize("arguments", [["--seconds", "0"], ["--accelerator", "tpu"], ["--directory", "DIR"]])
 def test_wrong_usage_gives_exit_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["calibrate", *arguments])
@@ -541,7 +554,7 @@ def test_wrong_usage_gives_exit_status_2(arguments: list[str], capsys: pytest.Ca
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_the_command_and_leaves_no_file(number: signal.Signals, status: int, drive: Path) -> None:
-    running = command("--quick", "--seconds", "3", "--directory", drive)
+    running = command("--quick", "--seconds", "3", drive)
     try:
         deadline = time.monotonic() + 250
         while not list(drive.iterdir()) and running.poll() is None and time.monotonic() < deadline:

@@ -235,7 +235,7 @@ def test_the_directories_asked_for_are_those_that_the_rates_have() -> None:
 
 
 def test_a_directory_that_was_not_measured_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"^directories: .*`infinity calibrate --directory /mnt/c`, got '/mnt/c'"):
+    with pytest.raises(ConfigError, match=r"^directories: .*`infinity calibrate /mnt/c`, got '/mnt/c'"):
         calibration().rates(directories=["/mnt/a", "/mnt/c"])
 
 

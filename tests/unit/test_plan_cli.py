@@ -231,7 +231,12 @@ def test_a_calibration_is_a_file_of_rates(plan: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{", "a file in JSON"), ('{"version": 9}', r"--rates\.version"), ('{"h2d": 1}', r"--rates")],
+    [
+        ("{", "a file in JSON"),
+        ('{"version": 9}', r"--rates\.version"),
+        ('{"h2d": 1}', r"--rates"),
+        ('{"version": 2, "calibration": {}}', "infinity calibrate --json FILE"),
+    ],
 )
 def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "rates.json"
