@@ -67,7 +67,7 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._allocating = _new_stream(self.torch_device)
         self._pinned = True
-        self._before: int | None = None  # what torch had taken when it was capped
+        self._before: int | None = None  # what tensors had when it was capped
         self._fraction = 1.0  # that was allowed before
 
     @property
@@ -125,10 +125,10 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
                 self._before = None
             return
         torch.cuda.empty_cache()  # blocks that are kept would be room beyond the cap
-        self._before = torch.cuda.memory_reserved(device)
+        self._before = torch.cuda.memory_allocated(device)
         allowed = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every torch
         self._fraction = 1.0 if allowed is None else allowed(device)
-        share = (self._before + nbytes) / self.memory().total
+        share = (torch.cuda.memory_reserved(device) + nbytes) / self.memory().total
         torch.cuda.set_per_process_memory_fraction(min(self._fraction, share), device)
 
     def taken_by_torch(self) -> int | None:

@@ -15,7 +15,7 @@ from infinity_engine.optim.formats import FloatFormat, Stream
 from infinity_engine.optim.nvrtc import KERNELS, compile_kernels, cupy_nvrtc
 from infinity_engine.optim.subgroup import NORM_BLOCK, Update
 
-__all__ = ["CudaKernels"]
+__all__ = ["CudaKernels", "stream_of_others"]
 
 _THREADS = 256
 _WARP = 32
@@ -87,3 +87,19 @@ class CudaKernels:
 
     def _grid(self, threads: int) -> int:
         return max(1, min(-(-threads // _THREADS), self._most_blocks))
+
+
+def stream_of_others(cupy: Any, handle: int, device: int) -> Any:
+    """Return cupy's stream for one that another library has made and keeps, on the device of that index."""
+    adopt = getattr(cupy.cuda.Stream, "from_external", None)  # since cupy 14, which warns of what was before
+    return cupy.cuda.ExternalStream(handle, device) if adopt is None else adopt(_OfOthers(handle))
+
+
+class _OfOthers:
+    """A stream in the words of the CUDA stream protocol."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle

@@ -24,7 +24,9 @@ _INEXACT = re.compile(r"\S*\.(?:ftz|approx)\b\S*")
 class Nvrtc(Protocol):
     """The functions of cupy.cuda.nvrtc that are used; tests bind the same ones to NVRTC without cupy."""
 
-    def createProgram(self, src: str, name: str, headers: Sequence[str], include_names: Sequence[str]) -> Any: ...  # noqa: D102, N802
+    def createProgram(  # noqa: D102, N802
+        self, src: str, name: str, headers: Sequence[bytes], include_names: Sequence[bytes]
+    ) -> Any: ...
     def compileProgram(self, program: Any, options: Sequence[str]) -> None: ...  # noqa: D102, N802
     def getProgramLog(self, program: Any) -> str: ...  # noqa: D102, N802
     def getPTX(self, program: Any) -> str | bytes: ...  # noqa: D102, N802
@@ -48,7 +50,8 @@ def compile_kernels(nvrtc: Nvrtc, architecture: str) -> Compiled:
     """
     sources = _native.sources()
     kernels = sources.pop("kernels.cu")
-    program = nvrtc.createProgram(kernels, "kernels.cu", list(sources.values()), list(sources))
+    headers = {name.encode(): text.encode() for name, text in sources.items()}  # cupy takes these as bytes only
+    program = nvrtc.createProgram(kernels, "kernels.cu", list(headers.values()), list(headers))
     try:
         try:
             nvrtc.compileProgram(program, (*FLAGS, f"--gpu-architecture={architecture}"))

@@ -18,8 +18,9 @@ from infinity_engine.accel import Accelerator, open_accelerator
 from infinity_engine.calibration import QUICK, Kept, calibrated
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Rates, Strategy
+from tiny_gpt import VOCABULARY, TinyGPT
 
-__all__ = ["Layers", "Taken", "Way", "gpu", "rates_of", "steps_of", "waited"]
+__all__ = ["Layers", "Taken", "Way", "gpt", "gpu", "rates_of", "some_text", "steps_of", "waited"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,25 @@ class Layers(nn.Module):
     def forward(self) -> torch.Tensor:
         """Return a loss that each weight has the same part in."""
         return torch.stack([weight.float().mean() for weight in self.weights]).mean()
+
+
+class _TrainedGPT(TinyGPT):
+    """Returns its loss."""
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        logits = super().forward(inputs).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def gpt(width: int, depth: int, context: int) -> nn.Module:
+    """Return a GPT that maps inputs and targets to the loss, with heads as wide as those of large models."""
+    return _TrainedGPT(width=width, depth=depth, heads=max(1, width // 128), context=context, recomputes=True)
+
+
+def some_text(sequences: int, context: int, device: Accelerator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets on the device."""
+    text = torch.randint(VOCABULARY, (sequences, context + 1))
+    return text[:, :-1].contiguous().to(device.torch_device), text[:, 1:].contiguous().to(device.torch_device)
 
 
 def steps_of(

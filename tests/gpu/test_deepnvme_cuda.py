@@ -76,6 +76,7 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path, queue: deepnvme.IOQueue, dty
         assert torch.equal(back.view(torch.uint8), raw)
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")  # torch, in a backward's own thread
 def test_a_parameter_and_its_gradient_can_be_moved(tmp_path: Path, queue: deepnvme.IOQueue) -> None:
     layer = torch.nn.Linear(512, 512, device="cuda", dtype=torch.bfloat16)
     layer(torch.ones(4, 512, device="cuda", dtype=torch.bfloat16)).sum().backward()

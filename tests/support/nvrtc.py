@@ -21,11 +21,11 @@ class WheelNvrtc:
         self._library = ctypes.CDLL(str(library))
 
     def createProgram(  # noqa: N802
-        self, src: str, name: str, headers: Sequence[str], include_names: Sequence[str]
+        self, src: str, name: str, headers: Sequence[bytes], include_names: Sequence[bytes]
     ) -> ctypes.c_void_p:
         program = ctypes.c_void_p()
-        texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers))
-        names = (ctypes.c_char_p * len(headers))(*(each.encode() for each in include_names))
+        texts = (ctypes.c_char_p * len(headers))(*headers)
+        names = (ctypes.c_char_p * len(headers))(*include_names)
         self._call("nvrtcCreateProgram", ctypes.byref(program), src.encode(), name.encode(), len(headers), texts, names)
         return program
 

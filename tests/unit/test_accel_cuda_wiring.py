@@ -181,3 +181,25 @@ def test_buffers_are_allocated_on_a_stream_of_their_own(
     device.allocate(8)
 
     assert seen == ["stream 1"]
+
+
+def test_a_cap_leaves_room_for_what_others_had_and_counts_only_what_came_after_it(
+    device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 bytes, 30 are in tensors of others and 8 more in blocks that torch keeps of these."""
+    fractions, in_tensors = [1.0], 30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 38)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: in_tensors)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: fractions[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _device: fractions.append(share))
+    assert device.taken_by_torch() is None
+
+    device.cap(20)
+    in_tensors = 45
+
+    assert fractions == [1.0, 0.58]
+    assert device.taken_by_torch() == 15
+    device.cap(None)
+    assert fractions == [1.0, 0.58, 1.0]
+    assert device.taken_by_torch() is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import re
@@ -16,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check"
@@ -38,16 +38,10 @@ DOCUMENT = {
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The script as a module, working in a folder of its own."""
-    loader = importlib.machinery.SourceFileLoader("gpu_check", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("gpu_check", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setitem(sys.modules, "gpu_check", module)
-    loader.exec_module(module)
+    module = load_script("gpu_check")
     for name, path in {"WORK": "work", "SITE": "work/site", "ELSEWHERE": "work/elsewhere"}.items():
         monkeypatch.setattr(module, name, tmp_path / path)
-    monkeypatch.setattr(module, "BENCHES", (("startup", ("--quick",), 120.0),))
+    monkeypatch.setattr(module, "BENCHES", (("startup", ("--quick",), 20.0, 120.0),))
     return module
 
 
@@ -195,7 +189,23 @@ def test_steps_that_no_time_is_left_for_are_failures(check: Any, tmp_path: Path)
 
     assert run(runner, tmp_path / "out", minutes=2) == 1
     assert runner.started == ["build", "import"]
-    assert "nothing left of 2 minutes" in (tmp_path / "out" / "table.txt").read_text()
+    assert "0 s left of 2 minutes, it takes 5 s" in (tmp_path / "out" / "table.txt").read_text()
+
+
+def test_a_bench_is_not_started_in_less_time_than_it_takes(check: Any, tmp_path: Path) -> None:
+    runner = FakeRunner(check)
+
+    assert run(runner, tmp_path / "out", minutes=3.25) == 1
+    assert runner.started == ["build", "import", "tests"]
+    assert "15 s left of 3.25 minutes, it takes 20 s" in (tmp_path / "out" / "table.txt").read_text()
+
+
+def test_what_is_asked_for_alone_is_built_first(check: Any, tmp_path: Path) -> None:
+    runner = FakeRunner(check)
+
+    check.main(["--out", str(tmp_path), "--only", "startup"], runner, lambda: ["Fake GPU"], runner.clock)
+
+    assert runner.started == ["build", "import", "startup"]
 
 
 @pytest.mark.parametrize("tests", [TESTS_SKIPPED, "<testsuites/>", "not a report"])
