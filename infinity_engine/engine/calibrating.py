@@ -20,17 +20,25 @@ from infinity_engine.calibration.host import name_of
 from infinity_engine.calibration.identity import machine_identity
 from infinity_engine.config import EngineConfig
 from infinity_engine.engine.ranks import Ranks
-from infinity_engine.engine.sizing import wish_of
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim import Rule
-from infinity_engine.optim.policy import OffloadPolicy
-from infinity_engine.plan import Auto, Calibration, Interleaved, NvmeStreamed, Rates, ResolvedBudget, Strategy, Tier
+from infinity_engine.plan import (
+    Auto,
+    Calibration,
+    DriveRates,
+    Interleaved,
+    NvmeStreamed,
+    Rates,
+    ResolvedBudget,
+    Strategy,
+    Tier,
+)
 from infinity_engine.plan.step import Home
-from infinity_engine.sim.placing import place
+from infinity_engine.sim.placing import Wish, place
 from infinity_engine.sim.sizing import Sizing
 from infinity_engine.units import GiB, format_bytes
 
-__all__ = ["needs_rates", "with_rates", "with_rates_of_machine"]
+__all__ = ["needs_rates", "of_one_rank", "with_rates", "with_rates_of_machine"]
 
 _LOG = logging.getLogger(__name__)
 _WORTH_MEASURING = GiB  # of states and parameters: less is moved so fast that a minute is not won back
@@ -45,32 +53,35 @@ def needs_rates(strategy: Strategy) -> bool:
 
 def with_rates(
     config: EngineConfig,
-    policy: OffloadPolicy | None,
+    wish: Wish,
     rules: Sequence[Rule],
     *,
     accelerator: Accelerator,
     budget: ResolvedBudget,
+    room: ResolvedBudget,
     queue: IOQueue | None,
     sizing: Sizing,
     io_bytes: int,
+    ranks: Ranks | None = None,
 ) -> EngineConfig:
     """Return the settings with rates, where these are needed, are not given, and may be taken from a calibration.
 
-    Whoever gives a policy of his own gives the rates that it needs. `auto` needs them where not everything fits into
-    one place, and where a training is so large that measuring takes less than a good plan saves; it does without them
-    where they cannot be had.
+    Plans are made for `room`, which is all of the budget or, of several ranks, what of it is for shards. Whoever gives
+    a policy of his own gives the rates that it needs. `auto` needs them where not everything fits into one place, and
+    where a training is so large that measuring takes less than a good plan saves; it does without them where they
+    cannot be had.
 
     Raises:
         ConfigError: the calibration that the settings name cannot be used; or one has to be measured, and the budget
             or a directory does not allow it.
     """
-    if policy is not None or config.rates is not None or config.calibration == "off":
+    if wish.policy is not None or config.rates is not None or config.calibration == "off":
         return config
     if isinstance(config.strategy, Auto):
         worth = _bytes_of(sizing) >= _WORTH_MEASURING and not config.storage.early_updates
-        if not worth or not _leaves_a_choice(config, sizing, budget, io_bytes):
+        if not worth or not _leaves_a_choice(wish, sizing, room, io_bytes):
             return config
-        return _with_rates_for_auto(config, rules, accelerator, budget, queue)
+        return _with_rates_for_auto(config, rules, accelerator, budget, queue, ranks=ranks)
     if accelerator.unified or not needs_rates(config.strategy):  # on one memory, nothing visits the device
         return config
     streams = isinstance(config.strategy, NvmeStreamed)
@@ -79,7 +90,9 @@ def with_rates(
         found = _calibration(accelerator, budget, directories, queue)
     else:
         found = _read(Path(config.calibration), accelerator)
-    rates = found.rates(
+    rates = of_one_rank(
+        found,
+        ranks,
         optimizer=name_of(rules[0]),
         threads=config.update_threads,
         directories=directories,
@@ -117,10 +130,10 @@ def _bytes_of(sizing: Sizing) -> int:
     return sum(each * subgroup.numel for subgroup in sizing.subgroups) + sum(sizing.parameters)
 
 
-def _leaves_a_choice(config: EngineConfig, sizing: Sizing, budget: ResolvedBudget, io_bytes: int) -> bool:
+def _leaves_a_choice(wish: Wish, sizing: Sizing, room: ResolvedBudget, io_bytes: int) -> bool:
     """Tell whether something has to be elsewhere than where modules compute."""
     try:
-        plan = place(sizing, wish_of(config, None), budget, io_bytes=io_bytes)
+        plan = place(sizing, wish, room, io_bytes=io_bytes)
     except (CapacityError, ConfigError):  # whoever places it in earnest says so
         return False
     if sizing.unified:
@@ -134,6 +147,8 @@ def _with_rates_for_auto(
     accelerator: Accelerator,
     budget: ResolvedBudget,
     queue: IOQueue | None,
+    *,
+    ranks: Ranks | None,
 ) -> EngineConfig:
     directories = tuple(budget.nvme)
     try:
@@ -142,7 +157,9 @@ def _with_rates_for_auto(
             found = _calibration(accelerator, budget, directories, queue)
         else:
             found = _read(Path(config.calibration), accelerator)
-        rates = found.rates(
+        rates = of_one_rank(
+            found,
+            ranks,
             optimizer=optimizer,
             threads=config.update_threads,
             directories=directories,
@@ -155,6 +172,49 @@ def _with_rates_for_auto(
         _LOG.warning("strategy='auto' plans without rates, by what fits: %s", problem)
         return config
     return replace(config, rates=rates)
+
+
+def of_one_rank(
+    found: Calibration,
+    ranks: Ranks | None,
+    *,
+    optimizer: str,
+    threads: int | None,
+    directories: Sequence[str],
+    beside_io: bool,
+    beside_copies: bool,
+) -> Rates:
+    """Return what one rank gets while the others of its machine do the same: one at a time was measured.
+
+    They update with so many threads each, and share host memory and the drives that they name. Links are their own.
+    """
+    neighbours = 1 if ranks is None else ranks.neighbours
+    rates = found.rates(
+        optimizer=optimizer,
+        threads=None if threads is None else threads * neighbours,
+        directories=directories,
+        beside_io=beside_io,
+        beside_copies=beside_copies,
+    )
+    if ranks is None:
+        return rates
+    return replace(
+        rates,
+        dram_bytes_per_s=_part(rates.dram_bytes_per_s, neighbours),
+        host_update_params_per_s=_part(rates.host_update_params_per_s, neighbours),
+        nvme={
+            name: DriveRates(
+                read_bytes_per_s=_part(drive.read_bytes_per_s, ranks.users[name]),
+                write_bytes_per_s=_part(drive.write_bytes_per_s, ranks.users[name]),
+                mixed_bytes_per_s=_part(drive.mixed_bytes_per_s, ranks.users[name]),
+            )
+            for name, drive in rates.nvme.items()
+        },
+    )
+
+
+def _part(rate: float | None, users: int) -> float | None:
+    return None if rate is None else rate / users
 
 
 def _both_ways(rates: Rates) -> Rates:
@@ -191,7 +251,7 @@ def _calibration(
 
 def _check(budget: ResolvedBudget, directories: Sequence[str]) -> None:
     """Refuse to measure with more than the budget allows."""
-    beforehand = "run `infinity calibrate` once beforehand, with --directory for each directory; or give rates="
+    beforehand = "run `infinity calibrate` once beforehand, with the directories; or give rates="
     if budget.host < FULL.memory_bytes:
         needed = format_bytes(FULL.memory_bytes)
         expected = f"{needed} or more, which measuring this machine's rates takes; or {beforehand}"

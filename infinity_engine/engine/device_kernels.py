@@ -16,6 +16,7 @@ import torch
 from infinity_engine.accel import Accelerator
 from infinity_engine.optim import HostKernels, Update
 from infinity_engine.optim import Stream as Values
+from infinity_engine.optim.cuda import stream_of_others
 
 __all__ = ["DeviceKernels", "device_kernels"]
 
@@ -67,10 +68,13 @@ class _OnGpu:
     """Those of a GPU, in the stream that is torch's current one there."""
 
     def __init__(self, device: torch.device) -> None:
-        from infinity_engine.optim.cuda import CudaKernels  # says so where there is no cupy
+        from infinity_engine.optim.cuda import CudaKernels
+        from infinity_engine.optim.nvrtc import cupy_nvrtc
+
+        cupy_nvrtc()  # says so where there is no cupy
+        import cupy
 
         self._device = device
-        import cupy
 
         self._cupy = cupy
         with cupy.cuda.Device(device.index):
@@ -98,6 +102,6 @@ class _OnGpu:
 
     @contextmanager
     def _in_stream(self) -> Iterator[None]:
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        with self._cupy.cuda.Device(self._device.index), self._cupy.cuda.ExternalStream(stream, self._device.index):
+        handle, index = torch.cuda.current_stream(self._device).cuda_stream, self._device.index
+        with self._cupy.cuda.Device(index), stream_of_others(self._cupy, handle, index):
             yield

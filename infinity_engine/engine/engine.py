@@ -6,11 +6,10 @@ executor walks the plan, and modules compute with the new values. Made by `initi
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -22,46 +21,37 @@ import torch
 
 from infinity_engine.accel import Accelerator
 from infinity_engine.engine.awaiting import AwaitedParameters
-from infinity_engine.engine.deferred import DeferredUpdate, Follower, Part
 from infinity_engine.engine.device_full import no_room_for_modules
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.gradients import GradientKeeper
+from infinity_engine.engine.guards import Guards
 from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.meter import Meter
 from infinity_engine.engine.modules import ModuleParameters
 from infinity_engine.engine.outcome import Outcome, StepResult
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.engine.providing import FetchingStats, Provider
-from infinity_engine.engine.replanning import Replan, Replanner
+from infinity_engine.engine.replanning import Replanner
 from infinity_engine.engine.report import StepReport, report_of
 from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.sharding import Whole
 from infinity_engine.engine.signals import HeldEnd
 from infinity_engine.engine.states import StateKeeper, StepInputs
 from infinity_engine.engine.taken import TakenGradients, dropped_by_somebody
-from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.engine.updating import Deferral, Updates
+from infinity_engine.errors import ConfigError
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
 from infinity_engine.plan.step import StepPlan
-from infinity_engine.schedule import Executor, Walk
+from infinity_engine.schedule import Executor
 from infinity_engine.telemetry import Telemetry, Timeline
 
-__all__ = ["Deferral", "Engine", "EngineParts"]
+__all__ = ["Engine", "EngineParts"]
 
-_LOG = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _B = TypeVar("_B")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deferral:
-    """What of an update can wait until modules need it: all but the subgroups that `now` names."""
-
-    now: Collection[int]
-    parts: Mapping[int, Sequence[Part]]  # of each parameter
-    follower: Follower  # who lets modules wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,24 +106,24 @@ class Engine:
         self.optimizer = parts.optimizer
         self._parts = parts
         self._signals = parts.hooks.signals
-        self._executor = Executor(parts.states, parts.telemetry, self._safe_point)
-        self._walk: Walk | None = None  # of an update that goes on after its step
-        self._plan = parts.plan
-        self._planned_again: str | None = None  # why, until a step has ended that says so
-        self._replan: Replan | None = None  # which the next update is to go by
-        self._counted = False  # whether the step that was begun was counted already
+        self._updates = Updates(
+            parts.plan,
+            Executor(parts.states, parts.telemetry, self._safe_point),
+            states=parts.states,
+            gradients=parts.gradients,
+            meter=parts.meter,
+            deferral=parts.deferral,
+            replanner=parts.replanner,
+        )
         self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
         self._micro_batches = 0
         self._has_accumulated = False  # whether the newest call was a step that left its gradients for a later one
         self._dropped_in_vain = 0  # how often these were dropped right after that, since the last update
-        self._steps = 0
         self._clip_to = parts.max_grad_norm
         self._total: GradientNorm | None = None  # of the step that was begun last, where it was asked for
-        self._stepping = False
         self._scaling = False
         self._recording = False
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
-        self._listing = False
         self._closing = self._closed = False
         self._process = os.getpid()
         self._taken = TakenGradients(Hooks(self._signals))
@@ -141,14 +131,9 @@ class Engine:
             each.note_values()
         if parts.whole is not None:
             parts.whole.ranks.on_wait(self._safe_point)
-        if parts.modules is not None:
-            for module in parts.model.modules():
-                parts.hooks.on_state_dict(module, self._refuse_state_dict)
-                parts.hooks.on_load_state_dict(module, partial(self._check_loading, module))
         for each in parts.trained:
             parts.hooks.on_gradient(each.parameter, partial(self._take, each.number))
-        parts.hooks.on_optimizer_step(parts.optimizer, self._check_stepping)
-        parts.hooks.on_optimizer_states(parts.optimizer, self._warn_of_states, self._check_states)
+        self._guards = Guards(parts.model, parts.optimizer, self._known, parts.hooks, whole=parts.modules is None)
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -170,7 +155,7 @@ class Engine:
                     around.enter_context(parts.modules.saving())
                 if parts.autocast is not None:
                     # Without its cache: the casts that it keeps would stay saved, and parameters need none.
-                    kind = parts.accelerator.torch_device.type
+                    kind = self.device.type
                     around.enter_context(torch.autocast(kind, dtype=parts.autocast, cache_enabled=False))
             return self.model(*args, **kwargs)
 
@@ -209,7 +194,7 @@ class Engine:
             raise ConfigError(field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected)
         if loss.device.type == "cpu" and not math.isfinite(loss.item()):
             warnings.warn(
-                f"the loss is {loss.item()} in step {self._steps}: what it depends on will be NaN after this. If it is "
+                f"the loss is {loss.item()} in step {self.steps}: what it depends on will be NaN after this. If it is "
                 "not so without the engine, a module may use a parameter that nobody sees it read: register_external",
                 RuntimeWarning,
                 stacklevel=3,
@@ -247,10 +232,10 @@ class Engine:
         """
         self._begin()
         parts = self._parts
-        self._resume_update()
-        self._end_update()
+        self._updates.resume()
+        self._updates.end()
         self._finish_gradients()
-        self._check_optimizer()
+        self._guards.check_gradients()
         if not parts.gradients.any and (parts.whole is None or not parts.whole.waits(last=self._is_last)):
             raise RuntimeError(
                 "there is nothing to step with: no gradient has come since the last step, or zero_grad() has dropped "
@@ -264,30 +249,25 @@ class Engine:
                 return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
         if not parts.states.begun:  # else what has changed values may be what the step has begun
             self._check_untouched(parts.trained)
-        before = self._steps
+        before = self.steps
         try:
             with parts.telemetry.timed("update"):
                 result = self._update()
         finally:
             for each in parts.trained:
                 each.note_values()
-        if self._walk is None:
-            parts.gradients.clear()
-            self._counted = False
-        else:
-            self._count()
+        self._updates.end_step()
         self._micro_batches = self._dropped_in_vain = 0
         if parts.fetcher is not None:
             parts.fetcher.end_step()
         fetching = self.fetching()
         parts.drives.count()
-        parts.telemetry.note(planned_again=self._planned_again)
-        self._planned_again = None
+        parts.telemetry.note(planned_again=self._updates.why_planned_again())
         parts.meter.end_step(result, in_time=fetching.in_time, late=fetching.late)
         self._recording = False
-        self._look_for_a_plan()
-        if self._steps > before:
-            self._tell_optimizer()
+        self._updates.look_for_a_plan(parts.telemetry.counters)
+        if self.steps > before:
+            self._guards.step_optimizer()
         parts.drives.warn_of_wear()
         return result
 
@@ -296,7 +276,7 @@ class Engine:
         """Drop the gradients that have come, as if there had been no backward; a step uses them up without this."""
         self._check_whole(deferred_too=False)
         self._taken.hide()
-        if self._walk is not None:  # its gradients are in use, and none has come since
+        if self._updates.under_way:  # its gradients are in use, and none has come since
             return
         self._dropped_in_vain += self._has_accumulated
         if self._has_accumulated and self._dropped_in_vain > 1:
@@ -307,7 +287,7 @@ class Engine:
                 stacklevel=3,
             )
         if self._parts.whole is not None:
-            self._parts.whole.reducer.drop()
+            self._parts.whole.drop()
         if self._parts.early is not None:
             self._parts.early.drop()
         self._parts.gradients.clear()
@@ -354,7 +334,7 @@ class Engine:
                 return StepResult(Outcome.SKIPPED, gradient_norm=norm, loss_scale=parts.scale.value)
             if not total.is_finite:
                 warnings.warn(
-                    f"the norm of the gradients is {norm} in step {self._steps}: what they update will be NaN",
+                    f"the norm of the gradients is {norm} in step {self.steps}: what they update will be NaN",
                     RuntimeWarning,
                     stacklevel=4,
                 )
@@ -366,18 +346,10 @@ class Engine:
             parts.fetcher.give_up()
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
         self._adopt_early()
-        walk = self._begin_walk()
-        if parts.deferral is None:
-            self._end_update()
-        else:
-            with self._failing_ends():
-                walk.arrive(parts.deferral.now)
+        self._updates.begin()
         if parts.fetcher is not None:
             parts.fetcher.changed(each.number for each in parts.trained)
-        if self._walk is not None:
-            with self._failing_ends():
-                self._defer(walk)  # first: who follows it is handed what is in buffers. It may end it
-                walk.poll()
+        self._updates.leave_rest()
         parts.scale.step_made()
         self._clip_to = parts.max_grad_norm
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
@@ -413,112 +385,6 @@ class Engine:
             if fetcher is not None:
                 fetcher.moved(places)
             early.end()
-
-    def _begin_walk(self) -> Walk:
-        """Begin to walk along the plan."""
-        self._parts.meter.begin_update()
-        self._walk = self._executor.begin(self._plan)
-        return self._walk
-
-    def _defer(self, walk: Walk) -> None:
-        """Let what is left of an update wait until modules need it."""
-        deferral = self._parts.deferral
-        assert deferral is not None, "this engine defers"
-        update = DeferredUpdate(walk, deferral.parts, self._end_update, self._parts.states.made_early)
-        deferral.follower.follow(update)
-
-    def _follow_no_more(self) -> None:
-        """Let modules have all parameters: there is no update under way."""
-        if self._parts.deferral is not None:
-            self._parts.deferral.follower.follow(None)
-
-    def _resume_update(self) -> None:
-        """Begin again with what a deferred update that failed has left; let no walk of an interrupted step go on."""
-        self._drop_failed_walk()
-        if self._walk is not None and not self._counted:
-            with self._failing_ends():
-                self._walk.finish()
-            self._leave_walk()
-        if self._walk is None and self._counted and not self._parts.states.begun:
-            self._forget_gradients()
-        elif self._walk is None and self._counted:
-            self._parts.states.resume_step()
-            self._defer(self._begin_walk())
-
-    def _end_update(self) -> None:
-        """Do all that is left of an update.
-
-        Raises:
-            RuntimeError: an op failed: whoever asks next goes on from there.
-        """
-        parts, walk = self._parts, self._walk
-        if walk is None:
-            return
-        with self._failing_ends():
-            walk.finish()
-        parts.meter.end_update()
-        self._count()
-        self._walk = None
-        parts.states.note_arrivals()
-        parts.states.end_step()
-        self._follow_no_more()
-        self._forget_gradients()
-        self._adopt_plan()
-
-    def _look_for_a_plan(self) -> None:
-        """See whether the step that has ended shows that another plan is better."""
-        replanner, telemetry = self._parts.replanner, self._parts.telemetry
-        if replanner is not None and self._replan is None:
-            self._replan = replanner.note_step(telemetry.counters())
-        if self._walk is None:
-            self._adopt_plan()
-
-    def _adopt_plan(self) -> None:
-        """Go by a better plan, if there is one: between two updates, while there are no gradients."""
-        parts, replan = self._parts, self._replan
-        if parts.replanner is None or replan is None or parts.gradients.any or parts.states.begun:
-            return
-        self._replan = None
-        before = parts.gradients.room
-        try:
-            parts.gradients.make_room(replan.plan.demand.staying)
-            parts.states.follow(replan.plan.steps)
-        except CapacityError as problem:  # what is free is in pieces
-            parts.gradients.make_room(before)
-            _LOG.warning("not planned again, as there is no room for that: %s", problem)
-            return
-        parts.gradients.keep_in(replan.pieces)
-        parts.replanner.adopt(replan)
-        self._plan, self._planned_again = replan.plan.steps, replan.why
-        _LOG.info("planned again: %s", replan.why)
-
-    def _count(self) -> None:
-        """Count a step whose update will be made whatever happens: interrupted from here on, it is not made again."""
-        if not self._counted:
-            self._steps, self._counted = self._steps + 1, True
-
-    def _forget_gradients(self) -> None:
-        """Drop the gradients of an update that was deferred, and is made."""
-        self._follow_no_more()
-        self._parts.gradients.clear()
-        self._counted = False
-
-    @contextmanager
-    def _failing_ends(self) -> Iterator[None]:
-        """Leave a walk that fails in the body."""
-        try:
-            yield
-        finally:
-            self._drop_failed_walk()
-
-    def _drop_failed_walk(self) -> None:
-        if self._walk is not None and self._walk.failed:
-            self._leave_walk()
-
-    def _leave_walk(self) -> None:
-        """Forget a walk that has ended before its step has. Who asks for what it has not made is told so again."""
-        self._walk = None
-        self._parts.states.note_arrivals()
 
     @property
     def _is_last(self) -> bool:
@@ -559,37 +425,6 @@ class Engine:
             modules.check_asked(number)
         (self._parts.gradients if whole is None else whole.reducer).take(number, gradient)
         self._taken.show(self._parts.trained[number])
-
-    def _tell_optimizer(self) -> None:
-        """Let schedulers and step hooks see a step of the user's optimizer, which has no gradients and does nothing."""
-        self._stepping = True
-        try:
-            self.optimizer.step()
-        finally:
-            self._stepping = False
-
-    def _check_stepping(self) -> None:
-        if not self._stepping:
-            raise RuntimeError(
-                "the engine steps this optimizer: call engine.step(), as the optimizer itself has no gradients"
-            )
-
-    def _warn_of_states(self) -> None:
-        warnings.warn(
-            "the state dict of an engine's optimizer has its groups and no states, which the engine has: "
-            "engine.state_of(parameter) shows them",
-            RuntimeWarning,
-            stacklevel=6,  # torch has two functions around its own
-        )
-
-    def _check_states(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse states that the engine would not see."""
-        if state_dict.get("state"):
-            raise RuntimeError(
-                "the engine has the optimizer's states, and this version cannot load others: what the optimizer loads "
-                "would not be used. To load its groups alone, their learning rates and such, call "
-                'optimizer.load_state_dict({**state_dict, "state": {}})'
-            )
 
     # --- looking and changing -------------------------------------------------------------------------------------
 
@@ -660,7 +495,7 @@ class Engine:
             raise ConfigError(field="parameter", value=_said(parameter), expected=expected)
         if self._parts.modules is not None:
             self._parts.modules.register_external(module, parameter)
-        deferral = self._parts.deferral
+        deferral = self._updates.deferral
         if deferral is not None and isinstance(deferral.follower, AwaitedParameters):
             deferral.follower.register_external(parameter)
 
@@ -697,11 +532,8 @@ class Engine:
         """Return the model's state dict as copies on the host, wherever its parameters are."""
         self._check_whole()
         names = dict(self.model.named_parameters(remove_duplicate=False))
-        self._listing = True
-        try:
+        with self._guards.listing():
             listed = self.model.state_dict(keep_vars=True)
-        finally:
-            self._listing = False
 
         def whole(name: str, value: Any) -> Any:
             self._safe_point()
@@ -758,12 +590,17 @@ class Engine:
     @property
     def plan(self) -> StepPlan:
         """What moves where and in which order in each update; with strategy auto, until it is planned again."""
-        return self._plan
+        return self._updates.plan
+
+    @property
+    def device(self) -> torch.device:
+        """Where modules compute, and where batches have to be."""
+        return self._parts.accelerator.torch_device
 
     @property
     def steps(self) -> int:
         """How many updates were made."""
-        return self._steps
+        return self._updates.made
 
     def usage(self) -> tuple[Usage, ...]:
         """Return what each tier holds and held, against its budget."""
@@ -840,8 +677,8 @@ class Engine:
                 whole.ranks.close(reason)
             try:
                 self._adopt_early()
-                self._resume_update()
-                self._end_update()
+                self._updates.resume()
+                self._updates.end()
             except RuntimeError as error:  # told at the end
                 failed = error
             self._closed = True
@@ -849,7 +686,7 @@ class Engine:
                 self._parts.modules.let_go()
             self._parts.hooks.remove()
             self._taken.hide()
-            self._follow_no_more()
+            self._updates.follow_no_more()
             if self._parts.early is not None:
                 self._parts.early.drop()
             self._parts.gradients.clear()
@@ -896,7 +733,7 @@ class Engine:
         if self._taken.hide():
             self._drop_as_somebody_did()
         if not self._recording:
-            self._parts.telemetry.begin_step(self._steps)
+            self._parts.telemetry.begin_step(self.steps)
             self._recording = True
 
     def _drop_as_somebody_did(self) -> None:
@@ -909,35 +746,6 @@ class Engine:
             )
         self.zero_grad()
 
-    def _refuse_state_dict(self) -> None:
-        if not self._listing:
-            raise RuntimeError(
-                "the values of this model's parameters are where the engine fetches them from, on the host or on other "
-                "ranks: call engine.state_dict(), which has them"
-            )
-
-    def _check_loading(self, module: torch.nn.Module) -> None:
-        """Refuse to load values into parameters that are not there."""
-        for parameter in module.parameters():
-            known = self._known.get(id(parameter))
-            if known is not None and not known.is_there:
-                raise RuntimeError(
-                    f"{known.name} is not there to be loaded, as the engine fetches parameters around modules: load "
-                    "under `with engine.gathered(model.parameters(), modify=True)`, or parts of the model under as much"
-                )
-
-    def _check_optimizer(self) -> None:
-        """Refuse gradients that the engine did not take: the optimizer's own step would use them."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(parameter.shape)} has a gradient that the engine did not take: "
-                        "it was frozen when the engine was initialized, or not the optimizer's then, or its gradient "
-                        "was set by hand. Close the engine and initialize another one after parameters are unfrozen or "
-                        "added"
-                    )
-
     def _check_whole(self, *, deferred_too: bool = True) -> None:
         """Refuse to go on from half a step; what of one was deferred is done first, or left as it is."""
         self._check_process()
@@ -945,10 +753,10 @@ class Engine:
 
     def _leave_no_half(self, *, deferred_too: bool = True) -> None:
         self._check_open()
-        self._resume_update()
-        if self._walk is not None:
+        self._updates.resume()
+        if self._updates.under_way:
             if deferred_too:
-                self._end_update()
+                self._updates.end()
             return
         if self._parts.states.begun:
             raise RuntimeError("a step was interrupted: call step() again, which does what it left")

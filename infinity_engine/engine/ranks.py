@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -84,6 +86,8 @@ class Ranks:
         self.partitioning = Partitioning(config.partitioning.value)
         self.neighbours = 1
         """How many ranks there are on this machine, once budgets were shared."""
+        self.users: Mapping[str, int] = MappingProxyType({})
+        """How many of them use each directory of this one's, once budgets were shared."""
         self.cores = CoreShare(tuple(sorted(os.sched_getaffinity(0))), is_shared=False)
         """Which of the cores that this process may run on are this rank's, once budgets were shared."""
         self._first_here = collectives.rank
@@ -243,6 +247,10 @@ class Ranks:
                 raise ConfigError(field=f"ranks.{name}", value=given, expected=expected)
         self.config = config
 
+    def tell(self, what: str, mine: object) -> list[Any]:
+        """Return what each rank says, of what JSON has."""
+        return [json.loads(each) for each in self.collectives.share(what, json.dumps(mine).encode())]
+
     def least(self, what: str, mine: int) -> int:
         """Return the smallest of what the ranks say."""
         return min(int(each) for each in self.collectives.share(what, str(mine).encode()))
@@ -280,6 +288,7 @@ class Ranks:
         self.cores = divide_cores([each["cores"] for each in here], here[0]["nodes"])[ranks.index(self.rank)]
         host = min(each["host"] for each in here) // len(here)
         drives = [each["drives"] for each in here]
+        self.users = {name: sum(place in each for each in drives) for name, place in places.items()}
         nvme = {directory: _part_of(places[directory], limit, drives) for directory, limit in budget.nvme.items()}
         return replace(budget, host=host, device=host if device_is_shared else budget.device, nvme=nvme)
 

@@ -23,7 +23,7 @@ import torch
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Wait
 from infinity_engine.engine.ranks import Ranks, wire_of
-from infinity_engine.memory import Lease, Reservation
+from infinity_engine.memory import FreedMemory, Lease, Reservation
 from infinity_engine.optim import HostKernels
 from infinity_engine.optim import Stream as Values
 from infinity_engine.partition import MOST_TOLD, CollectiveEvent, GroupMember, HybridReduce, ReplicaSums, ShardGroup
@@ -33,6 +33,7 @@ __all__ = ["REDUCES", "GradientReducer", "KernelAdder", "Room", "buckets_of"]
 REDUCES = 2
 """So many reduces are under way at once, each with a buffer of its own."""
 
+_MOST_FREED = 16 << 20
 _Take = Callable[[int, torch.Tensor], None]
 
 
@@ -77,11 +78,13 @@ class Room:
     """Of whole gradients that are held at once."""
     sums: int
     """Of sums that are being made."""
+    freed: int
+    """That malloc may have of what was let go of."""
 
     @property
     def held(self) -> int:
         """What is held beside buffers."""
-        return self.gradients + self.sums
+        return self.gradients + self.sums + self.freed
 
     @property
     def nbytes(self) -> int:
@@ -89,8 +92,11 @@ class Room:
         return REDUCES * self.wire + self.held
 
     @classmethod
-    def of(cls, members: Sequence[GroupMember], ranks: Ranks, *, adds_up: bool) -> Room:
-        """Return it for the gradients of these: without it, gradients are let go of before their bucket is full."""
+    def of(cls, members: Sequence[GroupMember], ranks: Ranks, *, adds_up: bool, on_host: bool) -> Room:
+        """Return it for the gradients of these, which are tensors on the host or on a device that has its own memory.
+
+        Without it, gradients are let go of before their bucket is full.
+        """
         most = ranks.config.bucket_bytes
         groups = [ranks.group("all", [members[number] for number in each]) for each in buckets_of(members, most)]
         nbytes = [_nbytes(each) for each in members]
@@ -104,11 +110,9 @@ class Room:
         if ranks.replicas is not None:
             of_replicas = ReplicaSums(ranks.replicas).wire_bytes(of_a_rank)
             wire = max(wire, wire_of(of_replicas, 2 * ranks.replicas.size, 2 * most))
-        return cls(
-            wire=wire,
-            gradients=gradients,
-            sums=REDUCES * 4 * of_a_rank,
-        )
+        sums = REDUCES * 4 * of_a_rank
+        freed = min(gradients + sums, _MOST_FREED) if on_host else 0
+        return cls(wire=wire, gradients=gradients, sums=sums, freed=freed)
 
 
 def _nbytes(member: GroupMember) -> int:
@@ -174,6 +178,7 @@ class GradientReducer:
         self._free_wires = list(wires)
         self._held = held
         self._holds = 0  # bytes of gradients
+        self._freed = FreedMemory(room.freed) if room.freed else None
         self._device = lanes.accelerator.torch_device
         self._take = take
         self._groups: dict[tuple[int, ...], ShardGroup] = {}
@@ -363,11 +368,17 @@ class GradientReducer:
 
     def _end(self) -> None:
         """Wait until the oldest under way has ended, and hand on what any rank had of it."""
-        ended = self._under_way.popleft()
+        nbytes = self._hand_on(self._under_way.popleft())
+        if self._freed is not None:
+            self._freed.freed(nbytes)
+
+    def _hand_on(self, ended: _Reduce) -> int:
+        """Wait until it has ended, and return the bytes that are let go of then."""
         ended.event.wait()
         self._free_wires.append(ended.wire)
         self._release(ended.gradient_bytes)
-        self._held.release(sum(each.nbytes for each in ended.sums))
+        sums_bytes = sum(each.nbytes for each in ended.sums)
+        self._held.release(sums_bytes)
         had = 0
         for bits in ended.event.said:
             had |= bits
@@ -375,6 +386,7 @@ class GradientReducer:
             if had >> place & 1:
                 self._reduced.add(number)
                 self._take(number, total)
+        return ended.gradient_bytes + sums_bytes
 
     def _group(self, numbers: tuple[int, ...]) -> ShardGroup:
         if numbers not in self._groups:

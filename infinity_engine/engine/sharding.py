@@ -37,6 +37,7 @@ from infinity_engine.sim.sizing import Sizing
 
 __all__ = ["Sharding", "Shards", "Whole", "check_cut"]
 
+_WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel"})
 _LARGEST_SMALL_PART = 4  # of the room for whole parameters, small ones that stay whole take at most one in so many
 
 
@@ -46,6 +47,12 @@ def check_cut(model: torch.nn.Module, config: EngineConfig, built: BuiltModel | 
     Raises:
         ConfigError: it is something of that.
     """
+    for name, module in model.named_modules():
+        if any(kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.") for kind in type(module).__mro__):
+            expected = "the model itself, without it: the engine cuts parameters and averages gradients over the ranks"
+            raise ConfigError(
+                field=f"module {name}" if name else "model", value=type(module).__name__, expected=expected
+            )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements"):
             expected = (
@@ -95,7 +102,9 @@ class Sharding:
     """Of all buffers that collectives go through."""
 
     @classmethod
-    def of(cls, model: torch.nn.Module, cut: Cut, dtype: torch.dtype, accumulation_steps: int) -> Sharding:
+    def of(
+        cls, model: torch.nn.Module, cut: Cut, dtype: torch.dtype, accumulation_steps: int, *, unified: bool
+    ) -> Sharding:
         """Return it for a model whose modules compute in `dtype`."""
         ranks = cut.ranks
         leaves = leaves_of(model, ranks.config.leaf_modules)
@@ -118,7 +127,7 @@ class Sharding:
         shards = deepest_of(model, {id(each.whole.parameter): each.largest_shard for each in parameters}, leaves)
         wholes = deepest_of(model, {id(each.whole.parameter): each.nbytes for each in parameters}, leaves)
         gathers = room_of_wires(model, parameters, ranks, leaves) if by_module else room_of_gathers(parameters, ranks)
-        reduces = Room.of(members, ranks, adds_up=adds_up)
+        reduces = Room.of(members, ranks, adds_up=adds_up, on_host=unified)
         return cls(
             cut=cut,
             parameters=parameters,
@@ -161,6 +170,13 @@ class Sharding:
                 f"{self.wires_bytes} B; ranks.bucket_bytes lowers both of the latter",
             )
         return replace(budget, host=has - needed) if unified else replace(budget, device=has - needed)
+
+    def without_ahead(self, left: ResolvedBudget, *, unified: bool) -> ResolvedBudget:
+        """Return what is left without as much again as is whole at a time, for what is gathered ahead of modules."""
+        ahead = self.least if self.by_module else 0
+        if unified:
+            return replace(left, host=max(left.host - ahead, 0))
+        return replace(left, device=max(left.device - ahead, 0))
 
     def sized(self, sizing: Sizing) -> Sizing:
         """Return what there is to be held of the shards: what modules need at a time is as much on all ranks."""
@@ -264,6 +280,7 @@ class Whole:
         self.reducer = reducer
         self._norm: GradientNorm | None = None  # of what the reducer has handed on
         self._agreed: Mapping[str, object] | None = None  # on the update with that
+        self._summed = 0  # backwards, since gradients were used up or dropped
 
     @property
     def ranks(self) -> Ranks:
@@ -295,10 +312,18 @@ class Whole:
         groups = {f"optimizer's group {number}": rule for number, rule in enumerate(rules)}
         mine = {**groups, "max_grad_norm": max_grad_norm, "loss scale": loss_scale}
         if mine != self._agreed:
-            self.ranks.agree_again_on("what the update is made with", mine)
+            self.ranks.agree_again_on("what the update is made with", {**mine, "backwards of this step": self._summed})
             self._agreed = mine
 
+    def drop(self) -> None:
+        """Drop gradients that have come, as if there had been no backward; all ranks come to this."""
+        self.reducer.drop()
+        self._summed = 0
+
     def _reduce(self) -> None:
+        if self._agreed is not None:  # and so those before were used up
+            self._summed = 0
+        self._summed += 1
         self._norm = self._agreed = None
         self.reducer.finish()
 

@@ -17,7 +17,7 @@ from infinity_engine.sim.models import ModelShape, ModuleShape, ParameterShape
 from infinity_engine.sim.placing import Plan, Wish
 from infinity_engine.sim.sizing import Sizing, cut
 
-__all__ = ["bytes_of", "deepest_of", "pieces_of", "shape_of", "sizing_of", "wish_of"]
+__all__ = ["bytes_of", "deepest_of", "dtype_of", "pieces_of", "shape_of", "sizing_of", "wish_of"]
 
 _PARAMETER = MappingProxyType(
     {
@@ -92,7 +92,7 @@ def deepest_of(model: torch.nn.Module, nbytes: Mapping[int, int], leaves: Collec
 
 def shape_of(model: torch.nn.Module, trained: Iterable[TrainedParameter]) -> ModelShape:
     """Return a live model as the planner sees one that need not exist; a module's arithmetic is that of its weights."""
-    ours = {id(each.parameter) for each in trained}
+    ours = {id(each.of_model) for each in trained}
     seen: set[int] = set()
     modules = []
     for name, module in model.named_modules():
@@ -161,3 +161,9 @@ def _deepest(module: torch.nn.Module, nbytes: Callable[[torch.nn.Parameter], int
     within = [child for child in module.children() if not isinstance(child, _LISTS)]
     own += sum(nbytes(each) for child in module.children() if isinstance(child, _LISTS) for each in child.parameters())
     return own + max((_deepest(child, nbytes, leaves) for child in within), default=0)
+
+
+def dtype_of(sizing: Sizing) -> torch.dtype:
+    """Return what modules compute with floating-point parameters in."""
+    kinds = {None: torch.float32, FloatFormat.BF16: torch.bfloat16, FloatFormat.FP16: torch.float16}
+    return kinds[sizing.formats.parameter]

@@ -42,6 +42,8 @@ from infinity_engine.storage import IOEvent, Place
 
 __all__ = ["Receiver", "StateKeeper", "StepInputs", "piece_numbers"]
 
+_COMPARED = 1 << 18  # elements at once, where a master is compared with what somebody has changed
+
 _Originals = Callable[[TrainedParameter, int, torch.Tensor], None]
 """Fills a flat tensor with the elements of a parameter, from one on, as they were before the engine."""
 
@@ -276,14 +278,21 @@ class StateKeeper:
         return max((held.steps[index] for held, index, _ in self._segments_of(number)), default=0)
 
     def set_master(self, number: int, values: torch.Tensor) -> None:
-        """Replace a parameter's master by flat values of its own, which somebody has changed: piece by piece."""
+        """Let a parameter's master be flat values of its own, which somebody has changed, where they are others.
+
+        Where the master rounds to what is there, it was not changed, and keeps what rounding takes of it.
+        """
         for held, index, segment in self._segments_of(number):
             if not self._in_place(held.home):
                 self._write_master(held, index, _part(values, segment))
 
     def _write_master(self, held: _Held, index: int, values: torch.Tensor) -> None:
         with self._looking_at(held, changing=True) as (flat, visit):
-            dict(self._pieces(held, index, flat, visit))["master"].copy_(values)
+            master = dict(self._pieces(held, index, flat, visit))["master"]
+            for first in range(0, len(values), _COMPARED):
+                mine = master[first : first + _COMPARED]
+                theirs = values[first : first + _COMPARED].to(mine.device)
+                mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
 
     def _segments_of(self, number: int) -> Iterator[tuple[_Held, int, Segment]]:
         """Yield where a parameter's segments are, with their numbers there."""

@@ -5,12 +5,13 @@ from infinity_engine.memory.layout import Layout, Request, layout
 from infinity_engine.memory.lease import Event, Lease
 from infinity_engine.memory.ledger import Ledger, Reservation, Usage
 from infinity_engine.memory.pinned import Freed, PinnedPool, PoolStats
-from infinity_engine.memory.resident import ResidentMemory, return_freed_memory
+from infinity_engine.memory.resident import FreedMemory, ResidentMemory, return_freed_memory
 
 __all__ = [
     "DeviceMemory",
     "Event",
     "Freed",
+    "FreedMemory",
     "Layout",
     "Lease",
     "Ledger",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["ResidentMemory", "return_freed_memory"]
+__all__ = ["FreedMemory", "ResidentMemory", "return_freed_memory"]
 
 _HIGH_WATER = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
@@ -24,6 +24,25 @@ def return_freed_memory() -> None:
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class FreedMemory:
+    """What is freed piece by piece: whenever that was `most` bytes, the system gets what malloc still has.
+
+    As soon as something small lies in the hole that a tensor has left, the next of that size does not fit: without
+    this, a process that many pass through grows by almost all of them.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._freed = 0
+
+    def freed(self, nbytes: int) -> None:
+        """Note that so many bytes were."""
+        self._freed += nbytes
+        if self._freed >= self._most:
+            self._freed = 0
+            return_freed_memory()
 
 
 class ResidentMemory:

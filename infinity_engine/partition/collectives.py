@@ -220,13 +220,30 @@ class _Groups:
                 dist.destroy_process_group()
 
 
-def _init_world(timeout: timedelta) -> None:
-    """Meet the processes that the environment names; each time under keys of the store that nobody has used."""
+def _init_world(timeout: timedelta, name: str) -> None:
+    """Meet the processes that the environment names; each time under keys of the store that nobody has used.
+
+    Raises:
+        CollectiveError: not all have come in time.
+    """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]  # it is there
     # torch would use the keys of a group that has ended again, with the addresses that are left there.
     turn = store.add(f"infinity/joins of rank {rank}", 1)
-    store = dist.PrefixStore(f"infinity/join {turn}", store)  # type: ignore[attr-defined]  # likewise
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    own = dist.PrefixStore(f"infinity/join {turn}", store)  # type: ignore[attr-defined]  # likewise
+    try:
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        missing = [each for each in range(size) if store.add(f"infinity/joins of rank {each}", 0) < turn]
+        if not missing:
+            raise
+        raise CollectiveError(
+            group=name,
+            rank=rank,
+            op="meeting the others",
+            reason=f"of {size} ranks, {', '.join(map(str, missing))} did not come in {timeout.total_seconds():g} s. "
+            "All of them call initialize, init_context and load_into, as often as the others; a process that is to "
+            'train on its own has ranks={"stage": "alone"}',
+        ) from error
 
 
 def _others() -> bool:
@@ -325,6 +342,7 @@ class Collectives:
 
         Raises:
             ConfigError: `timeout_s` is not positive, or longer than torch can wait.
+            CollectiveError: not all have come in that time.
         """
         if not 0 < timeout_s <= _LONGEST_S:
             raise ConfigError(
@@ -335,7 +353,7 @@ class Collectives:
         if own_world:
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:
                 return cls.alone()
-            _init_world(timedelta(seconds=timeout_s))
+            _init_world(timedelta(seconds=timeout_s), name)
         if dist.get_world_size() == 1:
             if own_world:
                 dist.destroy_process_group()

@@ -31,6 +31,7 @@ import env
 from env import THIS_PYTHON
 
 __all__ = [
+    "ONCE_IN_TURN",
     "ROUNDS",
     "THIS_PYTHON",
     "Bench",
@@ -57,6 +58,11 @@ Every system was warmed up once and then measured once per round, each round sta
 disturbs the machine disturbs all of them alike. A figure is computed within each round and its median is the value;
 min .. max and MAD (median distance from the median) are its spread over the rounds."""
 """The method of a bench that says nothing else."""
+
+ONCE_IN_TURN = """\
+Every way trained once, one after another, in one process: two steps to warm up, and the median of those after them,
+each waited for to its end."""
+"""The method of benches that train larger models than could be made anew in every round."""
 
 _TARGET = re.compile(r"(>=|<=|==|>|<) *([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)")
 _COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Block", "TinyGPT", "batches", "corpus"]
+__all__ = ["VOCABULARY", "Block", "TinyGPT", "batches", "corpus"]
 
 VOCABULARY = 256
 

@@ -181,6 +181,11 @@ def test_each_rank_reads_its_slices_of_the_files_and_no_more(
     ("what", "told"),
     [
         ("another dtype", r"CollectiveError: .*ranks differ in 0\.safetensors: \d+ B, header \w+ on ranks 0, 1, \d+ B"),
+        (
+            "another value",
+            r"CollectiveError: .*ranks differ in halved in \d\.safetensors: values of checksum \w+ on ranks 0, 1, "
+            r"values of checksum \w+ on rank 2",
+        ),
         ("missing", r"rank 2 has left with ConfigError: directory of the values|ConfigError: directory of the values"),
         ("damaged", r"rank 2 has left with ConfigError: file|ConfigError: file: .*0\.safetensors"),
         ("read", r"rank 2 has left with TransferError: |TransferError: .*errno 5"),
@@ -196,6 +201,12 @@ def test_what_one_rank_cannot_load_or_has_otherwise_is_told_to_all(what: str, to
     if what == "another dtype":
         state = read_safetensors(other / "0.safetensors")
         write_safetensors(other / "0.safetensors", {name: torch.as_tensor(each).half() for name, each in state.items()})
+    if what == "another value":
+        for path in other.iterdir():
+            state = {name: torch.as_tensor(each) for name, each in read_safetensors(path).items()}
+            if "halved" in state:
+                state["halved"][len(state["halved"]) // 2] += 1
+            write_safetensors(path, state)
     if what == "damaged":
         (other / "0.safetensors").write_bytes(b"damaged")
 
@@ -233,3 +244,25 @@ def test_a_model_of_eight_times_a_rank_s_budget_is_loaded_within_it(size: int, e
         assert rank["model"] == 8 * each_bytes
         assert rank["rise"] <= each_bytes
         assert rank["host"] <= each_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "each_bytes", "width", "way"),
+    [(2, 64 << 20, 768, "built"), pytest.param(2, 64 << 20, 768, "loaded", marks=pytest.mark.slow)],
+)
+def test_what_a_rank_has_in_ram_stays_within_its_budget_while_a_model_of_eight_times_that_is_trained(
+    size: int, each_bytes: int, width: int, way: str, tmp_path: Path
+) -> None:
+    count = -(-8 * each_bytes // (4 * width * width))
+    (drive := tmp_path / "drive").mkdir()
+    (folder := tmp_path / "files").mkdir()
+    for number in range(count if way == "loaded" else 0):
+        write_safetensors(folder / f"{number}.safetensors", {f"{number}.weight": torch.rand(width, width)})
+    files = str(folder) if way == "loaded" else None
+
+    for rank in launched(size, programs.measure_training, files, str(drive), str(size * each_bytes), count, width):
+        assert rank["model"] >= 8 * each_bytes
+        assert rank["limit"] <= each_bytes
+        assert rank["drives"] > 3 * rank["model"] / size
+        for part in ("making", "initialize", "step 0", "step 1"):
+            assert rank[part] <= each_bytes, part

@@ -46,12 +46,20 @@ def test_ranks_that_begin_with_something_else_are_all_told_what(what: str, told:
     [
         ("rate", r"optimizer's group 1: .*lr=0\.001.* on ranks 0, 1"),
         ("clip", r"max_grad_norm: 1\.0 on ranks 0, 1, 2\.0"),
+        ("dropped gradients", r"backwards of this step: 2 on ranks 0, 1, 1 on rank 2"),
     ],
 )
 def test_ranks_that_step_with_something_else_are_all_told_what(what: str, differs: str) -> None:
     for rank in launch(3, programs.steps_with, what):
         assert rank.error is None, rank.trace
         assert re.match(f"agreement on what the update is made with: the ranks differ in {differs}", rank.value)
+
+
+def test_a_rank_that_the_others_leave_alone_is_told_who_did_not_come() -> None:
+    alone, *_ = launch(3, programs.comes_alone)
+
+    assert alone.error is None, alone.trace
+    assert re.match(r"meeting the others: of 3 ranks, 1, 2 did not come in 2 s\. .*initialize", alone.value)
 
 
 def test_ctrl_c_ends_a_rank_that_waits_for_others_and_they_are_told(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_backward_never_holds_more_whole_gradients_than_there_is_room_for(stag
     for found in launched(2, programs.holds, stage, 1):
         one = 64 * 64 * 4
         assert found["most"] <= one + 2 * 32768 + one  # one that autograd has just made
-        assert found["room"] < 10 * one
+        assert found["room"] < 2 * 10 * one  # as much again is for what malloc has of those that went
         assert found["left"] == 0
 
 

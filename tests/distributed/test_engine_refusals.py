@@ -32,6 +32,15 @@ def test_a_parameter_that_tensor_parallelism_has_cut_is_refused() -> None:
         check_cut(model, EngineConfig(), built=None)
 
 
+def test_a_model_that_torch_cuts_or_averages_itself_is_refused() -> None:
+    class DistributedDataParallel(nn.Sequential):
+        __module__ = "torch.nn.parallel.distributed"
+
+    told = r"^module 1: expected the model itself, without it: .*, got 'DistributedDataParallel'$"
+    with pytest.raises(ConfigError, match=told):
+        check_cut(nn.Sequential(nn.Linear(2, 2), DistributedDataParallel(nn.Linear(2, 2))), EngineConfig(), built=None)
+
+
 def test_a_model_that_one_rank_has_built_alone_is_refused(tmp_path: Path) -> None:
     with init_context(budget=Budget(host="64MiB", nvme={str(tmp_path): "1MiB"})) as built:
         model = nn.Linear(40, 40)

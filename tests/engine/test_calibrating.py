@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from infinity_engine.calibration import CalibrationCache, CalibrationWarning, Ef
 from infinity_engine.calibration.device import device_identity
 from infinity_engine.calibration.identity import machine_identity
 from infinity_engine.engine import calibrating
-from infinity_engine.engine.calibrating import needs_rates
+from infinity_engine.engine.calibrating import needs_rates, of_one_rank
 from infinity_engine.engine.choosing import choose
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
@@ -158,6 +159,24 @@ def test_a_file_that_is_no_calibration_is_refused(content: str | None, device: A
 
 
 # --- kept, or measured ---
+
+
+def test_ranks_of_one_machine_share_what_one_at_a_time_was_measured_to_have() -> None:
+    sharing: Any = SimpleNamespace(neighbours=2, users={"/mnt/a": 2})
+    apart: Any = SimpleNamespace(neighbours=2, users={"/mnt/a": 1})
+    asked: dict[str, Any] = {"optimizer": "adamw", "directories": ["/mnt/a"], "beside_io": True, "beside_copies": False}
+
+    mine = of_one_rank(calibration(), sharing, threads=2, **asked)
+    on_own_drive = of_one_rank(calibration(), apart, threads=2, **asked)
+
+    every = calibration().rates(threads=4, **asked)
+    assert every.host_update_params_per_s
+    assert every.nvme["/mnt/a"].read_bytes_per_s
+    assert mine.host_update_params_per_s == every.host_update_params_per_s / 2
+    assert mine.nvme["/mnt/a"].read_bytes_per_s == every.nvme["/mnt/a"].read_bytes_per_s / 2
+    assert on_own_drive.nvme == every.nvme
+    assert mine.h2d_bytes_per_s == every.h2d_bytes_per_s
+    assert of_one_rank(calibration(), None, threads=4, **asked) == every
 
 
 @pytest.mark.usefixtures("nothing_is_measured")
@@ -302,7 +321,7 @@ def test_auto_plans_with_what_was_kept(
         seen.append(config.rates)
         return choose(*given, config=config, **more)
 
-    monkeypatch.setattr("infinity_engine.engine.assemble.choose", noted)
+    monkeypatch.setattr("infinity_engine.engine.planning.choose", noted)
     with engine(device, **AUTO):
         pass
 

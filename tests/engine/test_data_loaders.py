@@ -62,7 +62,7 @@ def loader_of(
         persistent_workers=persistent,
         collate_fn=collate,
         multiprocessing_context="fork",
-        timeout=30,  # rather than hang
+        timeout=100,  # rather than hang
     )
 
 

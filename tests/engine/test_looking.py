@@ -130,6 +130,35 @@ def test_the_master_of_a_changed_parameter_is_written_without_a_copy_of_the_whol
         assert torch.equal(torch.as_tensor(engine.state_of(weight)["master"]), torch.full((256, 256), 3.0))
 
 
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_a_body_does_not_change_keeps_its_master_as_exact_as_it_was(
+    where: str, precision: str, tmp_path: Path
+) -> None:
+    case, device = WHERE[where]
+    with (
+        ExitStack() as around,
+        opened(
+            replace(case, precision=precision),
+            around.enter_context(emulated(0)) if device else None,
+            tmp_path if where == "drives" else None,
+        ) as (engine, task),
+    ):
+        for seed in range(3):
+            engine.backward(engine(task.batch(seed)))
+            engine.step()
+        masters = {name: torch.as_tensor(engine.state_of(each)["master"]) for name, each in task.named_parameters()}
+        changed = "head.weight" if "head.weight" in masters else max(masters)
+
+        with engine.gathered(task.parameters(), modify=True), torch.no_grad():
+            task.get_parameter(changed).view(-1)[::3] = 0.1
+
+        rounded = torch.tensor(0.1, dtype=task.get_parameter(changed).dtype).item()
+        masters[changed].view(-1)[::3] = rounded
+        for name, each in task.named_parameters():
+            assert torch.equal(torch.as_tensor(engine.state_of(each)["master"]), masters[name]), name
+
+
 @pytest.mark.parametrize("wrong", ["0.weight", torch.nn.Parameter(torch.ones(2)), None, torch.ones(3)], ids=str)
 def test_the_states_of_what_is_not_trained_are_refused(wrong: object) -> None:
     with (

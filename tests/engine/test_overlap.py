@@ -92,7 +92,7 @@ def on_one_memory(steps: int, *, precision: str = "fp32", model: Callable[[], nn
 
 def is_left(made: Engine) -> bool:
     """Tell whether some of an update is left."""
-    return made._walk is not None
+    return made._updates.under_way
 
 
 WHERE = ["device", "host"]  # parameters stay, or are fetched
@@ -411,7 +411,7 @@ class Breaks:
 
 def in_a_step(made: Engine) -> bool:
     """Tell whether a call of step() has to be made again."""
-    return made._parts.states.begun and not made._counted
+    return made._parts.states.begun and not made._updates._counted
 
 
 def finish(made: Engine, seed: int) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,13 +18,14 @@ import torch
 import infinity_engine
 from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, Strategy
 from infinity_engine.plan.strategy import DeviceOnly
-from support.device_training import STRATEGIES, trained
-from support.engine_bits import Bits, differing
+from support.device_training import STRATEGIES
+from support.engine_bits import differing
 from support.far_programs import MIB, far_process, gradients_seen, limits_of_modules, room_for_modules, trained_far
+from support.nvme_training import Case, Trained, trained
 from support.session import SHARED
 from support.small_models import MODELS
 
-Reference = Callable[[str, str, int, float | None], tuple[Bits, list[float]]]
+Reference = Callable[[Case], Trained]
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
@@ -38,23 +40,30 @@ def reference(far: ProcessPoolExecutor) -> Reference:
     """Return what trains on the far device with everything where modules compute but the states."""
 
     @cache
-    def reference(model: str, precision: str, accumulation: int, clip: float | None) -> tuple[Bits, list[float]]:
-        settings = {"precision": precision, "accumulation": accumulation, "clip": clip, "parameters": "device"}
-        return far.submit(trained_far, model, HostOnly(), **settings).result()
+    def of(case: Case) -> Trained:
+        return far.submit(trained_far, case).result()
+
+    def reference(case: Case) -> Trained:
+        return of(replace(case, strategy=HostOnly(), parameters="device"))
 
     return reference
+
+
+def same(found: Trained, expected: Trained) -> None:
+    assert differing(expected.bits, found.bits) == []
+    assert found.losses == expected.losses
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_it_trains_as_the_cpu_does(model: str, reference: Reference) -> None:
     """Its operators are the CPU's, but torch puts some together of others there: the bits are not the same."""
-    expected, losses = trained(model, None, HostOnly())
+    expected = trained(Case(model=model, small_bytes=0), None, None)
 
-    bits, found = reference(model, "fp32", 1, None)
+    found = reference(Case(model=model, small_bytes=0))
 
-    assert found == pytest.approx(losses, rel=1e-4)
-    for name, tensor in expected.items():
-        assert torch.allclose(bits[name], tensor, rtol=1e-3, atol=1e-5), name
+    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    for name, tensor in expected.bits.items():
+        assert torch.allclose(found.bits[name], tensor, rtol=1e-3, atol=1e-5), name
 
 
 @pytest.mark.parametrize("parameters", ["device", "host"])
@@ -71,13 +80,16 @@ def test_every_strategy_gives_the_same_bits(
     far: ProcessPoolExecutor,
     reference: Reference,
 ) -> None:
-    expected, losses = reference("gpt", precision, accumulation, clip)
+    case = Case(
+        strategy=strategy,
+        precision=precision,
+        accumulation=accumulation,
+        clip=clip,
+        parameters=parameters,
+        device="16MiB",
+    )
 
-    settings = {"precision": precision, "accumulation": accumulation, "clip": clip, "parameters": parameters}
-    bits, same = far.submit(trained_far, "gpt", strategy, **settings).result()
-
-    assert differing(expected, bits) == []
-    assert same == losses
+    same(far.submit(trained_far, case).result(), reference(case))
 
 
 @pytest.mark.parametrize("parameters", ["device", "host"])
@@ -85,12 +97,9 @@ def test_every_strategy_gives_the_same_bits(
 def test_every_model_is_trained_alike_with_parameters_on_the_device_and_on_the_host(
     model: str, parameters: str, far: ProcessPoolExecutor, reference: Reference
 ) -> None:
-    expected, losses = reference(model, "fp32", 1, None)
+    case = Case(model=model, strategy=Interleaved(share=0.5), parameters=parameters, device="16MiB")
 
-    bits, same = far.submit(trained_far, model, Interleaved(share=0.5), parameters=parameters).result()
-
-    assert differing(expected, bits) == []
-    assert same == losses
+    same(far.submit(trained_far, case).result(), reference(case))
 
 
 @pytest.mark.parametrize("parameters", ["device", "host", "nvme"])
@@ -98,15 +107,21 @@ def test_every_model_is_trained_alike_with_parameters_on_the_device_and_on_the_h
 def test_drives_give_the_same_bits(
     precision: str, parameters: str, far: ProcessPoolExecutor, reference: Reference, tmp_path: Path
 ) -> None:
-    expected, losses = reference("llama", precision, 2, 0.05)
-    strategy = NvmeStreamed(update=Interleaved(share=0.5))
-    drives = {str(tmp_path): "64MiB"}
+    case = Case(
+        model="llama",
+        strategy=NvmeStreamed(update=Interleaved(share=0.5)),
+        parameters=parameters,
+        precision=precision,
+        accumulation=2,
+        clip=0.05,
+        small_bytes=0,
+        device="16MiB",
+    )
 
-    settings = {"precision": precision, "accumulation": 2, "clip": 0.05, "parameters": parameters, "nvme": drives}
-    bits, same = far.submit(trained_far, "llama", strategy, **settings).result()
+    found = far.submit(trained_far, case, tmp_path).result()
 
-    assert differing(expected, bits) == []
-    assert same == losses
+    same(found, reference(case))
+    assert found.loads > 0
 
 
 def test_the_devices_budget_holds_for_what_modules_make_too(far: ProcessPoolExecutor) -> None:

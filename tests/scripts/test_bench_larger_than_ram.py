@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import shutil
@@ -21,28 +19,14 @@ from rival_step_host import PHASES
 import bench
 import env
 from memory_group import GroupUnavailableError
+from support.scripts import load_script
 from trained_apart import Ending, Job, Ran, Result, Step, parameters_of, train_apart, words_of
 
 MIB = 1 << 20
 IN_MEMORY = {"strategy": "host_only", "precision": "bf16"}
 
 
-def script() -> Any:
-    """Load the bench, which has no .py ending, as a module."""
-    loader = importlib.machinery.SourceFileLoader(
-        "larger_than_ram", str(env.ROOT / "scripts" / "bench" / "larger_than_ram")
-    )
-    spec = importlib.util.spec_from_loader("larger_than_ram", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "dont_write_bytecode", True)
-        patched.setitem(sys.modules, "larger_than_ram", module)  # its dataclasses look for it there
-        loader.exec_module(module)
-    return module
-
-
-RAM = script()
+RAM = load_script("bench/larger_than_ram")
 
 
 def a_step(loss: float, seconds: float = 0.5) -> Step:

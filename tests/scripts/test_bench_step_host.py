@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import io
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,25 +15,13 @@ import rival_step_host
 from rival_step_host import PHASES, Answer, Job, Program, Training
 
 import bench
-import env
+from support.scripts import load_script
 
 SHAPE = {"width": 64, "depth": 1, "context": 16, "threads": 1}
 ANSWER = Answer([dict.fromkeys(PHASES, 0.5)], [2.0], {"peak": 16.0})
 
 
-def script() -> Any:
-    """Load the bench, which has no .py ending, as a module."""
-    loader = importlib.machinery.SourceFileLoader("step_host", str(env.ROOT / "scripts" / "bench" / "step_host"))
-    spec = importlib.util.spec_from_loader("step_host", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "dont_write_bytecode", True)
-        loader.exec_module(module)
-    return module
-
-
-STEP_HOST = script()
+STEP_HOST = load_script("bench/step_host")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 import env
+from support.scripts import load_script
 
 MODES = ("sanitize", "slow", "matrix", "oldest", "aarch64")
 JUNIT = """<testsuites><testsuite>
@@ -21,15 +20,8 @@ JUNIT = """<testsuites><testsuite>
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    loader = importlib.machinery.SourceFileLoader("test_script", str(env.ROOT / "scripts" / "test"))
-    spec = importlib.util.spec_from_loader("test_script", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setitem(sys.modules, "test_script", module)  # dataclasses look for it there
-    loader.exec_module(module)
-    return module
+def script() -> Any:
+    return load_script("test")
 
 
 def step(script: Any, tmp_path: Path, program: str, *, report: bool) -> Any:

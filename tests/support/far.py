@@ -15,17 +15,27 @@ import subprocess
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.cpp_extension import include_paths
 
+from deepnvme.device_arrays import CopyEvent, DeviceArray, device_array_of
 from infinity_engine.accel import Buffer, Cost, Emulation, Event, Stream, StreamKind, VirtualAccelerator
 from infinity_engine.accel.emulated import EmulatedMemory
 from infinity_engine.accel.operation import Copy
 from infinity_engine.accel.virtual import VirtualOperation
 from infinity_engine.errors import CapacityError
 
-__all__ = ["FAR", "FarAccelerator", "allocated", "compiled_far_device", "far_device_is_missing", "load_far_device"]
+__all__ = [
+    "FAR",
+    "FarAccelerator",
+    "allocated",
+    "compiled_far_device",
+    "far_array_of",
+    "far_device_is_missing",
+    "load_far_device",
+]
 
 FAR = torch.device("hpu", 0)
 _NO_LIMIT = 2**63 - 1
@@ -82,6 +92,39 @@ def _bytes_at(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a flat tensor as one of the CPU's that keeps nothing."""
     here = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
     return torch.frombuffer(here, dtype=torch.uint8)
+
+
+class _Ended:
+    """A copy that happened when it was asked for."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _FarArray:
+    """A tensor there as deepnvme's staging sees arrays of devices."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bytes = torch.as_tensor(torch.ops.far.near(tensor.view(-1).view(torch.uint8)))
+        self.nbytes = self._bytes.numel()
+
+    def begin(self) -> None:
+        pass
+
+    def to_host(self, start: int, target: memoryview) -> CopyEvent:
+        torch.frombuffer(target, dtype=torch.uint8).copy_(self._bytes[start : start + len(target)])
+        return _Ended()
+
+    def to_device(self, start: int, source: memoryview) -> CopyEvent:
+        self._bytes[start : start + len(source)].copy_(torch.frombuffer(source, dtype=torch.uint8))
+        return _Ended()
+
+
+def far_array_of(thing: Any, *, writable: bool) -> DeviceArray | None:
+    """Return what deepnvme copies from or to, where it is on the far device or another; see `device_array_of`."""
+    if isinstance(thing, torch.Tensor) and thing.device == FAR:
+        return _FarArray(thing)
+    return device_array_of(thing, writable=writable)
 
 
 class _Memory(EmulatedMemory):

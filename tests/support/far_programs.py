@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import gc
-import importlib.machinery
-import importlib.util
 import multiprocessing
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from deepnvme import queue
 from infinity_engine.accel import Emulation
 from infinity_engine.errors import CapacityError
 from infinity_engine.plan import Strategy
 from support.determinism import deterministic_compute
-from support.device_training import trained, wide_engine
-from support.engine_bits import Bits
-from support.far import FAR, FarAccelerator, allocated, compiled_far_device, far_device_is_missing, load_far_device
-from support.nvme_training import RATES
+from support.device_training import wide_engine
+from support.far import (
+    FAR,
+    FarAccelerator,
+    allocated,
+    compiled_far_device,
+    far_array_of,
+    far_device_is_missing,
+    load_far_device,
+)
+from support.nvme_training import RATES, Case, Trained, trained
+from support.scripts import load_script
 
 __all__ = ["MIB", "far_process", "gpu_bench", "gradients_seen", "limits_of_modules", "room_for_modules", "trained_far"]
 
@@ -46,10 +52,10 @@ def _device() -> FarAccelerator:
     return FarAccelerator(Emulation(rates=RATES, capacity_bytes=64 * MIB))
 
 
-def trained_far(model: str, strategy: Strategy, **settings: Any) -> tuple[Bits, list[float]]:
-    """Train with the engine; see `trained`."""
-    with deterministic_compute(), _device() as device:
-        return trained(model, device, strategy, **settings)
+def trained_far(case: Case, drive: Path | None = None) -> Trained:
+    """Train with the engine on the far device; see `trained`."""
+    with deterministic_compute():
+        return trained(case, _device(), drive)
 
 
 def limits_of_modules() -> dict[str, Any]:
@@ -100,23 +106,21 @@ def room_for_modules() -> dict[str, Any]:
     return found
 
 
-def gpu_bench(name: str, scale: tuple[int, ...]) -> dict[str, float | None]:
-    """Run a bench of scripts/bench at another scale, on the far device; return its figures."""
+def gpu_bench(name: str, scale: tuple[Any, ...], folder: Path | None) -> dict[str, float | None]:
+    """Run a bench of scripts/bench at another scale, on the far device; return its figures.
+
+    One that uses drives gets a folder for its files, and closes what it has opened at the end.
+    """
     import gpu_training
 
     import bench
-    import env
 
-    loader = importlib.machinery.SourceFileLoader(name, str(env.ROOT / "scripts" / "bench" / name))
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "dont_write_bytecode", True)
-        patched.setitem(sys.modules, name, module)  # where its dataclasses look for names
-        loader.exec_module(module)
+    module = load_script(f"bench/{name}")
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as until_end:
         patched.setattr(gpu_training, "gpu", _device)
         patched.setattr(gpu_training, "rates_of", lambda _: RATES)
+        patched.setattr(queue, "device_array_of", far_array_of)
+        patched.setenv("INFINITY_BENCH_DIR", str(folder))
         run = bench.Bench(name, True, frozenset(), bench.ROUNDS)
-        module.define(run, module.Scale(*scale))
+        module.define(run, *([] if folder is None else [until_end]), module.Scale(*scale))
         return {figure.name: figure.value for figure in run.run(1)}

@@ -120,10 +120,10 @@ def digest_of(bits: Bits) -> str:
 
 
 def train(engine: Engine, task: Task, case: Case, *, first: int = 0) -> list[float]:
-    """Make the steps of the case; return the losses."""
+    """Make the steps of the case, where the engine computes; return the losses."""
     losses = []
     for seed in range(first * case.accumulation, (first + case.steps) * case.accumulation):
-        loss = engine(task.batch(seed))
+        loss = engine(task.batch(seed).to(engine.device))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -144,6 +144,7 @@ def trained(case: Case, on: Accelerator | None, drive: Path | None) -> Trained:
             if not isinstance(host, int):
                 raise
             host = max(error.asked, host + (32 << 10))
+    assert {each.device.type for each in (*task.parameters(), *task.buffers())} == {"cpu"}
     if on is not None:
         on.close()
     return Trained(bits, losses, loads, {name: each.detach().clone() for name, each in task.named_parameters()})

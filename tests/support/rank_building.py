@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -20,7 +19,8 @@ import infinity_engine
 from deepnvme import FaultPlan, IOQueue, Requests, write_safetensors
 from infinity_engine.engine.built import BuiltModel, originals_of
 from infinity_engine.errors import CapacityError, CollectiveError, ConfigError, TransferError
-from infinity_engine.memory import ResidentMemory
+from infinity_engine.memory import ResidentMemory, return_freed_memory
+from infinity_engine.plan import Tier
 from infinity_engine.storage import swapfile
 from support.determinism import deterministic_compute
 from support.rank_training import Run, batch_of, engine_of, made, states_of, where
@@ -37,6 +37,7 @@ __all__ = [
     "load_otherwise",
     "measure_building",
     "measure_loading",
+    "measure_training",
     "on_a_mesh",
     "read_in_the_body",
     "train_built",
@@ -374,8 +375,8 @@ def _left(drive: str) -> int:
 # --- how much it takes ------------------------------------------------------------------------------------------------
 
 
-def _layers(count: int) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(count)))
+def _layers(count: int, width: int = 1024) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
 
 
 def measure_building(drive: str, host: str, count: int) -> dict[str, int]:
@@ -403,17 +404,87 @@ def measure_loading(folder: str, drive: str, host: str, count: int) -> dict[str,
     return _measured(body, drive)
 
 
+LITTLE_AT_ONCE: Mapping[str, Any] = {
+    "ranks": {"bucket_bytes": 1 << 20},
+    "subgroup_numel": 1 << 17,
+    "calibration": "off",
+    "update_threads": 1,
+}
+
+
+def measure_training(folder: str | None, drive: str, host: str, count: int, width: int) -> dict[str, int]:
+    """Build so many layers, or load them from a folder, and train them for two steps.
+
+    Return by how much this process grew at most in each part, and how large model, budget and files are.
+    """
+
+    def body() -> nn.Module:
+        if folder is None:
+            with infinity_engine.init_context(budget=machine):
+                return _layers(count, width)
+        with torch.device("meta"):
+            model = _layers(count, width)
+        infinity_engine.load_into(model, folder, machine)
+        return model
+
+    machine = budget(drive, host=host, nvme="8GiB")
+    _train_little(drive)
+    meter = _Resident()
+    model = body()
+    found = {"making": meter.rise()}
+    engine = infinity_engine.initialize(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), budget=machine, accelerator="cpu", **LITTLE_AT_ONCE
+    )
+    found["initialize"] = meter.rise()
+    with engine:
+        for step in range(2):
+            engine.backward(engine(torch.ones(4, width)).pow(2).mean())
+            engine.step()
+            found[f"step {step}"] = meter.rise()
+        found["limit"] = max(each.limit for each in engine.usage() if each.tier is Tier.HOST)
+        found["model"] = sum(each.numel() * each.element_size() for each in model.parameters())
+        found["drives"] = sum(each.peak_held for each in engine.usage() if each.tier is Tier.NVME)
+    return found
+
+
+def _train_little(drive: str) -> None:
+    """Have torch.distributed, its threads and torch's own of an optimizer and a backward."""
+    with infinity_engine.init_context(budget=budget(drive), cache=0):
+        model = _layers(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with infinity_engine.initialize(
+        model, optimizer, budget=budget(drive), accelerator="cpu", **LITTLE_AT_ONCE
+    ) as engine:
+        engine.backward(engine(torch.ones(4, 1024)).pow(2).mean())
+        engine.step()
+
+
+class _Resident:
+    """By how much this process has grown since it was made; at most, between two questions."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        return_freed_memory()
+        self._memory = ResidentMemory()
+        self._begin()
+
+    def rise(self) -> int:
+        peak = self._memory.peak_bytes()
+        assert peak is not None
+        self._begin()
+        return peak - self._memory.baseline_bytes
+
+    def _begin(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def _measured(body: Callable[[], nn.Module], drive: str) -> dict[str, int]:
     with infinity_engine.init_context(budget=budget(drive), cache=0) as first:  # torch.distributed and its threads
         _layers(2)
     first.close()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    resident = ResidentMemory()
-    Path("/proc/self/clear_refs").write_text("5")
+    resident = _Resident()
     model = body()
-    peak = resident.peak_bytes()
-    assert peak is not None
+    rise = resident.rise()
     built = originals_of(model)
     assert built is not None
     counted = {each.directory or each.tier.name: each.peak_held for each in built.ledger.usage()}
@@ -421,7 +492,7 @@ def _measured(body: Callable[[], nn.Module], drive: str) -> dict[str, int]:
     model_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
     built.close()
     return {
-        "rise": peak - resident.baseline_bytes,
+        "rise": rise,
         "host": counted["HOST"],
         "limit": limits["HOST"],
         "drives": sum(nbytes for name, nbytes in counted.items() if name not in {"HOST", "DEVICE"}),

@@ -22,10 +22,18 @@ from torch import nn
 import infinity_engine
 from infinity_engine.accel import Accelerator, Emulation, emulated_accelerator
 from infinity_engine.config import EngineConfig
-from infinity_engine.engine import assemble
+from infinity_engine.engine import planning
+from infinity_engine.engine.choosing import choose_together
 from infinity_engine.engine.engine import Engine
+from infinity_engine.engine.sharding import Sharding
+from infinity_engine.engine.sizing import shape_of, wish_of
 from infinity_engine.errors import CapacityError, CollectiveError, ConfigError
-from infinity_engine.plan import Rates
+from infinity_engine.plan import Rates, ResolvedBudget
+from infinity_engine.plan.step import Home
+from infinity_engine.sim.placing import Plan, place
+from infinity_engine.sim.planner import decide
+from infinity_engine.sim.sizing import Sizing
+from infinity_engine.sim.training import Means, Training
 from support.determinism import deterministic_compute
 from support.small_models import MODELS, Task
 
@@ -40,6 +48,7 @@ __all__ = [
     "begin_alike",
     "borrow",
     "close_crowded",
+    "comes_alone",
     "differ",
     "ends",
     "engine_of",
@@ -50,6 +59,7 @@ __all__ = [
     "is_killed",
     "looks",
     "made",
+    "plan_together",
     "reduces",
     "run_short",
     "sometimes",
@@ -551,7 +561,7 @@ def begin_alike() -> dict[str, Any]:
         return replace(config, rates=RATES)
 
     with ExitStack() as around:
-        around.enter_context(patch.object(assemble, "with_rates", measured))
+        around.enter_context(patch.object(planning, "with_rates", measured))
         task, optimizer = made(Run())
         settings = {"strategy": "interleaved", "update_threads": None}
         engine = engine_of(Run(emulated=True, settings=settings), task, optimizer, around)
@@ -559,6 +569,56 @@ def begin_alike() -> dict[str, Any]:
             cores for task in os.listdir("/proc/self/task") if (cores := os.sched_getaffinity(int(task))) != everywhere
         ]
         return {"asked": asked, "bound": bound, "steps": engine.steps, "everywhere": os.sched_getaffinity(0)}
+
+
+def plan_together(run: Run, rates: Sequence[Rates | None]) -> dict[str, Any]:
+    """Train with rates of each rank's own; return what came of it, and what the planner says of what this rank has."""
+    asked: dict[str, Any] = {}
+
+    def choose_and_note(*args: Any, **kwargs: Any) -> Any:
+        found = choose_together(*args, **kwargs)
+        asked.update(args=args, kwargs=kwargs, chosen=found)
+        return found
+
+    with patch.object(planning, "choose_together", choose_and_note):
+        found = train(replace(run, settings={**run.settings, "rates": rates[where()[0]]}))
+    chosen = asked["chosen"]
+    found["homes"] = None if chosen is None else {home.name: chosen.steps.params_at(home) for home in Home}
+    if chosen is not None:
+        found["as planned"] = (
+            chosen.steps == _planned(run, rates[0] or Rates(), *asked["args"], **asked["kwargs"]).steps
+        )
+    return found
+
+
+def _planned(
+    run: Run,
+    rates: Rates,
+    model: nn.Module,
+    sizing: Sizing,
+    sharding: Sharding,
+    *,
+    config: EngineConfig,
+    budget: ResolvedBudget,
+    **_: object,
+) -> Plan:
+    """Return what the planner chooses for one of equal ranks, placed as this one's."""
+    room = replace(budget, device=budget.device - sharding.least)  # for what is gathered ahead
+    training = Training(
+        model=replace(shape_of(model, sharding.cut.wholes), deepest_numel=sizing.deepest // sizing.width),
+        batch=1,
+        sequence=1,
+        accumulation_steps=run.accumulation,
+        checkpointing=False,
+        formats=sizing.formats,
+        state_names=sizing.state_names,
+        small_bytes=config.storage.small_bytes,
+    )
+    size = sharding.ranks.size
+    means = Means(budget=replace(room, host=size * room.host), rates=rates, ranks=size, for_all=False)
+    choice = decide(training, means, subgroup_numel=config.subgroup_numel).best.choice
+    wish = replace(wish_of(config, None), strategy=choice.strategy, tiers=(choice.parameters,))
+    return place(sizing, wish, room, io_bytes=0)
 
 
 def run_short(device_bytes: Sequence[int]) -> list[str]:
@@ -624,6 +684,15 @@ def differ() -> dict[str, str]:
         dist.destroy_process_group()
 
 
+def comes_alone() -> str:
+    """Begin on the first rank alone; return what it was told."""
+    rank, _ = where()
+    task, optimizer = made(Run())
+    with ExitStack() as around:
+        alone = Run(settings={"ranks": {"timeout_s": 2}})
+        return "" if rank else _told(lambda: engine_of(alone, task, optimizer, around).steps)
+
+
 def wants_another_mesh() -> str:
     """Begin with another mesh on the last rank; return what each was told."""
     rank, size = where()
@@ -639,11 +708,16 @@ def steps_with(what: str) -> str:
     last = rank == size - 1
     if what == "rate":
         return _told(lambda: _steps_with(rate=2e-3 if last else 1e-3))
+    if what == "dropped gradients":
+        return _told(lambda: _steps_with(drops=last))
     return _told(lambda: _steps_with(clip=2.0 if last else 1.0))
 
 
-def _steps_with(rate: float = 1e-3, clip: float | None = None) -> None:
-    """Make a step as all do, and another with this learning rate and bound of the norm."""
+def _steps_with(rate: float = 1e-3, clip: float | None = None, *, drops: bool | None = None) -> None:
+    """Make a step as all do, and another with this learning rate and bound of the norm.
+
+    Or with a second backward, before which the gradients of the first are dropped, or are not.
+    """
     task, optimizer = made(Run())
     with ExitStack() as around:
         engine = engine_of(Run(), task, optimizer, around)
@@ -651,6 +725,10 @@ def _steps_with(rate: float = 1e-3, clip: float | None = None) -> None:
             engine.backward(engine(batch_of(task, step)))
             if step:
                 optimizer.param_groups[1]["lr"] = rate
+            if step and drops is not None:
+                if drops:
+                    engine.zero_grad()
+                engine.backward(engine(batch_of(task, step)))
             if step and clip is not None:
                 engine.clip_grad_norm_(clip)
             engine.step()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity_engine.memory import FreedMemory, resident
 from support.nvme_programs import output_of, run_program
 
 MiB = 1 << 20
@@ -95,3 +96,17 @@ def test_memory_that_was_freed_goes_back_to_the_system(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="it is tensors that are freed")
 
     assert int(output_of(run_program(FREED, folder=tmp_path))) > 80
+
+
+def test_what_is_freed_piece_by_piece_goes_back_whenever_it_is_as_much_as_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[None] = []
+    monkeypatch.setattr(resident, "return_freed_memory", lambda: given.append(None))
+    freed = FreedMemory(10)
+    seen = []
+    for _ in range(7):
+        freed.freed(4)
+        seen.append(len(given))
+
+    assert seen == [0, 0, 1, 1, 1, 2, 2]

@@ -1,0 +1,63 @@
+"""On which devices an engine is made: what is refused, and what is warned of, with the model as it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+
+import infinity_engine
+from infinity_engine.accel import Emulation, VirtualAccelerator
+from infinity_engine.engine.planning import check_device
+from infinity_engine.errors import ConfigError, MissingDependencyError
+from support.nvme_training import RATES
+
+
+@contextmanager
+def device_of(kind: str) -> Iterator[VirtualAccelerator]:
+    """Return a device that says it is another one to torch."""
+    with VirtualAccelerator(Emulation(rates=RATES, capacity_bytes=64 << 20)) as device:
+        device.torch_device = torch.device(kind, 0)
+        yield device
+
+
+def test_a_gpu_is_warned_of_at_the_line_of_the_caller_as_long_as_nothing_has_run_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    model = torch.nn.Linear(4, 4)
+    with device_of("cuda") as device, pytest.warns(RuntimeWarning) as said, suppress(MissingDependencyError):
+        infinity_engine.initialize(model, "adamw", device=device, strategy="host_only", rates=RATES)
+    [warning] = [each for each in said if "has not run on a GPU yet" in str(each.message)]
+    assert warning.category is RuntimeWarning
+    assert warning.filename == __file__
+
+
+@pytest.mark.filterwarnings("ignore:the engine has not run on a GPU yet:RuntimeWarning")
+def test_a_gpu_without_cupy_is_refused_and_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    model = torch.nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    with device_of("cuda") as device, pytest.raises(MissingDependencyError, match=r"infinity-engine\[cuda\]"):
+        infinity_engine.initialize(model, "adamw", device=device, strategy="host_only", rates=RATES)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "hpu"])
+def test_of_no_other_device_is_warned(kind: str) -> None:
+    with device_of(kind) as device:
+        check_device(device, alone=True)  # a warning would be an error here
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hpu"])
+def test_several_ranks_are_refused_where_they_do_not_compute_on_the_cpu(kind: str) -> None:
+    with device_of(kind) as device, pytest.raises(ConfigError, match=r"one GPU, or on several ranks of the CPU"):
+        check_device(device, alone=False)
+
+
+def test_several_ranks_compute_on_the_cpu() -> None:
+    with device_of("cpu") as device:
+        check_device(device, alone=False)
