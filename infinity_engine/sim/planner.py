@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import NamedTuple
 
 from infinity_engine.errors import CapacityError, ConfigError
@@ -38,15 +39,15 @@ from infinity_engine.sim.training import Means, Training
 
 __all__ = ["Candidate", "Choice", "Decision", "Planner", "decide"]
 
-_COUNTS = (64, 128, 256)  # subgroups; below 46, filling and draining cost more than 5%
+_COUNTS = (64, 256)  # subgroups; below 46, filling and draining cost more than 5%
 _FINER = (1024,)  # where buffers and staging sets of those are too large
 _ENOUGH = 46  # that are not resident
 _LEAST_NUMEL = 2**20  # a subgroup's transfers below this cost more to start than they take
 _FP32 = 4
 _HEADER_BYTES = 3 * 4096  # of each drive, for the swap file's own and for whole pages
 _GATHERED = 2  # modules at once
-_FINALISTS = (4, 2)  # forms that are looked at with more subgroups, and with still more
-_WORTH_IT = Fraction(997, 1000)  # of a step: smaller subgroups that save less than the rest are not looked for
+_FINALISTS = 4  # forms that are looked at with more subgroups
+_WORTH_IT = Fraction(997, 1000)  # of a step: parts nearby that save less than the rest are not gone on from
 _BUFFERS = 4  # of the host, with which drives are never idle for want of them
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
 _LAST_STEPS = (1 / 8, 1 / 32, 1 / 128)
@@ -157,6 +158,7 @@ class Planner:
     strategy: Strategy | None = field(default=None, kw_only=True)
     parameters: Tier | None = field(default=None, kw_only=True)
     subgroup_numel: int | None = field(default=None, kw_only=True)
+    _sizings: dict[int, Sizing] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def decide(self) -> Decision:
         """Return the best plan; `decide` says what is raised."""
@@ -173,7 +175,7 @@ class Planner:
             least_update_ns=self._least_ns(best),
         )
 
-    @property
+    @cached_property
     def trained_numel(self) -> int:
         """How many parameters one rank trains."""
         return sum(-(-each.numel // self.means.ranks) for each in self.training.ordered() if each.trained)
@@ -230,13 +232,19 @@ class Planner:
 
     # --- one choice -----------------------------------------------------------------------------------------------
 
+    def sizing(self, subgroup_numel: int) -> Sizing:
+        """Return what one rank has to hold, with states in subgroups of up to so many parameters."""
+        if subgroup_numel not in self._sizings:
+            self._sizings[subgroup_numel] = self.means.sizing(self.training, subgroup_numel)
+        return self._sizings[subgroup_numel]
+
     def placed(self, choice: Choice) -> tuple[Sizing, Plan, ResolvedBudget]:
         """Return the plan, and the budget that it was made with.
 
         Raises:
             CapacityError: it does not fit.
         """
-        sizing = self.means.sizing(self.training, choice.subgroup_numel)
+        sizing = self.sizing(choice.subgroup_numel)
         wish = Wish(
             strategy=choice.strategy,
             tiers=(choice.parameters,),
@@ -330,18 +338,10 @@ class _Search:
             raise ConfigError(field="strategy", value=self._given, expected="one that can be carried out")
         if numel not in finer:
             self._descend(found, numel, _FIRST_STEPS, starts=_FIRST_STARTS)
-        best = _fastest(found)
-        for number, (size, finalists) in enumerate(
-            zip((each for each in counts if each < numel), _FINALISTS, strict=False)
-        ):
-            refined = self._refined(found, size, finalists)
-            self._descend(refined, size, _LAST_STEPS, starts=_LAST_STARTS)
+        for finer_numel in [each for each in counts if each < numel]:
+            refined = self._refined(found, finer_numel)
+            self._descend(refined, finer_numel, _LAST_STEPS, starts=_LAST_STARTS)
             found |= refined
-            least = min((each.timeline.ns for each in refined.values()), default=best.timeline.ns)
-            enough = number and least > _WORTH_IT * best.timeline.ns
-            best = _fastest(found)
-            if enough:
-                break
         self._more_subgroups(found)
         self._left_to_rates(found)
         return [each for each in self._known.values() if each is not None]
@@ -383,7 +383,7 @@ class _Search:
 
     def _room(self, family: _Family, numel: int) -> Room | None:
         planner = self._planner
-        sizing = self._means.sizing(planner.training, numel)
+        sizing = planner.sizing(numel)
         try:
             budget = planner.left(sizing)
         except CapacityError:
@@ -467,13 +467,13 @@ class _Search:
                     found[there] = candidate
                     form, onwards = there, [way, *(each for each in _WAYS if each not in (way, (-way[0], -way[1])))]
 
-    def _refined(self, found: Mapping[_Form, Candidate], numel: int, finalists: int) -> dict[_Form, Candidate]:
+    def _refined(self, found: Mapping[_Form, Candidate], numel: int) -> dict[_Form, Candidate]:
         """Return the best with smaller subgroups, and what was too large before, as buffers are smaller.
 
         And the best of each family of which the host had no room for all buffers, or in which some visit, as buffers
         and staging sets of smaller ones leave room.
         """
-        fastest = sorted({each.timeline.ns for each in found.values()})[:finalists]
+        fastest = sorted({each.timeline.ns for each in found.values()})[:_FINALISTS]
         forms = [form for form, each in found.items() if each.timeline.ns in fastest]
         forms += [form for form in (*_cramped(found), *_staging(found)) if form not in forms]
         refined = {}

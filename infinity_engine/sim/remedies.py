@@ -156,7 +156,7 @@ def _frugal(planner: Planner) -> Iterator[Choice]:
 def _needs(planner: Planner, choice: Choice) -> Needs | None:
     """Return what the choice needs at the least: each tier in turn is given what is asked for; None: it never ends."""
     means = planner.means
-    sizing = means.sizing(planner.training, choice.subgroup_numel)
+    sizing = planner.sizing(choice.subgroup_numel)
     floor = replace(means.budget, device=0, host=0, nvme={_SOME_DRIVE: _PLENTY})
     for _ in range(_MOST_RAISES):
         tried = replace(planner, means=replace(means, budget=floor))

@@ -63,7 +63,8 @@ class Phase:
 class StepTimeline:
     """A step in the steady state: the update that ends one, then forward and backward of the next."""
 
-    phases: tuple[Phase, ...]
+    cuts: tuple[tuple[str, int, int], ...]
+    """The phases: what each is called, where it begins and where it ends."""
     spans: tuple[Span, ...]
     repeated_ns: int
     """What the further micro-batches add, each as long as the last forward and backward that `spans` shows."""
@@ -76,7 +77,12 @@ class StepTimeline:
     @property
     def ns(self) -> int:
         """How long the step takes."""
-        return max((phase.end_ns for phase in self.phases), default=0) + self.repeated_ns
+        return max((end_ns for _, _, end_ns in self.cuts), default=0) + self.repeated_ns
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The parts of the step, one after the other."""
+        return tuple(Phase(name, start, end, _busy(self.spans, start, end)) for name, start, end in self.cuts)
 
 
 def rates_of_update(rates: Rates) -> Rates:
@@ -220,7 +226,7 @@ class _Step:
             for lane, nbytes in _moved(self._spans[len(spans) :]).items():
                 moved[lane] = moved.get(lane, 0) + more * nbytes
         return StepTimeline(
-            phases=tuple(Phase(name, start, end, _busy(spans, start, end)) for name, start, end in cuts),
+            cuts=tuple(cuts),
             spans=spans,
             repeated_ns=repeated_ns,
             update_ns=self._update_ns,
