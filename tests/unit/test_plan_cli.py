@@ -45,6 +45,18 @@ def test_a_large_model_on_a_desktop_is_answered(plan: Any) -> None:
     assert "measure yours" in out
 
 
+def test_the_answer_in_the_documentation_is_the_one_that_is_given(plan: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    block = re.search(r"```console\n\$ infinity plan (.*)\n([^`]*)```", page)
+    assert block is not None
+    _, out, _ = plan(*block[1].split())
+    given = [" ".join(line.split()) for line in out.splitlines()]
+
+    for line in block[2].splitlines():
+        shown = " ".join(line.split())
+        assert shown == "..." or any(each.startswith(shown) for each in given), shown
+
+
 def test_the_answer_needs_no_torch_and_little_time() -> None:
     source = (
         "import sys\n"
