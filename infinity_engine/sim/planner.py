@@ -460,9 +460,8 @@ class _Search:
             onwards = list(_WAYS)
             while onwards:
                 way = onwards.pop(0)
-                parts = room.towards(form.parts, form.parts.moved(step * way[0], step * way[1]))
-                there = replace(form, parts=parts)
-                candidate = self._try(there, numel) if room.holds(parts) else None
+                there = replace(form, parts=room.nearby(form.parts, step * way[0], step * way[1]))
+                candidate = self._try(there, numel) if room.holds(there.parts) else None
                 if candidate is not None and candidate.timeline.ns < _WORTH_IT * found[form].timeline.ns:
                     found[there] = candidate
                     form, onwards = there, [way, *(each for each in _WAYS if each not in (way, (-way[0], -way[1])))]

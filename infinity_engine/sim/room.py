@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import ResolvedBudget, Tier
@@ -141,11 +141,33 @@ class Room:
         """Tell whether there is room for these."""
         return all(edge.holds(parts) for edge in self.edges if edge.hard)
 
-    def towards(self, parts: Parts, other: Parts) -> Parts:
-        """Return the other parts, of none less than nothing, or as much of the way to them as there is room for."""
-        way = max(other.resident, 0.0) - parts.resident, max(other.visiting, 0.0) - parts.visiting
+    def nearby(self, parts: Parts, resident: float, visiting: float) -> Parts:
+        """Return parts, none less than nothing, that differ by so much, or by as much of it as there is room for.
+
+        Where there is none at once, and only one is to grow: along the edge, where the other one makes room.
+        """
+        other = Parts(max(parts.resident + resident, 0.0), max(parts.visiting + visiting, 0.0))
+        found = self._on_the_way(parts, other)
+        if found.distance(parts) < self.whole / 2 and 0 in (resident, visiting):
+            found = self._on_the_way(parts, self._along(other, resident_gives=not resident))
+        return found
+
+    def _on_the_way(self, parts: Parts, other: Parts) -> Parts:
+        """Return the last parts on the straight way from these to the others for which there is room."""
+        way = other.resident - parts.resident, other.visiting - parts.visiting
         far = min((edge.left(parts, way) for edge in self.edges if edge.hard), default=1.0)
         return parts.moved(far * way[0], far * way[1])
+
+    def _along(self, parts: Parts, *, resident_gives: bool) -> Parts:
+        """Return parts of which this one is less, so that there is room for the other."""
+        hard = [edge for edge in self.edges if edge.hard]
+        if resident_gives:
+            most = min(
+                (each.most - each.visiting * parts.visiting) / each.resident for each in hard if each.resident > 0
+            )
+            return replace(parts, resident=max(min(parts.resident, most), 0.0))
+        most = min((each.most - each.resident * parts.resident) / each.visiting for each in hard if each.visiting > 0)
+        return replace(parts, visiting=max(min(parts.visiting, most), 0.0))
 
     def corners(self) -> dict[str, Parts]:
         """Return where edges meet and all hard ones hold, under names by which those of other sizes are alike.

@@ -87,11 +87,31 @@ def test_parts_go_towards_others_and_no_further() -> None:
 def test_a_way_ends_where_room_does() -> None:
     room, here = room_of(2.2, 100), Parts(0.125, 0.125)
 
-    assert room.towards(here, Parts(0.125, 0.25)) == Parts(0.125, 0.25)
-    assert room.towards(here, Parts(-0.25, 0.125)) == Parts(0.0, 0.125)
-    last = room.towards(here, Parts(1.0, 0.125))
+    assert room.nearby(here, 0, 0.125) == Parts(0.125, 0.25)
+    assert room.nearby(here, -0.25, 0) == Parts(0.0, 0.125)
+    last = room.nearby(here, 0.875, 0)
     assert room.holds(last)
     assert not room.holds(last.moved(1e-6, 0))
+
+
+def test_where_a_way_has_ended_one_part_makes_room_for_the_other() -> None:
+    room = room_of(2.2, 100)
+    last = room.nearby(Parts(0.125, 0.125), 0.875, 0)
+
+    for resident, visiting in ((0, 0.0625), (0.0625, 0)):
+        there = room.nearby(last, resident, visiting)
+        assert room.holds(there)
+        assert not room.holds(there.moved(1e-6, 1e-6))
+        grown, given = there.resident - last.resident, there.visiting - last.visiting
+        assert (grown > 0 > given, grown < 0 < given) == (resident > 0, visiting > 0)
+        assert 0 < max(grown, given) <= 0.0625 * (1 + 1e-9)
+
+
+def test_no_part_makes_more_room_than_it_takes() -> None:
+    room = room_of(2.2, 100)
+    last = room.nearby(Parts(), 1.0, 0)
+
+    assert room.nearby(last, 0, 1.0).resident == 0
 
 
 def test_there_is_room_for_more_where_fewer_sets_are_staged() -> None:
