@@ -440,7 +440,11 @@ class TensorStore:
         self._tensors.io.refuse_if_forked()
         if self._threads.is_current:
             return self._commit(self._threads.writes())
-        return self.commit_async().result()  # on the thread that writes, as no signal's handler raises there
+        try:
+            future = self.commit_async()  # on the thread that writes, as no signal's handler raises there
+        except RuntimeError:  # the interpreter ends: its threads have, and take nothing more
+            return self._commit(self._threads.writes())
+        return future.result()
 
     def _commit(self, before: Iterable[Future[Any] | threading.Lock]) -> int:
         if self.durability is Durability.NONE:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.engine import Engine, EngineParts
 from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.engine.gradients import GradientKeeper
-from infinity_engine.engine.homes import Originals, bring_home, model_kept, move_buffers
+from infinity_engine.engine.homes import Originals, bring_home, model_kept, move_buffers, release_originals
 from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Meter, clock_of
@@ -71,12 +71,12 @@ def assemble(
     progress: Callable[[Progress], object] | None,
 ) -> Engine:
     """Return an engine; `device` and `queue` are used where given, and stay open. `initialize` says what is raised."""
-    resources, teller = ExitStack(), Teller(progress)
+    resources, taken, teller = ExitStack(), ExitStack(), Teller(progress)
     built = originals_of(model)
     ranks = None if built is None else built.ranks
     if ranks is None:
         ranks = Ranks.join(config.ranks)
-    try:
+    with _closed_where_it_fails(resources, ranks):
         if built is not None and built.ranks is not None:
             built.ranks.go_on_with(config.ranks)
         accelerator = device
@@ -85,17 +85,27 @@ def assemble(
         planned = check_and_plan(
             model, optimizer, config, accelerator, resources, policy=policy, queue=queue, ranks=ranks, built=built
         )
-        parts = _parts(model, optimizer, config, planned, resources, teller=teller)
-        engine = Engine(parts)
+        with model_kept(model), _closed_where_it_fails(taken, ranks):  # what is closed may show values of its own
+            parts = _parts(model, optimizer, config, planned, taken, teller=teller)
+            engine = Engine(parts)
+            release_originals(planned.everything, built)
+    resources.push(taken.pop_all())
+    parts.resources.push(resources.pop_all())
+    return_freed_memory()  # of what the model was until now
+    return engine
+
+
+@contextmanager
+def _closed_where_it_fails(resources: ExitStack, ranks: Ranks | None) -> Iterator[None]:
+    """Where the body fails, let the other ranks know why, and close what it has opened."""
+    try:
+        yield
     except BaseException as error:
         if ranks is not None:
             ranks.close(error)
         with suppress(Exception):  # what holds views of what is closed here is the error that is raised
             resources.close()
         raise
-    parts.resources.push(resources.pop_all())
-    return_freed_memory()  # of what the model was until now
-    return engine
 
 
 def _parts(
@@ -126,27 +136,25 @@ def _parts(
     originals = Originals(everything, planned.built)
     resources.callback(accelerator.cap, None)
     accelerator.cap(planned.budget.device)
-    with model_kept(model, everything):
-        records, shown = bring_home(
-            everything, sizing, plan, lanes=lanes, swap=swap, originals=originals, resources=resources, teller=teller
-        )
-        move_buffers(model, sizing, accelerator.torch_device, resources)
-        swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
-        states = StateKeeper(
-            plan.steps,
-            sizing.subgroups,
-            trained,
-            formats=sizing.formats,
-            state_names=sizing.state_names,
-            lanes=lanes,
-            swapped=swapped,
-            resting=plan.resting.states,
-        )
-        resources.callback(states.close)
-        states.begin(originals.fill, planned.rules, teller)
-        originals.release(everything)
-        for parameter, values in shown:
-            parameter.data = values
+    records, shown = bring_home(
+        everything, sizing, plan, lanes=lanes, swap=swap, originals=originals, resources=resources, teller=teller
+    )
+    move_buffers(model, sizing, accelerator.torch_device, resources)
+    swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
+    states = StateKeeper(
+        plan.steps,
+        sizing.subgroups,
+        trained,
+        formats=sizing.formats,
+        state_names=sizing.state_names,
+        lanes=lanes,
+        swapped=swapped,
+        resting=plan.resting.states,
+    )
+    resources.callback(states.close)
+    states.begin(originals.fill, planned.rules, teller)
+    for parameter, values in shown:
+        parameter.data = values
     gradients = _gradients(config, trained, sizing, plan, lanes=lanes, swap=swap, staying=staying)
     fetcher = modules = whole = None
     if plan.steps.parameters is not Tier.DEVICE:

@@ -1,6 +1,6 @@
 """Brings the values of parameters and buffers to where they stay while an engine trains: device, host or drives.
 
-The model is as it was where that fails. What is brought, and where to, the plan says.
+What is brought, and where to, the plan says. Where that fails, or what follows, `model_kept` takes it all back.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from infinity_engine.sim.sizing import Sizing
 from infinity_engine.storage import SwapFile
 from infinity_engine.tiering import ShardRecord
 
-__all__ = ["Originals", "bring_home", "model_kept", "move_buffers"]
-
+__all__ = ["Originals", "bring_home", "model_kept", "move_buffers", "release_originals"]
 
 _CONVERTED = 1 << 18  # elements at once, where what is read has another dtype than what is written
 
@@ -65,18 +64,19 @@ class Originals:
             self._converted[dtype] = torch.empty(_CONVERTED, dtype=dtype, device="cpu")
         return self._converted[dtype]
 
-    def release(self, parameters: Iterable[ModelParameter]) -> None:
-        """Have none of them any more: the engine has."""
-        if self._built is not None:
-            for each in parameters:
-                if self.on_drives(each):
-                    self._built.release(each.of_model)
-            self._built.hand_over_ranks()
-            self._built.close()
+
+def release_originals(parameters: Iterable[ModelParameter], built: BuiltModel | None) -> None:
+    """Let what has built the model have none of their values any more: the engine has."""
+    if built is not None:
+        for each in parameters:
+            if each.of_model in built:
+                built.release(each.of_model)
+        built.hand_over_ranks()
+        built.close()
 
 
 @contextmanager
-def model_kept(model: torch.nn.Module, parameters: Sequence[ModelParameter]) -> Iterator[None]:
+def model_kept(model: torch.nn.Module) -> Iterator[None]:
     """Take back what the body gave the model's parameters and buffers to compute with where it fails."""
     before = [(each, each.data) for each in (*model.parameters(), *model.buffers())]
     try:
@@ -84,8 +84,6 @@ def model_kept(model: torch.nn.Module, parameters: Sequence[ModelParameter]) -> 
     except BaseException:
         for tensor, data in before:
             tensor.data = data
-        for each in parameters:
-            each.live_at(None)
         raise
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from infinity_engine.engine.outcome import Outcome
 from support import rank_training as programs
 from support.rank_training import Run
 from support.ranks import Rank, launch
@@ -74,6 +75,20 @@ def test_what_one_rank_refuses_is_told_to_the_others() -> None:
 
     for found in (first, second):
         assert "rank 2 has left with ConfigError: Budget.nvme" in found["refused"]
+
+
+def test_a_drive_that_fails_at_the_start_leaves_all_models_as_they_were_and_is_tried_again(
+    tmp_path: Path,
+) -> None:
+    first, last = launch(2, programs.begins_with_a_broken_drive, on_drives(tmp_path))
+
+    assert [first.trace, last.trace] == ["", ""]
+    assert "rank 1 has left with TransferError" in first.value["told"]
+    assert str(tmp_path) in last.value["told"]
+    for rank in (first, last):
+        assert rank.value["changed"] == []
+        assert rank.value["again"] is Outcome.UPDATED
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ranks_that_run_different_experts_are_told_apart_and_not_hung() -> None:

@@ -19,8 +19,9 @@ from infinity_engine.accel import Accelerator, Emulation, emulated_accelerator
 from infinity_engine.calibration import CalibrationCache, CalibrationWarning, Effort, calibrated
 from infinity_engine.calibration.device import device_identity
 from infinity_engine.calibration.identity import machine_identity
+from infinity_engine.config import EngineConfig
 from infinity_engine.engine import calibrating
-from infinity_engine.engine.calibrating import needs_rates, of_one_rank
+from infinity_engine.engine.calibrating import needs_rates, of_one_rank, with_rates_of_machine
 from infinity_engine.engine.choosing import choose
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
@@ -327,3 +328,24 @@ def test_auto_plans_with_what_was_kept(
 
     expected = calibration().with_drives({}).rates(optimizer="adamw", threads=2, beside_copies=True)
     assert seen == [expected]
+
+
+@pytest.mark.parametrize(
+    ("directories", "measures"), [(["/mnt/a"], False), (["/mnt/b"], True)], ids=["its drives", "drives of its own"]
+)
+def test_a_rank_takes_the_rates_of_its_machine_but_for_drives_of_its_own(
+    directories: list[str], measures: bool
+) -> None:
+    first, own = Rates(h2d_bytes_per_s=1e9), Rates(h2d_bytes_per_s=2e9)
+    ranks: Any = SimpleNamespace(once_a_machine=lambda *_: json.dumps([["/mnt/a"], first.to_mapping()]))
+
+    found = with_rates_of_machine(EngineConfig(), ranks, directories, lambda: EngineConfig.from_keywords(rates=own))
+
+    assert found.rates == (own if measures else first)
+
+
+def test_a_rank_keeps_rates_that_it_was_given() -> None:
+    given = EngineConfig.from_keywords(rates=DEVICE)
+    ranks: Any = SimpleNamespace(once_a_machine=lambda *_: json.dumps([[], Rates(h2d_bytes_per_s=1e9).to_mapping()]))
+
+    assert with_rates_of_machine(given, ranks, [], lambda: given) is given

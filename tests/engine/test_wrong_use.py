@@ -20,6 +20,7 @@ from torch import nn
 import infinity_engine
 from infinity_engine.accel import Emulation, StreamKind, emulated_accelerator
 from infinity_engine.config import EngineConfig
+from infinity_engine.engine import assemble
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import Rates, Tier
@@ -50,6 +51,25 @@ def train(made: Engine, seed: int = 0) -> None:
 
 def weights(made: Engine) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
+
+
+@pytest.mark.parametrize("parameters", ["device", "nvme"])
+def test_what_fails_when_all_is_put_together_leaves_the_model_as_it_was(
+    parameters: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    net = nn.Sequential(model(), nn.BatchNorm1d(2))
+    before = {name: each.clone() for name, each in net.state_dict().items()}
+    monkeypatch.setattr(assemble, "Engine", lambda _: 1 / 0)
+    streamed = {"strategy": "nvme_streamed", "budget": {**BUDGET, "nvme": {str(tmp_path): "64MiB"}}}
+
+    with pytest.raises(ZeroDivisionError):
+        infinity_engine.initialize(net, "adamw", {**streamed, "parameters": parameters}, precision="bf16")
+
+    assert {name: each.dtype for name, each in net.state_dict().items()} == {
+        name: each.dtype for name, each in before.items()
+    }
+    assert all(torch.equal(each, before[name]) for name, each in net.state_dict().items())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_step_without_a_backward_says_so() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deepnvme import ClosedError, FaultPlan, IOFuture, IOQueue, Pool, Requests, WhenFull
+from deepnvme import ClosedError, FaultPlan, IOFuture, IOQueue, Pool, Requests, TensorStore, WhenFull
 from support.nvme_held import held, until
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, pattern
 from support.nvme_programs import output_of, run_program
@@ -359,6 +359,37 @@ def test_a_program_that_ends_with_work_in_flight_finishes_it_in_silence(
     done = run_program(EXITING, disk_backend, ending, tmp_path / "file", folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert_same((tmp_path / "file").read_bytes(), b"".join(bytes([n]) * 100_000 for n in range(20)))
+
+
+COMMITTING_LAST = """
+import atexit, sys, threading
+from deepnvme import Returns, TensorStore
+
+how, folder = sys.argv[1:]
+store = TensorStore.create([folder], 1 << 20, returns=Returns.NUMPY)
+store.put_async("begun", b"1")
+
+def last():
+    if how == "thread":
+        threading.main_thread().join()
+    store.put("last", b"2")
+    print(store.commit())
+    store.close()
+
+threading.Thread(target=last).start() if how == "thread" else atexit.register(last)
+"""
+
+
+@pytest.mark.parametrize("how", ["thread", "atexit"])
+def test_a_store_can_be_committed_when_the_program_ends(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+
+    done = run_program(COMMITTING_LAST, how, folder, folder=tmp_path)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+    with TensorStore.open([folder]) as store:
+        assert set(store) == {"begun", "last"}
 
 
 ENDING_WITH_AN_ERROR = """

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity_engine
+from deepnvme import FaultPlan, IOQueue, Requests
 from infinity_engine.accel import Accelerator, Emulation, emulated_accelerator
 from infinity_engine.config import EngineConfig
 from infinity_engine.engine import planning
@@ -27,7 +28,7 @@ from infinity_engine.engine.choosing import choose_together
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.sharding import Sharding
 from infinity_engine.engine.sizing import shape_of, wish_of
-from infinity_engine.errors import CapacityError, CollectiveError, ConfigError
+from infinity_engine.errors import CapacityError, CollectiveError, ConfigError, TransferError
 from infinity_engine.plan import Rates, ResolvedBudget
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.placing import Plan, place
@@ -46,6 +47,7 @@ __all__ = [
     "accumulates",
     "batch_of",
     "begin_alike",
+    "begins_with_a_broken_drive",
     "borrow",
     "close_crowded",
     "comes_alone",
@@ -297,7 +299,7 @@ def _told(call: Callable[[], object]) -> str:
         return str(call())
     except CollectiveError as error:
         return f"{error.op}: {error.reason}"
-    except ConfigError as error:
+    except (ConfigError, TransferError) as error:
         return str(error)
 
 
@@ -682,6 +684,29 @@ def differ() -> dict[str, str]:
         return {"settings": settings, "model": model, "values": values, "refused": refused, "experts": experts}
     finally:
         dist.destroy_process_group()
+
+
+def begins_with_a_broken_drive(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Begin where the last rank's drives take no byte, and again where they do; return what came of the model."""
+    rank, size = where()
+    run = Run(settings={**SETTINGS, **settings, "precision": "bf16"})
+    task, optimizer = made(run)
+    task.register_buffer("mean", torch.full((3,), 0.1))
+    before = {name: each.clone() for name, each in task.state_dict().items()}
+    faults = FaultPlan().fail(every=1, requests=Requests.WRITES) if rank == size - 1 else None
+    with IOQueue(faults=faults) as queue:
+        found: dict[str, Any] = {
+            "told": _told(lambda: infinity_engine.initialize(task, optimizer, run.settings, queue=queue))
+        }
+    after = task.state_dict()
+    found["changed"] = [
+        name for name, each in before.items() if after[name].dtype != each.dtype or not torch.equal(after[name], each)
+    ]
+    with ExitStack() as around:
+        engine = engine_of(run, task, optimizer, around)
+        engine.backward(engine(batch_of(task, 0)))
+        found["again"] = engine.step().outcome
+    return found
 
 
 def comes_alone() -> str:

@@ -109,6 +109,14 @@ def test_of_what_ranks_would_choose_is_taken_what_is_fastest_where_it_is_slowest
     assert [on_device(each) for each in plans(rates)] == [0, 0]
 
 
+def test_what_one_rank_would_gain_more_by_is_not_taken_where_another_loses_by_it() -> None:
+    slow_device = replace(FAST_DEVICE, host_update_params_per_s=2e8, device_update_params_per_s=1e7)
+    mixed = [on_device(each) for each in plans([FAST_DEVICE, slow_device])]
+
+    assert mixed == [on_device(each) for each in plans([slow_device, slow_device])]
+    assert mixed != [on_device(each) for each in plans([FAST_DEVICE, FAST_DEVICE])]
+
+
 def test_ranks_plan_with_what_every_rank_has_at_least() -> None:
     roomy, poor = (ResolvedBudget(device=nbytes, host=64 * MIB, nvme={}) for nbytes in (8 * MIB, 4 * MIB))
 
