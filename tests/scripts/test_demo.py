@@ -18,21 +18,27 @@ def leftovers() -> set[Path]:
     return set(env.BUILD.glob("demo*"))
 
 
-def test_two_steps_train_and_end_with_the_report() -> None:
+def test_two_steps_train_and_end_with_the_report_on_one_rank_and_on_two() -> None:
     pytest.importorskip("torch", reason="the demo trains with torch")
-    environ = {**os.environ, env.THIS_PYTHON: "1", "COLUMNS": "100"}
+    environ = {**os.environ, env.THIS_PYTHON: "1", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
     before = leftovers()
 
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--steps", "2"], env=environ, capture_output=True, text=True, check=False
-    )
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]):
+        done = subprocess.run(
+            [sys.executable, *launcher, str(SCRIPT), "--steps", "2"],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
-    assert (done.returncode, done.stderr) == (0, "")
-    first, _, last, *_ = done.stdout.split("\nloss ")[-1].split()
-    assert 0 < float(last) < float(first) < 10
-    for said in ("where the bytes lived", "states", "nvme read", "update", "drive of this checkout", "peak memory"):
-        assert said in done.stdout
-    assert leftovers() == before
+        assert (done.returncode, done.stderr) == (0, "")
+        first, _, last, *_ = done.stdout.split("\nloss ")[-1].split()
+        assert 0 < float(last) < float(first) < 10
+        for said in ("where the bytes lived", "states", "nvme read", "update", "drive of this checkout", "peak memory"):
+            assert said in done.stdout
+        assert ("on 2 ranks" in done.stdout) == bool(launcher)
+        assert leftovers() == before
 
 
 @pytest.mark.parametrize(
