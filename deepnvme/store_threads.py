@@ -28,7 +28,8 @@ _UNDER_WAY = frozenset({PENDING, RUNNING})
 class StoreFuture(Future[_T]):
     """The result of an operation of a store; can be awaited.
 
-    Its callbacks run on a thread of the store, in which they must not wait for another operation that was begun there.
+    Its callbacks run on a thread of the store, in which they must not wait for another operation that was begun there,
+    nor for a lock that is held around one, as `commit`.
     Waiting holds no lock that Ctrl-C could leave locked: whoever waits sleeps at one of its own.
     """
 
