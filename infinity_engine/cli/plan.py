@@ -9,20 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepnvme.cli.report import Rows
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.units import format_bytes, parse_bytes
+from infinity_engine.units import GiB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from infinity_engine.plan import BlockRates, DriveRates, Rates
+    from infinity_engine.plan import BlockRates, Capacity, DriveRates, Rates
     from infinity_engine.sim.hardware import Machine
     from infinity_engine.sim.models import ModelShape
-    from infinity_engine.sim.remedies import Refusal
+    from infinity_engine.sim.remedies import Refusal, Remedy
     from infinity_engine.sim.report import PlanReport
     from infinity_engine.sim.training import Means, Training
 
@@ -100,17 +100,14 @@ def _plan(options: argparse.Namespace) -> int:
     training = _training(options)
     means, sources = _means(options)
     rated_bytes = None if options.tbw is None else _size(options.tbw, "--tbw")
+    strategy = parse_strategy(_strategy(options.strategy), field="--strategy")
     tier = None if options.parameters == "auto" else Tier(options.parameters)
+    numel: int | None = options.subgroup
     try:
-        decision = decide(
-            training,
-            means,
-            strategy=parse_strategy(_strategy(options.strategy), field="--strategy"),
-            parameters=tier,
-            subgroup_numel=options.subgroup,
-        )
+        decision = decide(training, means, strategy=strategy, parameters=tier, subgroup_numel=numel)
     except CapacityError as error:
-        refusal = explain_refusal(training, means, parameters=tier)
+        refusal = explain_refusal(training, means, strategy=strategy, parameters=tier, subgroup_numel=numel)
+        refusal = _with_options(refusal)
         if options.json:
             print(json.dumps({"schema": SCHEMA, **refusal.to_mapping(), "reason": str(error)}, indent=2))
         else:
@@ -209,7 +206,6 @@ def _size(given: str, field: str) -> int:
 
 def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
     """Return the means, and where their rates come from."""
-    from infinity_engine.machine.capacity import capacity_of
     from infinity_engine.plan import ResolvedBudget
     from infinity_engine.sim.hardware import machine
     from infinity_engine.sim.training import Means
@@ -223,7 +219,7 @@ def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
     device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
     host = _given(options.ram, known, "--ram")
     drives = _given(options.nvme, known, "--nvme") if options.nvme or known else 0
-    free = capacity_of(device=device, host=host, nvme={"NVMe": drives} if drives else {})
+    free = _free(device, host, drives)
     ranks = max(gpus, 1)
     assumed = machine(_ASSUMED) if known is None else known
     rates, compute, sources = _rates(options, assumed, ranks=ranks, named=known is not None)
@@ -242,6 +238,13 @@ def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
         unified=gpus == 0,
         io_bytes=_QUEUE_BYTES if drives else 0,
     ), sources
+
+
+def _free(device: int, host: int, drives: int) -> Capacity:
+    """Return what an engine would take of so much."""
+    from infinity_engine.machine.capacity import capacity_of
+
+    return capacity_of(device=device, host=host, nvme={"NVMe": drives} if drives else {})
 
 
 def _given(given: str | None, known: Machine | None, field: str) -> int:
@@ -446,6 +449,30 @@ def _refused(refusal: Refusal) -> Iterator[tuple[str, Rows]]:
     yield f"{refusal.model} does not fit", rows
     if refusal.remedies:
         yield "Any of these would do", [(f"{number}.", it.change) for number, it in enumerate(refusal.remedies, 1)]
+
+
+def _with_options(refusal: Refusal) -> Refusal:
+    """Return it with the options that give what each remedy adds, as a part of what is given is left for others."""
+
+    def words(remedy: Remedy) -> str:
+        more, there = remedy.more, refusal.there
+        added = {
+            "--gpu-mem": (more.device, _to_give(there.device + more.device, lambda free: free.device)),
+            "--ram": (more.host, _to_give(there.host + more.host, lambda free: free.host)),
+            "--nvme": (more.nvme, _to_give(there.nvme + more.nvme, lambda free: sum(free.nvme.values()))),
+        }
+        options = " ".join(f"{name} {size}" for name, (much, size) in added.items() if much)
+        return f"{remedy.change} ({options})" if options else remedy.change
+
+    return replace(refusal, remedies=tuple(replace(each, change=words(each)) for each in refusal.remedies))
+
+
+def _to_give(needed: int, left: Callable[[Capacity], int]) -> str:
+    """Return the size, in whole GiB, of which so many bytes are left when others have their part."""
+    gib = -(-needed // GiB)
+    while (lacking := needed - left(_free(gib * GiB, gib * GiB, gib * GiB))) > 0:
+        gib += -(-lacking // GiB)
+    return f"{gib}GiB"
 
 
 def _seconds(seconds: float) -> str:

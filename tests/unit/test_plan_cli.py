@@ -45,16 +45,17 @@ def test_a_large_model_on_a_desktop_is_answered(plan: Any) -> None:
     assert "measure yours" in out
 
 
-def test_the_answer_in_the_documentation_is_the_one_that_is_given(plan: Any) -> None:
+def test_the_answers_in_the_documentation_are_those_that_are_given(plan: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
-    block = re.search(r"```console\n\$ infinity plan (.*)\n([^`]*)```", page)
-    assert block is not None
-    _, out, _ = plan(*block[1].split())
-    given = [" ".join(line.split()) for line in out.splitlines()]
+    blocks = re.findall(r"```console\n\$ infinity plan (.*)\n([^`]*)```", page)
+    assert len(blocks) == 2
 
-    for line in block[2].splitlines():
-        shown = " ".join(line.split())
-        assert shown == "..." or any(each.startswith(shown) for each in given), shown
+    for command, answer in blocks:
+        _, out, _ = plan(*command.split())
+        given = [" ".join(line.split()) for line in out.splitlines()]
+        for line in answer.splitlines():
+            shown = " ".join(line.split())
+            assert shown == "..." or any(each.startswith(shown) for each in given), shown
 
 
 def test_the_answer_needs_no_torch_and_little_time() -> None:
@@ -94,6 +95,39 @@ def test_what_does_not_fit_is_refused_with_what_would_do(plan: Any) -> None:
     assert "llama-3-8b does not fit" in out
     assert re.search(r"1\.\s+[\d.]+ GiB more of NVMe", out)
     assert re.search(r"GiB more of the host", out)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--gpu-mem", "8GiB", "--ram", "16GiB"),
+        ("--gpu-mem", "24GiB", "--ram", "64GiB", "--strategy", "device_only"),
+        ("--gpu-mem", "24GiB", "--ram", "400GiB", "--strategy", '{"name": "static_split", "ratio": 0.9}'),
+        ("--gpus", "4", "--gpu-mem", "16GiB", "--ram", "64GiB"),
+        ("--gpus", "0", "--ram", "64GiB"),
+    ],
+)
+def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[str, ...]) -> None:
+    asked = ("--model", "llama-3-8b", *arguments)
+    status, out, _ = plan(*asked, "--json")
+    changes = [re.findall(r"--[^()]*", each["change"]) for each in json.loads(out)["remedies"]]
+
+    assert status == 1
+    assert changes
+    for options in changes:
+        assert options
+        given = [word for option in options for word in option.replace(",", "").split()]
+        assert plan(*asked, *given)[0] == 0, given
+
+
+def test_what_was_asked_for_can_be_left_to_the_planner(plan: Any) -> None:
+    roomy = ("--gpu-mem", "24GiB", "--ram", "64GiB", "--nvme", "500GB")
+    status, out, _ = plan("--model", "llama-3-8b", *roomy, "--strategy", "host_only", "--subgroup", "2000000000")
+    _, both, _ = plan("--model", "llama-3-8b", *roomy, "--strategy", "nvme_streamed", "--subgroup", "8000000000")
+
+    assert status == 1
+    assert re.search(r"1\.\s+what is best, left to the planner \(--strategy auto\)", out)
+    assert re.search(r"1\.\s+what is best, left to the planner \(no --subgroup\)", both)
 
 
 def test_a_refusal_in_json_has_bytes(plan: Any) -> None:
