@@ -242,7 +242,11 @@ def _calibration(
             where,
         )
         return calibrated(
-            directories, accelerator=accelerator, queue=queue, report=lambda line: _LOG.info("measuring %s", line)
+            directories,
+            accelerator=accelerator,
+            queue=queue,
+            report=lambda part: _LOG.info("measuring %s", part),
+            waiting=lambda: _LOG.info("another process measures this machine: waiting for it"),
         )
     except OSError as problem:
         expected = f"directories that can be measured ({problem}); or give rates=, or calibration='off'"
