@@ -140,6 +140,12 @@ def _list() -> int:
 def _in_words(error: ConfigError) -> str:
     names = {"batch": "--batch", "sequence": "--sequence", "accumulation_steps": "--accumulation", "model": "--model"}
     names |= {"machine": "--machine", "subgroup_numel": "--subgroup"}
+    if error.field.startswith("Rates."):  # of a plan: what a file has wrong is told by its option
+        expected = (
+            f"a file with {error.field}, which this plan uses: `infinity calibrate DIR` measures it on a machine with "
+            "the device, DIR being on a drive to be used"
+        )
+        return str(ConfigError(field="--rates", value=None, expected=expected))
     if error.field == "budget.nvme":
         expected = 'a size such as "2TB", for what is to rest on drives'
         return str(ConfigError(field="--nvme", value=error.value, expected=expected))
@@ -192,7 +198,7 @@ def _strategy(given: str) -> object:
         return given
     try:
         return json.loads(given)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         expected = f'a name, or JSON such as {{"name": "static_split", "ratio": 0.5}} ({error})'
         raise ConfigError(field="--strategy", value=given, expected=expected) from error
 
@@ -222,7 +228,7 @@ def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
     free = _free(device, host, drives)
     ranks = max(gpus, 1)
     assumed = machine(_ASSUMED) if known is None else known
-    rates, compute, sources = _rates(options, assumed, ranks=ranks, named=known is not None)
+    rates, compute, sources = _rates(options, assumed, ranks=ranks, drives=bool(drives), named=known is not None)
     if options.tflops is not None:
         if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
             expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
@@ -270,10 +276,10 @@ class _Compute(NamedTuple):
 
 
 def _rates(
-    options: argparse.Namespace, assumed: Machine, *, ranks: int, named: bool
+    options: argparse.Namespace, assumed: Machine, *, ranks: int, drives: bool, named: bool
 ) -> tuple[Rates, _Compute, tuple[str, ...]]:
     if options.rates is not None:
-        return _rates_of_file(options)
+        return _rates_of_file(options, ranks=ranks, drives=drives)
     rates = replace(
         assumed.rates(min(ranks, assumed.gpus)),
         host_update_params_per_s=assumed.host.update_params_per_s / ranks,
@@ -300,7 +306,7 @@ def _shared(assumed: Machine, ranks: int) -> Mapping[str, DriveRates]:
     }
 
 
-def _rates_of_file(options: argparse.Namespace) -> tuple[Rates, _Compute, tuple[str, ...]]:
+def _rates_of_file(options: argparse.Namespace, *, ranks: int, drives: bool) -> tuple[Rates, _Compute, tuple[str, ...]]:
     from infinity_engine.plan import Rates
     from infinity_engine.plan.calibration import Calibration
 
@@ -309,7 +315,7 @@ def _rates_of_file(options: argparse.Namespace) -> tuple[Rates, _Compute, tuple[
         given = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(field="--rates", value=str(path), expected=f"a file ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(field="--rates", value=str(path), expected=f"a file in JSON ({error})") from error
     if isinstance(given, dict) and "links" not in given and {"calibration", "drive"} & given.keys():
         expected = "a file that `infinity calibrate --json FILE` wrote: this is a part of what it keeps for itself"
@@ -321,9 +327,9 @@ def _rates_of_file(options: argparse.Namespace) -> tuple[Rates, _Compute, tuple[
     rates, alone = (
         calibration.rates(
             optimizer=options.optimizer,
-            beside_io=beside and options.nvme is not None,
+            beside_io=beside and drives,
             beside_copies=beside and two_memories,
-        )
+        ).divided(ranks)
         for beside in (True, False)
     )
     dtype = "fp32" if options.precision == "fp32" else "bf16"

@@ -275,10 +275,53 @@ def test_a_calibration_is_a_file_of_rates(plan: Any, tmp_path: Path) -> None:
     assert any("rates were measured" in note for note in json.loads(out)["notes"])
 
 
+def measured_file(folder: Path) -> str:
+    file = folder / "calibration.json"
+    file.write_text(json.dumps(calibration().to_mapping()))
+    return str(file)
+
+
+def test_ranks_divide_what_a_calibration_measured_of_one_process(plan: Any, tmp_path: Path) -> None:
+    small = ("--model", "llama-3.2-1b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--nvme", "100GB", "--overlap", "off")
+    streamed = (*small, "--strategy", "nvme_streamed", "--rates", measured_file(tmp_path), "--json")
+    one, four = (json.loads(plan(*streamed, "--gpus", ranks)[1]) for ranks in ("1", "4"))
+
+    assert four["least_update_s"] > 0.9 * one["least_update_s"]
+    assert four["update_s"] * four["update_utilisation"]["host"] == pytest.approx(
+        one["update_s"] * one["update_utilisation"]["host"], rel=0.01
+    )
+
+
+def test_what_updates_take_from_drives_is_in_the_rates_of_a_known_machine_as_well(plan: Any, tmp_path: Path) -> None:
+    there = ("--gpu-mem", "8GiB", "--ram", "16GiB", "--strategy", "nvme_streamed", "--overlap", "off", "--json")
+    asked = ("--model", "llama-3.2-1b", *there, "--rates", measured_file(tmp_path))
+    known, given = (
+        json.loads(plan(*asked, *more)[1])["update_s"] for more in (("--machine", "desktop_4090"), ("--nvme", "2TB"))
+    )
+
+    assert known == pytest.approx(given, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "more", [("--gpu-mem", "8GiB"), ("--gpus", "0", "--nvme", "2TB", "--strategy", "nvme_streamed")]
+)
+def test_a_rate_that_is_missing_is_told_with_how_to_get_it(plan: Any, tmp_path: Path, more: tuple[str, ...]) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(Rates(host_update_params_per_s=1e9, device_update_params_per_s=1e10).to_mapping()))
+
+    status, _, err = plan("--model", "llama-3.2-1b", "--ram", "32GiB", *more, "--rates", str(file))
+
+    assert status == 2
+    assert re.search(
+        r"--rates: expected a file with Rates\.[\w.]+, which this plan uses: `infinity calibrate DIR`", err
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{", "a file in JSON"),
+        ("[" * 100_000, "a file in JSON"),
         ('{"version": 9}', r"--rates\.version"),
         ('{"h2d": 1}', r"--rates"),
         ('{"version": 2, "calibration": {}}', "infinity calibrate --json FILE"),
