@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepnvme.cli.arguments import seconds_argument
+from deepnvme.cli.report import Output
 from infinity_engine.errors import InfinityError
 from infinity_engine.machine.packages import is_torch_new_enough, probe_packages
 from infinity_engine.plan import Calibration, Figure, Unit
@@ -146,7 +147,7 @@ class _Rows(NamedTuple):
 
 
 def _show(measured: Calibration, kept_in: Path | None) -> None:
-    console = Console(highlight=False)
+    console = Output()
     machine = measured.machine
     console.print(Text(f"{machine['cpu']}, {machine['cores']} cores; device: {machine['device']}"))
     console.print(Text("Medians, with the least and the most of the rounds."))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepnvme.cli.report import Rows
+from deepnvme.cli.report import Output, Rows
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.units import GiB, format_bytes, parse_bytes
 
@@ -343,11 +343,10 @@ _Sections = Iterator[tuple[str, Rows]]
 
 
 def _show(sections: Iterator[tuple[str, Rows]] | list[tuple[str, Rows]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Output()
     for title, rows in sections:
         table = Table.grid(padding=(0, 2))
         table.add_column(min_width=22)
