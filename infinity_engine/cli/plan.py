@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -112,6 +112,8 @@ def _plan(options: argparse.Namespace) -> int:
             print(json.dumps({"schema": SCHEMA, **refusal.to_mapping(), "reason": str(error)}, indent=2))
         else:
             _show(_refused(refusal))
+        if options.html is not None:
+            print(f"infinity plan: {options.html} is not written, as there is no plan", file=sys.stderr)
         return 1
     report = report_of(decision, rated_bytes=rated_bytes)
     report = replace(report, notes=(*sources, *report.notes))
@@ -339,10 +341,10 @@ def _rates_of_file(options: argparse.Namespace, *, ranks: int, drives: bool) -> 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
 
-_Sections = Iterator[tuple[str, Rows]]
+_Section = tuple[str, Rows]
 
 
-def _show(sections: Iterator[tuple[str, Rows]] | list[tuple[str, Rows]]) -> None:
+def _show(sections: Iterable[_Section]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -358,7 +360,7 @@ def _show(sections: Iterator[tuple[str, Rows]] | list[tuple[str, Rows]]) -> None
         console.print()
 
 
-def _answer(report: PlanReport, training: Training) -> Iterator[tuple[str, Rows]]:
+def _answer(report: PlanReport, training: Training) -> Iterator[_Section]:
     from infinity_engine.plan import Tier
 
     yield f"{report.model} fits: {_seconds(report.step_s)} a step", _summary(report, training)
@@ -440,7 +442,7 @@ def _wear(report: PlanReport) -> Rows:
         yield "drives' life", f"{life} of steps, at {wear.rated_bytes / 1e12:,.0f} TB rated"
 
 
-def _refused(refusal: Refusal) -> Iterator[tuple[str, Rows]]:
+def _refused(refusal: Refusal) -> Iterator[_Section]:
     rows = []
     for tier, has, needs in (
         ("device", refusal.there.device, refusal.least.device),

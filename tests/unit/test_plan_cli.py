@@ -159,6 +159,15 @@ def test_the_page_stands_by_itself(plan: Any, tmp_path: Path) -> None:
         assert any(re.search(r"\d s$", each) for each in words), "how long it is"
 
 
+def test_without_a_plan_there_is_no_page_and_it_is_said(plan: Any, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    status, _, err = plan("--model", "llama-3-8b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--html", str(file))
+
+    assert status == 1
+    assert not file.exists()
+    assert err == f"infinity plan: {file} is not written, as there is no plan\n"
+
+
 def assert_drawn_within_its_box(chart: ElementTree.Element) -> None:
     """Assert that there is something in a chart, and that all of it can be seen."""
     _, _, width, height = map(float, (chart.get("viewBox") or "").split())
