@@ -89,6 +89,7 @@ def test_a_way_ends_where_room_does() -> None:
 
     assert room.towards(here, Parts(0.125, 0.25)) == Parts(0.125, 0.25)
     assert room.towards(here, Parts(-0.25, 0.125)) == Parts(0.0, 0.125)
+    assert room.towards(here, Parts(-0.125, 0.25)) == Parts(0.0, 0.25)  # and not half the way
     last = room.towards(here, Parts(1.0, 0.125))
     assert room.holds(last)
     assert not room.holds(last.moved(1e-6, 0))
