@@ -235,7 +235,7 @@ def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
         if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
             expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
             raise ConfigError(field="--tflops", value=options.tflops, expected=expected)
-        compute = _Compute(options.tflops * 1e12)
+        compute = compute._replace(flops_per_s=options.tflops * 1e12, blocks=None)
     return Means(
         budget=ResolvedBudget(device=free.device, host=free.host, nvme=free.nvme),
         rates=rates,

@@ -301,6 +301,22 @@ def test_ranks_divide_what_a_calibration_measured_of_one_process(plan: Any, tmp_
     )
 
 
+def test_how_fast_modules_compute_changes_nothing_of_updates(plan: Any, tmp_path: Path) -> None:
+    there = ("--gpu-mem", "8GiB", "--ram", "16GiB", "--strategy", "nvme_streamed", "--overlap", "off", "--json")
+    asked = ("--model", "llama-3.2-1b", *there, "--nvme", "2TB", "--rates", measured_file(tmp_path))
+    measured, given = (json.loads(plan(*asked, *more)[1]) for more in ((), ("--tflops", "50")))
+
+    assert given["update_s"] == measured["update_s"]
+    assert given["step_s"] < 0.5 * measured["step_s"]
+
+
+def test_the_host_holds_what_drives_need_to_be_used(plan: Any) -> None:
+    _, out, _ = plan("--model", "llama-3-8b", *DESKTOP, "--json")
+
+    holdings = {each["what"]: each["bytes"] for each in json.loads(out)["memory"]["host"]["holdings"]}
+    assert holdings["the I/O queue's own"] == 16 << 20
+
+
 def test_what_updates_take_from_drives_is_in_the_rates_of_a_known_machine_as_well(plan: Any, tmp_path: Path) -> None:
     there = ("--gpu-mem", "8GiB", "--ram", "16GiB", "--strategy", "nvme_streamed", "--overlap", "off", "--json")
     asked = ("--model", "llama-3.2-1b", *there, "--rates", measured_file(tmp_path))
