@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from deepnvme.backends import CHAIN
 from deepnvme.cli import fio
 from deepnvme.cli.arguments import seconds_argument, size_argument
 from deepnvme.cli.doctor import settings_record, settings_text
+from deepnvme.cli.report import Output
 from deepnvme.cli.scratch import PIECE_BYTES, data_file, progress_bar, usable_backend, usable_directory
 from deepnvme.measure import MIB, Load, Measured, Workload, cut, fill, in_turn, measure, pending_for
 from deepnvme.pool import Pool
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         }
         print(json.dumps(report, indent=2))
     else:
-        console = Console(highlight=False)
+        console = Output()
         console.print(Text(f"{directory}, {backend}: {settings_text(tuned)}"))
         console.print()
         console.print(_table(rows))

@@ -22,11 +22,22 @@ from deepnvme.sizes import format_bytes
 if TYPE_CHECKING:
     from deepnvme.probing import DirectoryProbe, LiburingProbe, Memlock, SystemProbe
 
-__all__ = ["Rows", "drive_rows", "installed_version", "show", "system_rows"]
+__all__ = ["Output", "Rows", "drive_rows", "installed_version", "show", "system_rows"]
 
 Rows = Iterable[tuple[str, str]]
 
 _STYLES = MappingProxyType({Severity.BLOCKER: "bold red", Severity.WEAK: "yellow", Severity.NOTE: "cyan"})
+
+
+class Output(Console):
+    """Standard output, for tables. That its reader has seen enough is for `main` to handle, and no exit status 1."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Let the error be one, as it is with `print`."""
+        raise BrokenPipeError
 
 
 def installed_version() -> str:
@@ -39,7 +50,7 @@ def installed_version() -> str:
 
 def show(sections: Iterable[tuple[str, Rows]], findings: Sequence[Finding], *, cannot: str, can: str) -> None:
     """Print the sections, the findings and the verdict, which starts with `cannot` or `can`."""
-    console = Console(highlight=False)
+    console = Output()
     for title, rows in sections:
         table = _table(first_column=len("python-liburing"))
         for label, value in rows:

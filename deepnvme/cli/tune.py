@@ -19,6 +19,7 @@ from rich.text import Text
 
 from deepnvme.cli.arguments import seconds_argument
 from deepnvme.cli.doctor import settings_text
+from deepnvme.cli.report import Output
 from deepnvme.cli.scratch import PIECE_BYTES, data_file, progress_bar, usable_backend, usable_directory
 from deepnvme.measure import GIB, MIB, Load, Workload, cut, fill, in_turn, measure, pending_for, small_pages
 from deepnvme.pool import Pool
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     sizes, ways = _measure(directory, options.seconds, backend)
     best = choose_sizes(sizes)
     chosen = replace(best, user_memory=choose_memory(ways))
-    console = Console(highlight=False)
+    console = Output()
     _show(console, sizes, ways, best)
     measured = {
         "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),

@@ -88,6 +88,13 @@ class CalibrationCache:
         document = {"machine": dict(machine), "drive": measured.to_mapping()}
         self._write("drive", {**machine, **measured.drive}, document)
 
+    def holds(self, measured: Calibration) -> bool:
+        """Tell whether just this is what would be found, of the machine and of all its drives."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CalibrationWarning)
+            drives = all(self.drive(measured.machine, each.drive) == each for each in measured.drives.values())
+            return drives and self.machine(measured.machine) == measured.with_drives({})
+
     @contextlib.contextmanager
     def alone(self, waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Let the body run while no other process is in one; `waiting` is called where that means to wait.

@@ -84,12 +84,14 @@ def calibrated(
     kept: Kept = Kept.USED,
     cache: CalibrationCache | None = None,
     report: _Report = lambda _: None,
+    waiting: Callable[[], object] = lambda: None,
 ) -> Calibration:
     """Return the figures of this machine with `accelerator` and of these directories; measure what is not kept.
 
     With None for an accelerator, which is for where torch is missing, links, device and matrix products are not
     measured. `queue` is used for the drives where given, and stays open. What is measured is kept in `cache`, by
-    default the user's. `report` gets a line before each part of the work.
+    default the user's. `report` gets each part of the work before it begins; `waiting` is called where another process
+    is at it, which is waited for.
 
     Raises:
         OSError: a directory cannot be used, which is seen before anything is measured, or an operation failed there.
@@ -102,7 +104,7 @@ def calibrated(
         if queue is None and names:
             queue = resources.enter_context(IOQueue())
         drives = {} if queue is None else {name: _drive(name, queue) for name in names}
-        resources.enter_context(cache.alone(lambda: report("another process measures this machine: waiting for it")))
+        resources.enter_context(cache.alone(waiting))
         uses = kept is Kept.USED
         found = {name: cache.drive(identity, drive) if uses else None for name, drive in drives.items()}
         missing = {  # looked at before anything takes its time

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepnvme.cli.arguments import seconds_argument
+from deepnvme.cli.report import Output
 from infinity_engine.errors import InfinityError
 from infinity_engine.machine.packages import is_torch_new_enough, probe_packages
 from infinity_engine.plan import Calibration, Figure, Unit
@@ -72,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
     """Return what was measured, and where it is kept."""
-    if options.json and options.json != _STANDARD_OUTPUT and not Path(options.json).absolute().parent.is_dir():
-        raise FileNotFoundError(f"{options.json} cannot be written: there is no such folder")
+    if options.json and options.json != _STANDARD_OUTPUT:
+        _check_writable(Path(options.json))
     from infinity_engine.calibration import FULL, QUICK, CalibrationCache, Kept, calibrated  # needs the native modules
 
     effort = QUICK if options.quick else FULL
@@ -92,9 +94,20 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
             effort=effort,
             kept=Kept.REPLACED,
             cache=cache,
-            report=lambda line: _say(f"measuring {line}"),
+            report=lambda part: _say(f"measuring {part}"),
+            waiting=lambda: _say("another process measures this machine: waiting for it"),
         )
-    return measured, cache.folder
+    return measured, cache.folder if cache.holds(measured) else None
+
+
+def _check_writable(file: Path) -> None:
+    """Refuse at once what would be refused after all the measuring."""
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} cannot be written: it is a folder")
+    if not file.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{file} cannot be written: there is no such folder")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise PermissionError(f"{file} cannot be written: permission denied")
 
 
 def _json(measured: Calibration) -> str:
@@ -134,7 +147,7 @@ class _Rows(NamedTuple):
 
 
 def _show(measured: Calibration, kept_in: Path | None) -> None:
-    console = Console(highlight=False)
+    console = Output()
     machine = measured.machine
     console.print(Text(f"{machine['cpu']}, {machine['cores']} cores; device: {machine['device']}"))
     console.print(Text("Medians, with the least and the most of the rounds."))

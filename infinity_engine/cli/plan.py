@@ -9,20 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from deepnvme.cli.report import Rows
+from deepnvme.cli.report import Output, Rows
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.units import format_bytes, parse_bytes
+from infinity_engine.units import GiB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from infinity_engine.plan import BlockRates, DriveRates, Rates
+    from infinity_engine.plan import BlockRates, Capacity, DriveRates, Rates
     from infinity_engine.sim.hardware import Machine
     from infinity_engine.sim.models import ModelShape
-    from infinity_engine.sim.remedies import Refusal
+    from infinity_engine.sim.remedies import Refusal, Remedy
     from infinity_engine.sim.report import PlanReport
     from infinity_engine.sim.training import Means, Training
 
@@ -100,21 +100,20 @@ def _plan(options: argparse.Namespace) -> int:
     training = _training(options)
     means, sources = _means(options)
     rated_bytes = None if options.tbw is None else _size(options.tbw, "--tbw")
+    strategy = parse_strategy(_strategy(options.strategy), field="--strategy")
     tier = None if options.parameters == "auto" else Tier(options.parameters)
+    numel: int | None = options.subgroup
     try:
-        decision = decide(
-            training,
-            means,
-            strategy=parse_strategy(_strategy(options.strategy), field="--strategy"),
-            parameters=tier,
-            subgroup_numel=options.subgroup,
-        )
+        decision = decide(training, means, strategy=strategy, parameters=tier, subgroup_numel=numel)
     except CapacityError as error:
-        refusal = explain_refusal(training, means, parameters=tier)
+        refusal = explain_refusal(training, means, strategy=strategy, parameters=tier, subgroup_numel=numel)
+        refusal = _with_options(refusal)
         if options.json:
             print(json.dumps({"schema": SCHEMA, **refusal.to_mapping(), "reason": str(error)}, indent=2))
         else:
             _show(_refused(refusal))
+        if options.html is not None:
+            print(f"infinity plan: {options.html} is not written, as there is no plan", file=sys.stderr)
         return 1
     report = report_of(decision, rated_bytes=rated_bytes)
     report = replace(report, notes=(*sources, *report.notes))
@@ -143,6 +142,12 @@ def _list() -> int:
 def _in_words(error: ConfigError) -> str:
     names = {"batch": "--batch", "sequence": "--sequence", "accumulation_steps": "--accumulation", "model": "--model"}
     names |= {"machine": "--machine", "subgroup_numel": "--subgroup"}
+    if error.field.startswith("Rates."):  # of a plan: what a file has wrong is told by its option
+        expected = (
+            f"a file with {error.field}, which this plan uses: `infinity calibrate DIR` measures it on a machine with "
+            "the device, DIR being on a drive to be used"
+        )
+        return str(ConfigError(field="--rates", value=None, expected=expected))
     if error.field == "budget.nvme":
         expected = 'a size such as "2TB", for what is to rest on drives'
         return str(ConfigError(field="--nvme", value=error.value, expected=expected))
@@ -195,7 +200,7 @@ def _strategy(given: str) -> object:
         return given
     try:
         return json.loads(given)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         expected = f'a name, or JSON such as {{"name": "static_split", "ratio": 0.5}} ({error})'
         raise ConfigError(field="--strategy", value=given, expected=expected) from error
 
@@ -209,7 +214,6 @@ def _size(given: str, field: str) -> int:
 
 def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
     """Return the means, and where their rates come from."""
-    from infinity_engine.machine.capacity import capacity_of
     from infinity_engine.plan import ResolvedBudget
     from infinity_engine.sim.hardware import machine
     from infinity_engine.sim.training import Means
@@ -223,15 +227,15 @@ def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
     device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
     host = _given(options.ram, known, "--ram")
     drives = _given(options.nvme, known, "--nvme") if options.nvme or known else 0
-    free = capacity_of(device=device, host=host, nvme={"NVMe": drives} if drives else {})
+    free = _free(device, host, drives)
     ranks = max(gpus, 1)
     assumed = machine(_ASSUMED) if known is None else known
-    rates, compute, sources = _rates(options, assumed, ranks=ranks, named=known is not None)
+    rates, compute, sources = _rates(options, assumed, ranks=ranks, drives=bool(drives), named=known is not None)
     if options.tflops is not None:
         if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
             expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
             raise ConfigError(field="--tflops", value=options.tflops, expected=expected)
-        compute = _Compute(options.tflops * 1e12)
+        compute = compute._replace(flops_per_s=options.tflops * 1e12, blocks=None)
     return Means(
         budget=ResolvedBudget(device=free.device, host=free.host, nvme=free.nvme),
         rates=rates,
@@ -242,6 +246,13 @@ def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
         unified=gpus == 0,
         io_bytes=_QUEUE_BYTES if drives else 0,
     ), sources
+
+
+def _free(device: int, host: int, drives: int) -> Capacity:
+    """Return what an engine would take of so much."""
+    from infinity_engine.machine.capacity import capacity_of
+
+    return capacity_of(device=device, host=host, nvme={"NVMe": drives} if drives else {})
 
 
 def _given(given: str | None, known: Machine | None, field: str) -> int:
@@ -267,10 +278,10 @@ class _Compute(NamedTuple):
 
 
 def _rates(
-    options: argparse.Namespace, assumed: Machine, *, ranks: int, named: bool
+    options: argparse.Namespace, assumed: Machine, *, ranks: int, drives: bool, named: bool
 ) -> tuple[Rates, _Compute, tuple[str, ...]]:
     if options.rates is not None:
-        return _rates_of_file(options)
+        return _rates_of_file(options, ranks=ranks, drives=drives)
     rates = replace(
         assumed.rates(min(ranks, assumed.gpus)),
         host_update_params_per_s=assumed.host.update_params_per_s / ranks,
@@ -297,7 +308,7 @@ def _shared(assumed: Machine, ranks: int) -> Mapping[str, DriveRates]:
     }
 
 
-def _rates_of_file(options: argparse.Namespace) -> tuple[Rates, _Compute, tuple[str, ...]]:
+def _rates_of_file(options: argparse.Namespace, *, ranks: int, drives: bool) -> tuple[Rates, _Compute, tuple[str, ...]]:
     from infinity_engine.plan import Rates
     from infinity_engine.plan.calibration import Calibration
 
@@ -306,7 +317,7 @@ def _rates_of_file(options: argparse.Namespace) -> tuple[Rates, _Compute, tuple[
         given = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(field="--rates", value=str(path), expected=f"a file ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(field="--rates", value=str(path), expected=f"a file in JSON ({error})") from error
     if isinstance(given, dict) and "links" not in given and {"calibration", "drive"} & given.keys():
         expected = "a file that `infinity calibrate --json FILE` wrote: this is a part of what it keeps for itself"
@@ -318,9 +329,9 @@ def _rates_of_file(options: argparse.Namespace) -> tuple[Rates, _Compute, tuple[
     rates, alone = (
         calibration.rates(
             optimizer=options.optimizer,
-            beside_io=beside and options.nvme is not None,
+            beside_io=beside and drives,
             beside_copies=beside and two_memories,
-        )
+        ).divided(ranks)
         for beside in (True, False)
     )
     dtype = "fp32" if options.precision == "fp32" else "bf16"
@@ -330,15 +341,14 @@ def _rates_of_file(options: argparse.Namespace) -> tuple[Rates, _Compute, tuple[
 
 # --- the answer ------------------------------------------------------------------------------------------------------
 
-_Sections = Iterator[tuple[str, Rows]]
+_Section = tuple[str, Rows]
 
 
-def _show(sections: Iterator[tuple[str, Rows]] | list[tuple[str, Rows]]) -> None:
-    from rich.console import Console
+def _show(sections: Iterable[_Section]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Output()
     for title, rows in sections:
         table = Table.grid(padding=(0, 2))
         table.add_column(min_width=22)
@@ -350,7 +360,7 @@ def _show(sections: Iterator[tuple[str, Rows]] | list[tuple[str, Rows]]) -> None
         console.print()
 
 
-def _answer(report: PlanReport, training: Training) -> Iterator[tuple[str, Rows]]:
+def _answer(report: PlanReport, training: Training) -> Iterator[_Section]:
     from infinity_engine.plan import Tier
 
     yield f"{report.model} fits: {_seconds(report.step_s)} a step", _summary(report, training)
@@ -432,7 +442,7 @@ def _wear(report: PlanReport) -> Rows:
         yield "drives' life", f"{life} of steps, at {wear.rated_bytes / 1e12:,.0f} TB rated"
 
 
-def _refused(refusal: Refusal) -> Iterator[tuple[str, Rows]]:
+def _refused(refusal: Refusal) -> Iterator[_Section]:
     rows = []
     for tier, has, needs in (
         ("device", refusal.there.device, refusal.least.device),
@@ -446,6 +456,30 @@ def _refused(refusal: Refusal) -> Iterator[tuple[str, Rows]]:
     yield f"{refusal.model} does not fit", rows
     if refusal.remedies:
         yield "Any of these would do", [(f"{number}.", it.change) for number, it in enumerate(refusal.remedies, 1)]
+
+
+def _with_options(refusal: Refusal) -> Refusal:
+    """Return it with the options that give what each remedy adds, as a part of what is given is left for others."""
+
+    def words(remedy: Remedy) -> str:
+        more, there = remedy.more, refusal.there
+        added = {
+            "--gpu-mem": (more.device, _to_give(there.device + more.device, lambda free: free.device)),
+            "--ram": (more.host, _to_give(there.host + more.host, lambda free: free.host)),
+            "--nvme": (more.nvme, _to_give(there.nvme + more.nvme, lambda free: sum(free.nvme.values()))),
+        }
+        options = " ".join(f"{name} {size}" for name, (much, size) in added.items() if much)
+        return f"{remedy.change} ({options})" if options else remedy.change
+
+    return replace(refusal, remedies=tuple(replace(each, change=words(each)) for each in refusal.remedies))
+
+
+def _to_give(needed: int, left: Callable[[Capacity], int]) -> str:
+    """Return the size, in whole GiB, of which so many bytes are left when others have their part."""
+    gib = -(-needed // GiB)
+    while (lacking := needed - left(_free(gib * GiB, gib * GiB, gib * GiB))) > 0:
+        gib += -(-lacking // GiB)
+    return f"{gib}GiB"
 
 
 def _seconds(seconds: float) -> str:

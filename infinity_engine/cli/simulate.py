@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deepnvme.cli.report import installed_version
+from deepnvme.cli.report import Output, installed_version
 from infinity_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _paper(options: argparse.Namespace) -> int:
         }
         print(json.dumps(report, indent=2))
     else:
-        console = Console(highlight=False)
+        console = Output()
         for comparison in chosen:
             _show(console, comparison, with_points=options.figure is not None)
         console.print(Text("; ".join(f"{status}: {count}" for status, count in summary.items()), style="bold"))

@@ -25,7 +25,6 @@ from infinity_engine.optim import Rule
 from infinity_engine.plan import (
     Auto,
     Calibration,
-    DriveRates,
     Interleaved,
     NvmeStreamed,
     Rates,
@@ -196,25 +195,7 @@ def of_one_rank(
         beside_io=beside_io,
         beside_copies=beside_copies,
     )
-    if ranks is None:
-        return rates
-    return replace(
-        rates,
-        dram_bytes_per_s=_part(rates.dram_bytes_per_s, neighbours),
-        host_update_params_per_s=_part(rates.host_update_params_per_s, neighbours),
-        nvme={
-            name: DriveRates(
-                read_bytes_per_s=_part(drive.read_bytes_per_s, ranks.users[name]),
-                write_bytes_per_s=_part(drive.write_bytes_per_s, ranks.users[name]),
-                mixed_bytes_per_s=_part(drive.mixed_bytes_per_s, ranks.users[name]),
-            )
-            for name, drive in rates.nvme.items()
-        },
-    )
-
-
-def _part(rate: float | None, users: int) -> float | None:
-    return None if rate is None else rate / users
+    return rates if ranks is None else rates.divided(neighbours, users=ranks.users)
 
 
 def _both_ways(rates: Rates) -> Rates:
@@ -242,7 +223,11 @@ def _calibration(
             where,
         )
         return calibrated(
-            directories, accelerator=accelerator, queue=queue, report=lambda line: _LOG.info("measuring %s", line)
+            directories,
+            accelerator=accelerator,
+            queue=queue,
+            report=lambda part: _LOG.info("measuring %s", part),
+            waiting=lambda: _LOG.info("another process measures this machine: waiting for it"),
         )
     except OSError as problem:
         expected = f"directories that can be measured ({problem}); or give rates=, or calibration='off'"

@@ -7,7 +7,7 @@ and the simulator read it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan.mappings import Directories, known_mapping
@@ -28,6 +28,10 @@ class DriveRates:
 
     def __post_init__(self) -> None:
         _check_rates(self, field="DriveRates")
+
+    def divided(self, users: int) -> DriveRates:
+        """Return what each of so many ranks has that use the drive at once."""
+        return DriveRates(**{name: _part(getattr(self, name), users) for name in _names(DriveRates)})
 
     def seconds(self, read_bytes: int, written_bytes: int) -> float | None:
         """Return what so many bytes take at these rates, both at once as far as that was measured; None: not known."""
@@ -64,6 +68,19 @@ class Rates:
         _check_rates(self, field="Rates")
         object.__setattr__(self, "nvme", Directories(self.nvme, field="Rates.nvme"))
 
+    def divided(self, ranks: int, *, users: Mapping[str, int] | None = None) -> Rates:
+        """Return what each of so many ranks of a machine has, where these are what one has alone.
+
+        They share host memory, its updates and the drives, each drive as many as `users` says, or all. Links and
+        devices are their own.
+        """
+        return replace(
+            self,
+            dram_bytes_per_s=_part(self.dram_bytes_per_s, ranks),
+            host_update_params_per_s=_part(self.host_update_params_per_s, ranks),
+            nvme={name: drive.divided(ranks if users is None else users[name]) for name, drive in self.nvme.items()},
+        )
+
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str = "rates") -> Rates:
         """Return the rates that a JSON-like `mapping` says; errors name the place in it, below `field`.
@@ -95,6 +112,10 @@ class Rates:
             for directory, drive in self.nvme.items()
         }
         return {"version": _VERSION, **scalars, "nvme": drives}
+
+
+def _part(rate: float | None, users: int) -> float | None:
+    return None if rate is None else rate / users
 
 
 def _names(kind: type[Rates | DriveRates]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ __all__ = ["Activations", "ModelShape", "ModuleShape", "ParameterShape", "model_
 
 _LOGITS_FP32 = 3  # a copy of the logits, their log-softmax, and its gradient
 _MISSING = object()
+_MOST, _MOST_TOKENS, _MOST_LAYERS, _MOST_EXPERTS = 2**24, 2**31, 1000, 1000  # what is more is no size that is meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def read_config(path: Path) -> ModelShape:
     except OSError as error:
         expected = f"a config.json that can be read ({error.strerror})"
         raise ConfigError(field="model", value=str(path), expected=expected) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(field="model", value=str(path), expected=f"a file in JSON ({error})") from error
     name = file.parent.name if file.name == "config.json" and file.parent.name else file.stem
     return model_of_config(given, name=name)
@@ -160,13 +161,15 @@ class _Fields:
     def __init__(self, given: Mapping[str, object]) -> None:
         self._given = given
 
-    def whole(self, name: str, default: object = _MISSING) -> int:
-        """Return a whole number, 1 or more; `default` where it is missing or null."""
+    def whole(self, name: str, default: object = _MISSING, *, most: int = _MOST) -> int:
+        """Return a whole number from 1 to `most`; `default` where it is missing or null."""
         value = self._given.get(name)
         if value is None and default is not _MISSING:
             value = default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(field=f"config.{name}", value=value, expected="a whole number, 1 or more")
+        if value > most:
+            raise ConfigError(field=f"config.{name}", value=value, expected=f"at most {most:,}")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -231,7 +234,7 @@ def _qwen2(config: _Fields) -> _Model:
 
 
 def _mixtral(config: _Fields) -> _Model:
-    experts = config.whole("num_local_experts", 8)
+    experts = config.whole("num_local_experts", 8, most=_MOST_EXPERTS)
     return _gated(
         config,
         qkv_bias=False,
@@ -244,7 +247,7 @@ def _mixtral(config: _Fields) -> _Model:
 def _gated(config: _Fields, *, qkv_bias: bool, out_bias: bool, experts: int = 0, chosen: int = 1) -> _Model:
     """Return a model with root-mean-square norms, grouped queries and gated feed-forward layers, or experts of them."""
     hidden, inner = config.whole("hidden_size"), config.whole("intermediate_size")
-    layers, heads = config.whole("num_hidden_layers"), config.whole("num_attention_heads")
+    layers, heads = config.whole("num_hidden_layers", most=_MOST_LAYERS), config.whole("num_attention_heads")
     groups = config.whole("num_key_value_heads", heads)
     vocabulary = config.whole("vocab_size")
     width = config.whole("head_dim", hidden // heads)
@@ -283,7 +286,7 @@ def _gated(config: _Fields, *, qkv_bias: bool, out_bias: bool, experts: int = 0,
         fp32=2 * hidden,
         logits=vocabulary,
     )
-    return modules, activations, config.whole("max_position_embeddings", 2**31)
+    return modules, activations, config.whole("max_position_embeddings", _MOST_TOKENS, most=_MOST_TOKENS)
 
 
 def _experts(at: str, hidden: int, inner: int, experts: int, chosen: int) -> list[ModuleShape]:
@@ -297,7 +300,7 @@ def _experts(at: str, hidden: int, inner: int, experts: int, chosen: int) -> lis
 
 
 def _gpt2(config: _Fields) -> _Model:
-    hidden, layers = config.whole("n_embd"), config.whole("n_layer")
+    hidden, layers = config.whole("n_embd"), config.whole("n_layer", most=_MOST_LAYERS)
     inner = config.whole("n_inner", 4 * hidden)
     vocabulary, positions = config.whole("vocab_size"), config.whole("n_positions")
     modules = [
@@ -323,9 +326,9 @@ def _gpt2(config: _Fields) -> _Model:
 
 
 def _opt(config: _Fields) -> _Model:
-    hidden, layers = config.whole("hidden_size"), config.whole("num_hidden_layers")
+    hidden, layers = config.whole("hidden_size"), config.whole("num_hidden_layers", most=_MOST_LAYERS)
     inner, vocabulary = config.whole("ffn_dim"), config.whole("vocab_size")
-    positions = config.whole("max_position_embeddings")
+    positions = config.whole("max_position_embeddings", most=_MOST_TOKENS)
     outer = config.whole("word_embed_proj_dim", hidden)
     bias, affine = config.flag("enable_bias", default=True), config.flag("layer_norm_elementwise_affine", default=True)
     modules = [
@@ -358,7 +361,7 @@ def _opt(config: _Fields) -> _Model:
 
 
 def _gpt_neox(config: _Fields) -> _Model:
-    hidden, layers = config.whole("hidden_size"), config.whole("num_hidden_layers")
+    hidden, layers = config.whole("hidden_size"), config.whole("num_hidden_layers", most=_MOST_LAYERS)
     inner, vocabulary = config.whole("intermediate_size"), config.whole("vocab_size")
     bias = config.flag("attention_bias", default=True)
     modules = [_embedding("gpt_neox.embed_in", vocabulary, hidden)]
@@ -376,7 +379,7 @@ def _gpt_neox(config: _Fields) -> _Model:
     modules.append(_head("embed_out", vocabulary, hidden, tied=config.flag("tie_word_embeddings", default=False)))
     saved = 4 * hidden + 5 * hidden + 2 * inner
     activations = Activations(blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary)
-    return modules, activations, config.whole("max_position_embeddings", 2**31)
+    return modules, activations, config.whole("max_position_embeddings", _MOST_TOKENS, most=_MOST_TOKENS)
 
 
 _Family = Callable[[_Fields], _Model]

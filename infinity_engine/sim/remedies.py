@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from infinity_engine.errors import CapacityError
 from infinity_engine.optim import NORM_BLOCK, FloatFormat, Formats
-from infinity_engine.plan import DeviceOnly, HostOnly, NvmeStreamed, Strategy, Tier
+from infinity_engine.plan import Auto, DeviceOnly, HostOnly, NvmeStreamed, Strategy, Tier
 from infinity_engine.sim.planner import Choice, Planner
 from infinity_engine.sim.training import Means, Training
 from infinity_engine.units import format_bytes
@@ -66,16 +66,24 @@ class Refusal:
         }
 
 
-def explain_refusal(training: Training, means: Means, *, parameters: Tier | None = None) -> Refusal:
+def explain_refusal(
+    training: Training,
+    means: Means,
+    *,
+    strategy: Strategy | None = None,
+    parameters: Tier | None = None,
+    subgroup_numel: int | None = None,
+) -> Refusal:
     """Return what is missing, and what would do; bytes are of the whole machine, and of one device."""
-    planner = Planner(training, means, parameters=parameters)
+    asked = None if isinstance(strategy, Auto) else strategy
+    planner = Planner(training, means, strategy=asked, parameters=parameters, subgroup_numel=subgroup_numel)
     found = [*_needs_of_all(planner)]
     budget = means.budget
     there = Needs(0 if means.unified else budget.device, budget.host, sum(budget.nvme.values()))
     several = [_of_machine(needs, means) for needs in found]
-    remedies = [*_larger(several, there), *_other(training, means, parameters)]
+    remedies = [*_left_open(planner), *_larger(several, there), *_other(planner)]
     if not training.checkpointing and training.model.activations is not None:
-        checkpointed = Planner(replace(training, checkpointing=True), means, parameters=parameters)
+        checkpointed = replace(planner, training=replace(training, checkpointing=True))
         fewer = [_of_machine(needs, means) for needs in _needs_of_all(checkpointed)]
         remedies += _larger(fewer, there, before=f"{_CHECKPOINT} and ")
     return Refusal(
@@ -113,7 +121,7 @@ def _larger(needed: list[Needs], there: Needs, *, before: str = "") -> Iterator[
         for name in ("nvme", "host", "device")  # the cheapest bytes first
     ]
     enough = [each for each in alone if each is not None and each != Needs(0, 0, 0)]
-    if not enough and missing:
+    if not enough and missing and Needs(0, 0, 0) not in missing:
         enough = [min(missing, key=lambda each: (each.device, each.host, each.nvme))]
         host_least = min(missing, key=lambda each: (each.host, each.device, each.nvme))
         enough += [host_least] if host_least not in enough else []
@@ -148,8 +156,10 @@ def _frugal(planner: Planner) -> Iterator[Choice]:
             strategies.append((NvmeStreamed(), _FINE))
         if not planner.means.unified:
             strategies.append((DeviceOnly(), _COARSE))
+        if planner.strategy is not None:
+            strategies = [(planner.strategy, count) for count in (_COARSE, _FINE)]
         for strategy, count in strategies:
-            numel = max(trained // count // NORM_BLOCK * NORM_BLOCK, NORM_BLOCK)
+            numel = planner.subgroup_numel or max(trained // count // NORM_BLOCK * NORM_BLOCK, NORM_BLOCK)
             yield Choice(strategy=strategy, parameters=tier, subgroup_numel=numel)
 
 
@@ -177,12 +187,26 @@ def _needs(planner: Planner, choice: Choice) -> Needs | None:
 # --- other settings --------------------------------------------------------------------------------------------------
 
 
-def _other(training: Training, means: Means, parameters: Tier | None) -> Iterator[Remedy]:
+def _left_open(planner: Planner) -> Iterator[Remedy]:
+    """Yield what need only be left to the planner, of what was asked for; or that all of it would have to be."""
+    opened = {
+        "--strategy auto": (planner.strategy, replace(planner, strategy=None)),
+        "--parameters auto": (planner.parameters, replace(planner, parameters=None)),
+        "no --subgroup": (planner.subgroup_numel, replace(planner, subgroup_numel=None)),
+    }
+    asked = {words: left_open for words, (given, left_open) in opened.items() if given is not None}
+    enough = [words for words, left_open in asked.items() if _fits(left_open)]
+    if not enough and len(asked) > 1 and _fits(Planner(planner.training, planner.means)):
+        enough = [", ".join(asked)]
+    yield from (Remedy(f"what is best, left to the planner ({words})", Needs(0, 0, 0)) for words in enough)
+
+
+def _other(planner: Planner) -> Iterator[Remedy]:
     """Yield changes of the training with which it fits as it is, those that cost least first."""
-    nothing = Needs(0, 0, 0)
+    nothing, training = Needs(0, 0, 0), planner.training
     for words, changed in _changes(training):
         before, after = training.activation_bytes(), changed.activation_bytes()
-        if _fits(Planner(changed, means, parameters=parameters)):
+        if _fits(replace(planner, training=changed)):
             saved = f", which saves {format_bytes(before - after)} of activations" if after < before else ""
             yield Remedy(words + saved, nothing)
 

@@ -516,6 +516,30 @@ def test_another_calibration_is_kept_and_says_where(
     assert kept_calibration(accelerator=cpu) is not None
 
 
+@pytest.mark.filterwarnings("always::infinity_engine.calibration.cache.CalibrationWarning")
+def test_what_cannot_be_kept_is_not_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+
+    assert main(["calibrate", "--seconds", "0.1", "--accelerator", "cpu"]) == 0
+
+    output, errors = capsys.readouterr()
+    assert "Not kept." in output
+    assert "cannot be kept in /proc/nowhere/infinity_engine/calibration" in errors
+
+
+def test_a_calibration_that_waits_for_another_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with CalibrationCache(folder).alone():
+        waits = command("--seconds", "0.1", "--accelerator", "cpu")
+        assert waits.stderr is not None
+        line = waits.stderr.readline()
+    _, errors = waits.communicate(timeout=250)
+
+    assert line == "infinity: another process measures this machine: waiting for it\n"
+    assert errors.startswith("infinity: measuring matrix products\n")
+
+
 def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["calibrate", "--quick", "--seconds", "0.1", "--json", "-"])
 
@@ -529,6 +553,7 @@ def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]
         (["/proc"], "infinity: /proc: "),
         (["/nowhere"], "infinity: /nowhere: No such file or directory"),
         (["--json", "/nowhere/figures.json"], "infinity: /nowhere/figures.json cannot be written"),
+        (["--json", "/tmp"], "infinity: /tmp cannot be written: it is a folder"),
         (["--accelerator", "cuda"], "infinity: accelerator: expected a machine where torch sees a GPU"),
         (["a/../b"], "infinity: directories: expected a path without '..'"),
     ],

@@ -110,6 +110,16 @@ def test_what_is_measured_again_takes_the_place_of_what_was_kept(cache: Calibrat
     assert len(list(cache.folder.iterdir())) == 1
 
 
+def test_only_what_is_kept_as_it_was_measured_is_held(cache: CalibrationCache) -> None:
+    cache.keep_machine(calibration())
+    cache.keep_drive(MACHINE, drive())
+
+    assert cache.holds(calibration().with_drives({"/mnt/a": drive()}))
+    assert not cache.holds(dataclasses.replace(calibration(), date="later").with_drives({}))
+    assert not cache.holds(calibration().with_drives({"/mnt/a": dataclasses.replace(drive(), drive={"drive": "2"})}))
+    assert not CalibrationCache(None).holds(calibration())
+
+
 # --- what is wrong with a file ---
 
 

@@ -211,7 +211,24 @@ def test_a_wrong_or_missing_size_is_refused_by_name(value: object) -> None:
         model_of_config({**LLAMA, "hidden_size": value}, name="small")
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "a file in JSON"), ("[]", "a mapping"), ('{"a": 1}', "model_type")])
+@pytest.mark.parametrize(
+    ("name", "value", "most"),
+    [("hidden_size", 2**40, "16,777,216"), ("num_hidden_layers", 10**9, "1,000"), ("vocab_size", 2**31, "16,777,216")],
+)
+def test_a_size_that_no_model_has_is_refused_at_once(name: str, value: int, most: str) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.{name}: expected at most {most}, got {value}"):
+        model_of_config({**LLAMA, name: value}, name="small")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "a file in JSON"),
+        ("[" * 100_000, "a file in JSON"),
+        ("[]", "a mapping"),
+        ('{"a": 1}', "model_type"),
+    ],
+)
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)

@@ -45,16 +45,17 @@ def test_a_large_model_on_a_desktop_is_answered(plan: Any) -> None:
     assert "measure yours" in out
 
 
-def test_the_answer_in_the_documentation_is_the_one_that_is_given(plan: Any) -> None:
+def test_the_answers_in_the_documentation_are_those_that_are_given(plan: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
-    block = re.search(r"```console\n\$ infinity plan (.*)\n([^`]*)```", page)
-    assert block is not None
-    _, out, _ = plan(*block[1].split())
-    given = [" ".join(line.split()) for line in out.splitlines()]
+    blocks = re.findall(r"```console\n\$ infinity plan (.*)\n([^`]*)```", page)
+    assert len(blocks) == 2
 
-    for line in block[2].splitlines():
-        shown = " ".join(line.split())
-        assert shown == "..." or any(each.startswith(shown) for each in given), shown
+    for command, answer in blocks:
+        _, out, _ = plan(*command.split())
+        given = [" ".join(line.split()) for line in out.splitlines()]
+        for line in answer.splitlines():
+            shown = " ".join(line.split())
+            assert shown == "..." or any(each.startswith(shown) for each in given), shown
 
 
 def test_the_answer_needs_no_torch_and_little_time() -> None:
@@ -96,6 +97,39 @@ def test_what_does_not_fit_is_refused_with_what_would_do(plan: Any) -> None:
     assert re.search(r"GiB more of the host", out)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--gpu-mem", "8GiB", "--ram", "16GiB"),
+        ("--gpu-mem", "24GiB", "--ram", "64GiB", "--strategy", "device_only"),
+        ("--gpu-mem", "24GiB", "--ram", "400GiB", "--strategy", '{"name": "static_split", "ratio": 0.9}'),
+        ("--gpus", "4", "--gpu-mem", "16GiB", "--ram", "64GiB"),
+        ("--gpus", "0", "--ram", "64GiB"),
+    ],
+)
+def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[str, ...]) -> None:
+    asked = ("--model", "llama-3-8b", *arguments)
+    status, out, _ = plan(*asked, "--json")
+    changes = [re.findall(r"--[^()]*", each["change"]) for each in json.loads(out)["remedies"]]
+
+    assert status == 1
+    assert changes
+    for options in changes:
+        assert options
+        given = [word for option in options for word in option.replace(",", "").split()]
+        assert plan(*asked, *given)[0] == 0, given
+
+
+def test_what_was_asked_for_can_be_left_to_the_planner(plan: Any) -> None:
+    roomy = ("--gpu-mem", "24GiB", "--ram", "64GiB", "--nvme", "500GB")
+    status, out, _ = plan("--model", "llama-3-8b", *roomy, "--strategy", "host_only", "--subgroup", "2000000000")
+    _, both, _ = plan("--model", "llama-3-8b", *roomy, "--strategy", "nvme_streamed", "--subgroup", "8000000000")
+
+    assert status == 1
+    assert re.search(r"1\.\s+what is best, left to the planner \(--strategy auto\)", out)
+    assert re.search(r"1\.\s+what is best, left to the planner \(no --subgroup\)", both)
+
+
 def test_a_refusal_in_json_has_bytes(plan: Any) -> None:
     status, out, _ = plan("--model", "llama-3-8b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--json")
 
@@ -123,6 +157,15 @@ def test_the_page_stands_by_itself(plan: Any, tmp_path: Path) -> None:
         assert all(words)
         assert any(re.search(r"\d%|\d B|iB", each) for each in words), "how much it is"
         assert any(re.search(r"\d s$", each) for each in words), "how long it is"
+
+
+def test_without_a_plan_there_is_no_page_and_it_is_said(plan: Any, tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    status, _, err = plan("--model", "llama-3-8b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--html", str(file))
+
+    assert status == 1
+    assert not file.exists()
+    assert err == f"infinity plan: {file} is not written, as there is no plan\n"
 
 
 def assert_drawn_within_its_box(chart: ElementTree.Element) -> None:
@@ -241,10 +284,69 @@ def test_a_calibration_is_a_file_of_rates(plan: Any, tmp_path: Path) -> None:
     assert any("rates were measured" in note for note in json.loads(out)["notes"])
 
 
+def measured_file(folder: Path) -> str:
+    file = folder / "calibration.json"
+    file.write_text(json.dumps(calibration().to_mapping()))
+    return str(file)
+
+
+def test_ranks_divide_what_a_calibration_measured_of_one_process(plan: Any, tmp_path: Path) -> None:
+    small = ("--model", "llama-3.2-1b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--nvme", "100GB", "--overlap", "off")
+    streamed = (*small, "--strategy", "nvme_streamed", "--rates", measured_file(tmp_path), "--json")
+    one, four = (json.loads(plan(*streamed, "--gpus", ranks)[1]) for ranks in ("1", "4"))
+
+    assert four["least_update_s"] > 0.9 * one["least_update_s"]
+    assert four["update_s"] * four["update_utilisation"]["host"] == pytest.approx(
+        one["update_s"] * one["update_utilisation"]["host"], rel=0.01
+    )
+
+
+def test_how_fast_modules_compute_changes_nothing_of_updates(plan: Any, tmp_path: Path) -> None:
+    there = ("--gpu-mem", "8GiB", "--ram", "16GiB", "--strategy", "nvme_streamed", "--overlap", "off", "--json")
+    asked = ("--model", "llama-3.2-1b", *there, "--nvme", "2TB", "--rates", measured_file(tmp_path))
+    measured, given = (json.loads(plan(*asked, *more)[1]) for more in ((), ("--tflops", "50")))
+
+    assert given["update_s"] == measured["update_s"]
+    assert given["step_s"] < 0.5 * measured["step_s"]
+
+
+def test_the_host_holds_what_drives_need_to_be_used(plan: Any) -> None:
+    _, out, _ = plan("--model", "llama-3-8b", *DESKTOP, "--json")
+
+    holdings = {each["what"]: each["bytes"] for each in json.loads(out)["memory"]["host"]["holdings"]}
+    assert holdings["the I/O queue's own"] == 16 << 20
+
+
+def test_what_updates_take_from_drives_is_in_the_rates_of_a_known_machine_as_well(plan: Any, tmp_path: Path) -> None:
+    there = ("--gpu-mem", "8GiB", "--ram", "16GiB", "--strategy", "nvme_streamed", "--overlap", "off", "--json")
+    asked = ("--model", "llama-3.2-1b", *there, "--rates", measured_file(tmp_path))
+    known, given = (
+        json.loads(plan(*asked, *more)[1])["update_s"] for more in (("--machine", "desktop_4090"), ("--nvme", "2TB"))
+    )
+
+    assert known == pytest.approx(given, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "more", [("--gpu-mem", "8GiB"), ("--gpus", "0", "--nvme", "2TB", "--strategy", "nvme_streamed")]
+)
+def test_a_rate_that_is_missing_is_told_with_how_to_get_it(plan: Any, tmp_path: Path, more: tuple[str, ...]) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps(Rates(host_update_params_per_s=1e9, device_update_params_per_s=1e10).to_mapping()))
+
+    status, _, err = plan("--model", "llama-3.2-1b", "--ram", "32GiB", *more, "--rates", str(file))
+
+    assert status == 2
+    assert re.search(
+        r"--rates: expected a file with Rates\.[\w.]+, which this plan uses: `infinity calibrate DIR`", err
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{", "a file in JSON"),
+        ("[" * 100_000, "a file in JSON"),
         ('{"version": 9}', r"--rates\.version"),
         ('{"h2d": 1}', r"--rates"),
         ('{"version": 2, "calibration": {}}', "infinity calibrate --json FILE"),

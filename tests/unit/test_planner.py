@@ -559,6 +559,15 @@ def test_nothing_wears_out_where_no_drive_is_used() -> None:
     assert report_of(decide(training_of(SMALL), PLENTY)).wear is None
 
 
+def test_all_ranks_wear_the_drives() -> None:
+    decision = decide(training_of(SMALL), means(2.0, 4.0, 100, ranks=2), strategy=NvmeStreamed())
+    wear = report_of(decision).wear
+
+    assert wear is not None
+    written = 2 * decision.best.timeline.moved[Lane.NVME_WRITE]  # of one rank each
+    assert wear.written_per_day == pytest.approx(written * 86400 / decision.best.step_s)
+
+
 def test_a_phase_names_what_binds_it() -> None:
     phases = {each.name: each for each in report_of(decide(training_of(SMALL), means(2.0, 2.5, 100))).phases}
 

@@ -21,6 +21,24 @@ NVME = st.dictionaries(st.text("abc", min_size=1, max_size=5).map("/mnt/{}".form
 RATES = st.builds(Rates, nvme=NVME, **dict.fromkeys(SCALARS, RATE))
 
 
+def test_ranks_divide_the_host_and_each_drive_among_those_that_use_it_and_no_links() -> None:
+    drive = DriveRates(read_bytes_per_s=6e9, mixed_bytes_per_s=3e9)
+    alone = Rates(
+        h2d_bytes_per_s=1e9,
+        dram_bytes_per_s=8e9,
+        host_update_params_per_s=2e9,
+        device_update_params_per_s=3e9,
+        nvme={"/a": drive, "/b": drive},
+    )
+
+    divided = alone.divided(4, users={"/a": 3, "/b": 1})
+
+    assert (divided.h2d_bytes_per_s, divided.d2h_bytes_per_s, divided.device_update_params_per_s) == (1e9, None, 3e9)
+    assert (divided.dram_bytes_per_s, divided.host_update_params_per_s) == (2e9, 0.5e9)
+    assert dict(divided.nvme) == {"/a": DriveRates(read_bytes_per_s=2e9, mixed_bytes_per_s=1e9), "/b": drive}
+    assert alone.divided(2).nvme["/b"] == DriveRates(read_bytes_per_s=3e9, mixed_bytes_per_s=1.5e9)
+
+
 def test_what_was_not_measured_is_none() -> None:
     assert all(getattr(Rates(), name) is None for name in SCALARS)
     assert not Rates().nvme

@@ -89,6 +89,7 @@ def test_a_way_ends_where_room_does() -> None:
 
     assert room.nearby(here, 0, 0.125) == Parts(0.125, 0.25)
     assert room.nearby(here, -0.25, 0) == Parts(0.0, 0.125)
+    assert room.nearby(here, -0.25, 0.125) == Parts(0.0, 0.25)  # and not half the way
     last = room.nearby(here, 0.875, 0)
     assert room.holds(last)
     assert not room.holds(last.moved(1e-6, 0))
