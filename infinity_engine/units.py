@@ -1,6 +1,6 @@
 """Sizes and rates between text and numbers: "12 GiB" is 12884901888 bytes, "3.2 GB/s" is 3.2e9 bytes a second.
 
-Reads exactly or refuses with ConfigError: never rounds what it was given, never guesses what "12G" meant.
+Reads or refuses with ConfigError: never guesses what "12G" meant, and leaves off only what "7.3 GiB" has beyond bytes.
 A leaf: called wherever a size is read, shown or aligned.
 """
 
@@ -43,10 +43,12 @@ _AMOUNT = re.compile(r"\s*(?P<number>[0-9]{1,30}(\.[0-9]{1,30})?)\s*(?P<unit>[A-
 
 
 def parse_bytes(size: int | str, *, field: str = "size") -> int:
-    """Return `size` in bytes: a whole number of them, or text such as "12 GiB", "1.5GB" or "4096".
+    """Return `size` in bytes: a whole number of them, or text such as "12 GiB", "7.3GB" or "4096".
+
+    What "7.3 GiB" has beyond whole bytes is left off.
 
     Raises:
-        ConfigError: it is neither, or not a whole number of bytes; names `field` and the nearest right form.
+        ConfigError: it is neither, or a part of a byte; names `field` and the nearest right form.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
@@ -55,7 +57,7 @@ def parse_bytes(size: int | str, *, field: str = "size") -> int:
         expected = "a whole number of bytes, 0 or more, or text such as '12 GiB' or '1.5 GB'"
         raise ConfigError(field=field, value=size, expected=expected)
     nbytes = Fraction(parts["number"]) * _scale(parts["unit"], number=parts["number"], per="", field=field, given=size)
-    if nbytes.denominator != 1:
+    if nbytes.denominator != 1 and parts["unit"] in ("", "B"):
         raise ConfigError(field=field, value=size, expected=f"a whole number of bytes; nearest: '{round(nbytes)} B'")
     return int(nbytes)
 
