@@ -186,12 +186,14 @@ def _row(cell: Cell) -> tuple[str, str, str, str]:
 
 def _scale(options: argparse.Namespace) -> int:
     from infinity_engine.sim import scale
-    from infinity_engine.sim.hardware import machine
+    from infinity_engine.sim.hardware import MACHINES
 
     for name in ("figure", "table", "all"):
         if getattr(options, name):
             raise ConfigError(field=f"--{name}", value=getattr(options, name), expected="--paper beside it")
-    machines = [machine(name) for name in ([options.machine] if options.machine else _SCALE_MACHINES)]
+    if options.machine is not None and options.machine not in _SCALE_MACHINES:  # others have no network
+        raise ConfigError.unknown_name(field="--machine", name=options.machine, known=_SCALE_MACHINES)
+    machines = [MACHINES[name] for name in ([options.machine] if options.machine else _SCALE_MACHINES)]
     texts = {one.title: scale.tables(one) for one in machines}
     charts = {one.name: scale.charts(one) for one in machines}
     if options.html is not None:

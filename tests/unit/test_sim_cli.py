@@ -150,7 +150,8 @@ def test_scale_as_json_has_each_point_with_its_seconds(capsys: pytest.CaptureFix
         (("--paper", "dos", "--table", "9"), "expected one of 1, 2"),
         (("--paper", "dos", "--machine", "dgx2"), "expected --scale beside it"),
         (("--scale", "--figure", "2"), "expected --paper beside it"),
-        (("--scale", "--machine", "dgx_2"), "nearest: dgx2"),
+        (("--scale", "--machine", "dgx_2"), "--machine: expected one of dgx2, h200_node (nearest: dgx2)"),
+        (("--scale", "--machine", "desktop_4090"), "--machine: expected one of dgx2, h200_node, got 'desktop_4090'"),
     ],
 )
 def test_what_is_not_there_is_refused_with_what_is(
