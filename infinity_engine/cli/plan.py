@@ -362,6 +362,7 @@ def _show(sections: Iterable[_Section]) -> None:
 
 def _answer(report: PlanReport, training: Training) -> Iterator[_Section]:
     from infinity_engine.plan import Tier
+    from infinity_engine.sim.report import resource
 
     yield f"{report.model} fits: {_seconds(report.step_s)} a step", _summary(report, training)
     yield "Settings", [(name, _setting(value)) for name, value in report.settings.items()]
@@ -379,7 +380,7 @@ def _answer(report: PlanReport, training: Training) -> Iterator[_Section]:
                 ],
             )
     yield "Time", _times(report)
-    yield "Bytes over each link in a step", [(lane.value, format_bytes(it)) for lane, it in report.moved.items()]
+    yield "Bytes over each link in a step", [(resource(lane), format_bytes(it)) for lane, it in report.moved.items()]
     if report.wear is not None:
         yield "Wear", _wear(report)
     if report.alternatives:
@@ -410,13 +411,16 @@ def _setting(value: object) -> str:
 
 
 def _times(report: PlanReport) -> Rows:
+    from infinity_engine.sim.report import resource
+
     for phase in report.phases:
         used = ", ".join(
             f"{name} {part:.0%}" for name, part in sorted(phase.utilisation.items(), key=lambda it: -it[1])
         )
         yield phase.name, f"{_seconds(phase.seconds)}, bound by {phase.binding} ({used})"
     if report.update_utilisation and all(phase.name != "update" for phase in report.phases):
-        used = ", ".join(f"{lane.value} {part:.0%}" for lane, part in report.update_utilisation.items())
+        ranked = sorted(report.update_utilisation.items(), key=lambda it: -it[1])
+        used = ", ".join(f"{resource(lane)} {part:.0%}" for lane, part in ranked)
         yield "of which the update", f"{_seconds(report.update_s)} ({used})"
     if report.micro_batches > 1:
         yield "", f"forward and backward again for {report.micro_batches - 1} more micro-batches"

@@ -16,7 +16,7 @@ from infinity_engine.sim.planner import Candidate, Decision, Planner
 from infinity_engine.sim.timeline import StepTimeline, rates_of_update
 from infinity_engine.sim.training import Means, Training
 
-__all__ = ["Alternative", "Holding", "PhaseReport", "PlanReport", "Wear", "report_of"]
+__all__ = ["Alternative", "Holding", "PhaseReport", "PlanReport", "Wear", "report_of", "resource"]
 
 _S_PER_DAY = 86_400
 _DAYS_PER_YEAR = 365.25
@@ -257,7 +257,7 @@ def _wear(best: Candidate, means: Means, rated_bytes: int | None) -> Wear | None
 
 def _phases(best: Candidate, means: Means) -> Iterator[PhaseReport]:
     for phase in best.timeline.phases:
-        names = {lane: _resource(lane, phase.name, unified=means.unified) for lane in Lane}
+        names = {lane: resource(lane, phase.name, unified=means.unified) for lane in Lane}
         binding = phase.binding
         yield PhaseReport(
             phase.name,
@@ -267,8 +267,8 @@ def _phases(best: Candidate, means: Means) -> Iterator[PhaseReport]:
         )
 
 
-def _resource(lane: Lane, phase: str, *, unified: bool) -> str:
-    """Return what a lane is called in a phase."""
+def resource(lane: Lane, phase: str = "update", *, unified: bool = False) -> str:
+    """Return what a lane is called in a phase, or in an update."""
     if lane is Lane.HOST:
         computes = unified and phase != "update"
         return (_COMPUTE + " and updates" if "update" in phase else _COMPUTE) if computes else "CPU updates"
