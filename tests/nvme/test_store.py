@@ -695,10 +695,9 @@ def test_closing_waits_for_a_commit_in_another_thread(place: list[Path], queue: 
         while not store._committing.locked() and not committing.done():
             time.sleep(0.001)
         store.close()
-        assert committing.done()
+        with opened(place, queue) as store:
+            assert store.generation == 2
         assert committing.result() == 2
-    with opened(place, queue) as store:
-        assert store.generation == 2
 
 
 # --- durability --------------------------------------------------------------------------------------------------
