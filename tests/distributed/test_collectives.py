@@ -12,7 +12,7 @@ import torch
 from infinity_engine.optim import GradientSums, HostKernels, Stream, UpdateThreads
 from infinity_engine.partition import Partitioning
 from support import rank_programs as programs
-from support.rank_programs import DTYPES, NUMELS, bits, cut, gradients, values
+from support.rank_programs import DTYPES, NUMELS, bits, check_on_a_device, cut, gradients, serial_sum, values
 from support.ranks import launch
 
 SIZES = (2, 3, 4)
@@ -26,14 +26,6 @@ def ran(size: int) -> list[dict[str, Any]]:
         assert rank.error is None, rank.trace
         assert rank.exitcode == 0
     return [rank.value for rank in ranks]
-
-
-def serial_sum(gradients_: list[torch.Tensor]) -> torch.Tensor:
-    """Add up in fp32 in the ranks' order."""
-    total = gradients_[0].float()
-    for gradient in gradients_[1:]:
-        total = total + gradient.float()
-    return total
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -117,15 +109,7 @@ def test_collectives_of_the_user_may_come_between_ours(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_in_a_stream_of_a_device_the_bits_are_the_same(size: int) -> None:
-    numel = 2 * programs.BLOCK + 5
-    [spec] = cut([numel], size, Partitioning.BANDWIDTH_CENTRIC)
-    total = serial_sum(gradients(numel, torch.float32, size))
-
-    for number, rank in enumerate(ran(size)):
-        whole, mine = rank["on a device"]
-        shard = spec.shards[number]
-        assert bits(whole) == bits(values(numel, torch.float32, 3))
-        assert bits(mine) == bits(total[shard.first_element : shard.end])
+    check_on_a_device([rank["on a device"] for rank in ran(size)])
 
 
 def test_a_mesh_has_neighbours_and_those_who_own_the_same() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from infinity_engine.accel import CpuAccelerator, StreamKind
+from infinity_engine.accel import StreamKind, open_accelerator
 from infinity_engine.errors import CollectiveError
 from infinity_engine.optim import GradientSums, HostKernels, Stream, UpdateThreads
 from infinity_engine.partition import (
@@ -35,6 +35,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Empty, of one element, of less than a block for each rank, of whole blocks for each, and with a short last block.
 NUMELS = (1, 0, 12 * BLOCK, BLOCK, 5, 24 * BLOCK + 17, 2 * BLOCK + 1, 3 * BLOCK)
 
+DEVICE_NUMEL = 2 * BLOCK + 5
+
 
 def values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return values of every magnitude that a dtype has, zeros of both signs among them, the same for the same seed."""
@@ -48,6 +50,14 @@ def values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 def gradients(numel: int, dtype: torch.dtype, size: int) -> list[torch.Tensor]:
     """Return what each rank has."""
     return [values(numel, dtype, 1000 + rank) for rank in range(size)]
+
+
+def serial_sum(gradients_: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add up in fp32 in the ranks' order."""
+    total = gradients_[0].float()
+    for gradient in gradients_[1:]:
+        total = total + gradient.float()
+    return total
 
 
 def cut(numels: Sequence[int], size: int, partitioning: Partitioning) -> list[ShardSpec]:
@@ -139,7 +149,10 @@ def reduces(ranks: Collectives) -> dict[str, list[torch.Tensor]]:
 
 def reduce(group: ShardGroup, mine: Sequence[torch.Tensor | None], wire: torch.Tensor | None) -> list[torch.Tensor]:
     """Return this rank's sums."""
-    into = [torch.full((group.shard(number).numel,), torch.nan) for number in range(len(mine))]
+    device = "cpu" if wire is None else wire.device
+    into = [torch.full((group.shard(number).numel,), torch.nan, device=device) for number in range(len(mine))]
+    if wire is not None and wire.is_cuda:
+        torch.cuda.synchronize()  # the collectives' stream is not the one that has filled these
     group.reduce(mine, into, adder=TorchAdder(), wire=wire).wait()
     return into
 
@@ -206,21 +219,37 @@ def among_the_users_own(ranks: Collectives) -> float:
     return float(total) + float(into.sum())
 
 
-def on_a_device() -> list[torch.Tensor]:
-    """Gather and reduce in an accelerator's stream, as on a GPU."""
-    accelerator = CpuAccelerator()
-    lane = (accelerator, accelerator.stream(StreamKind.COLLECTIVE))
-    with Collectives.join(timeout_s=600, name="device", lane=lane) as ranks:
-        [spec] = cut([2 * BLOCK + 5], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
-        group = ShardGroup("w", [GroupMember("w", spec, torch.float32)], ranks)
-        shard, into = group.shard(0), torch.empty(spec.numel)
-        mine = values(spec.numel, torch.float32, 3)[shard.first_element : shard.end].clone()
-        event = group.gather([mine], [into], wire=torch.empty(group.gather_bytes() // 2, dtype=torch.uint8))
-        launched = event.launched()
-        if launched is not None:
-            launched.wait()
-        gradient = gradients(spec.numel, torch.float32, ranks.size)[ranks.rank]
-        return [into, *reduce(group, [gradient], torch.empty(group.reduce_bytes(), dtype=torch.uint8))]
+def on_a_device(name: str = "cpu") -> list[torch.Tensor]:
+    """Gather and reduce in an accelerator's stream; on GPUs each rank in that of its own one."""
+    if name == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    with open_accelerator(name) as accelerator:
+        lane = (accelerator, accelerator.stream(StreamKind.COLLECTIVE))
+        device = accelerator.torch_device
+        with Collectives.join(timeout_s=600, name="device", lane=lane) as ranks:
+            [spec] = cut([DEVICE_NUMEL], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
+            group = ShardGroup("w", [GroupMember("w", spec, torch.float32)], ranks)
+            shard, into = group.shard(0), torch.empty(spec.numel, device=device)
+            mine = values(spec.numel, torch.float32, 3)[shard.first_element : shard.end].to(device, copy=True)
+            wire = torch.empty(group.gather_bytes() // 2, dtype=torch.uint8, device=device)
+            event = group.gather([mine], [into], wire=wire)
+            launched = event.launched()
+            if launched is not None:
+                launched.wait()
+            gradient = gradients(spec.numel, torch.float32, ranks.size)[ranks.rank].to(device)
+            wire = torch.empty(group.reduce_bytes(), dtype=torch.uint8, device=device)
+            sums = reduce(group, [gradient], wire)
+            accelerator.synchronize()
+            return [each.cpu() for each in (into, *sums)]
+
+
+def check_on_a_device(found: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Hold what every rank got on its device to the bits of a loop over the ranks."""
+    [spec] = cut([DEVICE_NUMEL], len(found), Partitioning.BANDWIDTH_CENTRIC)
+    total = serial_sum(gradients(DEVICE_NUMEL, torch.float32, len(found)))
+    for shard, (whole, mine) in zip(spec.shards, found, strict=True):
+        assert bits(whole) == bits(values(DEVICE_NUMEL, torch.float32, 3))
+        assert bits(mine) == bits(total[shard.first_element : shard.end])
 
 
 def bits(tensor: torch.Tensor) -> bytes:
