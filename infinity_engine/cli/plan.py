@@ -176,7 +176,7 @@ def _training(options: argparse.Namespace) -> Training:
 
 
 def _model(given: str | None) -> ModelShape:
-    from infinity_engine.sim.models import read_config
+    from infinity_engine.sim.configs import read_config
     from infinity_engine.sim.presets import PRESETS, preset
 
     if given is None:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.sim.models import ModelShape, model_of_config
+from infinity_engine.sim.configs import model_of_config
+from infinity_engine.sim.models import ModelShape
 
 __all__ = ["PRESETS", "preset"]
 
@@ -40,6 +41,13 @@ def _gated(kind: str, size: str, *, vocabulary: int, positions: int, **more: obj
         "max_position_embeddings": positions,
         **more,
     }
+
+
+def _qwen3(size: str, *, experts: int = 0, **more: object) -> Mapping[str, object]:
+    """Return a dense model, or with 128 `experts` of this inner size in each layer."""
+    kind = "qwen3_moe" if experts else "qwen3"
+    chosen = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": experts} if experts else {}
+    return _gated(kind, size, vocabulary=151936, positions=40960, head_dim=128, **chosen, **more)
 
 
 def _opt(hidden: int, layers: int, heads: int, **more: object) -> Mapping[str, object]:
@@ -96,6 +104,19 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "qwen2.5-14b": _gated("qwen2", "5120 x 13824, 48, 40 / 8", vocabulary=152064, positions=131072),
         "qwen2.5-32b": _gated("qwen2", "5120 x 27648, 64, 40 / 8", vocabulary=152064, positions=131072),
         "qwen2.5-72b": _gated("qwen2", "8192 x 29568, 80, 64 / 8", vocabulary=152064, positions=131072),
+        "qwen3-0.6b": _qwen3("1024 x 3072, 28, 16 / 8", **_TIED),
+        "qwen3-1.7b": _qwen3("2048 x 6144, 28, 16 / 8", **_TIED),
+        "qwen3-4b": _qwen3("2560 x 9728, 36, 32 / 8", **_TIED),
+        "qwen3-8b": _qwen3("4096 x 12288, 36, 32 / 8"),
+        "qwen3-14b": _qwen3("5120 x 17408, 40, 40 / 8"),
+        "qwen3-32b": _qwen3("5120 x 25600, 64, 64 / 8"),
+        "qwen3-30b-a3b": _qwen3("2048 x 6144, 48, 32 / 4", experts=768),
+        "qwen3-235b-a22b": _qwen3("4096 x 12288, 94, 64 / 4", experts=1536),
+        "gemma-3-1b": _gated("gemma3_text", "1152 x 6912, 26, 4 / 1", vocabulary=262144, positions=32768, head_dim=256),
+        "phi-4": _gated("phi3", "5120 x 17920, 40, 40 / 10", vocabulary=100352, positions=16384),
+        "olmo-2-7b": _gated("olmo2", "4096 x 11008, 32, 32 / 32", vocabulary=100352, positions=4096),
+        "olmo-2-13b": _gated("olmo2", "5120 x 13824, 40, 40 / 40", vocabulary=100352, positions=4096),
+        "olmo-2-32b": _gated("olmo2", "5120 x 27648, 64, 40 / 8", vocabulary=100352, positions=4096),
         "opt-125m": _opt(768, 12, 12),
         "opt-350m": _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
         "opt-1.3b": _opt(2048, 24, 32),

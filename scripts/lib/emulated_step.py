@@ -54,7 +54,7 @@ def train_emulated(case: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
 
     from infinity_engine import initialize
     from infinity_engine.accel import Emulation, VirtualAccelerator
-    from infinity_engine.sim.models import model_of_config
+    from infinity_engine.sim.configs import model_of_config
     from tiny_gpt import TinyGPT
 
     emulated = Emulated(**case)

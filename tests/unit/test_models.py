@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.sim.models import ModelShape, model_of_config, read_config
+from infinity_engine.sim.configs import model_of_config, read_config
+from infinity_engine.sim.models import ModelShape
 from infinity_engine.sim.presets import PRESETS, preset
 
 # As their authors publish them, with each shared parameter counted once.
@@ -35,6 +36,19 @@ PUBLISHED = {
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "gemma-3-1b": 999_885_952,
+    "phi-4": 14_659_507_200,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
     "opt-125m": 125_239_296,
     "opt-350m": 331_196_416,
     "opt-1.3b": 1_315_758_080,
@@ -54,6 +68,17 @@ LLAMA = {
     "num_key_value_heads": 2,
     "vocab_size": 100,
     "max_position_embeddings": 512,
+}
+
+EXPERTS = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
 }
 
 
@@ -84,10 +109,53 @@ def test_attention_adds_four_operations_for_each_token_and_element() -> None:
     assert model.forward_flops_per_token(10) - model.forward_flops_per_token(0) == 2 * 4 * 10 * 64
 
 
-def test_of_a_mixture_of_experts_only_the_chosen_ones_compute() -> None:
-    model = preset("mixtral-8x7b")
+@pytest.mark.parametrize(("name", "active"), [("mixtral-8x7b", 12.75e9), ("qwen3-30b-a3b", 3.03e9)])
+def test_of_a_mixture_of_experts_only_the_chosen_ones_compute(name: str, active: float) -> None:
+    assert preset(name).forward_flops_per_token(0) / 2 == pytest.approx(active, rel=0.01)  # of 46.7 and 30.5 billion
 
-    assert model.forward_flops_per_token(0) / 2 == pytest.approx(12.75e9, rel=0.01)  # of 46.7 billion
+
+def test_the_experts_of_a_layer_are_needed_at_once() -> None:
+    assert preset("mixtral-8x7b").deepest_numel == 8 * 3 * 4096 * 14336
+
+
+def test_layers_without_experts_have_what_all_tokens_go_through() -> None:
+    model = model_of_config(EXPERTS, name="small")
+
+    mixed = [name for name in (each.name for each in model.modules) if name.endswith("experts")]
+    dense = [name for name in (each.name for each in model.modules) if name.endswith("gate_proj")]
+    assert mixed == [
+        "model.layers.1.mlp.experts"
+    ]  # every second one has, and of these the last is named as one without
+    assert dense == [f"model.layers.{layer}.mlp.gate_proj" for layer in (0, 2, 3)]
+
+
+def test_activations_are_those_of_the_layer_that_keeps_most() -> None:
+    few = model_of_config(EXPERTS, name="small").activations
+    many = model_of_config({**EXPERTS, "moe_intermediate_size": 4000}, name="small").activations
+    none = model_of_config({**EXPERTS, "mlp_only_layers": [0, 1, 2, 3]}, name="small").activations
+    assert few is not None
+    assert many is not None
+
+    assert few == none
+    assert many.elements > few.elements
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3", (16, 16)), ("olmo2", (64, 32))])
+def test_queries_and_keys_have_norms_of_a_head_or_of_all(kind: str, sizes: tuple[int, int]) -> None:
+    model = model_of_config({**LLAMA, "model_type": kind}, name="small")
+
+    numels = {each.name: each.numel for each in model.parameters}
+    at = "model.layers.0.self_attn"
+    assert (numels[f"{at}.q_norm.weight"], numels[f"{at}.k_norm.weight"]) == sizes
+
+
+def test_products_that_are_one_have_the_parameters_of_all() -> None:
+    fused = model_of_config({**LLAMA, "model_type": "phi3"}, name="small")
+    apart = model_of_config(LLAMA, name="small")
+
+    assert fused.numel == apart.numel
+    assert fused.forward_flops_per_token(7) == apart.forward_flops_per_token(7)
+    assert "model.layers.1.self_attn.qkv_proj.weight" in {each.name for each in fused.parameters}
 
 
 def test_a_tied_head_has_no_parameters_and_reads_the_embedding() -> None:
@@ -196,8 +264,34 @@ def test_a_config_is_read_from_its_file_or_its_directory(tmp_path: Path) -> None
 
 
 def test_an_unknown_type_of_model_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"config\.model_type: expected one of gpt2, .*qwen2.*got 'mamba'"):
+    with pytest.raises(ConfigError, match=r"config\.model_type: expected one of gemma3_text, .*qwen2.*got 'mamba'"):
         model_of_config({**LLAMA, "model_type": "mamba"}, name="small")
+
+
+def test_a_quantized_model_is_refused_with_what_to_do() -> None:
+    given = {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+    with pytest.raises(ConfigError, match=r"quantization_config: expected none.*without it.*whole ones, got 'fp8'"):
+        model_of_config(given, name="small")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_attention_heads": 5}, r"num_attention_heads: .*divides hidden_size \(64\), got 5"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads: .*divides num_attention_heads \(4\), got 3"),
+        ({"model_type": "gpt_neox", "num_attention_heads": 7}, r"num_attention_heads: .*divides hidden_size \(64\)"),
+    ],
+)
+def test_heads_that_do_not_come_out_even_are_refused(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        model_of_config({**LLAMA, **changed}, name="small")
+
+
+@pytest.mark.parametrize("value", ["3", [1.5], [True], {"3": 1}])
+def test_a_list_of_layers_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"config\.mlp_only_layers: expected a list of whole numbers"):
+        model_of_config({**EXPERTS, "mlp_only_layers": value}, name="small")
 
 
 def test_a_near_miss_of_a_type_is_told() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from infinity_engine.cli.main import main
 from infinity_engine.plan import DriveRates, Rates
+from infinity_engine.sim.configs import FAMILIES
 from support.calibrations import calibration
 
 DESKTOP = ("--gpus", "1", "--gpu-mem", "24GiB", "--ram", "64GiB", "--nvme", "2TB")
@@ -248,6 +249,7 @@ def test_the_program_of_the_page_runs_without_torch_and_commands_of_the_page_are
 
     commands = re.findall(r"^\$ infinity plan (.*)$", page, flags=re.MULTILINE)
     assert [plan(*command.split())[0] for command in commands] == [0, 1]
+    assert f"its directory: {', '.join(FAMILIES)} |" in page
 
 
 # --- rates -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,437 @@
+"""Models of a Hugging Face config.json: the parameters of the families that are known, module by module.
+
+Reads sizes, never weights, and needs no torch. Names, order and sizes are those of the modules in Transformers 5, where
+the experts of a layer are one module. Called by the command line; the presets are in presets.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.sim.models import Activations, ModelShape, ModuleShape, ParameterShape
+
+__all__ = ["FAMILIES", "model_of_config", "read_config"]
+
+_MISSING = object()
+_MOST, _MOST_TOKENS, _MOST_LAYERS, _MOST_EXPERTS = 2**24, 2**31, 1000, 1000  # what is more is no size that is meant
+
+
+def read_config(path: Path) -> ModelShape:
+    """Return the model that a config.json describes, or the one in this directory; its name is that of the path.
+
+    Raises:
+        ConfigError: there is none, it is no JSON object, or it describes no model that is known.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        expected = f"a config.json that can be read ({error.strerror})"
+        raise ConfigError(field="model", value=str(path), expected=expected) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(field="model", value=str(path), expected=f"a file in JSON ({error})") from error
+    name = file.parent.name if file.name == "config.json" and file.parent.name else file.stem
+    return model_of_config(given, name=name)
+
+
+def model_of_config(config: object, *, name: str) -> ModelShape:
+    """Return the model that the contents of a config.json describe.
+
+    Raises:
+        ConfigError: it is of no known type, or lacks something; names the place.
+    """
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            field="config", value=type(config).__name__, expected="a mapping, as in a model's config.json"
+        )
+    quantized = config.get("quantization_config")
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        expected = "none, as quantized parameters are not trained; without it, the model is planned with whole ones"
+        raise ConfigError(field="config.quantization_config", value=method, expected=expected)
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        raise ConfigError.unknown_name(field="config.model_type", name=kind, known=FAMILIES)
+    modules, activations, positions = FAMILIES[kind](_Fields(config))
+    return ModelShape(
+        name=name,
+        modules=tuple(modules),
+        deepest_numel=max(module.numel for module in modules),
+        activations=activations,
+        positions=positions,
+    )
+
+
+class _Fields:
+    """The fields of a config.json, checked when they are read."""
+
+    def __init__(self, given: Mapping[str, object]) -> None:
+        self._given = given
+
+    def whole(self, name: str, default: object = _MISSING, *, most: int = _MOST) -> int:
+        """Return a whole number from 1 to `most`; `default` where it is missing or null."""
+        value = self._given.get(name)
+        if value is None and default is not _MISSING:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(field=f"config.{name}", value=value, expected="a whole number, 1 or more")
+        if value > most:
+            raise ConfigError(field=f"config.{name}", value=value, expected=f"at most {most:,}")
+        return value
+
+    def divisor(self, name: str, default: int, *, of: str) -> int:
+        """Return a whole number that divides the field `of` without remainder."""
+        value, whole = self.whole(name, default), self.whole(of)
+        if whole % value:
+            raise ConfigError(field=f"config.{name}", value=value, expected=f"a number that divides {of} ({whole})")
+        return value
+
+    def heads(self, hidden: int) -> _Heads:
+        """Return the heads; without `head_dim` they divide the hidden elements among them."""
+        number = self.whole("num_attention_heads")
+        if self._given.get("head_dim") is None:
+            self.divisor("num_attention_heads", number, of="hidden_size")
+        groups = self.divisor("num_key_value_heads", number, of="num_attention_heads")
+        return _Heads(number, groups, self.whole("head_dim", hidden // number))
+
+    def indices(self, name: str) -> frozenset[int]:
+        """Return the numbers of a list; none where it is missing or null."""
+        value = self._given.get(name)
+        if value is None:
+            return frozenset()
+        if not isinstance(value, list) or not all(type(each) is int for each in value):
+            raise ConfigError(field=f"config.{name}", value=value, expected="a list of whole numbers")
+        return frozenset(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Return true or false."""
+        value = self._given.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ConfigError(field=f"config.{name}", value=value, expected="true or false")
+        return value
+
+
+_Model = tuple[list[ModuleShape], Activations, int | None]
+
+
+def _linear(name: str, out: int, into: int, *, bias: bool, attention: int = 0) -> ModuleShape:
+    """Return a linear module, with the attention whose result it takes."""
+    parameters = [ParameterShape(f"{name}.weight", out * into)]
+    if bias:
+        parameters.append(ParameterShape(f"{name}.bias", out))
+    return ModuleShape(
+        name=name,
+        parameters=tuple(parameters),
+        flops_per_token=2 * out * into,
+        attention_width=attention,
+    )
+
+
+def _embedding(name: str, rows: int, width: int) -> ModuleShape:
+    return ModuleShape(name=name, parameters=(ParameterShape(f"{name}.weight", rows * width),))
+
+
+def _norm(name: str, width: int, *, bias: bool) -> ModuleShape:
+    parameters = [ParameterShape(f"{name}.weight", width)]
+    if bias:
+        parameters.append(ParameterShape(f"{name}.bias", width))
+    return ModuleShape(name=name, parameters=tuple(parameters))
+
+
+def _head(name: str, vocabulary: int, width: int, *, tied: bool) -> ModuleShape:
+    """Return what makes the logits; tied to the embedding, it has no parameters of its own."""
+    if tied:
+        flops = 2 * vocabulary * width
+        return ModuleShape(name=name, flops_per_token=flops, shared_numel=vocabulary * width)
+    return _linear(name, vocabulary, width, bias=False)
+
+
+# --- families --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gated:
+    """What models with root-mean-square norms, grouped queries and gated feed-forward layers differ in."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    fused: bool = False
+    """Queries, keys and values are one product, and so are gate and up."""
+    norm_of: Literal["nothing", "each head", "all heads"] = "nothing"
+    """What of queries and keys has a norm."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    tied: bool = False
+    """Where the config does not say it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Experts:
+    """The feed-forward layers of which each token goes through some."""
+
+    count: int
+    chosen: int
+    inner: int
+    layers: frozenset[int]
+    """The layers that have them; others have one for all tokens."""
+    gate_first: bool
+    """Whether the gate is registered before them."""
+
+
+class _Heads(NamedTuple):
+    """The heads of queries, the groups of them that share keys and values, and the width of each."""
+
+    number: int
+    groups: int
+    width: int
+
+    @property
+    def queries(self) -> int:
+        return self.number * self.width
+
+    @property
+    def keys(self) -> int:
+        return self.groups * self.width
+
+
+def _llama(config: _Fields) -> _Model:
+    bias = config.flag("attention_bias", default=False)
+    return _gated(config, _Gated(qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias", default=False)))
+
+
+def _mistral(config: _Fields) -> _Model:
+    return _gated(config, _Gated())
+
+
+def _qwen2(config: _Fields) -> _Model:
+    return _gated(config, _Gated(qkv_bias=True))
+
+
+def _qwen3(config: _Fields) -> _Model:
+    bias = config.flag("attention_bias", default=False)
+    return _gated(config, _Gated(qkv_bias=bias, out_bias=bias, norm_of="each head"))
+
+
+def _gemma3(config: _Fields) -> _Model:
+    bias = config.flag("attention_bias", default=False)
+    norms = tuple(f"{each}_layernorm" for each in ("input", "post_attention", "pre_feedforward", "post_feedforward"))
+    return _gated(config, _Gated(qkv_bias=bias, out_bias=bias, norm_of="each head", norms=norms, tied=True))
+
+
+def _olmo2(config: _Fields) -> _Model:
+    bias = config.flag("attention_bias", default=False)
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    return _gated(config, _Gated(qkv_bias=bias, out_bias=bias, norm_of="all heads", norms=norms))
+
+
+def _phi3(config: _Fields) -> _Model:
+    return _gated(config, _Gated(fused=True))
+
+
+def _mixtral(config: _Fields) -> _Model:
+    count = config.whole("num_local_experts", 8, most=_MOST_EXPERTS)
+    experts = _Experts(
+        count=count,
+        chosen=min(config.whole("num_experts_per_tok", 2), count),
+        inner=config.whole("intermediate_size"),
+        layers=frozenset(range(config.whole("num_hidden_layers", most=_MOST_LAYERS))),
+        gate_first=True,
+    )
+    return _gated(config, _Gated(), experts)
+
+
+def _qwen3_moe(config: _Fields) -> _Model:
+    count = config.whole("num_experts", 128, most=_MOST_EXPERTS)
+    layers, every = config.whole("num_hidden_layers", most=_MOST_LAYERS), config.whole("decoder_sparse_step", 1)
+    dense = config.indices("mlp_only_layers")
+    experts = _Experts(
+        count=count,
+        chosen=min(config.whole("num_experts_per_tok", 8), count),
+        inner=config.whole("moe_intermediate_size"),
+        layers=frozenset(layer for layer in range(layers) if (layer + 1) % every == 0 and layer not in dense),
+        gate_first=False,
+    )
+    bias = config.flag("attention_bias", default=False)
+    return _gated(config, _Gated(qkv_bias=bias, out_bias=bias, norm_of="each head"), experts)
+
+
+def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _Model:
+    hidden, inner = config.whole("hidden_size"), config.whole("intermediate_size")
+    layers, vocabulary = config.whole("num_hidden_layers", most=_MOST_LAYERS), config.whole("vocab_size")
+    heads = config.heads(hidden)
+    modules = [_embedding("model.embed_tokens", vocabulary, hidden)]
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        modules += _attention(f"{at}.self_attn", kind, hidden, heads)
+        if experts is not None and layer in experts.layers:
+            modules += _mixture(f"{at}.mlp", hidden, experts)
+        else:
+            modules += _feed_forward(f"{at}.mlp", kind, hidden, inner)
+        modules += [_norm(f"{at}.{name}", hidden, bias=False) for name in kind.norms]
+    modules.append(_norm("model.norm", hidden, bias=False))
+    modules.append(_head("lm_head", vocabulary, hidden, tied=config.flag("tie_word_embeddings", default=kind.tied)))
+    # Gate, its activation, up and their product; what goes into an expert and comes out of it. The most of any layer.
+    one_for_all = 4 * inner if experts is None or len(experts.layers) < layers else 0
+    mixed = (4 * experts.inner + 2 * hidden) * experts.chosen if experts is not None and experts.layers else 0
+    queries, keys = heads.queries, heads.keys
+    normed = queries + keys if kind.norm_of != "nothing" else 0
+    activations = Activations(
+        blocks=layers,
+        hidden=hidden,
+        # Each norm saves its fp32 input and what it has normalized, and its result is what the products take.
+        elements=2 * len(kind.norms) * hidden + 3 * queries + 2 * keys + 2 * normed + max(one_for_all, mixed),
+        fp32=len(kind.norms) * hidden + normed,
+        logits=vocabulary,
+    )
+    return modules, activations, config.whole("max_position_embeddings", _MOST_TOKENS, most=_MOST_TOKENS)
+
+
+def _attention(at: str, kind: _Gated, hidden: int, heads: _Heads) -> list[ModuleShape]:
+    """Return the parts of an attention in the order in which they are registered."""
+    queries, keys = heads.queries, heads.keys
+    out = _linear(f"{at}.o_proj", hidden, queries, bias=kind.out_bias, attention=queries)
+    if kind.fused:
+        return [out, _linear(f"{at}.qkv_proj", queries + 2 * keys, hidden, bias=kind.qkv_bias)]
+    made = [_linear(f"{at}.q_proj", queries, hidden, bias=kind.qkv_bias)]
+    made += [_linear(f"{at}.{name}_proj", keys, hidden, bias=kind.qkv_bias) for name in ("k", "v")]
+    made.append(out)
+    if kind.norm_of != "nothing":
+        sizes = (heads.width, heads.width) if kind.norm_of == "each head" else (queries, keys)
+        made += [_norm(f"{at}.{name}_norm", size, bias=False) for name, size in zip("qk", sizes, strict=True)]
+    return made
+
+
+def _feed_forward(at: str, kind: _Gated, hidden: int, inner: int) -> list[ModuleShape]:
+    if kind.fused:
+        into = [_linear(f"{at}.gate_up_proj", 2 * inner, hidden, bias=kind.mlp_bias)]
+    else:
+        into = [_linear(f"{at}.{name}_proj", inner, hidden, bias=kind.mlp_bias) for name in ("gate", "up")]
+    return [*into, _linear(f"{at}.down_proj", hidden, inner, bias=kind.mlp_bias)]
+
+
+def _mixture(at: str, hidden: int, experts: _Experts) -> list[ModuleShape]:
+    """Return the experts of a layer, one module with the parameters of all, and the gate that chooses among them."""
+    gate = _linear(f"{at}.gate", experts.count, hidden, bias=False)
+    of_one = 3 * experts.inner * hidden
+    all_of_them = ModuleShape(
+        name=f"{at}.experts",
+        parameters=(
+            ParameterShape(f"{at}.experts.gate_up_proj", experts.count * 2 * experts.inner * hidden),
+            ParameterShape(f"{at}.experts.down_proj", experts.count * experts.inner * hidden),
+        ),
+        flops_per_token=2 * of_one * experts.chosen,
+    )
+    return [gate, all_of_them] if experts.gate_first else [all_of_them, gate]
+
+
+def _gpt2(config: _Fields) -> _Model:
+    hidden, layers = config.whole("n_embd"), config.whole("n_layer", most=_MOST_LAYERS)
+    config.divisor("n_head", 1, of="n_embd")
+    inner = config.whole("n_inner", 4 * hidden)
+    vocabulary, positions = config.whole("vocab_size"), config.whole("n_positions")
+    modules = [
+        _embedding("transformer.wte", vocabulary, hidden),
+        _embedding("transformer.wpe", positions, hidden),
+    ]
+    for layer in range(layers):
+        at = f"transformer.h.{layer}"
+        modules += [
+            _norm(f"{at}.ln_1", hidden, bias=True),
+            _linear(f"{at}.attn.c_attn", 3 * hidden, hidden, bias=True),
+            _linear(f"{at}.attn.c_proj", hidden, hidden, bias=True, attention=hidden),
+            _norm(f"{at}.ln_2", hidden, bias=True),
+            _linear(f"{at}.mlp.c_fc", inner, hidden, bias=True),
+            _linear(f"{at}.mlp.c_proj", hidden, inner, bias=True),
+        ]
+    modules.append(_norm("transformer.ln_f", hidden, bias=True))
+    modules.append(_head("lm_head", vocabulary, hidden, tied=config.flag("tie_word_embeddings", default=True)))
+    # The activation function of this family is made of elementary operations, each of which saves its input.
+    saved = 4 * hidden + 5 * hidden + 6 * inner
+    activations = Activations(blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary)
+    return modules, activations, positions
+
+
+def _opt(config: _Fields) -> _Model:
+    hidden, layers = config.whole("hidden_size"), config.whole("num_hidden_layers", most=_MOST_LAYERS)
+    inner, vocabulary = config.whole("ffn_dim"), config.whole("vocab_size")
+    positions = config.whole("max_position_embeddings", most=_MOST_TOKENS)
+    config.divisor("num_attention_heads", 1, of="hidden_size")
+    outer = config.whole("word_embed_proj_dim", hidden)
+    bias, affine = config.flag("enable_bias", default=True), config.flag("layer_norm_elementwise_affine", default=True)
+    modules = [
+        _embedding("model.decoder.embed_tokens", vocabulary, outer),
+        _embedding("model.decoder.embed_positions", positions + 2, hidden),  # the first two are never used
+    ]
+    if outer != hidden:
+        modules += [
+            _linear("model.decoder.project_out", outer, hidden, bias=False),
+            _linear("model.decoder.project_in", hidden, outer, bias=False),
+        ]
+    if config.flag("do_layer_norm_before", default=True) and not config.flag("_remove_final_layer_norm", default=False):
+        modules += [_norm("model.decoder.final_layer_norm", hidden, bias=True)] if affine else []
+    for layer in range(layers):
+        at = f"model.decoder.layers.{layer}"
+        modules += [
+            _linear(f"{at}.self_attn.k_proj", hidden, hidden, bias=bias),
+            _linear(f"{at}.self_attn.v_proj", hidden, hidden, bias=bias),
+            _linear(f"{at}.self_attn.q_proj", hidden, hidden, bias=bias),
+            _linear(f"{at}.self_attn.out_proj", hidden, hidden, bias=bias, attention=hidden),
+            *([_norm(f"{at}.self_attn_layer_norm", hidden, bias=True)] if affine else []),
+            _linear(f"{at}.fc1", inner, hidden, bias=bias),
+            _linear(f"{at}.fc2", hidden, inner, bias=bias),
+            *([_norm(f"{at}.final_layer_norm", hidden, bias=True)] if affine else []),
+        ]
+    modules.append(_head("lm_head", vocabulary, outer, tied=config.flag("tie_word_embeddings", default=True)))
+    saved = 4 * hidden + 5 * hidden + inner  # ReLU saves its result, which is what the next product takes
+    activations = Activations(blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary)
+    return modules, activations, positions
+
+
+def _gpt_neox(config: _Fields) -> _Model:
+    hidden, layers = config.whole("hidden_size"), config.whole("num_hidden_layers", most=_MOST_LAYERS)
+    inner, vocabulary = config.whole("intermediate_size"), config.whole("vocab_size")
+    config.divisor("num_attention_heads", 1, of="hidden_size")
+    bias = config.flag("attention_bias", default=True)
+    modules = [_embedding("gpt_neox.embed_in", vocabulary, hidden)]
+    for layer in range(layers):
+        at = f"gpt_neox.layers.{layer}"
+        modules += [
+            _norm(f"{at}.input_layernorm", hidden, bias=True),
+            _norm(f"{at}.post_attention_layernorm", hidden, bias=True),
+            _linear(f"{at}.attention.query_key_value", 3 * hidden, hidden, bias=bias),
+            _linear(f"{at}.attention.dense", hidden, hidden, bias=bias, attention=hidden),
+            _linear(f"{at}.mlp.dense_h_to_4h", inner, hidden, bias=True),
+            _linear(f"{at}.mlp.dense_4h_to_h", hidden, inner, bias=True),
+        ]
+    modules.append(_norm("gpt_neox.final_layer_norm", hidden, bias=True))
+    modules.append(_head("lm_head", vocabulary, hidden, tied=config.flag("tie_word_embeddings", default=False)))
+    saved = 4 * hidden + 5 * hidden + 2 * inner
+    activations = Activations(blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary)
+    return modules, activations, config.whole("max_position_embeddings", _MOST_TOKENS, most=_MOST_TOKENS)
+
+
+_Family = Callable[[_Fields], _Model]
+FAMILIES: Mapping[str, _Family] = MappingProxyType(
+    {
+        "gemma3_text": _gemma3,
+        "gpt2": _gpt2,
+        "gpt_neox": _gpt_neox,
+        "llama": _llama,
+        "mistral": _mistral,
+        "mixtral": _mixtral,
+        "olmo2": _olmo2,
+        "opt": _opt,
+        "phi3": _phi3,
+        "qwen2": _qwen2,
+        "qwen3": _qwen3,
+        "qwen3_moe": _qwen3_moe,
+    }
+)
