@@ -27,7 +27,16 @@ from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter, Home, StepPlan, SubgroupSpec
 from infinity_engine.plan.tier import Tier
 
-__all__ = ["Decide", "Limits", "OffloadPolicy", "PlanDraft", "PolicyRegistry", "offload_policy", "split_residents"]
+__all__ = [
+    "Decide",
+    "Homes",
+    "Limits",
+    "OffloadPolicy",
+    "PlanDraft",
+    "PolicyRegistry",
+    "offload_policy",
+    "split_residents",
+]
 
 _OF_DRIVES = (LoadStates, StoreStates)
 _OF_PARAMETERS = (UploadParameters, DownloadParameters)
@@ -106,13 +115,20 @@ class Limits:
 Decide = Callable[[Sequence[SubgroupSpec], Rates, Limits], StepPlan]
 """What a policy does: from the subgroups, those that the next forward needs first coming first, to a plan."""
 
+Homes = Callable[[Sequence[SubgroupSpec]], Mapping[int, Home]]
+"""Where a policy has each of the subgroups updated, by index; they come in the same order."""
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """A function that makes plans, with the name that users know it by. An engine trains with what it makes."""
+    """A function that makes plans, with the name that users know it by. An engine trains with what it makes.
+
+    `homes` is given where nothing but the subgroups' sizes decides it, and spares plans that are made to find it out.
+    """
 
     name: str
     decide: Decide
+    homes: Homes | None = None
 
     def __call__(self, subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
         """Return the policy's plan for these subgroups, in whatever order they are given.
@@ -121,7 +137,7 @@ class OffloadPolicy:
             CapacityError: the plan needs more of the device than the limits allow.
             ConfigError: the policy made no sound plan, made it for other subgroups, or lacks a rate.
         """
-        ordered = tuple(sorted(subgroups, key=lambda subgroup: (subgroup.first_use, subgroup.index)))
+        ordered = _ordered(subgroups)
         plan = self.decide(ordered, rates, limits)
         field = f"policy {self.name!r}"
         if not isinstance(plan, StepPlan):
@@ -131,6 +147,14 @@ class OffloadPolicy:
             raise ConfigError(field=field, value=plan.subgroups, expected=expected)
         limits.check(plan)
         return plan
+
+    def homes_of(self, subgroups: Sequence[SubgroupSpec]) -> dict[int, Home] | None:
+        """Return where each subgroup will be updated; None where only a plan tells."""
+        return None if self.homes is None else dict(self.homes(_ordered(subgroups)))
+
+
+def _ordered(subgroups: Sequence[SubgroupSpec]) -> tuple[SubgroupSpec, ...]:
+    return tuple(sorted(subgroups, key=lambda subgroup: (subgroup.first_use, subgroup.index)))
 
 
 def offload_policy(name: str) -> Callable[[Decide], OffloadPolicy]:

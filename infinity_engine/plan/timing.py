@@ -53,8 +53,6 @@ class LaneClocks:
 
     def duration_ns(self, lane: Lane, amount: int) -> int:
         """Return how long so many bytes or parameters take in a lane."""
-        if lane in self._free:
-            return 0
         numerator, denominator = self._ratios.get(lane) or self._ratio(lane)
         return -(-amount * denominator // numerator)
 
@@ -78,7 +76,9 @@ class LaneClocks:
         return time
 
     def _ratio(self, lane: Lane) -> tuple[int, int]:
-        if lane not in self._ratios:
+        if lane in self._free:
+            self._ratios[lane] = 1, 0
+        elif lane not in self._ratios:
             name, rate = self._rate(lane)
             if rate is None:
                 expected = f"a rate, as the plan uses the lane {lane.name}: measure it, or set it by hand"

@@ -180,7 +180,7 @@ class _Placing:
         if states:
             choices += [(buffers, micro_batches) for buffers in range(most, 0, -1)]
         refused: CapacityError | None = None
-        homes = {each.index: Home.HOST for each in sizing.subgroups}
+        homes = self._homes()
         least: dict[int, Callable[[int], int]] = {}  # of the host, by gradients: with so many buffers
         for buffers, gradients in choices:
             is_last = (buffers, gradients) == choices[-1]  # which says what is missing
@@ -213,6 +213,15 @@ class _Placing:
             return self._with_room(plan)
         assert refused is not None, "there is a choice"
         raise refused
+
+    def _homes(self) -> dict[int, Home]:
+        """Return where subgroups are updated as far as the policy can say it; else a plan that starts here finds it."""
+        wish, sizing = self.wish, self.sizing
+        policy = wish.policy
+        if policy is None and not isinstance(wish.strategy, Auto):
+            policy = policy_for(wish.strategy)
+        known = None if policy is None else policy.homes_of([sizing.spec(each, None) for each in sizing.subgroups])
+        return known or {each.index: Home.HOST for each in sizing.subgroups}
 
     def _most_buffers(self) -> int:
         """Return how many buffers there are where the host has room for them."""

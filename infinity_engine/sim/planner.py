@@ -34,7 +34,7 @@ from infinity_engine.sim.placing import Plan, Wish, place
 from infinity_engine.sim.room import Parts, Room
 from infinity_engine.sim.simulate import simulate
 from infinity_engine.sim.sizing import Sizing
-from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_step, undisturbed
+from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_quickest_step, undisturbed
 from infinity_engine.sim.training import Means, Training
 
 __all__ = ["Candidate", "Choice", "Decision", "Planner", "decide"]
@@ -188,7 +188,7 @@ class Planner:
             ConfigError: the choice cannot be carried out, or a rate is missing.
         """
         sizing, plan, budget = self.placed(choice)
-        timeline, overlap = self._timed(plan, sizing)
+        timeline, overlap = time_quickest_step(plan, sizing, self.training, self.means)
         beside = sizing.of_backward(plan.demand.staying) + self.making(sizing)
         return Candidate(
             choice=choice,
@@ -199,21 +199,6 @@ class Planner:
             timeline=timeline,
             overlap=overlap,
         )
-
-    def _timed(self, plan: Plan, sizing: Sizing) -> tuple[StepTimeline, bool]:
-        """Return a step's time, and whether the update goes on beside the next forward.
-
-        Where parameters are fetched and states visit, it may be longer so (decision 0016). Only the seconds of a
-        forward tell, so without a rate of computing nothing is changed.
-        """
-        training, means = self.training, self.means
-        timeline = time_step(plan, sizing, training, means)
-        may_be_longer = plan.steps.staging_bytes and plan.steps.parameters is not Tier.DEVICE
-        if training.overlap is None and may_be_longer and means.compute_rate(training) is not None:
-            without = time_step(plan, sizing, replace(training, overlap=False), means)
-            if without.ns < timeline.ns:
-                return without, False
-        return timeline, training.overlap is not False
 
     def check_all(self) -> None:
         """Refuse at once what all tiers together cannot hold: masters, states, parameters and gradients.

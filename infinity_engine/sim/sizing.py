@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
 
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory.layout import Layout, Request, layout
@@ -80,15 +82,24 @@ class Sizing:
     activations: int = 0
     """What autograd keeps of a forward, where that is of the budget; 0: it is not, or it is not known."""
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes of one element as modules compute with it."""
         return (self.formats.parameter or FloatFormat.FP32).nbytes
 
-    @property
+    @cached_property
     def wire(self) -> int:
         """Bytes of one element of a gradient."""
         return self.width if self.gradient_width is None else self.gradient_width
+
+    @cached_property
+    def subgroups_of(self) -> Mapping[int, tuple[int, ...]]:
+        """The subgroups that parameters are parts of, by the parameter's number."""
+        found: dict[int, list[int]] = {}
+        for each in self.subgroups:
+            for segment in each.segments:
+                found.setdefault(segment.parameter, []).append(each.index)
+        return MappingProxyType({number: tuple(indices) for number, indices in found.items()})
 
     # --- what plans are made of -------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.training import Means, Training
 from infinity_engine.sim.walking import Walk
 
-__all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_step", "undisturbed"]
+__all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_quickest_step", "time_step", "undisturbed"]
 
 _NS_PER_S = 10**9
 _BACKWARD = 2  # forwards that a backward computes as much as
@@ -159,7 +159,23 @@ def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> S
     Raises:
         ConfigError: a rate is missing of something that the plan uses.
     """
-    return _Step(plan, sizing, training, means).run()
+    return _Step(plan, sizing, training, means, _needs(plan, sizing, training)).run()
+
+
+def time_quickest_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> tuple[StepTimeline, bool]:
+    """Return the same, and whether the update goes on beside the next forward, which the training may leave open.
+
+    Where parameters are fetched and states visit, a step may be longer so (decision 0016). Only the seconds of a
+    forward tell, so without a rate of computing nothing is changed.
+    """
+    modules = _needs(plan, sizing, training)
+    timeline = _Step(plan, sizing, training, means, modules).run()
+    may_be_longer = plan.steps.staging_bytes and plan.steps.parameters is not Tier.DEVICE
+    if training.overlap is None and may_be_longer and means.compute_rate(training) is not None:
+        apart = _Step(plan, sizing, replace(training, overlap=False), means, modules).run()
+        if apart.ns < timeline.ns:
+            return apart, False
+    return timeline, training.overlap is not False
 
 
 class _Needs(NamedTuple):
@@ -177,7 +193,7 @@ class _Needs(NamedTuple):
 class _Step:
     """The clocks of one step, and what has been written down."""
 
-    def __init__(self, plan: Plan, sizing: Sizing, training: Training, means: Means) -> None:
+    def __init__(self, plan: Plan, sizing: Sizing, training: Training, means: Means, modules: Sequence[_Needs]) -> None:
         self._plan = plan
         self._steps_micro_batches = training.accumulation_steps
         self._free = means.free_lanes()
@@ -187,7 +203,7 @@ class _Step:
         self._link = None if means.unified else Lane.H2D
         self._checkpointing = training.checkpointing
         self._limit = plan.demand.fetched
-        self._modules = _needs(plan, sizing, training)
+        self._modules = modules
         self._deferred = training.overlap is not False and _defers(plan, self._modules, means)
         self._durations: dict[tuple[int, int], int] = {}  # modules are mostly alike
         self._clocks = LaneClocks(self._rates_of_update(means), free=self._free)
@@ -460,15 +476,12 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
     """Return what each module needs of one micro-batch."""
     numbers: dict[str, int] = {each.name: number for number, each in enumerate(training.ordered())}
     down, written = _gradients(plan, sizing)
-    subgroups: dict[int, list[int]] = {}
-    for each in sizing.subgroups:
-        for segment in each.segments:
-            subgroups.setdefault(segment.parameter, []).append(each.index)
     at_home = plan.steps.parameters is not Tier.DEVICE
     resting = plan.resting.values
     several = plan.demand.fetched < sum(sizing.parameters)
     modules = training.model.modules
     found = []
+    subgroups = sizing.subgroups_of
     for place, module in enumerate(modules):
         own = [numbers[each.name] for each in module.parameters]
         fetched = [number for number in own if at_home and (not sizing.unified or number in resting)]

@@ -187,6 +187,34 @@ def test_a_policy_makes_the_same_plan_whatever_the_order_of_the_subgroups(
     assert plan == plan_or_none(policy, subgroups[::-1], rates, PLENTY)
 
 
+@given(POLICIES, SIZES, RATES, LIMITS, st.randoms())
+def test_where_a_policy_says_beforehand_that_updates_will_be_its_plans_have_them(
+    policy: OffloadPolicy, sizes: list[int], rates: Rates, limits: Limits, chance: random.Random
+) -> None:
+    subgroups = list(specs(sizes))
+    chance.shuffle(subgroups)
+    homes = policy.homes_of(subgroups)
+    plan = None if homes is None else plan_or_none(policy, subgroups, rates, limits)
+    assume(plan is not None)
+
+    assert plan is not None
+    assert homes == plan.homes()
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (static_split(0.5), True),
+        (interleaved(Fraction(1, 3), resident=0.5), True),
+        (interleaved(), False),
+        (two_ended(), False),
+        (algorithm1(2), False),
+    ],
+)
+def test_a_policy_says_beforehand_where_updates_will_be_if_only_sizes_decide(policy: OffloadPolicy, says: bool) -> None:
+    assert (policy.homes_of(EQUAL) is not None) == says
+
+
 @given(SIZES, RATES, SHARE, PART)
 def test_no_plan_ends_before_the_bound(sizes: list[int], rates: Rates, share: Fraction, part: float) -> None:
     subgroups = specs(sizes)

@@ -15,7 +15,7 @@ from fractions import Fraction
 from infinity_engine.optim.policy import Limits, OffloadPolicy, PlanDraft, split_residents
 from infinity_engine.plan.ops import Lane
 from infinity_engine.plan.rates import Rates
-from infinity_engine.plan.step import StepPlan, SubgroupSpec
+from infinity_engine.plan.step import Home, StepPlan, SubgroupSpec
 from infinity_engine.plan.timing import LaneClocks
 
 __all__ = ["INTERLEAVED", "TWO_ENDED", "Assignment", "Layout", "interleaved", "spread", "two_ended"]
@@ -149,7 +149,15 @@ def interleaved(share: Fraction | None = None, *, resident: float = 0.0, name: s
             return min(layouts, key=lambda layout: layout.end_ns).plan()
         return _earliest(lambda count: spread_over(Fraction(count, max(most, 1))), most).plan()
 
-    return OffloadPolicy(name, decide)
+    def homes(subgroups: Sequence[SubgroupSpec]) -> dict[int, Home]:
+        assert share is not None, "else the rates decide"
+        others, residents = split_residents(subgroups, resident)
+        found = {subgroup.index: Home.RESIDENT for subgroup in residents}
+        for subgroup, visits in zip(others, spread(others, share), strict=True):
+            found[subgroup.index] = Home.VISITING if visits else Home.HOST
+        return found
+
+    return OffloadPolicy(name, decide, None if share is None else homes)
 
 
 def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolicy:

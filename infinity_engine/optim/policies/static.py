@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from infinity_engine.optim.policy import Limits, OffloadPolicy, PlanDraft, split_residents
 from infinity_engine.plan.rates import Rates
-from infinity_engine.plan.step import StepPlan, SubgroupSpec
+from infinity_engine.plan.step import Home, StepPlan, SubgroupSpec
 
 __all__ = ["DEVICE_ONLY", "HOST_ONLY", "static_split"]
 
@@ -23,7 +23,12 @@ def static_split(ratio: float, *, name: str = "static_split") -> OffloadPolicy:
             draft.resident(subgroup)
         return draft.plan()
 
-    return OffloadPolicy(name, decide)
+    def homes(subgroups: Sequence[SubgroupSpec]) -> dict[int, Home]:
+        others, residents = split_residents(subgroups, ratio)
+        found = {subgroup.index: Home.HOST for subgroup in others}
+        return found | {subgroup.index: Home.RESIDENT for subgroup in residents}
+
+    return OffloadPolicy(name, decide, homes)
 
 
 DEVICE_ONLY = static_split(1, name="device_only")
