@@ -118,6 +118,7 @@ class ModuleParameters:
         hooks: Hooks,
         leaves: Collection[str] = (),
     ) -> None:
+        self._model = model
         self._fetcher = fetcher
         self._hooks = hooks
         self._names = {each.number: each.name for each in parameters}
@@ -190,8 +191,12 @@ class ModuleParameters:
         """Let nothing in the body save parameters for the backward, which fetches them again instead.
 
         The body calls the model: what an interrupted call has left behind ends here.
+
+        Raises:
+            ConfigError: a module has been compiled since the engine took the model over.
         """
         self._end_frames(1)
+        check_modules(self._model)
         return self._hooks.saving(self._pack, self._unpack)
 
     def let_go(self) -> None:

@@ -103,3 +103,30 @@ def test_compiled_modules_are_refused_where_parameters_are_fetched(
         )
 
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
+
+
+def test_what_is_compiled_after_initialize_is_refused_and_training_goes_on_without_it() -> None:
+    found: dict[bool, list[float]] = {}
+    for compiles in (False, True):
+        model = blocks()
+        device = emulated_accelerator(Emulation(rates=RATES, capacity_bytes=1 << 20))
+        budget = {"host": "64MiB", "device": "1MiB"}
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+        losses = found.setdefault(compiles, [])
+        with (
+            device,
+            infinity_engine.initialize(model, "adamw", device=device, parameters="host", budget=budget) as engine,
+        ):
+            for step in range(3):
+                if compiles and step == 1:
+                    first = model[0]
+                    model[0] = compiled_module(first)
+                    with pytest.raises(ConfigError, match=r"module 0: expected a module that is not compiled"):
+                        engine(x)
+                    model[0] = first
+                loss = engine(x).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+
+    assert found[True] == found[False]
