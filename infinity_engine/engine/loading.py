@@ -167,6 +167,12 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
                 value=source.entry.shape,
                 expected=f"the shape {tuple(target.tensor.shape)}, which the model has",
             )
+        if not torch.can_cast(source.dtype, target.tensor.dtype):
+            raise ConfigError(
+                field=f"tensor {source.name} in {source.path}",
+                value=source.dtype,
+                expected=f"numbers of the kind of {target.tensor.dtype}, which the model has",
+            )
         targets.append(target)
     return targets
 

@@ -140,6 +140,10 @@ def test_what_belongs_to_a_parameter_stays_with_it(tmp_path: Path, drive: Path) 
         (lambda state: {**state, "more": torch.ones(1)}, "1 that the model does not have: more"),
         (lambda state: {**state, "scale": torch.ones(1)}, r"scale in .*expected the shape \(\)"),
         (lambda state: {**state, "halved": torch.ones(90, 100)}, r"halved in .*expected the shape \(9000,\)"),
+        (
+            lambda state: {**state, "norm.num_batches_tracked": torch.tensor(1.5)},
+            r"num_batches_tracked in .*expected numbers of the kind of torch\.int64.*got torch\.float32",
+        ),
     ],
 )
 def test_files_of_another_model_are_refused(
