@@ -180,8 +180,12 @@ class _Placing:
         if states:
             choices += [(buffers, micro_batches) for buffers in range(most, 0, -1)]
         refused: CapacityError | None = None
-        homes = self._homes()
+        said = self._homes()
+        homes = said or {each.index: Home.HOST for each in sizing.subgroups}
         least: dict[int, Callable[[int], int]] = {}  # of the host, by gradients: with so many buffers
+        if said:
+            for gradients in {gradients for _, gradients in choices}:
+                least[gradients] = self._least_of_any_plan(parameters, said, replace(resting, gradients=gradients))
         for buffers, gradients in choices:
             is_last = (buffers, gradients) == choices[-1]  # which says what is missing
             if not is_last and not early and gradients in least and least[gradients](buffers) > budget.host:
@@ -214,20 +218,25 @@ class _Placing:
         assert refused is not None, "there is a choice"
         raise refused
 
-    def _homes(self) -> dict[int, Home]:
-        """Return where subgroups are updated as far as the policy can say it; else a plan that starts here finds it."""
+    def _homes(self) -> dict[int, Home] | None:
+        """Return where subgroups will be updated, if the policy can say it without a plan."""
         wish, sizing = self.wish, self.sizing
         policy = wish.policy
         if policy is None and not isinstance(wish.strategy, Auto):
             policy = policy_for(wish.strategy)
-        known = None if policy is None else policy.homes_of([sizing.spec(each, None) for each in sizing.subgroups])
-        return known or {each.index: Home.HOST for each in sizing.subgroups}
+        return None if policy is None else policy.homes_of([sizing.spec(each, None) for each in sizing.subgroups])
 
     def _most_buffers(self) -> int:
         """Return how many buffers there are where the host has room for them."""
         sizing = self.sizing
         each = 4 * (1 + len(sizing.state_names)) * max((each.numel for each in sizing.subgroups), default=0)
         return max(_BUFFERS, min(_MOST_BUFFERS, _MOST_BUFFER_BYTES // max(each, 1)))
+
+    def _least_of_any_plan(self, parameters: Tier, homes: Mapping[int, Home], resting: Resting) -> Callable[[int], int]:
+        """Return what of the host all plans take at least that update there, however many buffers they have."""
+        rests = replace(resting, states=self.sizing.with_states(resting.states, homes, parameters))
+        nbytes = self.sizing.all_beside_drives(homes, parameters, rests) + self.io_bytes
+        return lambda buffers: nbytes
 
     def _least_of_host(self, plan: Plan, buffers: int) -> int:
         """Return what of the host a plan takes at least that has so many buffers instead, and no more of them."""

@@ -307,20 +307,33 @@ class Sizing:
             nbytes += align_up(self.width * subgroup.numel, _PAGE) if copied and not rests else 0
         return nbytes
 
+    def all_beside_drives(self, homes: Mapping[int, Home], parameters: Tier, resting: Resting) -> int:
+        """Return what all that rests on no drive takes of the host: buffers come on top of it."""
+        nbytes = 0
+        for each in self.subgroups:
+            home = homes[each.index]
+            if not self._is_on_device(home):
+                rests = each.index in resting.states
+                nbytes += self.on_host_beside_drives(each, home, parameters, resting, rests=rests)
+        if parameters is not Tier.DEVICE and not self.unified:
+            staying = (each for number, each in enumerate(self.parameters) if number not in resting.values)
+            nbytes += sum(align_up(each, _PAGE) for each in staying)
+        return nbytes
+
+    def _is_on_device(self, home: Home) -> bool:
+        return home is Home.RESIDENT and not self.unified
+
     def _demand_with_drives(
         self, plan: StepPlan, budget: ResolvedBudget, resting: Resting, layouts: Mapping[int, BufferLayout]
     ) -> Demand:
         homes = plan.homes()
         at_home = plan.parameters is not Tier.DEVICE
-        host = device = 0
+        host = self.all_beside_drives(homes, plan.parameters, resting)
+        device = 0
         for each in self.subgroups:
-            home = homes[each.index]
-            states = self.states_bytes(each, home, plan.parameters)
-            if home is Home.RESIDENT and not self.unified:
+            if self._is_on_device(homes[each.index]):
+                states = self.states_bytes(each, Home.RESIDENT, plan.parameters)
                 device += states + (self._copied(each) if at_home else 0)
-                continue
-            rests = each.index in resting.states
-            host += self.on_host_beside_drives(each, home, plan.parameters, resting, rests=rests)
         nvme = sum(
             self._on_drives(each, layouts[each.index], resting) for each in self.subgroups if each.index in layouts
         )
@@ -341,12 +354,6 @@ class Sizing:
             device += 0 if self.own else staying
         else:
             device += self.on_their_way
-            if at_home:
-                host += sum(
-                    align_up(nbytes, _PAGE)
-                    for number, nbytes in enumerate(self.parameters)
-                    if number not in resting.values
-                )
         if at_home:
             every = sum(passing) if self.unified else sum(self.parameters)
             room = 2 * self.deepest if self.unified else budget.device - device - self.of_backward(gradients)
