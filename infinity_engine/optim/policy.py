@@ -145,6 +145,9 @@ class OffloadPolicy:
         if set(plan.subgroups) != set(ordered):
             expected = "a plan for the subgroups that it was given, all of them and no others"
             raise ConfigError(field=field, value=plan.subgroups, expected=expected)
+        if self.homes is not None and plan.homes() != self.homes(ordered):
+            expected = "a plan that updates each subgroup where the policy's `homes` says; leave `homes` out else"
+            raise ConfigError(field=field, value=plan.homes(), expected=expected)
         limits.check(plan)
         return plan
 

@@ -608,6 +608,13 @@ def test_a_policy_that_returns_no_plan_is_told() -> None:
         nothing(specs([3]), Rates(), PLENTY)
 
 
+def test_a_policy_that_updates_elsewhere_than_it_has_said_is_told() -> None:
+    said = OffloadPolicy("other", all_visit.decide, lambda subgroups: {each.index: Home.HOST for each in subgroups})
+
+    with pytest.raises(ConfigError, match="policy 'other': expected a plan that updates each subgroup where"):
+        said(specs([3, 4]), Rates(), PLENTY)
+
+
 def test_a_policy_that_uses_more_staging_sets_than_there_may_be_is_told() -> None:
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
         return replace(all_visit.decide(subgroups, rates, limits), staging_bytes=(48, 48, 48))
