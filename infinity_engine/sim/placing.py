@@ -235,7 +235,7 @@ class _Placing:
     def _least_of_any_plan(self, parameters: Tier, homes: Mapping[int, Home], resting: Resting) -> Callable[[int], int]:
         """Return what of the host all plans take at least that update there, however many buffers they have."""
         rests = replace(resting, states=self.sizing.with_states(resting.states, homes, parameters))
-        nbytes = self.sizing.all_beside_drives(homes, parameters, rests) + self.io_bytes
+        nbytes = self.sizing.all_beside_drives(homes, parameters, rests) + self.io_bytes if rests.any else 0
         return lambda buffers: nbytes
 
     def _least_of_host(self, plan: Plan, buffers: int) -> int:
