@@ -227,6 +227,7 @@ class Engine:
         With `accumulation_steps=k`, all calls but each k-th do nothing.
 
         Raises:
+            FloatingPointError: with fp16, the gradients are not finite at a loss scale of 1. Nothing was updated.
             RuntimeError: no gradient has come since the last step, a parameter was changed by somebody else, or an op
                 failed: call it again, and it goes on where it stopped.
         """
@@ -325,10 +326,10 @@ class Engine:
         if parts.whole is not None:
             parts.whole.agree_on_update(rules, self._clip_to, used)
         norm = None
-        if self._clip_to is not None or used != 1.0:
+        if self._clip_to is not None or parts.scale.dynamic:
             total = self._norm()
             norm = total.norm(unscale)
-            if used != 1.0 and not total.is_finite:
+            if parts.scale.dynamic and not total.is_finite:
                 parts.scale.step_skipped()
                 self._clip_to = parts.max_grad_norm
                 return StepResult(Outcome.SKIPPED, gradient_norm=norm, loss_scale=parts.scale.value)
@@ -415,7 +416,7 @@ class Engine:
             )
         self._leave_no_half()  # the gradients of an update that was deferred make way
         self._begin_early()
-        if self._parts.scale.value != 1.0 and not self._scaling:
+        if self._parts.scale.dynamic and not self._scaling:
             raise RuntimeError(
                 "with fp16 the loss has to be scaled before its gradients are computed: call engine.backward(loss), "
                 "not loss.backward()"

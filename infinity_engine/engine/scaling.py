@@ -14,17 +14,17 @@ _LEAST = 1.0
 
 
 class LossScale:
-    """The scale of one engine: 1 for ever where gradients need none."""
+    """The scale of one engine: always 1 unless it is `dynamic`, as fp16 gradients need it."""
 
     def __init__(self, *, dynamic: bool) -> None:
         self.value = _FIRST if dynamic else 1.0
-        self._dynamic = dynamic
+        self.dynamic = dynamic
         self._good = 0
 
     def step_made(self) -> None:
         """Note a step whose gradients were all finite."""
         self._good += 1
-        if self._dynamic and self._good == _GROWTH_STEPS:
+        if self.dynamic and self._good == _GROWTH_STEPS:
             self.value *= 2
             self._good = 0
 
@@ -32,12 +32,13 @@ class LossScale:
         """Note a step that was skipped.
 
         Raises:
-            FloatingPointError: the scale is at its least already: the gradients themselves are not finite.
+            FloatingPointError: the scale is 1 already, so the gradients themselves are not finite.
         """
         self._good = 0
         if self.value <= _LEAST:
             raise FloatingPointError(
-                "gradients are not finite at a loss scale of 1: it is not fp16's range that they leave. Look for NaN "
-                "or infinity in inputs, loss or parameters"
+                "The gradients are not finite at a loss scale of 1. The range of fp16 is not the reason, and no "
+                "parameter was updated. Look for NaN or infinity in inputs, loss and parameters, and call zero_grad() "
+                "before the next backward"
             )
         self.value /= 2
