@@ -274,13 +274,13 @@ def test_readinto_ends_at_the_end_of_the_file(
 
 
 @pytest.mark.parametrize("offset", [0, CHUNK, 2 * CHUNK])
-def test_a_file_that_somebody_else_cut_is_an_error_not_a_short_success(
-    tmp_path: Path, queue: IOQueue, offset: int
+def test_a_file_that_another_process_cut_is_an_error_not_a_short_success(
+    tmp_path: Path, disk_queue: IOQueue, offset: int
 ) -> None:
     path = tmp_path / "file"
-    with queue.open(path, "w") as file:
+    with disk_queue.open(path, "w") as file:
         file.pwrite(pattern(3 * CHUNK, seed=1)).result(TIMEOUT_S)
-        cut(queue, path, CHUNK + 10)
+        os.truncate(path, CHUNK + 10)
         error = file.readinto(bytearray(3 * CHUNK), offset).exception(TIMEOUT_S)
     assert isinstance(error, ShortReadError)
     assert error.done == max(0, CHUNK + 10 - offset)
@@ -293,15 +293,6 @@ def test_a_file_that_we_cut_ourselves_is_as_long_as_we_made_it(tmp_path: Path, q
         file.pwrite(pattern(3 * CHUNK, seed=1)).result(TIMEOUT_S)
         file.truncate(CHUNK + 10)
         assert file.readinto(bytearray(3 * CHUNK)).result(TIMEOUT_S) == CHUNK + 10
-
-
-def cut(queue: IOQueue, path: Path, nbytes: int) -> None:
-    """Shorten the file behind the back of whoever has it open."""
-    if queue.backend == "memory":
-        with queue.open(path, "r+") as other:
-            other.truncate(nbytes)
-    else:
-        os.truncate(path, nbytes)
 
 
 # --- opening and sizing ------------------------------------------------------------------------------------------

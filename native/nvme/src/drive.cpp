@@ -235,14 +235,15 @@ void Drive::issue() {
         if (in_kernel_ > 0) return;
         register_arenas();
     }
-    while (!repush_.empty() && in_kernel_ < chunks_.size()) {
+    while (!repush_.empty()) {
+        if (in_kernel_ == chunks_.size() || shares_page_in_kernel(chunks_[repush_.front()])) return;
         push(repush_.front());
         repush_.pop_front();
     }
     while (!waiting_.empty()) {
         Active& active = waiting_.front();
         const Chunk chunk = next_chunk(active);
-        if (!has_room(chunk)) return;
+        if (!has_room(chunk) || shares_page_in_kernel(chunk)) return;
         if (!begin(active)) continue;
         if (needs_bounce(chunk) && !bounce_ && !make_bounce_slots()) {
             active.ending = Ending::failed;  // begin() lets it end
@@ -378,7 +379,31 @@ void Drive::push(std::uint32_t index) {
     }
     if (!backend_->push(request))
         throw std::system_error(EBUSY, std::generic_category(), "more chunks than the backend has room for");
+    chunks_[index].in_kernel = true;
     ++in_kernel_;
+    if (chunk.direct) ++direct_in_kernel_;
+}
+
+// The page cache writes whole pages: a chunk that goes through it would take what a direct chunk writes to
+// the same page at the same time back to what it was. So the later of the two waits for the end of the other.
+bool Drive::shares_page_in_kernel(const Chunk& chunk) const {
+    const std::uint32_t other_way = chunk.direct ? in_kernel_ - direct_in_kernel_ : direct_in_kernel_;
+    if (other_way == 0) return false;
+    const PageRange pages = pages_of(chunk);
+    return std::any_of(chunks_.begin(), chunks_.end(), [&](const Chunk& other) {
+        if (!other.in_kernel || other.direct == chunk.direct) return false;
+        const Operation& mine = chunk.active->operation;
+        const Operation& others = other.active->operation;
+        if (mine.verb != Verb::write && others.verb != Verb::write) return false;
+        return mine.file->is_same_file_as(*others.file) && pages.overlaps(pages_of(other));
+    });
+}
+
+Drive::PageRange Drive::pages_of(const Chunk& chunk) {
+    const Operation& operation = chunk.active->operation;
+    const std::uint64_t unit = operation.file->offset_alignment();
+    const std::uint64_t start = operation.offset + chunk.position;
+    return {start / unit * unit, (start + chunk.length + unit - 1) / unit * unit};
 }
 
 bool Drive::earlier_write_pending(const Active& sync) const {
@@ -404,7 +429,9 @@ void Drive::complete(const Completion& completion) {
     const auto index = static_cast<std::uint32_t>(completion.token);
     Chunk& chunk = chunks_[index];
     const Verb verb = chunk.active->operation.verb;
+    chunk.in_kernel = false;
     --in_kernel_;
+    if (chunk.direct) --direct_in_kernel_;
     if (completion.result > 0) return moved(index, static_cast<std::uint32_t>(completion.result));
     if (completion.result == 0) {
         if (is_sync(verb)) return end_chunk(index);

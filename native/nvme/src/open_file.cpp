@@ -9,6 +9,8 @@
 #include <array>
 #include <cerrno>
 #include <filesystem>
+#include <map>
+#include <mutex>
 #include <utility>
 
 #include "deepnvme/error.hpp"
@@ -49,6 +51,19 @@ void refuse_what_is_no_file(const std::string& path) {
     if (::stat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode) || S_ISBLK(status.st_mode)) return;
     if (S_ISDIR(status.st_mode)) throw FileError(EISDIR, "open", path);
     throw FileError(EINVAL, "open (not a file)", path);
+}
+
+// The length that all handles of one file share. An inode is not given to another file while a handle is
+// open.
+std::shared_ptr<std::atomic<std::uint64_t>> length_shared_by_handles(dev_t device, ino_t inode) {
+    static std::mutex mutex;
+    static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<std::atomic<std::uint64_t>>> lengths;
+    const std::lock_guard lock(mutex);
+    std::erase_if(lengths, [](const auto& entry) { return entry.second.expired(); });
+    std::weak_ptr<std::atomic<std::uint64_t>>& known = lengths[{device, inode}];
+    std::shared_ptr<std::atomic<std::uint64_t>> length = known.lock();
+    if (!length) known = length = std::make_shared<std::atomic<std::uint64_t>>(0);
+    return length;
 }
 
 // Only a FUSE server can leave the question unanswered, where there is something to ask about.
@@ -93,6 +108,9 @@ OpenFile::OpenFile(std::string path, OpenMode mode, DirectIO direct, unsigned pe
             } else {
                 memory_alignment_ = page;
             }
+            // Only partial pages are read through the page cache then. What the kernel read ahead beside them
+            // would be stale once a direct write beside them has ended.
+            if (direct_ >= 0 && writable()) (void)::posix_fadvise(buffered_, 0, 0, POSIX_FADV_RANDOM);
         }
     } catch (...) {
         close_all();
@@ -132,7 +150,8 @@ void OpenFile::learn_from_kernel() {
     inode_ = status.st_ino;
     struct statfs file_system = {};
     on_fuse_ = is_fuse(::fstatfs(buffered_, &file_system), file_system);
-    expected_length_ = length();
+    expected_length_ = length_shared_by_handles(device_, inode_);
+    expected_length_->store(length(), std::memory_order_relaxed);
 }
 
 // Leaves errno as the kernel set it where it refuses.
@@ -158,8 +177,8 @@ std::uint64_t OpenFile::length() const {
 }
 
 void OpenFile::wrote_until(std::uint64_t end) noexcept {
-    std::uint64_t known = expected_length_.load(std::memory_order_relaxed);
-    while (known < end && !expected_length_.compare_exchange_weak(known, end, std::memory_order_relaxed)) {
+    std::uint64_t known = expected_length_->load(std::memory_order_relaxed);
+    while (known < end && !expected_length_->compare_exchange_weak(known, end, std::memory_order_relaxed)) {
     }
 }
 
@@ -179,7 +198,7 @@ void OpenFile::truncate(std::uint64_t nbytes) {
         result = ::ftruncate(buffered_, static_cast<off_t>(nbytes));
     } while (result != 0 && errno == EINTR);
     if (result != 0) throw FileError(errno, "truncate", path_);
-    expected_length_ = nbytes;
+    expected_length_->store(nbytes, std::memory_order_relaxed);
 }
 
 }  // namespace deepnvme

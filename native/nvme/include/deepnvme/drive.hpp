@@ -157,7 +157,17 @@ class Drive {
         std::uint32_t moved = 0;
         std::int32_t slot = -1;  // bounce slot, -1: none
         bool direct = false;
+        bool in_kernel = false;
         std::uint8_t attempts = 0;
+    };
+
+    // The bytes from `start` to `end` of a file, in whole pages.
+    struct PageRange {
+        std::uint64_t start;
+        std::uint64_t end;
+        [[nodiscard]] bool overlaps(const PageRange& other) const noexcept {
+            return start < other.end && other.start < end;
+        }
     };
 
     class Histogram {
@@ -183,6 +193,8 @@ class Drive {
     [[nodiscard]] bool needs_bounce(const Chunk& chunk) const;
     [[nodiscard]] bool make_bounce_slots();
     void push(std::uint32_t index);
+    [[nodiscard]] bool shares_page_in_kernel(const Chunk& chunk) const;
+    [[nodiscard]] static PageRange pages_of(const Chunk& chunk);
     [[nodiscard]] bool earlier_write_pending(const Active& sync) const;
     void unpark_syncs();
 
@@ -233,6 +245,7 @@ class Drive {
     bool registration_due_ = false;
     std::uint64_t inflight_ = 0;
     std::uint32_t in_kernel_ = 0;
+    std::uint32_t direct_in_kernel_ = 0;
     std::vector<Outcome> outcomes_;  // not yet reported
 
     struct Counters {

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 namespace deepnvme {
@@ -55,10 +56,10 @@ class OpenFile {
     // See on_fuse() above.
     [[nodiscard]] bool spoiled_by_rings() const noexcept { return on_fuse_; }
 
-    // The length the file should have: as opened, or as our own writes and truncations left it. A read that
-    // ends before it means that somebody else cut the file.
+    // The length the file should have: as last opened, or as this process's writes and truncations left it,
+    // through whichever of its handles. A read that ends before it means that another process cut the file.
     [[nodiscard]] std::uint64_t expected_length() const noexcept {
-        return expected_length_.load(std::memory_order_relaxed);
+        return expected_length_->load(std::memory_order_relaxed);
     }
     void wrote_until(std::uint64_t end) noexcept;
 
@@ -81,7 +82,7 @@ class OpenFile {
     dev_t device_ = 0;
     ino_t inode_ = 0;
     bool on_fuse_ = false;
-    std::atomic<std::uint64_t> expected_length_{0};
+    std::shared_ptr<std::atomic<std::uint64_t>> expected_length_;  // one for all handles of the file
 };
 
 }  // namespace deepnvme

@@ -1,0 +1,80 @@
+"""Operations that are under way together on one page of a file: no byte that only one of them wrote is lost.
+
+Whole pages go to the drive directly and partial pages through the page cache, so the drive orders what shares a page.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deepnvme import File, IOQueue
+from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, pattern
+
+BODY = 4 << 20  # long enough to be under way when the other write comes
+ROUNDS = 4
+EXTENTS = st.lists(st.tuples(st.integers(0, 4 * CHUNK), st.integers(1, 3 * CHUNK)), min_size=2, max_size=10)
+
+
+def test_header_written_beside_its_body_leaves_the_bodys_bytes(tmp_path: Path, backend: str) -> None:
+    body, header = np.full(BODY, 7, np.uint8), bytes([9]) * 64
+    for _ in range(ROUNDS):
+        with IOQueue(backend) as queue, queue.open(tmp_path / "file", "w", size=BODY) as file:
+            for future in (file.pwrite(body), file.pwrite(header)):
+                future.result(TIMEOUT_S)
+            file.sync().result(TIMEOUT_S)
+            assert_same(contents(queue, tmp_path / "file")[64:], body[64:])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_overlapping_writes_lose_no_byte_that_one_wrote(tmp_path: Path, backend: str, first: int) -> None:
+    end = BODY // 2 + 292
+    writes = [(np.full(end, 2, np.uint8), 0), (np.full(BODY - PAGE, 1, np.uint8), PAGE)]
+    for _ in range(ROUNDS):
+        with IOQueue(backend) as queue, queue.open(tmp_path / "file", "w", size=BODY) as file:
+            for future in [file.pwrite(*writes[number]) for number in (first, 1 - first)]:
+                future.result(TIMEOUT_S)
+            file.sync().result(TIMEOUT_S)
+            assert_same(contents(queue, tmp_path / "file")[end:], writes[1][0][end - PAGE :])
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(extents=EXTENTS)
+def test_each_byte_is_of_a_write_that_covered_it(
+    tmp_path: Path, queue: IOQueue, extents: list[tuple[int, int]]
+) -> None:
+    with queue.open(tmp_path / "file", "w", size=7 * CHUNK) as file, queue.open(tmp_path / "file", "r+") as other:
+        handles: tuple[File, File] = (file, other)
+        futures = [
+            handles[number % 2].pwrite(np.full(nbytes, number + 1, np.uint8), offset)
+            for number, (offset, nbytes) in enumerate(extents)
+        ]
+        for future in futures:
+            future.result(TIMEOUT_S)
+        file.sync().result(TIMEOUT_S)
+    found = np.frombuffer(contents(queue, tmp_path / "file"), np.uint8)
+    allowed = np.zeros((len(extents) + 1, len(found)), bool)
+    for number, (offset, nbytes) in enumerate(extents):
+        allowed[number + 1, offset : offset + nbytes] = True
+    allowed[0] = ~allowed.any(axis=0)
+    assert allowed[found, np.arange(len(found))].all()
+
+
+def test_truncating_through_another_handle_shortens_readinto(tmp_path: Path, queue: IOQueue) -> None:
+    data = pattern(100_000, seed=1)
+    with queue.open(tmp_path / "file", "w") as file, queue.open(tmp_path / "file", "r+") as other:
+        other.pwrite(data).result(TIMEOUT_S)
+        file.truncate(50_000)
+        for offset, nbytes in ((0, 60_000), (49_152, 4_096), (45_056, 8_192), (60_000, 100)):
+            came = max(0, min(nbytes, 50_000 - offset))
+            assert other.readinto(bytearray(nbytes), offset).result(TIMEOUT_S) == came
+
+
+def test_write_through_one_handle_lengthens_the_file_for_another(tmp_path: Path, queue: IOQueue) -> None:
+    with queue.open(tmp_path / "file", "w") as file, queue.open(tmp_path / "file", "r+") as other:
+        file.pwrite(bytes(CHUNK)).result(TIMEOUT_S)
+        assert other.readinto(bytearray(2 * CHUNK)).result(TIMEOUT_S) == CHUNK
