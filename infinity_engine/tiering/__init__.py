@@ -1,8 +1,7 @@
 """Where every shard is, and how one move of it is carried out. Knows no policy: plans say what moves when."""
 
-from infinity_engine.tiering.cache import CacheStats, HostCache, choose_evictions
 from infinity_engine.tiering.mover import Mover, Source
 from infinity_engine.tiering.record import ShardRecord
 from infinity_engine.tiering.residency import Residency
 
-__all__ = ["CacheStats", "HostCache", "Mover", "Residency", "ShardRecord", "Source", "choose_evictions"]
+__all__ = ["Mover", "Residency", "ShardRecord", "Source"]
