@@ -6,11 +6,9 @@ intact, so that it can be tried again. One thread calls it; nothing is started i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
-from functools import partial
 from itertools import pairwise
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from infinity_engine.accel import Accelerator, StreamKind
@@ -43,8 +41,7 @@ class Mover:
     A move goes to a new lease, or to `into` where the caller has one for it, of the right tier (where DEVICE and HOST
     are one memory, of either) and size, and the shard has no memory there yet.
     That is checked at the call, and a lease that is refused stays the caller's. From then on
-    it is the move's, which closes it when it fails, and the record's when the move has ended. `after` are moves that
-    have to end first, such as those that make room; where one fails, this one does.
+    it is the move's, which closes it when it fails, and the record's when the move has ended.
     """
 
     def __init__(
@@ -60,10 +57,6 @@ class Mover:
 
     # --- moves ----------------------------------------------------------------------------------------------------
 
-    def load(self, record: ShardRecord, *, into: Lease | None = None, after: Sequence[Transfer] = ()) -> Transfer:
-        """Begin to read the shard from the drives to host memory."""
-        return self._begin([self._stage(record, Residency.LOADING, Source.KEPT, into)], after)
-
     def bring(self, record: ShardRecord, *, into: Lease, hop: Hop) -> Transfer:
         """Let the shard be on the host when `hop` has ended, by which its bytes come into `into` another way."""
         return self._begin([self._stage(record, Residency.LOADING, Source.KEPT, into, hop)])
@@ -72,24 +65,12 @@ class Mover:
         """Begin to copy the shard from host to device."""
         return self._begin([self._stage(record, Residency.UPLOADING, source, into)])
 
-    def download(self, record: ShardRecord, *, into: Lease | None = None, source: Source = Source.RELEASED) -> Transfer:
-        """Begin to copy the shard from device to host."""
-        return self._begin([self._stage(record, Residency.DOWNLOADING, source, into)])
-
-    def store(self, record: ShardRecord, *, source: Source = Source.RELEASED) -> Transfer:
-        """Begin to write the shard to the drives, over its older version there where it has one."""
-        return self._begin([self._stage(record, Residency.STORING, source)])
-
     def move(
-        self,
-        record: ShardRecord,
-        to: Tier,
-        *,
-        into: Lease | None = None,
-        source: Source = Source.RELEASED,
-        after: Sequence[Transfer] = (),
+        self, record: ShardRecord, to: Tier, *, into: Lease | None = None, source: Source = Source.RELEASED
     ) -> Transfer:
         """Begin to bring the shard to `to`, hop by hop, the last one into `into` where that is given.
+
+        The drives' older version of the shard is written over, where they have one.
 
         Raises:
             IllegalTransition: it is on its way somewhere.
@@ -103,12 +84,12 @@ class Mover:
             record.advance(HOME_OF[to])
             for tier in _UPWARDS[there + 1 :] if source is Source.RELEASED else ():
                 self.release(record, tier)
-            return self._begin([], after)
+            return self._begin([])
         way = _UPWARDS[here : there + 1] if here <= there else _UPWARDS[there : here + 1][::-1]
         hops = [_BY_TIERS[hop] for hop in pairwise(way)]
         last = len(hops) - 1
         stages = [self._stage(record, hop, source, into if number == last else None) for number, hop in enumerate(hops)]
-        return self._begin(stages, after)
+        return self._begin(stages)
 
     def release(self, record: ShardRecord, tier: Tier) -> None:
         """Give back the memory or place that the shard has in `tier`; nothing where it has none.
@@ -145,11 +126,6 @@ class Mover:
 
     # --- what is under way ----------------------------------------------------------------------------------------
 
-    @property
-    def under_way(self) -> int:
-        """How many moves have not ended, as far as polls and waits have seen."""
-        return sum(not transfer.done() for transfer in self._transfers)
-
     def poll(self) -> None:
         """Start the hops that have become possible."""
         for transfer in self._transfers:
@@ -163,28 +139,17 @@ class Mover:
         ended, self._transfers = self._transfers, []
         return [transfer.untold for transfer in ended if transfer.untold is not None]
 
-    def __enter__(self) -> Mover:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Wait until every move has ended; raise the first error that nobody was told, unless the body raised one."""
-        errors = self.drain()
-        if errors and error is None:
-            raise errors[0]
-
-    def _begin(self, stages: list[Stage], after: Sequence[Transfer] = ()) -> Transfer:
-        waiting = [Stage(partial(_Moves, after), _nothing, _nothing)] if after else []
-        transfer = Transfer([*waiting, *stages])
+    def _begin(self, stages: list[Stage]) -> Transfer:
+        transfer = Transfer(stages)
         self._transfers.append(transfer)
         self._let_go()
         return transfer
 
     def _let_go(self) -> None:
-        """Forget the moves that have ended, but for those whose error nobody was told."""
-        self._transfers = [each for each in self._transfers if not each.done() or each.untold is not None]
+        """Forget the moves that have ended, except those whose error no call has raised or returned yet."""
+        self._transfers = [
+            transfer for transfer in self._transfers if not transfer.done() or transfer.untold is not None
+        ]
 
     # --- one hop --------------------------------------------------------------------------------------------------
 
@@ -205,8 +170,6 @@ class Mover:
         def start() -> Hop | None:
             nonlocal begun
             record.check(moving)
-            if into is not None:
-                self._check_target(record, moving, into)  # others may have moved it since the call
             begun = True
             hop: Hop | None = None
             target: Lease | Place | None = None
@@ -296,26 +259,6 @@ class Mover:
                 field="Budget.nvme", value=None, expected=f"a directory and its size, as {record.name} moves to NVMe"
             )
         return self._swap
-
-
-class _Moves:
-    """Other moves, as a hop of one that has to wait for them."""
-
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        self._transfers = transfers
-
-    def done(self) -> bool:
-        ended = [transfer.poll() for transfer in self._transfers]  # each of them, not only up to the first that has not
-        return all(ended)
-
-    def wait(self) -> int:
-        for transfer in self._transfers:
-            transfer.result()
-        return 0
-
-
-def _nothing() -> None:
-    pass
 
 
 def _memory(lease: Lease) -> memoryview:

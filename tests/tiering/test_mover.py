@@ -40,7 +40,7 @@ def test_a_released_source_goes_back(tmp_path: Path) -> None:
     with tiers(tmp_path) as made:
         record = made.shard("w", some_bytes(5000, seed=1))
 
-        made.mover.store(record).result()
+        made.mover.move(record, Tier.NVME).result()
         assert made.host.stats().held == 0
         made.mover.move(record, Tier.DEVICE).result()
         made.host.settle()
@@ -103,10 +103,10 @@ def test_a_part_that_cannot_be_read_leaves_the_shard_on_the_drives(tmp_path: Pat
 def test_a_shard_that_the_drives_have_is_not_written_again(tmp_path: Path) -> None:
     with tiers(tmp_path) as made:
         record = made.shard("w", some_bytes(8 * KiB, seed=1), Tier.NVME)
-        made.mover.load(record).result()
+        made.mover.move(record, Tier.HOST).result()
         written = written_bytes(made)
 
-        made.mover.store(record).result()
+        made.mover.move(record, Tier.NVME).result()
 
         assert written_bytes(made) == written
         made.mover.forget(record)
@@ -116,12 +116,12 @@ def test_a_changed_shard_is_written_over_its_old_version(tmp_path: Path) -> None
     with tiers(tmp_path) as made:
         record = made.shard("w", some_bytes(8 * KiB, seed=1), Tier.NVME)
         place = record.place
-        made.mover.load(record).result()
+        made.mover.move(record, Tier.HOST).result()
         assert record.host is not None
         record.host.memory()[:] = some_bytes(8 * KiB, seed=2)
         record.changed()
 
-        made.mover.store(record).result()
+        made.mover.move(record, Tier.NVME).result()
 
         assert record.place == place
         assert made.content(record) == some_bytes(8 * KiB, seed=2)
@@ -149,8 +149,10 @@ def test_several_moves_are_in_flight_at_once_and_links_work_side_by_side(tmp_pat
         up = [made.shard(f"u{index}", some_bytes(10_000, seed=10 + index)) for index in range(3)]
         begun_ns = made.accelerator.now_ns
 
-        transfers = [made.mover.upload(record) for record in up] + [made.mover.download(record) for record in down]
-        assert made.mover.under_way == 6
+        transfers = [made.mover.upload(record) for record in up] + [
+            made.mover.move(record, Tier.HOST) for record in down
+        ]
+        assert not any(transfer.done() for transfer in transfers)
         assert made.mover.drain() == []
 
         assert all(transfer.done() for transfer in transfers)
@@ -176,7 +178,7 @@ def test_a_chain_goes_on_by_polling(tmp_path: Path) -> None:
         seen.append(record.residency)
 
         assert seen == [Residency.LOADING, Residency.UPLOADING, Residency.DEVICE]
-        assert made.mover.under_way == 0
+        assert transfer.done()
         assert transfer.result() == 18_000
         made.mover.forget(record)
 
@@ -293,7 +295,7 @@ def test_a_full_swap_file_says_what_to_change_and_leaves_the_shard(tmp_path: Pat
         record = made.shard("w", some_bytes(64 * KiB, seed=7))
 
         with pytest.raises(CapacityError, match=r"NVME \(.*\) cannot hold 65536 B"):
-            made.mover.store(record).result()
+            made.mover.move(record, Tier.NVME).result()
 
         assert record.residency is Residency.HOST
         made.mover.forget(record)
@@ -306,8 +308,6 @@ def test_a_shard_on_its_way_cannot_be_moved_elsewhere(tmp_path: Path) -> None:
 
         with pytest.raises(IllegalTransition, match="waiting for the end of UPLOADING"):
             made.mover.move(record, Tier.NVME)
-        with pytest.raises(IllegalTransition):
-            made.mover.store(record).result()
 
         assert made.mover.drain() == []
         assert record.residency is Residency.DEVICE
@@ -320,7 +320,7 @@ def test_without_a_swap_file_nothing_goes_to_the_drives(tmp_path: Path) -> None:
         record = made.shard("w", some_bytes(5000, seed=9))
 
         with pytest.raises(ConfigError, match=r"Budget\.nvme"):
-            mover.store(record).result()
+            mover.move(record, Tier.NVME).result()
 
         made.mover.forget(record)
 
@@ -377,7 +377,7 @@ def test_a_move_into_a_lease_ends_with_the_shard_in_it(tmp_path: Path) -> None:
         record = made.shard("w", some_bytes(5000, seed=1), Tier.NVME)
         lease = made.host.lease(5000, holder="planned")
 
-        made.mover.load(record, into=lease).result()
+        made.mover.move(record, Tier.HOST, into=lease).result()
 
         assert record.host is lease
         assert made.content(record) == some_bytes(5000, seed=1)
@@ -400,7 +400,7 @@ def test_a_lease_that_does_not_fit_is_refused_at_once_and_stays_the_callers(
         pool = made.host if tier is Tier.HOST else made.device
         with pool.lease(nbytes, holder="planned") as lease:
             with pytest.raises(ConfigError, match=rf"layers\.1\.w.*{told}"):
-                made.mover.load(record, into=lease)
+                made.mover.move(record, Tier.HOST, into=lease)
 
             assert not lease.closed
         assert record.residency is Residency.NVME
@@ -414,18 +414,20 @@ def test_a_closed_lease_is_refused(tmp_path: Path) -> None:
         lease.close()
 
         with pytest.raises(ConfigError, match="an open lease"):
-            made.mover.load(record, into=lease)
+            made.mover.move(record, Tier.HOST, into=lease)
 
         made.mover.forget(record)
 
 
 def test_a_lease_for_a_shard_that_has_memory_there_is_refused(tmp_path: Path) -> None:
     with tiers(tmp_path) as made:
-        record = made.shard("w", some_bytes(5000, seed=1))
+        record = made.shard("w", some_bytes(5000, seed=1), Tier.DEVICE)
+        made.mover.move(record, Tier.HOST).result()
         made.mover.upload(record, source=Source.KEPT).result()
-        with made.host.lease(5000, holder="planned") as lease:
-            with pytest.raises(ConfigError, match="nothing, as w has memory in HOST already"):
-                made.mover.download(record, into=lease)
+        made.mover.move(record, Tier.HOST, source=Source.KEPT).result()
+        with made.device.lease(5000, holder="planned") as lease:
+            with pytest.raises(ConfigError, match="nothing, as w has memory in DEVICE already"):
+                made.mover.upload(record, into=lease)
 
             assert not lease.closed
         made.mover.forget(record)
@@ -448,45 +450,22 @@ def test_the_lease_of_a_move_that_failed_is_closed(tmp_path: Path) -> None:
         record = made.shard("w", some_bytes(5000, seed=1), Tier.NVME)
         lease = made.host.lease(5000, holder="planned")
 
-        made.mover.load(record, into=lease).wait()
+        made.mover.move(record, Tier.HOST, into=lease).wait()
 
         assert lease.closed
         made.mover.forget(record)
 
 
-def test_the_lease_of_a_move_that_never_began_is_closed(tmp_path: Path) -> None:
-    with tiers(tmp_path, fault=lambda _: RuntimeError("the link is down")) as made:
-        before = made.shard("before", some_bytes(5000, seed=1))
+def test_the_lease_of_a_hop_that_never_began_is_closed(tmp_path: Path) -> None:
+    with tiers(tmp_path, io_faults=FaultPlan().fail(nth=1, requests=Requests.READS)) as made:
         record = made.shard("w", some_bytes(5000, seed=1), Tier.NVME)
-        lease = made.host.lease(5000, holder="planned")
+        lease = made.device.lease(5000, holder="planned")
 
-        transfer = made.mover.load(record, into=lease, after=[made.mover.upload(before)])
-        with pytest.raises(TransferError, match="before"):
-            transfer.result()
+        made.mover.move(record, Tier.DEVICE, into=lease).wait()
 
         assert lease.closed
         assert record.residency is Residency.NVME
-        for each in (before, record):
-            made.mover.forget(each)
-
-
-def test_a_lease_for_a_shard_that_got_memory_meanwhile_is_closed(tmp_path: Path) -> None:
-    with tiers(tmp_path) as made:
-        before = made.shard("before", some_bytes(5000, seed=1))
-        record = made.shard("w", some_bytes(5000, seed=2), Tier.NVME)
-        lease = made.host.lease(5000, holder="planned")
-        made.hold_back(Requests.WRITES)
-        transfer = made.mover.load(record, into=lease, after=[made.mover.store(before)])
-        made.mover.load(record).result()
-        made.mover.move(record, Tier.NVME, source=Source.KEPT).result()
-
-        with pytest.raises(ConfigError, match="w has memory in HOST already"):
-            transfer.result()
-
-        assert lease.closed
-        assert made.content(record) == some_bytes(5000, seed=2)
-        for each in (before, record):
-            made.mover.forget(each)
+        made.mover.forget(record)
 
 
 # --- what went wrong ------------------------------------------------------------------------------------------------
@@ -496,10 +475,10 @@ def test_a_move_that_is_refused_leaves_the_one_under_way_alone(tmp_path: Path) -
     with tiers(tmp_path) as made:
         record = made.shard("w", some_bytes(5000, seed=1), Tier.NVME)
         made.hold_back(Requests.READS)
-        first = made.mover.load(record)
+        first = made.mover.move(record, Tier.HOST)
 
         with pytest.raises(IllegalTransition):
-            made.mover.load(record).result()
+            made.mover.move(record, Tier.HOST).result()
 
         assert record.residency is Residency.LOADING
         assert first.result() == 5000
@@ -512,8 +491,8 @@ def test_an_error_that_nobody_asked_for_is_told_by_drain(tmp_path: Path) -> None
         small, large = made.shard("small", some_bytes(4000, seed=1)), made.shard("large", some_bytes(64 * KiB, seed=2))
         gate = made.hold_back(Requests.WRITES)
 
-        made.mover.store(small)
-        made.mover.store(large)  # fails at once
+        made.mover.move(small, Tier.NVME)
+        made.mover.move(large, Tier.NVME)  # fails at once
         gate.is_open = True
         made.mover.poll()
         made.mover.poll()
@@ -530,19 +509,9 @@ def test_an_error_that_was_raised_is_not_told_again(tmp_path: Path) -> None:
         record = made.shard("w", some_bytes(64 * KiB, seed=2))
 
         with pytest.raises(CapacityError):
-            made.mover.store(record).result()
+            made.mover.move(record, Tier.NVME).result()
 
         assert made.mover.drain() == []
-        made.mover.forget(record)
-
-
-def test_a_mover_that_is_left_raises_what_nobody_was_told(tmp_path: Path) -> None:
-    with tiers(tmp_path, nvme=8 * KiB) as made:
-        record = made.shard("w", some_bytes(64 * KiB, seed=2))
-
-        with pytest.raises(CapacityError), made.mover:
-            made.mover.store(record)
-
         made.mover.forget(record)
 
 

@@ -83,7 +83,7 @@ def soak(made: Tiers, memory: ResidentMemory, seconds: float, *, least_moved: in
     make_room(made, records, [], chance)
     for record in records:
         made.mover.move(record, Tier.NVME).result()
-        made.mover.load(record).result()
+        made.mover.move(record, Tier.HOST).result()
         touch(record, sums, noise, chance)
         made.mover.forget(record)
     return result
