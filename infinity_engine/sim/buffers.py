@@ -6,8 +6,8 @@ their own, so that each goes to its own place without being copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from deepnvme.extents import PAGE
@@ -58,6 +58,14 @@ class Resting:
     def any(self) -> bool:
         """Whether there is anything."""
         return bool(self.states or self.values)
+
+    def of(self, layouts: Collection[BufferLayout]) -> Resting:
+        """Return this without places for gradients, or buffers for early updates, that no layout uses."""
+        return replace(
+            self,
+            gradients=self.gradients if any(layout.gradients for layout in layouts) else 0,
+            early=self.early if any(layout.may_be_early for layout in layouts) else 0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

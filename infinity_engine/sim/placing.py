@@ -256,7 +256,7 @@ class _Placing:
                 each.index: self._layout(each, rests, homes[each.index], parameters) for each in sizing.subgroups
             }
             passing = MappingProxyType({index: each for index, each in layouts.items() if each.nbytes})
-            plan = self._plan(parameters, resting=rests, layouts=passing, buffers=buffers)
+            plan = self._plan(parameters, resting=rests.of(passing.values()), layouts=passing, buffers=buffers)
             found = plan.steps.homes()
             if found == homes:
                 return plan

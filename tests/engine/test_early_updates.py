@@ -484,3 +484,12 @@ def test_new_places_count_against_the_budget_of_the_drives(tmp_path: Path) -> No
             storage={"small_bytes": 256, "early_updates": True},
             budget={"host": 17_400_000, "nvme": {str(tmp_path): limit}},
         )
+
+
+@pytest.mark.parametrize("parameters", ["auto", "device", "nvme"])
+def test_early_updates_train_where_the_host_has_room_for_all(parameters: str, tmp_path: Path) -> None:
+    case = replace(EARLY, parameters=parameters, host="256MiB", steps=2)
+    with opened(case, None, tmp_path) as (engine, task):
+        train(engine, task, case)
+        found = bits_of(engine)
+    assert_same(found, in_memory(replace(case, host=0)).bits)
