@@ -223,6 +223,10 @@ class Accelerator(ABC):
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back. Every event of an operation that uses it must have passed; views of it are dead."""
 
+    def leave(self, buffer: Buffer) -> None:
+        """Let those who have views of a buffer's memory have it for good: it is the device's no more."""
+        buffer.release()
+
     def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:  # noqa: B027  # where memory is freed at once
         """Let a tensor's memory, which others allocated, be nobody's before `stream` has done what it was given.
 

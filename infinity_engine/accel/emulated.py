@@ -95,12 +95,16 @@ class EmulatedMemory:
 
     def free(self, block: torch.Tensor) -> None:
         """Take a block back and leave NaN to those who still look at it."""
+        self.leave(block)
+        block.fill_(NAN_BYTE)
+
+    def leave(self, block: torch.Tensor) -> None:
+        """Have a block no more; it stays as it is."""
         at = self._index(block.data_ptr())
         if at is None or self._starts[at] != block.data_ptr():
             raise ValueError(f"expected a buffer of this accelerator (emulated), got {block.numel()} B of another one")
         del self._starts[at], self._blocks[at]
         self._taken_bytes -= block.numel()
-        block.fill_(NAN_BYTE)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Tell whether the tensor's bytes are in a block that is not freed."""
@@ -155,6 +159,10 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back; views of it see NaN from here on."""
         self._memory.free(buffer.release())
+
+    def leave(self, buffer: Buffer) -> None:
+        """Let those who have views of a buffer's memory have it for good: the device has room for other blocks."""
+        self._memory.leave(buffer.release())
 
     def memory(self) -> DeviceBytes:
         """Return how much device memory there is now."""

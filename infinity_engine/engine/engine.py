@@ -684,7 +684,7 @@ class Engine:
                 failed = error
             self._closed = True
             if self._parts.modules is not None:
-                self._parts.modules.let_go()
+                self._parts.modules.close()
             self._parts.hooks.remove()
             self._taken.hide()
             self._updates.follow_no_more()

@@ -16,7 +16,7 @@ from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.engine.progress import Teller
 from infinity_engine.engine.sizing import dtype_of
-from infinity_engine.memory import Lease
+from infinity_engine.memory import Lease, Views
 from infinity_engine.optim import NORM_BLOCK
 from infinity_engine.plan import Tier
 from infinity_engine.sim.buffers import SCRATCH
@@ -128,7 +128,7 @@ def _on_device(
     stays = stays and each.part_of is None  # whose memory is the whole's, which goes
     if stays or not each.numel:
         return each.parameter.detach().to(dtype).contiguous()
-    lease = lanes.device.lease(each.numel * dtype.itemsize, holder="parameters")
+    lease = lanes.device.lease(each.numel * dtype.itemsize, holder="parameters", views=Views.KEEP)
     resources.callback(_leave, each.parameter, lease)
     values = lease.tensor(dtype)
     originals.fill(each, 0, values)

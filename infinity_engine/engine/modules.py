@@ -135,6 +135,7 @@ class ModuleParameters:
         self._leaf_of: dict[int, torch.nn.Module] = {}  # by ids of modules within one, and its own
         self._called: set[int] = set()  # modules, of which it is seen when they run
         self._asked: set[int] = set()  # what anybody has ever asked for
+        self._closed = False
         for name, module in model.named_modules():
             is_leaf = name in leaves
             own = tuple(
@@ -198,6 +199,11 @@ class ModuleParameters:
         self._end_frames(1)
         check_modules(self._model)
         return self._hooks.saving(self._pack, self._unpack)
+
+    def close(self) -> None:
+        """Let go of everything for good: no graph that was made until now can be differentiated any more."""
+        self.let_go()
+        self._closed = True
 
     def let_go(self) -> None:
         """Let go of all that is held: no module is running, and nobody needs what was read outside of one any more."""
@@ -328,6 +334,11 @@ class ModuleParameters:
             return saved.tensor
         assert isinstance(saved, _SavedParameter), "what is saved is one of the two"
         number = saved.number
+        if self._closed:
+            raise RuntimeError(
+                f"The engine was closed before this backward, which needs {self._names[number]}. A graph that was made "
+                "under the engine ends with it. Call backward() before close(), or run the model again"
+            )
         if saved.version != self._fetcher.version_of(number):
             raise RuntimeError(
                 f"the backward needs {self._names[number]} as it was in the forward, and engine.step(), or somebody "

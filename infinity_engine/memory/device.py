@@ -59,6 +59,9 @@ class Allocator(Protocol[_Buffer]):
     def free(self, buffer: _Buffer) -> None:
         """Take it back."""
 
+    def leave(self, buffer: _Buffer) -> None:
+        """Let those who have views of its memory have it for good."""
+
     def forget_idle(self) -> None:
         """Keep nothing of what was given back."""
 
@@ -81,6 +84,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         self._accelerator = accelerator
         self._cache: Cache | None = None
         self._gone: deque[_Given] = deque()  # the last view is gone: [Note: when kept memory is free]
+        self._is_left_to_views = False
 
     def attach(self, cache: Cache) -> None:
         """Ask `cache` to give where there is no room, and when views were used, from here on."""
@@ -117,15 +121,25 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         )
 
     def close(self) -> None:
-        """Wait for the events of closed leases and give all memory back. See `Lessor.close`."""
+        """Wait for the events of closed leases and give all memory back. See `Lessor.close`.
+
+        Memory that views keep is theirs from here on, and the device's no more.
+        """
         try:
             super().close()
         finally:
             with self._lock:
-                self._catch_up()  # views that went with what the collector found
+                kept = self._views.copy()
+                self._is_left_to_views = True
+                self._catch_up()  # views that have gone before that
                 while self._closing:
+                    kept.discard(self._closing[0])
                     self._closing[0].wait()
                     self._let_go(self._closing.popleft())
+                for given in kept:
+                    if isinstance(given.backing, _Kept):
+                        self._accelerator.leave(given.backing.buffer)  # type: ignore[arg-type]  # as in `_free`
+            self._cache = None
             self._accelerator.forget_idle()
 
     @property
@@ -176,7 +190,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
 
     def _view_gone(self, given: _Given) -> None:
         # [Note: what the collector may do]
-        if isinstance(given.backing, _Kept):
+        if isinstance(given.backing, _Kept) and not self._is_left_to_views:
             self._views.discard(given)
             self._gone.append(given)
         else:

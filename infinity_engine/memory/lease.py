@@ -10,10 +10,8 @@ of a set, each of which is one step, and who next holds the lock does the rest.
 
 from __future__ import annotations
 
-import gc
 import math
 import threading
-import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -31,9 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Backing", "Event", "Lease", "Lessor", "NoBytes"]
-
-_LETS_GO_S = 0.5  # for other threads, which may keep tensors a moment longer than what they carry takes
-_PAUSE_S = 1e-3
 
 
 class Event(Protocol):
@@ -184,7 +179,6 @@ class _Given:
     holder: str
     nbytes: int
     events: Sequence[Event] = ()
-    viewed_since: float = 0.0  # when it went back but for views
 
     def wait_for(self, events: Sequence[Event]) -> None:
         self.events = events
@@ -197,9 +191,6 @@ class _Given:
             with suppress(Exception):  # what failed belongs to whoever started it; the buffer is free all the same
                 event.wait()
         self.events = ()
-
-    def leave_to_views(self) -> None:
-        self.viewed_since = time.monotonic()
 
 
 class Lessor(ABC):
@@ -291,7 +282,6 @@ class Lessor(ABC):
         given.wait_for(())  # events may have views of it
         memory = self._memory(given.backing)
         if memory is not None:
-            given.leave_to_views()
             self._views.add(given)
             weakref.finalize(memory, self._view_gone, given)
         self._free(given.backing)
@@ -312,9 +302,11 @@ class Lessor(ABC):
     def close(self) -> None:
         """Wait for the events of closed leases and give all memory back. Again: does nothing, or what was left to do.
 
+        The views that are left of closed leases keep their memory, which counts as held until the last of them is gone.
+
         Raises:
-            RuntimeError: leases are open, or views of closed ones are left; names their holders. All else is done, and
-                their memory counts as held until they are gone.
+            RuntimeError: leases are open; names their holders. All else is done, and their memory counts as held until
+                they are closed.
         """
         while True:
             with self._lock:
@@ -326,39 +318,17 @@ class Lessor(ABC):
                         return
                     self._shut_down()
                     self._closed = True
-                    left = self._left()
                     break
                 oldest = self._closing[0]
             oldest.wait()  # without the lock, as in `_lease`
-        if left and self._views:
-            gc.collect()  # the frames of an error that was handled often have the last views, in a cycle
-            while not self._open and self._may_let_go():
-                time.sleep(_PAUSE_S)
-            gc.collect()  # what those threads had may have been in one
-            with self._lock:
-                left = self._left()
+        left = list(self._open.values())
         if left:
+            named = ", ".join(f"{given.holder} ({given.nbytes} B)" for given in left[:5])
+            more = f" and {len(left) - 5} others" if len(left) > 5 else ""
             raise RuntimeError(
-                f"{self.reservation.holder} was closed with {' and '.join(left)}; "
-                "close leases, and drop the views of them, before what they are of"
+                f"{self.reservation.holder} was closed with {len(left)} leases open: {named}{more}. "
+                "Close leases before the pool that they are of"
             )
-
-    def _may_let_go(self) -> bool:
-        """Tell whether there are views of what went back a moment ago: one moment, however many pools are closed."""
-        newest = max((given.viewed_since for given in self._views.copy()), default=-math.inf)
-        return time.monotonic() < newest + _LETS_GO_S
-
-    def _left(self) -> list[str]:
-        """Say what is still in use, and whose it is."""
-        views = self._views.copy()
-        kinds = (("leases open", list(self._open.values())), ("closed leases of which views are left", [*views]))
-        said = []
-        for kind, those in kinds:
-            named = ", ".join(f"{given.holder} ({given.nbytes} B)" for given in those[:5])
-            more = f" and {len(those) - 5} others" if len(those) > 5 else ""
-            if those:
-                said.append(f"{len(those)} {kind}: {named}{more}")
-        return said
 
     def _in_use(self) -> list[tuple[str, _Given]]:
         """Return what leases and views hold, with what each is called."""

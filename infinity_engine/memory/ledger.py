@@ -70,9 +70,8 @@ class _Account:
         )
 
     def forget(self, reservation: Reservation) -> None:
-        """Count it no longer."""
+        """List it no longer; it promises nothing any more."""
         self.reservations.remove(reservation)
-        self.reserved -= reservation.nbytes
 
     def hold(self, nbytes: int) -> None:
         """Count bytes that came into use, or, where negative, went out of it."""
@@ -105,7 +104,7 @@ class _Books:
 class Reservation:
     """Bytes of one tier that are promised to `holder`, who holds within them. Made by `Ledger.reserve`.
 
-    A context manager. Closing it gives the promise back; what it held must have gone before.
+    A context manager. Closing it gives the promise back: at once, but for what is in use, which ends as it is released.
     """
 
     def __init__(self, account: _Account, books: _Books, nbytes: int, holder: str) -> None:
@@ -202,25 +201,24 @@ class Reservation:
     def _take_off(self, nbytes: int) -> None:
         self._held -= nbytes
         self._account.hold(-nbytes)
+        if self._closed:
+            self._give_back(nbytes)
 
     def _check(self, nbytes: int, what: str) -> None:
         if nbytes < 0:
             raise ConfigError(field=f"bytes {what} by {self.holder}", value=nbytes, expected="0 or more bytes")
 
     def close(self) -> None:
-        """Give the promise back. Again: does nothing.
-
-        Raises:
-            RuntimeError: some of it is in use.
-        """
+        """Give the promise back; of what is in use, when that is released. Again: does nothing."""
         with self._books.open():
-            if self._closed:
-                return
-            if self._held:
-                raise RuntimeError(
-                    f"the reservation of {self.holder} cannot be closed: {self._held} B of it are held; give them back"
-                )
-            self._closed = True
+            if not self._closed:
+                self._closed = True
+                self._give_back(self.nbytes - self._held)
+
+    def _give_back(self, nbytes: int) -> None:
+        self.nbytes -= nbytes
+        self._account.promise_more(-nbytes)
+        if not self.nbytes:
             self._account.forget(self)
 
     def __enter__(self) -> Reservation:

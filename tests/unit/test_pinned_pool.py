@@ -244,8 +244,7 @@ def test_the_memory_of_a_view_counts_as_held_after_the_pool_is_closed_and_until_
     with memory.lease(100, holder="layers.7.gradient") as lease:
         view = lease.flat()
 
-    with pytest.raises(RuntimeError, match=r"1 closed leases of which views are left: layers\.7\.gradient \(100 B\)"):
-        memory.close()
+    memory.close()
 
     held = promised.held
     view.fill_(1)
@@ -264,20 +263,6 @@ def test_only_the_region_that_somebody_still_has_a_piece_of_counts_as_held_after
     held = promised.held
     lease.close()
     assert (held, promised.held) == (PLAN.nbytes, 0)
-
-
-def test_a_reservation_can_be_closed_as_soon_as_the_last_view_is_gone() -> None:
-    promised = reservation(PAGE)
-    memory = PinnedPool(promised)
-    with memory.lease(100, holder="w") as lease:
-        views = [lease.flat(), lease.tensor(torch.float32).numpy()]
-    with pytest.raises(RuntimeError, match="views are left"):
-        memory.close()
-
-    with pytest.raises(RuntimeError, match=f"{PAGE} B of it are held"):
-        promised.close()
-    views.clear()
-    promised.close()
 
 
 # --- on the shapes of real models ---
