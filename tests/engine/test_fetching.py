@@ -1020,15 +1020,14 @@ def test_an_engine_that_is_closed_leaves_an_ordinary_model(state: Callable[[Engi
     assert all(parameter.grad is not None and parameter.is_contiguous() for parameter in twin.parameters())
 
 
-def test_closing_with_a_view_of_a_weight_says_so_and_leaves_the_model_whole() -> None:
+def test_closing_with_a_view_of_a_weight_leaves_view_and_model_whole() -> None:
     with emulated() as device:
         made = initialized(mlp, device, 1 << 20)
         expected = made.state_dict()
         view = model_of(made)[0].weight.detach().t()
         copied = view.clone()
 
-        with pytest.raises(RuntimeError, match="256 B of it are held"):
-            made.close()
+        made.close()
 
         assert torch.equal(view, copied)
         assert differing(expected, made.model.state_dict()) == []
