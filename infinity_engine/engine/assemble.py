@@ -125,6 +125,7 @@ def _parts(
     host, on_device = _pools(plan.demand, ledger, accelerator, resources)
     passing = _passing(plan.demand, ledger, resources)
     staying = resources.enter_context(ledger.reserve(Tier.DEVICE, plan.demand.staying, holder="gradients that stay"))
+    sums = resources.enter_context(ledger.reserve(Tier.HOST, 0, holder="sums of gradients beside the plan"))
     _serve((host, passing), swap)
     telemetry = _telemetry(config, accelerator)
     meter = Meter(telemetry, accelerator, ledger)
@@ -155,7 +156,7 @@ def _parts(
     states.begin(originals.fill, planned.rules, teller)
     for parameter, values in shown:
         parameter.data = values
-    gradients = _gradients(config, trained, sizing, plan, lanes=lanes, swap=swap, staying=staying)
+    gradients = _gradients(config, trained, sizing, plan, lanes=lanes, swap=swap, staying=staying, sums=sums)
     fetcher = modules = whole = None
     if plan.steps.parameters is not Tier.DEVICE:
         fetcher = ParameterFetcher(everything, records, lanes, plan.demand.fetched, swap=swap, passing=passing)
@@ -245,6 +246,7 @@ def _gradients(
     lanes: Lanes,
     swap: SwapFile | None,
     staying: Reservation,
+    sums: Reservation,
 ) -> GradientKeeper:
     outgoing = None
     if plan.resting.gradients:
@@ -257,6 +259,7 @@ def _gradients(
         lanes,
         outgoing,
         staying=staying,
+        sums=sums,
         sums_early=config.max_grad_norm is not None or sizing.formats.parameter is FloatFormat.FP16,
     )
 

@@ -28,7 +28,7 @@ from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.outgoing import Outgoing
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.memory import Lease, Reservation
+from infinity_engine.memory import Lease, PinnedPool, Reservation
 from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostKernels
 from infinity_engine.optim import Stream as Values
 from infinity_engine.plan.ops import Lane
@@ -65,8 +65,9 @@ class Piece:
 class GradientKeeper:
     """The gradients of one engine; `pieces` has those of each parameter, in order, `names` what each is called.
 
-    `staying` is promised for what stays on the device, and grows where that is more than was planned, until that is
-    dropped. `outgoing` is there where some go to the drives; `sums_early` says that the norm will be asked for.
+    `staying` is promised for what stays on the device, and `sums` for sums on the host that no plan has: both grow where
+    there is more than was planned, as far as the budget goes, until that is dropped. `outgoing` is there where some go
+    to the drives; `sums_early` says that the norm will be asked for.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class GradientKeeper:
         outgoing: Outgoing | None = None,
         *,
         staying: Reservation,
+        sums: Reservation,
         sums_early: bool = False,
     ) -> None:
         self._names = tuple(names)
@@ -85,6 +87,7 @@ class GradientKeeper:
         self._lanes = lanes
         self.room = staying.nbytes  # for what stays on the device, as planned
         self._staying = staying
+        self._sum_memory = _SumMemory(lanes.host, sums)
         self._outgoing = outgoing
         self._sums_early = sums_early
         self._slots: tuple[_Slots, ...] = ()
@@ -95,8 +98,17 @@ class GradientKeeper:
         """Keep the gradients to come in these pieces of each parameter, while there are none."""
         assert not self.any, "gradients that came are where they were kept"
         self._slots = tuple(
-            _Slots(name, numel, each, self._lanes, self._outgoing, staying=self._staying, sums_early=self._sums_early)
-            for name, numel, each in zip(self._names, self._numels, pieces, strict=True)
+            _Slots(
+                name,
+                numel,
+                kept,
+                self._lanes,
+                self._outgoing,
+                staying=self._staying,
+                sum_memory=self._sum_memory,
+                sums_early=self._sums_early,
+            )
+            for name, numel, kept in zip(self._names, self._numels, pieces, strict=True)
         )
 
     def make_room(self, nbytes: int) -> None:
@@ -235,6 +247,7 @@ class _Slots:
         outgoing: Outgoing | None,
         *,
         staying: Reservation,
+        sum_memory: _SumMemory,
         sums_early: bool,
     ) -> None:
         self.count = 0
@@ -251,10 +264,10 @@ class _Slots:
         self._on_host: dict[int, _HostSlot | _DriveSlot] = {}
         for number, piece in enumerate(pieces):
             if piece.kept is Kept.HOST:
-                self._on_host[number] = _HostSlot(piece, lanes)
+                self._on_host[number] = _HostSlot(piece, lanes, sum_memory)
             elif piece.kept is Kept.DRIVES:
                 assert outgoing is not None, "there is a way to the drives"
-                self._on_host[number] = _DriveSlot(name, piece, lanes, outgoing, sums_early=sums_early)
+                self._on_host[number] = _DriveSlot(name, piece, lanes, outgoing, sum_memory, sums_early=sums_early)
 
     def take(self, gradient: torch.Tensor) -> None:
         self.count += 1
@@ -420,11 +433,12 @@ class _DeviceSlot:
 class _HostSlot:
     """A piece of a gradient in pinned memory, or on its way there."""
 
-    def __init__(self, piece: Piece, lanes: Lanes) -> None:
+    def __init__(self, piece: Piece, lanes: Lanes, sum_memory: _SumMemory) -> None:
         self._piece = piece
         self._lanes = lanes
+        self._sum_memory = sum_memory
         self._newest: tuple[Lease, Event | None, FloatFormat] | None = None
-        self._sum: Lease | None = None
+        self._sum: Lease | _Unplanned | None = None
         self._block_sums: _Sums | None = None
 
     def take(self, gradient: torch.Tensor) -> None:
@@ -442,7 +456,7 @@ class _HostSlot:
         self._wait()
         newest = self._newest_values()
         if self._sum is None:
-            self._sum = _lease_of_sum(self._lanes, self._piece.numel)
+            self._sum = self._sum_memory.lease(self._piece.numel)
             self._block_sums = self._lanes.kernels.begin_sum(newest, self._sum_values(self._sum))
         else:
             self._block_sums = self._lanes.kernels.add_to_sum(newest, self._sum_values(self._sum))
@@ -486,7 +500,7 @@ class _HostSlot:
         lease, _, format_ = self._newest
         return Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
 
-    def _sum_values(self, lease: Lease) -> Values:
+    def _sum_values(self, lease: Lease | _Unplanned) -> Values:
         return Values(lease.flat().data_ptr(), self._piece.numel, FloatFormat.FP32, lease)
 
 
@@ -496,16 +510,26 @@ class _DriveSlot:
     Where more come than have a place there, they are added up in host memory from then on, as far as there is some.
     """
 
-    def __init__(self, name: str, piece: Piece, lanes: Lanes, outgoing: Outgoing, *, sums_early: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        piece: Piece,
+        lanes: Lanes,
+        outgoing: Outgoing,
+        sum_memory: _SumMemory,
+        *,
+        sums_early: bool,
+    ) -> None:
         self.formats: tuple[FloatFormat, ...] = ()
         self._taker: Callable[[torch.Tensor, FloatFormat, int], bool] | None = None
         self._what = f"gradient of {name}"
         self._piece = piece
         self._lanes = lanes
         self._outgoing = outgoing
+        self._sum_memory = sum_memory
         self._sums_early = sums_early
         self._places: list[Place] = []
-        self._sum: Lease | None = None
+        self._sum: Lease | _Unplanned | None = None
         self._block_sums: _Sums | None = None
 
     def take(self, gradient: torch.Tensor) -> None:
@@ -577,7 +601,7 @@ class _DriveSlot:
         """Add one for which there is no place to the sum of all in memory."""
         if self._sum is None:
             self._outgoing.settle()
-            total = _lease_of_sum(self._lanes, self._piece.numel)
+            total = self._sum_memory.lease(self._piece.numel)
             try:
                 self._read_back(self._sum_in(total))
             except BaseException:
@@ -591,7 +615,7 @@ class _DriveSlot:
             newest = Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
             self._block_sums = self._lanes.kernels.add_to_sum(newest, self._sum_in(self._sum))
 
-    def _sum_in(self, lease: Lease) -> Values:
+    def _sum_in(self, lease: Lease | _Unplanned) -> Values:
         return Values(lease.flat().data_ptr(), self._piece.numel, FloatFormat.FP32, lease)
 
     def _read_back(self, total: Values | None) -> _Sums:
@@ -610,7 +634,7 @@ class _DriveSlot:
             if not several:
                 return kernels.block_sums(streams[0])
             if total is None:
-                total = self._sum_in(leases.enter_context(self._outgoing.lease_sum(numel)))
+                total = self._sum_in(leases.enter_context(self._outgoing.lease_sum()))
             return added_up(kernels, streams, total)
 
     def clear(self) -> None:
@@ -619,6 +643,55 @@ class _DriveSlot:
             self._sum.close()
             self._sum = None
         self._block_sums = None
+
+
+class _SumMemory:
+    """Memory for sums of gradients: what the host's pool has for them, else what the budget has left.
+
+    A plan has room for the sums of `accumulation_steps` gradients. A parameter may get more of them: of several losses,
+    of a graph that is differentiated again, of a block that is checkpointed in several places.
+    """
+
+    def __init__(self, pool: PinnedPool, unplanned: Reservation) -> None:
+        self._pool = pool
+        self._unplanned = unplanned
+
+    def lease(self, numel: int) -> Lease | _Unplanned:
+        """Return memory for so many elements.
+
+        Raises:
+            CapacityError: neither the pool nor the budget has that much left.
+        """
+        nbytes = FloatFormat.FP32.nbytes * numel
+        try:
+            return self._pool.lease(nbytes, holder="sums of gradients")
+        except CapacityError:
+            return _Unplanned(self._unplanned, nbytes)
+
+
+class _Unplanned:
+    """Ordinary host memory beside the pool, which counts in a reservation until it is closed."""
+
+    def __init__(self, reservation: Reservation, nbytes: int) -> None:
+        try:
+            reservation.grow(nbytes)
+        except CapacityError as error:
+            raise _too_many(error) from None
+        reservation.hold(nbytes)
+        self._reservation = reservation
+        self._memory: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8)
+
+    def flat(self) -> torch.Tensor:
+        """Return all bytes."""
+        assert self._memory is not None, "a sum is not used after it was dropped"
+        return self._memory
+
+    def close(self) -> None:
+        """Give the memory back to the budget."""
+        if self._memory is not None:
+            nbytes, self._memory = self._memory.nbytes, None
+            self._reservation.release(nbytes)
+            self._reservation.shrink(nbytes)
 
 
 def added_up(kernels: HostKernels, gradients: Sequence[Values], into: Values) -> _Sums:
@@ -656,14 +729,6 @@ def _copy_down(lanes: Lanes, piece: torch.Tensor, lease: Lease, made: Event) -> 
     event = lanes.copy(Lane.D2H, Cargo.GRADIENTS, target, piece, after=[made], name="gradient")
     lease.until(event)
     return event
-
-
-def _lease_of_sum(lanes: Lanes, numel: int) -> Lease:
-    """Return memory for the sum of several, which a plan for one has no room for where drives are used."""
-    try:
-        return lanes.host.lease(4 * numel, holder="sums of gradients")
-    except CapacityError as error:
-        raise _too_many(error) from None
 
 
 def _too_many(error: CapacityError) -> CapacityError:

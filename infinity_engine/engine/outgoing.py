@@ -66,11 +66,9 @@ class Outgoing:
                     raise
                 self._start()
 
-    def lease_sum(self, numel: int) -> Lease:
-        """Return the buffer in which several are added up in fp32; another one where there is but one micro-batch."""
-        if self.micro_batches > 1:
-            return self._lanes.host.lease_planned(SUM)
-        return self._lanes.host.lease(4 * numel, holder="sums of gradients")
+    def lease_sum(self) -> Lease:
+        """Return the buffer in which those of several micro-batches are added up in fp32."""
+        return self._lanes.host.lease_planned(SUM)
 
     def send(self, lease: Lease, made: Event | None, place: Place, *, what: str) -> None:
         """Write a gradient, which is in the buffer when `made` has passed; the buffer is this way's from here on."""

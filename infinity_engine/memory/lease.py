@@ -340,7 +340,8 @@ class Lessor(ABC):
         free = self._free_bytes()
         holders: dict[str, int] = {}
         for name, given in self._in_use():
-            holders[name] = holders.get(name, 0) + given.nbytes
+            if given.nbytes:
+                holders[name] = holders.get(name, 0) + given.nbytes
         reason = f"{holder} asked for {nbytes} B"
         if free >= nbytes:
             reason += f", which no free piece of the {free} B has: plan the buffers that live long"

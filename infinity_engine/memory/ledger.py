@@ -80,8 +80,8 @@ class _Account:
 
     def holders(self) -> tuple[tuple[str, int], ...]:
         """Return who was promised what, largest first."""
-        each = ((reservation.holder, reservation.nbytes) for reservation in self.reservations)
-        return tuple(sorted(each, key=lambda holder: holder[1], reverse=True))
+        promised = ((reservation.holder, reservation.nbytes) for reservation in self.reservations if reservation.nbytes)
+        return tuple(sorted(promised, key=lambda holder: holder[1], reverse=True))
 
 
 class _Books:

@@ -28,7 +28,7 @@ from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, ResolvedBu
 from infinity_engine.sim.placing import Plan, place
 from infinity_engine.sim.sizing import Sizing, cut
 from infinity_engine.storage import Hop, Place, SwapFile
-from support.engine_bits import Bits, bits_of
+from support.engine_bits import Bits, bits_of, differing
 from support.nvme_training import RATES, Case, emulated, opened
 from support.small_models import MODELS, Task
 
@@ -191,6 +191,36 @@ def test_more_gradients_than_there_is_room_for_are_refused_with_what_to_do_and_t
         return bits_of(engine)
 
     same_as_in_memory(once, CASE, accelerator, tmp_path)
+
+
+def gradients_of_two_losses(engine: Engine, task: Task) -> Bits:
+    for seed in range(2):
+        for again in range(3):
+            engine.backward(engine(task.batch(10 * seed + again)))
+        engine.step()
+    return bits_of(engine)
+
+
+@pytest.mark.parametrize("gradients", ["in memory", "on drives"])
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_further_gradients_of_a_step_take_what_the_budget_has_left(
+    clip: float | None, accelerator: str, gradients: str, tmp_path: Path
+) -> None:
+    case = replace(CASE, clip=clip)
+    with opened(replace(case, host="256MiB", parameters="auto", strategy=HostOnly()), None, None) as (engine, task):
+        expected = gradients_of_two_losses(engine, task)
+    in_memory = gradients == "in memory"
+    host = "32MiB" if in_memory else LITTLE[accelerator]
+    with opened(replace(case, host=host), device(accelerator), tmp_path) as (engine, task):
+        if not in_memory:  # a plan leaves nothing where there is so little
+            engine._parts.ledger._memory[Tier.HOST].limit += 4 << 20
+        reserved = engine.usage()[-2].reserved
+        got = gradients_of_two_losses(engine, task)
+        engine.zero_grad()
+
+        assert differing(expected, got) == []
+        assert engine.usage()[-2].reserved == reserved
 
 
 # --- optimizers and budgets ------------------------------------------------------------------------------------------
