@@ -65,9 +65,9 @@ class Piece:
 class GradientKeeper:
     """The gradients of one engine; `pieces` has those of each parameter, in order, `names` what each is called.
 
-    `staying` is promised for what stays on the device, and `sums` for sums on the host that no plan has. Both grow where
-    there is more than was planned, as far as the budget goes, until that is dropped. `outgoing` is there where some
-    gradients go to the drives; `sums_early` says that the norm will be asked for.
+    `staying` is promised for what stays on the device, and `sums` for sums on the host that no plan has. Both grow
+    where there is more than was planned, as far as the budget goes, until that is dropped. `outgoing` is there where
+    some gradients go to the drives; `sums_early` says that the norm will be asked for.
     """
 
     def __init__(
