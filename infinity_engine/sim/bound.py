@@ -15,11 +15,12 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter
 
-__all__ = ["Resource", "UpdateBound", "update_bound"]
+__all__ = ["HOST_UPDATE_BYTES", "VISIT_BYTES", "Resource", "UpdateBound", "update_bound"]
 
-# Bytes of host memory read and written for a parameter: master, both moments in and out, gradient and 16-bit copy.
-_DRAM_HOST_UPDATE = 32
-_DRAM_VISIT = 24
+HOST_UPDATE_BYTES = 32
+"""Host memory that Adam on the CPU reads and writes per parameter: master, both moments, gradient, 16-bit copy."""
+VISIT_BYTES = 24
+"""Host memory that is read and written per parameter whose states visit the device."""
 _NS_PER_S = 10**9
 
 
@@ -118,8 +119,8 @@ def update_bound(
     ]
     if rates.dram_bytes_per_s is not None:
         dram = _rate(rates, "dram_bytes_per_s")
-        slope = (_DRAM_VISIT - _DRAM_HOST_UPDATE) / dram
-        lines.append(_Line(Resource.DRAM, _DRAM_HOST_UPDATE * stays / dram, slope))
+        slope = (VISIT_BYTES - HOST_UPDATE_BYTES) / dram
+        lines.append(_Line(Resource.DRAM, HOST_UPDATE_BYTES * stays / dram, slope))
     return UpdateBound(resident, tuple(lines))
 
 

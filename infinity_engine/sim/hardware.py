@@ -1,7 +1,7 @@
-"""What known machines can do, by the papers that used them and their vendors' sheets: each number with its source.
+"""What known machines can do, by their vendors' sheets and by what was published: each number with its source.
 
-Pure data, and its one use: the Rates of one rank while others of its node work too. Measures nothing; calibration gives
-the rates of the machine at hand. Read by the papers' experiments, by scale.py and by planners.
+Pure data, and its one use: the Rates of one rank while the other ranks of its node work too. Measures nothing:
+calibration gives the rates of the machine at hand. Called by `infinity plan`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from types import MappingProxyType
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan.rates import DriveRates, Rates
+from infinity_engine.sim.bound import HOST_UPDATE_BYTES
 from infinity_engine.units import GB, GiB
 
 __all__ = [
     "DESKTOP_4090",
-    "DGX2",
     "GH200",
+    "GPU_AT_PEAK",
+    "GPU_UPDATE_BYTES",
+    "H100_ACHIEVED_FLOPS_PER_S",
+    "H100_PEAK_FLOPS_PER_S",
+    "H100_UTILISATION",
     "H200_NODE",
-    "HOST_UPDATE_BYTES",
-    "JLSE_H100",
+    "HOST_AT_PEAK",
     "MACHINES",
-    "V100_NODE",
-    "VISIT_BYTES",
     "Drives",
     "Gpu",
     "Host",
@@ -32,12 +34,6 @@ __all__ = [
     "Machine",
     "machine",
 ]
-
-
-HOST_UPDATE_BYTES = 32
-"""Bytes of host memory that Adam on the CPU reads and writes for a parameter, as the bound counts them."""
-VISIT_BYTES = 24
-"""Bytes of host memory that a parameter's states take when they visit the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,32 +152,6 @@ class Machine:
             raise ConfigError(field="ranks", value=ranks, expected=expected)
         return ranks
 
-    def wire_bytes_per_s(self, nodes: int) -> float:
-        """Return what one GPU gets of the others' parts in a collective: inside its node, or over the network.
-
-        A byte enters each node once, so all GPUs of a node get what its network carries.
-
-        Raises:
-            ConfigError: this machine has no such wire that is known.
-        """
-        rate = self.gpu_gpu_bytes_per_s if nodes == 1 else self.network_bytes_per_s
-        if rate is None:
-            name, known = ("gpu_gpu_bytes_per_s", "1 GPU") if nodes == 1 else ("network_bytes_per_s", "1 node")
-            raise ConfigError(field=f"{self.name}.{name}", value=None, expected=f"a rate, to use more than {known}")
-        return rate
-
-    def drive_bytes_per_s(self, ranks: int) -> tuple[float, float]:
-        """Return what one of so many ranks of a node reads and writes, over its own link at most.
-
-        Raises:
-            ConfigError: this machine has no drives whose rates are known.
-        """
-        drives = self.drives
-        if drives is None or drives.read_bytes_per_s is None or drives.write_bytes_per_s is None:
-            raise ConfigError(field=f"{self.name}.drives", value=drives, expected="drives with their rates")
-        up, down = self.link.h2d_bytes_per_s, self.link.d2h_bytes_per_s
-        return min(drives.read_bytes_per_s / ranks, up), min(drives.write_bytes_per_s / ranks, down)
-
     @property
     def drive_capacity_bytes(self) -> int:
         """What the drives of a node hold, 0 where there are none."""
@@ -213,145 +183,19 @@ def _drive_rates(drives: Drives, ranks: int) -> DriveRates:
 
 _BILLION = 10**9
 _TERA = 10**12
-# Adam on a GPU reads and writes master and moments, reads a 16-bit gradient, writes a 16-bit parameter.
-_GPU_UPDATE_BYTES = 28
+GPU_UPDATE_BYTES = 28
+"""What Adam on a GPU reads and writes for a parameter: master, moments, the 16-bit gradient and parameter."""
 
-_ZI = "ZeRO-Infinity"
 _DOS = "Deep Optimizer States"
-_PEAK_GPU = "computed, a peak: HBM rate over the 28 bytes that Adam touches for a parameter; one GPU's"
-_PEAK_HOST = "computed, a peak: DRAM rate over the 32 bytes that Adam touches for a parameter; the node's"
-_MFU = "Megatron-LM's README: 41% model FLOP utilisation on H100 for its smallest models, of 989.4 TFLOP/s; one GPU's"
+GPU_AT_PEAK = "computed, a peak: HBM rate over the 28 bytes that Adam touches for a parameter; one GPU's"
+HOST_AT_PEAK = "computed, a peak: DRAM rate over the 32 bytes that Adam touches for a parameter; the node's"
+H100_UTILISATION = (
+    "Megatron-LM's README: 41% model FLOP utilisation on H100 for its smallest models, of 989.4 TFLOP/s; one GPU's"
+)
 _H100_CLASS = "as measured on JLSE, whose CPUs have as much DRAM bandwidth; the node's"
 
-_H100_PEAK = 989.4 * _TERA
-_H100_ACHIEVED = 0.41 * _H100_PEAK
-
-DGX2 = Machine(
-    name="dgx2",
-    title="DGX-2 (16 V100 of 32 GB)",
-    gpus=16,
-    gpu=Gpu(
-        name="V100 SXM3 32 GB",
-        memory_bytes=32 * GiB,
-        peak_flops_per_s=125 * _TERA,
-        achieved_flops_per_s=70 * _TERA,
-        hbm_bytes_per_s=900 * GB,
-        update_params_per_s=900 * GB / _GPU_UPDATE_BYTES,
-    ),
-    link=HostLink(h2d_bytes_per_s=12 * GB, d2h_bytes_per_s=12 * GB, node_bytes_per_s=16 * 3 * GB),
-    host=Host(
-        memory_bytes=1536 * GiB,
-        dram_bytes_per_s=256 * GB,
-        update_params_per_s=256 * GB / HOST_UPDATE_BYTES,
-    ),
-    drives=Drives(capacity_bytes=28 * _TERA, read_bytes_per_s=16 * 1.6 * GB, write_bytes_per_s=16 * 1.6 * GB),
-    gpu_gpu_bytes_per_s=150 * GB,
-    network_bytes_per_s=100 * GB,
-    sources=MappingProxyType(
-        {
-            "gpus": f"{_ZI}, section 8.1",
-            "gpu.memory_bytes": f"{_ZI}, section 8.1; one GPU's",
-            "gpu.peak_flops_per_s": "NVIDIA V100 data sheet, tensor cores; one GPU's",
-            "gpu.achieved_flops_per_s": f"{_ZI}, Table 3: achievable peak of 0.07 PFLOP/s; one GPU's",
-            "gpu.hbm_bytes_per_s": f"{_ZI}, Figure 2b prints 600-900 GB/s, of which this is the peak; one GPU's",
-            "gpu.update_params_per_s": _PEAK_GPU,
-            "link.h2d_bytes_per_s": f"{_ZI}, Figure 2b: one GPU that reads alone",
-            "link.d2h_bytes_per_s": f"{_ZI}, Figure 2b, taken to be as fast down as up: one GPU alone",
-            "link.node_bytes_per_s": f"{_ZI}, Figure 2b: 3.0 GB/s for each of 16 GPUs; the node's",
-            "host.memory_bytes": f"{_ZI}, Figure 2b: 1.5 TB; the node's",
-            "host.dram_bytes_per_s": "Intel Xeon Platinum 8168: 2 x 6 channels of DDR4-2666, a peak; the node's",
-            "host.update_params_per_s": _PEAK_HOST,
-            "drives.capacity_bytes": f"{_ZI}, Figure 2b; the node's",
-            "drives.read_bytes_per_s": f"{_ZI}, Figure 2b: 1.6 GB/s for each of 16 GPUs; the node's",
-            "drives.write_bytes_per_s": f"{_ZI}, Figure 2b, which gives reads and writes one number; the node's",
-            "gpu_gpu_bytes_per_s": f"{_ZI}, Figure 2b prints 150-300 GB/s inside a node; one GPU's",
-            "network_bytes_per_s": f"{_ZI}, section 8.1: 800 Gb/s (Figure 2b: 60-100 GB/s); the node's",
-        }
-    ),
-)
-
-JLSE_H100 = Machine(
-    name="jlse_h100",
-    title="JLSE node (4 H100 of 80 GB)",
-    gpus=4,
-    gpu=Gpu(
-        name="H100 SXM5 80 GB",
-        memory_bytes=80 * GiB,
-        peak_flops_per_s=_H100_PEAK,
-        achieved_flops_per_s=_H100_ACHIEVED,
-        hbm_bytes_per_s=3350 * GB,
-        update_params_per_s=25 * _BILLION,
-    ),
-    link=HostLink(
-        h2d_bytes_per_s=55 * GB,
-        d2h_bytes_per_s=55 * GB,
-        duplex_h2d_bytes_per_s=55 * GB,
-        duplex_d2h_bytes_per_s=55 * GB,
-    ),
-    host=Host(
-        memory_bytes=512 * GiB,
-        dram_bytes_per_s=614.4 * GB,
-        update_params_per_s=8 * _BILLION,
-        downscale_params_per_s=62 * GB / 4,
-    ),
-    drives=Drives(capacity_bytes=3 * _TERA),
-    gpu_gpu_bytes_per_s=133 * GB,
-    sources=MappingProxyType(
-        {
-            "gpus": f"{_DOS}, section 5.1",
-            "gpu.memory_bytes": f"{_DOS}, section 5.1; one GPU's",
-            "gpu.peak_flops_per_s": "NVIDIA H100 data sheet, SXM5, dense; one GPU's",
-            "gpu.achieved_flops_per_s": _MFU,
-            "gpu.hbm_bytes_per_s": "NVIDIA H100 data sheet, SXM5; one GPU's",
-            "gpu.update_params_per_s": f"{_DOS}, section 1: ~100 G/s for the node's four; one GPU's",
-            "link.h2d_bytes_per_s": f"{_DOS}, section 5.1: ~55 GB/s, each GPU on a link of its own; one GPU's",
-            "link.d2h_bytes_per_s": f"{_DOS}, section 5.1: ~55 GB/s, each GPU on a link of its own; one GPU's",
-            "link.duplex_h2d_bytes_per_s": f"{_DOS}, section 4.1: full duplex, no rate of its own; one GPU's",
-            "link.duplex_d2h_bytes_per_s": f"{_DOS}, section 4.1: full duplex, no rate of its own; one GPU's",
-            "host.memory_bytes": f"{_DOS}, section 5.1; the node's",
-            "host.dram_bytes_per_s": "Intel Xeon Platinum 8468: 2 x 8 channels of DDR5-4800, a peak; the node's",
-            "host.update_params_per_s": f"{_DOS}, section 1: ~8 G/s; the node's",
-            "host.downscale_params_per_s": f"{_DOS}, Table 1: 62 GB/s, 4 bytes for a parameter; one rank's",
-            "drives.capacity_bytes": f"{_DOS}, section 5.1: 2 of 1.5 TB, no rates given; the node's",
-            "gpu_gpu_bytes_per_s": f"{_DOS}, section 5.1: NVLink, one way; one GPU's",
-        }
-    ),
-)
-
-V100_NODE = Machine(
-    name="v100_node",
-    title="node with 4 V100 of 32 GB",
-    gpus=4,
-    gpu=Gpu(
-        name="V100 32 GB",
-        memory_bytes=32 * GiB,
-        peak_flops_per_s=125 * _TERA,
-        hbm_bytes_per_s=900 * GB,
-        update_params_per_s=35 * _BILLION,
-    ),
-    link=HostLink(h2d_bytes_per_s=12 * GB, d2h_bytes_per_s=12 * GB),
-    host=Host(
-        memory_bytes=192 * GiB,
-        dram_bytes_per_s=256 * GB,
-        update_params_per_s=2 * _BILLION,
-        downscale_params_per_s=8.7 * _BILLION,
-    ),
-    sources=MappingProxyType(
-        {
-            "gpus": f"{_DOS}, section 5.4",
-            "gpu.memory_bytes": f"{_DOS}, section 5.4; one GPU's",
-            "gpu.peak_flops_per_s": "NVIDIA V100 data sheet, tensor cores; one GPU's",
-            "gpu.hbm_bytes_per_s": "NVIDIA V100 data sheet, a peak; one GPU's",
-            "gpu.update_params_per_s": f"{_DOS}, section 5.4: 35 G/s; read as one GPU's: its HBM allows 32",
-            "link.h2d_bytes_per_s": f"{_DOS}, section 5.4: B of 3 G params/s of 4 bytes; one GPU's",
-            "link.d2h_bytes_per_s": f"{_DOS}, section 5.4: B of 3 G params/s of 4 bytes; one GPU's",
-            "host.memory_bytes": f"{_DOS}, section 5.4; the node's",
-            "host.dram_bytes_per_s": "Intel Xeon Gold 6152: 2 x 6 channels of DDR4-2666, a peak; the node's",
-            "host.update_params_per_s": f"{_DOS}, section 5.4: 2 G/s; read as the node's, as on JLSE",
-            "host.downscale_params_per_s": f"{_DOS}, section 5.4: 8.7 G/s; read as one rank's, as on JLSE",
-        }
-    ),
-)
+H100_PEAK_FLOPS_PER_S = 989.4 * _TERA
+H100_ACHIEVED_FLOPS_PER_S = 0.41 * H100_PEAK_FLOPS_PER_S
 
 H200_NODE = Machine(
     name="h200_node",
@@ -360,10 +204,10 @@ H200_NODE = Machine(
     gpu=Gpu(
         name="H200 SXM 141 GB",
         memory_bytes=141 * GB,
-        peak_flops_per_s=_H100_PEAK,
-        achieved_flops_per_s=_H100_ACHIEVED,
+        peak_flops_per_s=H100_PEAK_FLOPS_PER_S,
+        achieved_flops_per_s=H100_ACHIEVED_FLOPS_PER_S,
         hbm_bytes_per_s=4800 * GB,
-        update_params_per_s=4800 * GB / _GPU_UPDATE_BYTES,
+        update_params_per_s=4800 * GB / GPU_UPDATE_BYTES,
     ),
     link=HostLink(h2d_bytes_per_s=55 * GB, d2h_bytes_per_s=55 * GB),
     host=Host(memory_bytes=2048 * GiB, dram_bytes_per_s=614.4 * GB, update_params_per_s=8 * _BILLION),
@@ -375,9 +219,9 @@ H200_NODE = Machine(
             "gpus": "NVIDIA DGX H200 data sheet",
             "gpu.memory_bytes": "NVIDIA H200 data sheet; one GPU's",
             "gpu.peak_flops_per_s": "NVIDIA H200 data sheet, dense; one GPU's",
-            "gpu.achieved_flops_per_s": f"{_MFU}; the H200 computes as fast",
+            "gpu.achieved_flops_per_s": f"{H100_UTILISATION}; the H200 computes as fast",
             "gpu.hbm_bytes_per_s": "NVIDIA H200 data sheet; one GPU's",
-            "gpu.update_params_per_s": _PEAK_GPU,
+            "gpu.update_params_per_s": GPU_AT_PEAK,
             "link.h2d_bytes_per_s": f"PCIe 5 x16, as {_DOS} measured it on JLSE; one GPU's",
             "link.d2h_bytes_per_s": f"PCIe 5 x16, as {_DOS} measured it on JLSE; one GPU's",
             "host.memory_bytes": "NVIDIA DGX H200 data sheet; the node's",
@@ -401,7 +245,7 @@ DESKTOP_4090 = Machine(
         memory_bytes=24 * GiB,
         peak_flops_per_s=165.2 * _TERA,
         hbm_bytes_per_s=1008 * GB,
-        update_params_per_s=1008 * GB / _GPU_UPDATE_BYTES,
+        update_params_per_s=1008 * GB / GPU_UPDATE_BYTES,
     ),
     link=HostLink(h2d_bytes_per_s=25 * GB, d2h_bytes_per_s=25 * GB),
     host=Host(memory_bytes=64 * GiB, dram_bytes_per_s=89.6 * GB, update_params_per_s=89.6 * GB / HOST_UPDATE_BYTES),
@@ -412,12 +256,12 @@ DESKTOP_4090 = Machine(
             "gpu.memory_bytes": "NVIDIA RTX 4090 specifications; one GPU's",
             "gpu.peak_flops_per_s": "NVIDIA Ada white paper: BF16, sums in FP32, dense; one GPU's",
             "gpu.hbm_bytes_per_s": "NVIDIA RTX 4090 specifications; one GPU's",
-            "gpu.update_params_per_s": _PEAK_GPU,
+            "gpu.update_params_per_s": GPU_AT_PEAK,
             "link.h2d_bytes_per_s": f"{_DOS}, section 4.1: achievable on PCIe 4; one GPU's",
             "link.d2h_bytes_per_s": f"{_DOS}, section 4.1: achievable on PCIe 4; one GPU's",
             "host.memory_bytes": "assumed; the node's",
             "host.dram_bytes_per_s": "two channels of DDR5-5600, a peak; the node's",
-            "host.update_params_per_s": _PEAK_HOST,
+            "host.update_params_per_s": HOST_AT_PEAK,
             "drives.capacity_bytes": "assumed: one drive; the node's",
             "drives.read_bytes_per_s": "Samsung 990 PRO 2 TB data sheet, sequential; the node's",
             "drives.write_bytes_per_s": "Samsung 990 PRO 2 TB data sheet, sequential; the node's",
@@ -432,10 +276,10 @@ GH200 = Machine(
     gpu=Gpu(
         name="H100 of a GH200, 96 GB",
         memory_bytes=96 * GB,
-        peak_flops_per_s=_H100_PEAK,
-        achieved_flops_per_s=_H100_ACHIEVED,
+        peak_flops_per_s=H100_PEAK_FLOPS_PER_S,
+        achieved_flops_per_s=H100_ACHIEVED_FLOPS_PER_S,
         hbm_bytes_per_s=4000 * GB,
-        update_params_per_s=4000 * GB / _GPU_UPDATE_BYTES,
+        update_params_per_s=4000 * GB / GPU_UPDATE_BYTES,
     ),
     link=HostLink(
         h2d_bytes_per_s=450 * GB,
@@ -449,20 +293,18 @@ GH200 = Machine(
             "gpus": "NVIDIA GH200 data sheet",
             "gpu.memory_bytes": "NVIDIA GH200 data sheet; one GPU's",
             "gpu.peak_flops_per_s": "NVIDIA GH200 data sheet, dense; one GPU's",
-            "gpu.achieved_flops_per_s": f"{_MFU}; its GPU is an H100",
+            "gpu.achieved_flops_per_s": f"{H100_UTILISATION}; its GPU is an H100",
             "gpu.hbm_bytes_per_s": "NVIDIA GH200 data sheet; one GPU's",
-            "gpu.update_params_per_s": _PEAK_GPU,
+            "gpu.update_params_per_s": GPU_AT_PEAK,
             "link.h2d_bytes_per_s": "NVIDIA GH200 data sheet: NVLink-C2C 900 GB/s both ways, so half; one GPU's",
             "link.d2h_bytes_per_s": "NVIDIA GH200 data sheet: NVLink-C2C 900 GB/s both ways, so half; one GPU's",
             "link.duplex_h2d_bytes_per_s": "NVIDIA GH200 data sheet: 900 GB/s is both ways together; one GPU's",
             "link.duplex_d2h_bytes_per_s": "NVIDIA GH200 data sheet: 900 GB/s is both ways together; one GPU's",
             "host.memory_bytes": "NVIDIA GH200 data sheet; the node's",
             "host.dram_bytes_per_s": "NVIDIA GH200 data sheet: up to 512 GB/s, a peak (less with 480 GB); the node's",
-            "host.update_params_per_s": _PEAK_HOST,
+            "host.update_params_per_s": HOST_AT_PEAK,
         }
     ),
 )
 
-MACHINES: Mapping[str, Machine] = MappingProxyType(
-    {known.name: known for known in (DGX2, JLSE_H100, V100_NODE, H200_NODE, DESKTOP_4090, GH200)}
-)
+MACHINES: Mapping[str, Machine] = MappingProxyType({known.name: known for known in (H200_NODE, DESKTOP_4090, GH200)})

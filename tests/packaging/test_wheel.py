@@ -77,6 +77,14 @@ def test_one_wheel_holds_both_packages_their_types_and_native_modules(wheel: Pat
         assert sum(name.startswith(f"{package}/_native.") and name.endswith(".so") for name in names) == 1
 
 
+def test_the_wheel_contains_no_code_of_the_papers(wheel: Path) -> None:
+    papers = {path.name for path in (ROOT / "scripts" / "papers").glob("*.py")} - {"__init__.py"}
+    names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
+
+    assert papers
+    assert [name for name in names if "papers" in name.parts or name.name in papers] == []
+
+
 def test_the_wheel_requires_no_torch_and_offers_it_as_an_extra(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

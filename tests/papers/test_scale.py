@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Tier
-from infinity_engine.sim.charts import svg
-from infinity_engine.sim.hardware import DESKTOP_4090, DGX2, GH200, H200_NODE, Machine
-from infinity_engine.sim.scale import MODELS, NODES, Bottleneck, Partitioning, Point, Scaling, charts, points, tables
+from infinity_engine.sim.hardware import DESKTOP_4090, GH200, H200_NODE, Machine
+from papers.charts import svg
+from papers.machines import DGX2
+from papers.scale import MODELS, NODES, Bottleneck, Partitioning, Point, Scaling, charts, points, tables
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SHOWN = pytest.mark.parametrize("machine", [DGX2, H200_NODE], ids=lambda machine: machine.name)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from infinity_engine.sim.charts import Chart, svg
+from papers.charts import Chart, svg
 
 __all__ = ["Section", "page"]
 

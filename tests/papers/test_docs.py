@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity_engine.sim.papers import deep_optimizer_states, zero_infinity
-from infinity_engine.sim.papers.comparison import Comparison, Status
+from papers import deep_optimizer_states, zero_infinity
+from papers.comparison import Comparison, Status
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/papers.md").read_text()
 PAPERS = {

@@ -1,6 +1,6 @@
-"""`infinity simulate`: the papers' experiments computed from the rates that they print, and scale on paper.
+"""`scripts/papers/reproduce`: the papers' experiments computed from the rates that they print, and scale on paper.
 
-Prints what sim/papers and sim/scale return, as tables, as one JSON object or as a page; computes nothing by itself.
+Prints what the modules beside it return, as tables, as one JSON object or as a page; computes nothing by itself.
 Exit status: 0; 1 where a file cannot be written; 2 where there is no such figure, table or machine.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -23,16 +24,16 @@ from deepnvme.cli.report import Output, installed_version
 from infinity_engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from infinity_engine.sim.charts import Chart
-    from infinity_engine.sim.papers.comparison import Cell, Comparison
-    from infinity_engine.sim.scale import Point
+    from papers.charts import Chart
+    from papers.comparison import Cell, Comparison
+    from papers.scale import Point
 
-__all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
+__all__ = ["SCHEMA", "main"]
 
-NAME = "simulate"
-HELP = "Compute the experiments of the papers from their machines' rates, or what scale would take."
 SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
 
+_PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
+_PROGRAM = "scripts/papers/reproduce"
 _TITLES = MappingProxyType({"zero-infinity": "ZeRO-Infinity", "dos": "Deep Optimizer States"})
 _STYLES = MappingProxyType(
     {"matches": "green", "deviates": "bold yellow", "inconsistent in the paper": "magenta", "not printed": "dim"}
@@ -41,8 +42,22 @@ _HEAD = ("", "paper", "computed", "")
 _SCALE_MACHINES = ("dgx2", "h200_node")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `infinity simulate`."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (by default this process's) and return its exit status."""
+    try:
+        status = _run(_parse(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+    return status
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Compute the experiments of the papers from their machines' rates, or what scale takes.",
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--paper", choices=list(_TITLES), help="the paper whose experiments are computed")
     what.add_argument("--scale", action="store_true", help="1 to 1,024 nodes, 10 B to 100 T parameters: what binds")
@@ -54,19 +69,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with tables and plots")
     parser.add_argument("--svg", type=Path, metavar="DIR", help="write each plot to a file of its own")
+    return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Compute, write and print; return 0, 1 where a file cannot be written, 2 where what is asked for is not there."""
     try:
         return _scale(options) if options.scale else _paper(options)
     except ConfigError as error:
-        print(f"infinity simulate: {error}", file=sys.stderr)
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         raise
     except OSError as error:
-        print(f"infinity simulate: cannot write: {error}", file=sys.stderr)
+        print(f"{_PROGRAM}: cannot write: {error}", file=sys.stderr)
         return 1
 
 
@@ -80,7 +96,7 @@ def _paper(options: argparse.Namespace) -> int:
     title = f"{_TITLES[options.paper]}, computed from its machines' rates"
     summary = _summary(chosen)
     if options.html is not None:
-        from infinity_engine.sim.page import Section, page
+        from papers.page import Section, page
 
         sections = [
             Section(
@@ -93,7 +109,7 @@ def _paper(options: argparse.Namespace) -> int:
         ]
         options.html.write_text(page(title, sections), encoding="utf-8")
     if options.svg is not None:
-        from infinity_engine.sim.charts import svg
+        from papers.charts import svg
 
         charts = [(comparison.names[0], chart) for comparison in chosen for chart in comparison.charts]
         for number, (name, chart) in enumerate(charts):
@@ -116,7 +132,7 @@ def _paper(options: argparse.Namespace) -> int:
 
 
 def _chosen(paper: str, figure: str | None, table: str | None) -> tuple[Comparison, ...]:
-    from infinity_engine.sim.papers import deep_optimizer_states, zero_infinity
+    from papers import deep_optimizer_states, zero_infinity
 
     known = {"zero-infinity": zero_infinity.experiments, "dos": deep_optimizer_states.experiments}[paper]()
     if figure is None and table is None:
@@ -132,7 +148,7 @@ def _chosen(paper: str, figure: str | None, table: str | None) -> tuple[Comparis
 
 
 def _summary(comparisons: Iterable[Comparison]) -> dict[str, int]:
-    from infinity_engine.sim.papers.comparison import Status
+    from papers.comparison import Status
 
     counts = [comparison.count() for comparison in comparisons]
     return {status.value: sum(count[status] for count in counts) for status in Status}
@@ -161,7 +177,7 @@ def _show(console: Console, comparison: Comparison, *, with_points: bool) -> Non
 
 def _show_points(console: Console, chart: Chart) -> None:
     """Print what a plot draws: a row for each x."""
-    from infinity_engine.sim.charts import shown
+    from papers.charts import shown
 
     console.print(Text(f"{chart.title} ({chart.y})", style="bold"))
     table = Table(box=None, show_header=True, header_style="dim", padding=(0, 2, 0, 0))
@@ -185,24 +201,25 @@ def _row(cell: Cell) -> tuple[str, str, str, str]:
 
 
 def _scale(options: argparse.Namespace) -> int:
-    from infinity_engine.sim import scale
-    from infinity_engine.sim.hardware import MACHINES
+    from infinity_engine.sim.hardware import H200_NODE
+    from papers import scale
+    from papers.machines import DGX2
 
     for name in ("figure", "table", "all"):
         if getattr(options, name):
             raise ConfigError(field=f"--{name}", value=getattr(options, name), expected="--paper beside it")
     if options.machine is not None and options.machine not in _SCALE_MACHINES:  # others have no network
         raise ConfigError.unknown_name(field="--machine", name=options.machine, known=_SCALE_MACHINES)
-    machines = [MACHINES[name] for name in ([options.machine] if options.machine else _SCALE_MACHINES)]
+    machines = [known for known in (DGX2, H200_NODE) if options.machine in {None, known.name}]
     texts = {one.title: scale.tables(one) for one in machines}
     charts = {one.name: scale.charts(one) for one in machines}
     if options.html is not None:
-        from infinity_engine.sim.page import Section, page
+        from papers.page import Section, page
 
         sections = [Section(title=one.title, text=texts[one.title], charts=charts[one.name]) for one in machines]
         options.html.write_text(page("Scale on paper", sections), encoding="utf-8")
     if options.svg is not None:
-        from infinity_engine.sim.charts import svg
+        from papers.charts import svg
 
         for name, drawn in charts.items():
             for scaling, chart in zip(scale.Scaling, drawn, strict=True):

@@ -16,13 +16,13 @@ from infinity_engine.optim.policies import eq1_ratio, interleaved
 from infinity_engine.optim.policy import Limits
 from infinity_engine.plan.ops import Lane
 from infinity_engine.plan.rates import Rates
-from infinity_engine.sim.charts import Chart, Series
-from infinity_engine.sim.hardware import JLSE_H100, V100_NODE
-from infinity_engine.sim.papers.comparison import Cell, Comparison, about, at_least, at_most, between, printed
-from infinity_engine.sim.papers.offloading import TABLE_1, Job, Method, Reading, Update
-from infinity_engine.sim.papers.transformer import Shape
 from infinity_engine.sim.simulate import simulate
 from infinity_engine.units import GB, GiB
+from papers.charts import Chart, Series
+from papers.comparison import Cell, Comparison, about, at_least, at_most, between, printed
+from papers.machines import JLSE_H100, V100_NODE
+from papers.offloading import TABLE_1, Job, Method, Reading, Update
+from papers.transformer import Shape
 
 __all__ = ["MODELS", "experiments"]
 

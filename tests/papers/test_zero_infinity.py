@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity_engine.plan import Tier
-from infinity_engine.sim.papers.comparison import Cell, Comparison, Status
-from infinity_engine.sim.papers.transformer import Shape
-from infinity_engine.sim.papers.zero_infinity import Run, efficiency, experiments
+from papers.comparison import Cell, Comparison, Status
+from papers.transformer import Shape
+from papers.zero_infinity import Run, efficiency, experiments
 
 
 @cache

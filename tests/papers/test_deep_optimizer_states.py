@@ -13,10 +13,11 @@ from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policy import Limits
 from infinity_engine.plan import Home, Lane, Rates, SubgroupSpec
 from infinity_engine.sim import simulate
-from infinity_engine.sim.hardware import DESKTOP_4090, JLSE_H100
-from infinity_engine.sim.papers.comparison import Comparison, Status
-from infinity_engine.sim.papers.deep_optimizer_states import MODELS, experiments
-from infinity_engine.sim.papers.offloading import TABLE_1, Job, Method, blocking
+from infinity_engine.sim.hardware import DESKTOP_4090
+from papers.comparison import Comparison, Status
+from papers.deep_optimizer_states import MODELS, experiments
+from papers.machines import JLSE_H100
+from papers.offloading import TABLE_1, Job, Method, blocking
 
 PLENTY = Limits(resident_bytes=1 << 40, staging_bytes=1 << 40)
 RATES = Rates(host_update_params_per_s=1e8, device_update_params_per_s=1e9, h2d_bytes_per_s=1e9, d2h_bytes_per_s=5e8)

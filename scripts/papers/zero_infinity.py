@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from infinity_engine.plan.tier import Tier
-from infinity_engine.sim.charts import Chart, Series
-from infinity_engine.sim.hardware import DGX2
-from infinity_engine.sim.papers.comparison import Cell, Comparison, about, at_least, at_most, between, exactly, printed
-from infinity_engine.sim.papers.transformer import STATE_BYTES, Shape
 from infinity_engine.units import GB, GiB, TiB
+from papers.charts import Chart, Series
+from papers.comparison import Cell, Comparison, about, at_least, at_most, between, exactly, printed
+from papers.machines import DGX2, drive_bytes_per_s, wire_bytes_per_s
+from papers.transformer import STATE_BYTES, Shape
 
 __all__ = ["Run", "Strategy", "efficiency", "experiments"]
 
@@ -129,12 +129,12 @@ def _aggregates() -> Comparison:
             "CPU memory": (printed(cpu), nodes * DGX2.host.memory_bytes / TiB, "TB"),
             "NVMe": (printed(nvme), nodes * DGX2.drive_capacity_bytes / _TERA, "TB"),
             "CPU to a GPU": (printed(cpu_rate), DGX2.link.share(ranks)[0] / GB, "GB/s"),
-            "NVMe to a GPU": (printed(nvme_rate), DGX2.drive_bytes_per_s(ranks)[0] / GB, "GB/s"),
+            "NVMe to a GPU": (printed(nvme_rate), drive_bytes_per_s(DGX2, ranks)[0] / GB, "GB/s"),
         }
         for what, (published, value, unit) in ours.items():
             cells.append(Cell(what=f"{name}: {what}", published=published, ours=value, unit=unit, digits=3))
         if wire is not None:
-            rate = DGX2.wire_bytes_per_s(nodes)
+            rate = wire_bytes_per_s(DGX2, nodes)
             cells.append(Cell(what=f"{name}: GPU to GPU", published=between(*wire), ours=rate / GB, unit="GB/s"))
     return Comparison(
         names=("figure 2b",),
@@ -244,8 +244,8 @@ class Run:
         """Return what each part of an iteration takes by itself."""
         params, gpus = self.shape.params, self.gpus
         moved = _PASSES * _PARAMETER_BYTES * params
-        wire = DGX2.wire_bytes_per_s(self.nodes)
-        link, nvme = DGX2.link.share(DGX2.gpus)[0], DGX2.drive_bytes_per_s(DGX2.gpus)[0]
+        wire = wire_bytes_per_s(DGX2, self.nodes)
+        link, nvme = DGX2.link.share(DGX2.gpus)[0], drive_bytes_per_s(DGX2, DGX2.gpus)[0]
         # Written in forward, read in backward. In one node with little to keep they stay on the GPUs.
         checkpoints = 0.0 if self.parameters is Tier.DEVICE else 2 * self.shape.checkpoint_bytes(self.batch, _SEQUENCE)
         slow = {Tier.DEVICE: 0.0, Tier.HOST: moved / gpus / link, Tier.NVME: moved / gpus / nvme}
@@ -606,7 +606,7 @@ def _gradient_offload() -> Comparison:
 
 
 def _overlap() -> Comparison:
-    wire = DGX2.wire_bytes_per_s(4)
+    wire = wire_bytes_per_s(DGX2, 4)
     moved = _PASSES * _PARAMETER_BYTES * _EIGHT_B.params / wire
 
     def gain(batch: int) -> float:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.sim.papers.comparison import (
+from papers.comparison import (
     Cell,
     Comparison,
     Published,

@@ -1,4 +1,4 @@
-"""`infinity simulate`: what it prints and writes, and how it refuses."""
+"""`scripts/papers/reproduce`: what it prints and writes, and how it refuses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from infinity_engine.cli.main import main
+from papers.command import main
 
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 REFUSE_TORCH = """
 import sys
 class Refuse:
@@ -20,7 +21,7 @@ class Refuse:
         if name.split(".")[0] == "torch":
             raise ImportError("torch is refused here")
 sys.meta_path.insert(0, Refuse())
-from infinity_engine.cli.main import main
+from papers.command import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -44,7 +45,7 @@ class Tags(HTMLParser):
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    status = main(["simulate", *map(str, arguments)])
+    status = main([*map(str, arguments)])
     shown = capsys.readouterr()
 
     assert (status, shown.err) == (0, "")
@@ -52,7 +53,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    status = main(["simulate", *arguments])
+    status = main(arguments)
     shown = capsys.readouterr()
 
     assert (status, shown.out) == (2, "")
@@ -161,7 +162,7 @@ def test_what_is_not_there_is_refused_with_what_is(
 
 
 def test_a_file_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    status = main(["simulate", "--paper", "dos", "--figure", "2", "--html", str(tmp_path / "no" / "page.html")])
+    status = main(["--paper", "dos", "--figure", "2", "--html", str(tmp_path / "no" / "page.html")])
 
     assert status == 1
     assert "cannot write" in capsys.readouterr().err
@@ -169,14 +170,14 @@ def test_a_file_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str
 
 def test_a_paper_or_scale_has_to_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["simulate"])
+        main([])
     assert "one of the arguments --paper --scale is required" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", [("--paper", "dos"), ("--scale",)], ids=" ".join)
 def test_it_needs_no_torch(what: tuple[str, ...]) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", REFUSE_TORCH, "simulate", *what], capture_output=True, text=True, check=False
+        [sys.executable, "-c", REFUSE_TORCH, *what], cwd=SCRIPTS, capture_output=True, text=True, check=False
     )
 
     assert run.returncode == 0, run.stderr

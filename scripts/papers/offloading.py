@@ -16,10 +16,12 @@ from infinity_engine.optim.policy import Limits, OffloadPolicy, split_residents
 from infinity_engine.plan.ops import Lane, Op, UpdateOnDevice, UpdateOnHost, UploadParameters
 from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import Home, StepPlan, SubgroupSpec
-from infinity_engine.sim.hardware import HOST_UPDATE_BYTES, JLSE_H100, VISIT_BYTES, Machine
-from infinity_engine.sim.papers.transformer import Shape
+from infinity_engine.sim.bound import HOST_UPDATE_BYTES, VISIT_BYTES
+from infinity_engine.sim.hardware import Machine
 from infinity_engine.sim.simulate import Simulation, simulate
 from infinity_engine.units import GB
+from papers.machines import JLSE_H100, wire_bytes_per_s
+from papers.transformer import Shape
 
 __all__ = ["TABLE_1", "Iteration", "Job", "Method", "Reading", "Update", "blocking"]
 
@@ -139,7 +141,7 @@ class Job:
             self.machine.gpu.achieved_flops_per_s, "gpu.achieved_flops_per_s"
         )
         others = (self.ranks - 1) / self.ranks
-        collective = others * _HALF_BYTES * self.shape.params / self.machine.wire_bytes_per_s(1)
+        collective = others * _HALF_BYTES * self.shape.params / wire_bytes_per_s(self.machine, 1)
         join = max if self.reading.collectives_hidden else _sum
         # One gather in forward, the rest and the gradients' reduction in backward.
         return join(work / 4, collective), join(work * 3 / 4, self.reading.gathers * collective)

@@ -12,7 +12,7 @@ from enum import Enum
 from math import inf, isinf
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.sim.charts import Chart
+from papers.charts import Chart
 
 __all__ = [
     "MEASURED",

@@ -12,9 +12,10 @@ from types import MappingProxyType
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan.tier import Tier
-from infinity_engine.sim.charts import Chart, Series
 from infinity_engine.sim.hardware import Machine
-from infinity_engine.sim.papers.transformer import STATE_BYTES, Shape
+from papers.charts import Chart, Series
+from papers.machines import drive_bytes_per_s, wire_bytes_per_s
+from papers.transformer import STATE_BYTES, Shape
 
 __all__ = ["MODELS", "NODES", "Bottleneck", "Partitioning", "Point", "Scaling", "charts", "points", "tables"]
 
@@ -117,7 +118,7 @@ class Point:
         if self.parameters is Tier.DEVICE:
             seconds[Bottleneck.LINK] = 2 * _PARAMETER_BYTES * own / self._link(machine.gpus)
         if self.states is Tier.NVME:
-            read, write = machine.drive_bytes_per_s(machine.gpus)
+            read, write = drive_bytes_per_s(machine, machine.gpus)
             seconds[Bottleneck.DRIVES] = _OPTIMIZER_BYTES * own * (1 / read + 1 / write)
         return seconds
 
@@ -147,14 +148,14 @@ class Point:
         return min(self.machine.link.share(ranks))
 
     def _drive(self, ranks: int) -> float:
-        return min(self.machine.drive_bytes_per_s(ranks))
+        return min(drive_bytes_per_s(self.machine, ranks))
 
     def _wire(self, nbytes: float) -> float:
         gpus = self.machine.gpus
-        inside = nbytes * (gpus - 1) / gpus / self.machine.wire_bytes_per_s(1) if gpus > 1 else 0.0
+        inside = nbytes * (gpus - 1) / gpus / wire_bytes_per_s(self.machine, 1) if gpus > 1 else 0.0
         if self.nodes == 1:
             return inside
-        between = nbytes * (self.nodes - 1) / self.nodes / self.machine.wire_bytes_per_s(self.nodes)
+        between = nbytes * (self.nodes - 1) / self.nodes / wire_bytes_per_s(self.machine, self.nodes)
         return max(inside, between)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.sim.charts import Chart, Series, svg
+from papers.charts import Chart, Series, svg
 
 NUMBER = st.floats(0, 1e15) | st.floats(1e-9, 1)
 POINTS = st.lists(st.tuples(NUMBER, NUMBER), min_size=1, max_size=8).map(tuple)
