@@ -358,8 +358,9 @@ class Engine:
     def _begin_early(self) -> None:
         """Begin to update what is complete, in the backward of the last micro-batch."""
         parts = self._parts
-        last = self._micro_batches == parts.accumulation_steps - 1
-        if parts.early is not None and parts.early.inputs is None and last and not self._modifying:
+        if parts.early is None or parts.early.inputs is not None or self._modifying:
+            return
+        if self._micro_batches == parts.accumulation_steps - 1:
             parts.gradients.settle()  # those of earlier micro-batches are read
             parts.early.begin(StepInputs(parts.gradients, rules_of(self.optimizer), self._unscale()))
 

@@ -13,8 +13,8 @@ it in their order, whenever the host drops it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -136,7 +136,7 @@ class GradientKeeper:
     def take(self, parameter: int, gradient: torch.Tensor) -> None:
         """Take a gradient, which belongs to the keeper from here on."""
         try:
-            self._slots[parameter].take(gradient.detach().contiguous().view(-1))
+            self._slots[parameter].take(gradient.detach().reshape(-1))
         except Exception:
             self._lost = self._names[parameter]
             if gradient.dtype not in _GRADIENTS:
@@ -282,7 +282,7 @@ class _Slots:
         return self._on_device[number].values(self._pieces[number])
 
     def used(self, number: int) -> None:
-        if number in self._on_device:
+        if self.count and number in self._on_device:
             self._on_device[number].used(number)
 
     def read(self, number: int, into: Sequence[memoryview], start: int) -> list[Hop]:
@@ -333,6 +333,8 @@ class _Slots:
         return found
 
     def clear(self) -> None:
+        if not self.count:
+            return
         self.count = 0
         for slot in self._on_host.values():
             slot.clear()
@@ -357,41 +359,49 @@ class _DeviceSlot:
         self._is_sum = False
 
     def take(self, gradient: torch.Tensor) -> None:
-        mine = gradient[self._part.first_element :][: self._part.numel]
+        mine = gradient if self._is_whole else gradient[self._part.first_element :][: self._part.numel]
         if self._tensor is None:
-            with self._held(mine.nbytes, first=mine.dtype):  # [Note: who counts gradients that stay]
-                whole = self._is_whole and mine.untyped_storage().nbytes() == mine.nbytes
+            nbytes = mine.nbytes
+            self._hold(nbytes, first=mine.dtype)  # [Note: who counts gradients that stay]
+            try:
+                whole = self._is_whole and mine.untyped_storage().nbytes() == nbytes
                 self._tensor = mine if whole else mine.clone()  # the rest of the memory that it is in goes
+            except BaseException:
+                self._staying.release(nbytes)
+                raise
             return
         kernels, numel = self._lanes.device_kernels, self._part.numel
         if not self._is_sum:
             first = self._tensor
-            with self._held(FloatFormat.FP32.nbytes * numel):
+            nbytes = FloatFormat.FP32.nbytes * numel
+            self._hold(nbytes)
+            try:
                 total = torch.empty(numel, dtype=torch.float32, device=gradient.device)
                 self._lanes.on_device(partial(_add, kernels.begin_sum, first, total), numel, name=_ADDING)
+            except BaseException:
+                self._staying.release(nbytes)
+                raise
             self._tensor, self._is_sum = total, True
             self._staying.release(first.nbytes)
         add = partial(_add, kernels.add_to_sum, mine, self._tensor)
         self._lanes.on_device(add, numel, name=_ADDING)
 
-    @contextmanager
-    def _held(self, nbytes: int, *, first: torch.dtype | None = None) -> Iterator[None]:
-        """Count bytes that stay, if the body succeeds; what is more than planned takes what the budget has left.
+    def _hold(self, nbytes: int, *, first: torch.dtype | None = None) -> None:
+        """Count bytes that stay; what is more than planned takes what the budget has left.
 
         `first` is what a gradient is of that is no sum.
         """
         try:
-            missing = self._staying.held + nbytes - self._staying.nbytes
-            if missing > 0:
-                self._staying.grow(missing)
+            self._staying.hold(nbytes)
+        except CapacityError:
+            self._hold_unplanned(nbytes, first)
+
+    def _hold_unplanned(self, nbytes: int, first: torch.dtype | None) -> None:
+        try:
+            self._staying.grow(max(self._staying.held + nbytes - self._staying.nbytes, 0))
         except CapacityError as error:
             raise (_too_many(error) if first is None else _unplanned(error, first)) from None
         self._staying.hold(nbytes)
-        try:
-            yield
-        except BaseException:
-            self._staying.release(nbytes)
-            raise
 
     def used(self, piece: int) -> None:
         """Let the gradient go, if that was the last piece that was not used."""
@@ -402,12 +412,15 @@ class _DeviceSlot:
 
     def _let_go(self) -> None:
         if self._tensor is not None:
-            self._staying.release(self._tensor.nbytes)
+            self._staying.release_soon(self._tensor.nbytes)
             self._tensor = None
 
     def values(self, piece: Piece) -> Values:
         assert self._tensor is not None, "a gradient has come, and was not used"
-        return Values.of(self._tensor).part(piece.first_element - self._part.first_element, piece.numel)
+        whole = Values.of(self._tensor)
+        if piece.numel == whole.numel:
+            return whole
+        return whole.part(piece.first_element - self._part.first_element, piece.numel)
 
     def sums(self, piece: Piece, put: Callable[[_Sums], None]) -> _Coming:
         values, kernels = self.values(piece), self._lanes.device_kernels

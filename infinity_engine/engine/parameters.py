@@ -45,9 +45,14 @@ class ModelParameter:
     @property
     def values(self) -> torch.Tensor:
         """The elements that modules compute with, flat, where updates leave them in memory."""
+        return self.home.detach().view(-1)
+
+    @property
+    def home(self) -> torch.Tensor:
+        """The contiguous tensor that has those elements: the parameter, or what modules see copies of."""
         if self._on_drives is not None:
             raise RuntimeError(f"the values of {self.name} are on the drives: load them to see them")
-        return self.parameter.detach().view(-1) if self._at_home is None else self._at_home
+        return self.parameter if self._at_home is None else self._at_home
 
     def live_at(self, home: torch.Tensor | None) -> None:
         """Let its values be in this flat tensor, of which modules see copies; None: they are the parameter's own."""

@@ -202,10 +202,13 @@ class StateKeeper:
 
     def _values_of(self, held: _Held, number: int, visit: Visit | None = None) -> Values:
         """Return the values that modules compute with: in memory, or of a segment that is in a buffer, there."""
-        segment = held.subgroup.segments[number]
-        target = self._target_bytes(held, number, visit)
-        format_ = self._formats.parameter or FloatFormat.FP32
-        return Values(target.data_ptr(), segment.numel, format_, target)
+        segment, format_ = held.subgroup.segments[number], self._formats.parameter or FloatFormat.FP32
+        visit = visit or self._visit(held)
+        if visit is not None and number in visit.layout.values:
+            target = visit.values(number, format_.nbytes * segment.numel)
+            return Values(target.data_ptr(), segment.numel, format_, target)
+        whole = self._trained[segment.parameter].home
+        return Values(whole.data_ptr() + format_.nbytes * segment.first_element, segment.numel, format_, whole)
 
     def _target_bytes(self, held: _Held, number: int, visit: Visit | None = None) -> torch.Tensor:
         """Return the bytes of those values."""

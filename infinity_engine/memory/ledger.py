@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from infinity_engine.errors import CapacityError, ConfigError
@@ -89,16 +88,13 @@ class _Books:
 
     def __init__(self) -> None:
         self.late: deque[tuple[Reservation, int]] = deque()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Keep all others out; what was released late is counted first."""
-        with self._lock:
-            while self.late:
-                reservation, nbytes = self.late.popleft()
-                reservation._take_off(nbytes)
-            yield
+    def count_late(self) -> None:
+        """Take off what was released late; called with the lock held, before an account is read or changed."""
+        while self.late:
+            reservation, nbytes = self.late.popleft()
+            reservation._take_off(nbytes)
 
 
 class Reservation:
@@ -123,7 +119,8 @@ class Reservation:
     @property
     def held(self) -> int:
         """Bytes that are in use."""
-        with self._books.open():
+        with self._books.lock:
+            self._books.count_late()
             return self._held
 
     @property
@@ -138,7 +135,8 @@ class Reservation:
             CapacityError: they are more than is left of what was promised.
         """
         self._check(nbytes, "held")
-        with self._books.open():
+        with self._books.lock:
+            self._books.count_late()
             if self._closed:
                 raise RuntimeError(f"the reservation of {self.holder} is closed: nothing can be held within it")
             if self._held + nbytes > self.nbytes:
@@ -162,7 +160,8 @@ class Reservation:
             CapacityError: that is more than is left under the limit. Nothing has changed.
         """
         self._check(nbytes, "promised more")
-        with self._books.open():
+        with self._books.lock:
+            self._books.count_late()
             if self._closed:
                 raise RuntimeError(f"the reservation of {self.holder} is closed: it cannot grow")
             self._account.check(nbytes, self.holder)
@@ -176,7 +175,8 @@ class Reservation:
             ValueError: some of them are in use. Nothing has changed.
         """
         self._check(nbytes, "promised less")
-        with self._books.open():
+        with self._books.lock:
+            self._books.count_late()
             if self._closed:
                 return
             if nbytes > self.nbytes - self._held:
@@ -189,7 +189,8 @@ class Reservation:
     def release(self, nbytes: int) -> None:
         """Count `nbytes` as no longer in use."""
         self._check(nbytes, "given back")
-        with self._books.open():
+        with self._books.lock:
+            self._books.count_late()
             if nbytes > self._held:
                 raise ValueError(f"{self.holder} holds {self._held} B and cannot give {nbytes} B back")
             self._take_off(nbytes)
@@ -210,7 +211,8 @@ class Reservation:
 
     def close(self) -> None:
         """Give the promise back; of what is in use, when that is released. Again: does nothing."""
-        with self._books.open():
+        with self._books.lock:
+            self._books.count_late()
             if not self._closed:
                 self._closed = True
                 self._give_back(self.nbytes - self._held)
@@ -259,7 +261,8 @@ class Ledger:
         if nbytes < 0:
             raise ConfigError(field=f"bytes reserved for {holder}", value=nbytes, expected="0 or more bytes")
         account = self._account(tier, directory)
-        with self._books.open():
+        with self._books.lock:
+            self._books.count_late()
             account.check(nbytes, holder)
             reservation = Reservation(account, self._books, nbytes, holder)
             account.promise(reservation)
@@ -268,12 +271,14 @@ class Ledger:
     def free(self, tier: Tier, *, directory: str | None = None) -> int:
         """Return the bytes that can still be reserved."""
         account = self._account(tier, directory)
-        with self._books.open():
+        with self._books.lock:
+            self._books.count_late()
             return account.limit - account.reserved
 
     def usage(self) -> tuple[Usage, ...]:
         """Return the state of every account, DEVICE first; DEVICE is left out where it is HOST."""
-        with self._books.open():
+        with self._books.lock:
+            self._books.count_late()
             return tuple(
                 Usage(
                     tier=account.tier,

@@ -6,9 +6,9 @@ is whatever has a tensor's methods.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -91,6 +91,12 @@ _DTYPES = MappingProxyType(
 )
 
 
+@cache
+def _format_of(dtype: Any) -> FloatFormat | None:
+    """Return the format of a dtype of numpy or torch; None where it is none of ours."""
+    return _DTYPES.get(str(dtype))
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """Values one behind another in memory: where, how many, of which format."""
@@ -111,14 +117,14 @@ class Stream:
             ConfigError: its dtype is none of the formats, or it is not contiguous.
         """
         is_tensor = hasattr(values, "data_ptr")
-        found = _DTYPES.get(str(values.dtype)) if format is None else format
+        found = _format_of(values.dtype) if format is None else format
         if found is None or values.dtype.itemsize != found.nbytes:
             expected = "float32, bfloat16 or float16, or `format` given for integers of its size"
             raise ConfigError(field="dtype", value=str(values.dtype), expected=expected)
         if not (values.is_contiguous() if is_tensor else values.flags.c_contiguous):
             raise ConfigError(field="layout", value=tuple(values.shape), expected="a contiguous array or tensor")
         address = values.data_ptr() if is_tensor else values.ctypes.data
-        return cls(address, math.prod(values.shape), found, values)
+        return cls(address, values.numel() if is_tensor else values.size, found, values)
 
     def part(self, start: int, numel: int) -> Stream:
         """Return `numel` of the values from `start` on.

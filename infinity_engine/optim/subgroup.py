@@ -17,7 +17,7 @@ import numpy.typing as npt
 from infinity_engine import _native
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim.formats import FloatFormat, Formats, Master, Moments, Stream
-from infinity_engine.optim.rules import Constants, Rule, RuleFlag
+from infinity_engine.optim.rules import Rule, RuleFlag
 
 __all__ = [
     "NORM_BLOCK",
@@ -112,13 +112,6 @@ class SubgroupState:
         for number, stream in enumerate(self.states):
             self._check(f"states[{number}]", stream, self.subgroup.numel, self.formats.state_format)
 
-    def master_of(self, number: int) -> Stream:
-        """Return the master of one segment."""
-        if not isinstance(self.master, Stream):
-            return self.master[number]
-        segment = self.subgroup.segments[number]
-        return self.master.part(segment.offset, segment.numel)
-
     def _check_apart(self, masters: tuple[Stream, ...], wanted: FloatFormat) -> None:
         segments = self.subgroup.segments
         if len(masters) != len(segments):
@@ -166,49 +159,69 @@ def update_records(
     Raises:
         ConfigError: something is missing, or does not fit the subgroup and its formats.
     """
-    segments = state.subgroup.segments
+    written = [number for number, gradient in enumerate(gradients) if gradient is not None]
+    segments = [state.subgroup.segments[number] for number in written]
     steps = list(state.steps)
-    written: list[int] = []
-    masters = (state.master,) if isinstance(state.master, Stream) else state.master
-    keeps: list[Stream] = [*masters, *state.states]
-    records = np.zeros(len(segments), segment_dtype())
-    for number, segment in enumerate(segments):
+    read: list[Stream] = []
+    copies: list[Stream] = []
+    for number, segment in zip(written, segments, strict=True):
         gradient, parameter = gradients[number], parameters[number]
-        if gradient is None:
-            continue
-        steps[number] += 1
-        constants = rules[number].constants(steps[number], gradient_factor)
+        assert gradient is not None, "segments without one are skipped"
         _check_segment(state, segment, rules[number], gradient, parameter)
-        keeps += [stream for stream in (gradient, parameter) if stream is not None]
-        record = records[number : number + 1]
-        _write_constants(record, constants)
-        record["master"] = state.master_of(number).address
-        _write_streams(record, state, segment, gradient, parameter)
-        if state.formats.moments is Moments.BF16_STOCHASTIC:
-            record["flags"] |= np.uint32(RuleFlag.STOCHASTIC_MOMENTS)
-            record["key"] = rounding_key(state.formats.seed, segment.parameter, steps[number])
-        written.append(number)
-    return Update(records=records[written], steps=steps, keeps=tuple(keeps))
+        steps[number] += 1
+        read.append(gradient)
+        if parameter is not None:
+            copies.append(parameter)
+    made = [steps[number] for number in written]
+    records = _with_constants([rules[number] for number in written], made, gradient_factor)
+    _write_masters(records, state, written)
+    _write_states(records, state, segments)
+    records["gradient"] = [stream.address for stream in read]
+    records["gradient_format"] = [stream.format.value for stream in read]
+    if state.formats.parameter is not None:
+        records["parameter"] = [stream.address for stream in copies]
+        records["parameter_format"] = state.formats.parameter.value
+    if state.formats.moments is Moments.BF16_STOCHASTIC:
+        seed, keyed = state.formats.seed, zip(segments, made, strict=True)
+        records["flags"] |= np.uint32(RuleFlag.STOCHASTIC_MOMENTS)
+        records["key"] = [rounding_key(seed, segment.parameter, step) for segment, step in keyed]
+    masters = (state.master,) if isinstance(state.master, Stream) else state.master
+    return Update(records=records, steps=steps, keeps=(*masters, *state.states, *read, *copies))
 
 
-def _write_constants(record: npt.NDArray[Any], constants: Constants) -> None:
-    for each in fields(constants):
-        record[each.name] = getattr(constants, each.name)
+def _with_constants(rules: Sequence[Rule], steps: Sequence[int], gradient_factor: float) -> npt.NDArray[Any]:
+    """Return a record for each segment with what its rule needs in its step; most segments have the same."""
+    shared: dict[tuple[int, int], int] = {}
+    rows = [shared.setdefault(key, len(shared)) for key in zip(map(id, rules), steps, strict=True)]
+    records = np.zeros(len(shared), segment_dtype())
+    for row, (rule, step) in dict(zip(rows, zip(rules, steps, strict=True), strict=True)).items():
+        constants = rule.constants(step, gradient_factor)
+        for constant in fields(constants):
+            records[constant.name][row] = getattr(constants, constant.name)
+    return records[rows]
 
 
-def _write_streams(
-    record: npt.NDArray[Any], state: SubgroupState, segment: Segment, gradient: Stream, parameter: Stream | None
-) -> None:
-    record["numel"], record["first_element"] = segment.numel, segment.first_element
-    record["gradient"], record["gradient_format"] = gradient.address, gradient.format.value
+def _write_masters(records: npt.NDArray[Any], state: SubgroupState, written: Sequence[int]) -> None:
+    if isinstance(state.master, Stream):
+        width = state.master.format.nbytes
+        offsets = [state.subgroup.segments[number].offset for number in written]
+        addresses = [state.master.address + width * offset for offset in offsets]
+    else:
+        addresses = [state.master[number].address for number in written]
     if state.formats.master is Master.SPLIT:
-        record["remainder"], record["master"] = record["master"], 0
-        record["flags"] |= np.uint32(RuleFlag.SPLIT_MASTER)
-    if parameter is not None:
-        record["parameter"], record["parameter_format"] = parameter.address, parameter.format.value
-    record["state_format"] = state.formats.state_format.value
-    for number, stream in enumerate(state.states):
-        record["states"][0, number] = stream.part(segment.offset, segment.numel).address
+        records["remainder"] = addresses
+        records["flags"] |= np.uint32(RuleFlag.SPLIT_MASTER)
+    else:
+        records["master"] = addresses
+
+
+def _write_states(records: npt.NDArray[Any], state: SubgroupState, segments: Sequence[Segment]) -> None:
+    records["numel"] = [segment.numel for segment in segments]
+    records["first_element"] = [segment.first_element for segment in segments]
+    records["state_format"] = state.formats.state_format.value
+    offsets = np.array([segment.offset for segment in segments], np.uint64)
+    for place, stream in enumerate(state.states):
+        records["states"][:, place] = stream.address + offsets * np.uint64(stream.format.nbytes)
 
 
 def _check_segment(

@@ -203,14 +203,6 @@ def test_an_update_keeps_masters_that_lie_apart_alive() -> None:
     assert all(id(master) in kept for master in masters)
 
 
-def test_the_master_of_a_segment_is_its_own_stream_or_its_part_of_the_one() -> None:
-    state, (first, second) = two_segments(), masters_of(Formats(), 5, 3)
-
-    assert isinstance(state.master, Stream)
-    assert state.master_of(1) == state.master.part(5, 3)
-    assert apart([first, second]).master_of(1) == Stream.of(second)
-
-
 @pytest.mark.parametrize("numels", [(), (5,), (5, 3, 1)])
 def test_another_number_of_masters_than_segments_is_refused(numels: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=f"master: .*one for each of its segments, got '{len(numels)} streams'"):
