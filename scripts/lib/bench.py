@@ -51,7 +51,7 @@ __all__ = [
 
 Measure = Callable[[], "float | Mapping[str, float]"]
 Document = dict[str, Any]
-"""One run of a bench as JSON: bench, date, machine, versions, figures; method where it is not ROUNDS."""
+"""One run of a bench as JSON: bench, date, machine, versions, rounds, figures; method where it is not ROUNDS."""
 
 ROUNDS = """\
 Every system was warmed up once and then measured once per round, each round starting with another system, so that what
@@ -83,8 +83,8 @@ class Figure:
     value: float | None
     unit: str
     target: str
-    rounds: tuple[dict[str, float], ...]
-    """Per round, everything that was measured in it, and under "value" the figure's own number."""
+    rounds: tuple[float, ...]
+    """The figure's number in each round; empty where it could not be computed."""
     reason: str | None = None
     """Why there is no value."""
 
@@ -235,9 +235,8 @@ class Bench:
                     raise UnavailableError(f"{system}: {self.unavailable[system]}")
             values = [_value(wanted, measured) for measured in self.rounds]
         except UnavailableError as reason:
-            return Figure(wanted.name, None, wanted.unit, wanted.target, tuple(self.rounds), str(reason))
-        rounds = tuple({**measured, "value": value} for measured, value in zip(self.rounds, values, strict=True))
-        return Figure(wanted.name, statistics.median(values), wanted.unit, wanted.target, rounds)
+            return Figure(wanted.name, None, wanted.unit, wanted.target, (), str(reason))
+        return Figure(wanted.name, statistics.median(values), wanted.unit, wanted.target, tuple(values))
 
 
 def _value(wanted: _Wanted, measured: Mapping[str, float]) -> float:
@@ -283,7 +282,7 @@ def main(
 def document(
     bench: Bench, figures: Sequence[Figure], *, date: datetime, machine: Mapping[str, Any], versions: Mapping[str, str]
 ) -> Document:
-    """Return one run as the JSON document that DESIGN section 12 lays down.
+    """Return one run as a JSON document: what each round measured, and the figures with their number in each round.
 
     A run with flags says so in its name, and so does a quick one.
     """
@@ -294,6 +293,7 @@ def document(
         "machine": dict(machine),
         "versions": dict(versions),
         **({} if bench.method == ROUNDS else {"method": bench.method}),
+        "rounds": list(bench.rounds),
         "figures": [
             {
                 "name": figure.name,
@@ -363,7 +363,7 @@ def _row(figure: Mapping[str, Any]) -> tuple[str, ...]:
     verdict = "yes" if figure["holds"] else "NO" if figure["value"] is not None else f"NO: {figure['reason']}"
     if figure["value"] is None:
         return figure["name"], "-", "-", "-", figure["unit"], figure["target"], verdict
-    numbers = spread(one["value"] for one in figure["rounds"])
+    numbers = spread(figure["rounds"])
     extremes = f"{_number(numbers.low)} .. {_number(numbers.high)}"
     told = (_number(figure["value"]), extremes, _number(numbers.mad))
     return figure["name"], *told, figure["unit"], figure["target"], verdict
@@ -410,21 +410,18 @@ def render(result: Document) -> str:
         "## Method",
         result.get("method", ROUNDS),
         "## Every round",
-        _table(*_every_round(figures)),
+        _table(*_every_round(result)),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _every_round(figures: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+def _every_round(result: Document) -> tuple[Sequence[str], list[Sequence[str]]]:
     """Return titles and rows of the table of raw numbers: what was measured, then each figure, round by round."""
-    numbers: dict[str, list[float]] = {}
-    for figure in figures:
-        for name in figure["rounds"][0] if figure["rounds"] else ():
-            shown = f"figure: {figure['name']}" if name == "value" else name
-            numbers[shown] = [one[name] for one in figure["rounds"]]
-    count = max(map(len, numbers.values()), default=0)
-    ordered = sorted(numbers.items(), key=lambda item: item[0].startswith("figure: "))
-    return ("", *map(str, range(1, count + 1))), [(name, *map(_number, listed)) for name, listed in ordered]
+    rounds = result["rounds"]
+    numbers = {name: [measured[name] for measured in rounds] for name in (rounds[0] if rounds else ())}
+    numbers |= {f"figure: {figure['name']}": figure["rounds"] for figure in result["figures"] if figure["rounds"]}
+    titles = ("", *map(str, range(1, len(rounds) + 1)))
+    return titles, [(name, *map(_number, listed)) for name, listed in numbers.items()]
 
 
 def _is_quick(result: Document) -> bool:

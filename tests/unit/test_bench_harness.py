@@ -19,6 +19,7 @@ import bench
 
 ROOT = Path(__file__).resolve().parents[2]
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 DATE = datetime(2026, 11, 21, 12, 30, tzinfo=timezone.utc)
 
 
@@ -78,7 +79,7 @@ def test_the_warm_up_is_not_in_the_numbers() -> None:
 
     [figure] = run.run(3)
 
-    assert [one["value"] for one in figure.rounds] == [1.0, 2.0, 3.0]
+    assert figure.rounds == (1.0, 2.0, 3.0)
 
 
 def test_a_system_may_measure_several_things_by_name() -> None:
@@ -104,18 +105,20 @@ def test_a_ratio_is_taken_within_each_round_and_then_the_median() -> None:
 
     [figure] = run.run(3)
 
-    assert [one["value"] for one in figure.rounds] == [0.5, 0.9, 0.04]
+    assert figure.rounds == (0.5, 0.9, 0.04)
     assert figure.value == 0.5  # not the ratio of the medians, 4 / 10
     assert figure.holds
 
 
-def test_a_figure_keeps_everything_that_was_measured_in_its_rounds() -> None:
+def test_a_document_has_every_measurement_of_a_round_once() -> None:
     run = a_bench(ours=1.0, rival=2.0, context=3.0)
     run.figure("time", unit="s", target="<= 1", uses=["ours"])
+    run.figure("ratio", unit="ratio", target="<= 1", uses=["ours", "rival"], value=lambda ours, rival: ours / rival)
 
-    [figure] = run.run(1)
+    result = bench.document(run, run.run(1), date=DATE, machine={"name": "Example"}, versions={})
 
-    assert figure.rounds == ({"ours": 1.0, "rival": 2.0, "context": 3.0, "value": 1.0},)
+    assert result["rounds"] == [{"ours": 1.0, "rival": 2.0, "context": 3.0}]
+    assert [figure["rounds"] for figure in result["figures"]] == [[1.0], [0.5]]
 
 
 def test_a_figure_whose_system_is_unavailable_has_no_value_but_the_reason_and_does_not_hold() -> None:
@@ -128,7 +131,8 @@ def test_a_figure_whose_system_is_unavailable_has_no_value_but_the_reason_and_do
 
     assert (ratio.value, ratio.holds) == (None, False)
     assert ratio.reason == "rival: the rival is not installed; pip install rival"
-    assert ratio.rounds == ({"ours": 1.0}, {"ours": 1.0})
+    assert ratio.rounds == ()
+    assert run.rounds == [{"ours": 1.0}, {"ours": 1.0}]
     assert ours.holds
 
 
@@ -253,7 +257,7 @@ def a_document(*, quick: bool = False) -> bench.Document:
 def test_the_document_has_exactly_the_agreed_keys() -> None:
     result = a_document()
 
-    assert list(result) == ["bench", "date", "machine", "versions", "figures"]
+    assert list(result) == ["bench", "date", "machine", "versions", "rounds", "figures"]
     assert list(result["figures"][0]) == ["name", "value", "unit", "target", "holds", "rounds"]
     assert list(result["figures"][2]) == ["name", "value", "unit", "target", "holds", "rounds", "reason"]
     assert result["date"] == "2026-11-21T12:30:00+00:00"
@@ -329,6 +333,11 @@ def test_a_page_is_named_by_what_hardware_and_date_with_its_numbers_beside_it(tm
 
     assert page.name == "demo_example-cpu-2-5ghz-2-cores_2026-11-21.md"
     assert json.loads(page.with_suffix(".json").read_text()) == result
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.glob("*_*.md")), ids=lambda page: page.stem)
+def test_a_committed_page_shows_the_numbers_beside_it(page: Path) -> None:
+    assert page.read_text() == bench.render(json.loads(page.with_suffix(".json").read_text()))
 
 
 # --- the programs ------------------------------------------------------------------------------------------------

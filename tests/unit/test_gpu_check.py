@@ -28,8 +28,9 @@ DOCUMENT = {
     "date": "2026-11-21T12:30:00+00:00",
     "machine": {"name": "Fake GPU, 4 cores"},
     "versions": {"python": "3.12.3"},
+    "rounds": [{"ours": 0.5}],
     "figures": [
-        {"name": "fast", "value": 0.5, "unit": "s", "target": "<= 1", "holds": True, "rounds": [{"value": 0.5}]},
+        {"name": "fast", "value": 0.5, "unit": "s", "target": "<= 1", "holds": True, "rounds": [0.5]},
         {"name": "small", "value": None, "unit": "B", "target": "<= 1", "holds": False, "rounds": [], "reason": "no"},
     ],
 }

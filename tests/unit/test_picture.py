@@ -31,7 +31,7 @@ def test_bars_are_in_proportion(script: dict[str, Any]) -> None:
         for kind in ("step", "growth")
     ]
     rounds = [{name: float(10 * (number + 1)) for number, name in enumerate(names)}]
-    drawn = script["picture"]({"figures": [{"rounds": rounds}]})
+    drawn = script["picture"]({"rounds": rounds})
 
     bars = [float(width) for width in re.findall(r'width="([\d.]+)" height="16"', drawn)]
     steps = sorted(value for name, value in rounds[0].items() if name.endswith("step"))
