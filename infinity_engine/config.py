@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.plan import Auto, Budget, Rates, Strategy, parse_strategy
+from infinity_engine.plan import Auto, Budget, Partitioning, Rates, Strategy, parse_strategy
 from infinity_engine.plan.mappings import Directories, known_mapping
 from infinity_engine.plan.strategy import STRATEGIES
 from infinity_engine.units import parse_bytes, positive
@@ -25,7 +25,6 @@ __all__ = [
     "EngineConfig",
     "Overlap",
     "ParametersAt",
-    "Partitioning",
     "Precision",
     "RanksConfig",
     "Recording",
@@ -104,13 +103,6 @@ class Stage(Enum):
     OPTIMIZER = "optimizer"  # Its states; each rank has whole parameters, and whole gradients until the step.
     GRADIENTS = "gradients"  # Gradients as well, as soon as they are made.
     PARAMETERS = "parameters"  # Parameters as well, which are whole only while modules need them.
-
-
-class Partitioning(Enum):
-    """Who owns what of a parameter: partition's names, said again so that settings need no native code."""
-
-    BANDWIDTH_CENTRIC = "bandwidth_centric"  # Every rank owns 1/N: the links and drives of all carry it at once.
-    BROADCAST = "broadcast"  # One rank owns all of it, and sends it to the others.
 
 
 class Recording(Enum):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deepnvme.extents import PAGE
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Extent
 from infinity_engine.units import align_up
@@ -62,7 +63,7 @@ class Layout:
         return self.nbytes / self.peak_bytes if self.peak_bytes else 1.0
 
 
-def layout(requests: Iterable[Request], *, alignment: int = 4096) -> Layout:
+def layout(requests: Iterable[Request], *, alignment: int = PAGE) -> Layout:
     """Return a place for each of `requests`, on a multiple of `alignment`, such that few bytes are taken in all.
 
     Buffers that are live in the same step share no byte, nor the multiple of `alignment` that one of them ends in.

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from deepnvme import Cuda, IOQueue, Pool, PoolExhaustedError
+from deepnvme.extents import PAGE
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes
 from infinity_engine.memory.ledger import Reservation
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from infinity_engine.memory.layout import Layout
 
 __all__ = ["Freed", "PinnedPool", "PoolStats"]
-
-_PAGE = 4096
 
 
 class Freed(Enum):
@@ -76,13 +75,13 @@ class PinnedPool(Lessor):
         freed: Freed = Freed.KEPT,
     ) -> None:
         super().__init__(Tier.HOST, reservation)
-        capacity = align_down(reservation.nbytes, _PAGE)
-        planned = align_up(layout.nbytes, _PAGE) if layout is not None else 0
-        if capacity < max(planned, _PAGE):
+        capacity = align_down(reservation.nbytes, PAGE)
+        planned = align_up(layout.nbytes, PAGE) if layout is not None else 0
+        if capacity < max(planned, PAGE):
             raise ConfigError(
                 field=f"bytes reserved for {reservation.holder}",
                 value=reservation.nbytes,
-                expected=f"at least {max(planned, _PAGE)} B, which the plan's buffers take",
+                expected=f"at least {max(planned, PAGE)} B, which the plan's buffers take",
             )
         if layout is not None:
             _check_places(layout)
@@ -193,7 +192,7 @@ class PinnedPool(Lessor):
     def _piece(self, region: _Region, view: memoryview, place: Extent | None) -> Backing:
         self._count_gone()
         self._held += view.nbytes
-        self._held_pages += align_up(view.nbytes, _PAGE)
+        self._held_pages += align_up(view.nbytes, PAGE)
         self._peak_held = max(self._peak_held, self._held)
         self._peak_pages = max(self._peak_pages, self._held_pages)
         return _Piece(region, view, place)
@@ -202,7 +201,7 @@ class PinnedPool(Lessor):
         while self._gone:
             nbytes = self._gone.popleft()
             self._held -= nbytes
-            self._held_pages -= align_up(nbytes, _PAGE)
+            self._held_pages -= align_up(nbytes, PAGE)
 
     def _memory(self, backing: Backing) -> object | None:
         return backing.view if isinstance(backing, _Piece) else None
@@ -303,8 +302,8 @@ def _shared_bytes(place: Extent, backing: Backing) -> int:
 
 def _check_places(layout: Layout) -> None:
     for slot, place in layout.places.items():
-        if place.offset % _PAGE:
-            expected = f"a multiple of {_PAGE} B, as layout(..., alignment={_PAGE}) gives"
+        if place.offset % PAGE:
+            expected = f"a multiple of {PAGE} B, as layout(..., alignment={PAGE}) gives"
             raise ConfigError(field=f"offset of {slot!r} in the layout", value=place.offset, expected=expected)
         if place.end > layout.nbytes:
             expected = f"an end within the layout's {layout.nbytes} B"

@@ -28,6 +28,7 @@ from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter, Home, StepP
 from infinity_engine.plan.tier import Tier
 
 __all__ = [
+    "HOST_BUFFERS",
     "Decide",
     "Homes",
     "Limits",
@@ -40,6 +41,8 @@ __all__ = [
 
 _OF_DRIVES = (LoadStates, StoreStates)
 _OF_PARAMETERS = (UploadParameters, DownloadParameters)
+HOST_BUFFERS = 4
+"""Host buffers with which drives never wait for one: two are filled ahead, one is updated, one is emptied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +61,7 @@ class Limits:
     per_parameter: BytesPerParameter = ADAM_BYTES
     parameters: Tier = Tier.DEVICE
     update_bytes: int = 0
-    host_buffers: int = 4  # Two filled ahead, one updated, one emptied.
+    host_buffers: int = HOST_BUFFERS
 
     def __post_init__(self) -> None:
         for name in ("resident_bytes", "staging_bytes", "staging_sets", "update_bytes", "host_buffers"):

@@ -3,8 +3,9 @@
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives
 from infinity_engine.partition.group import MOST_TOLD, Adder, GatherState, GroupMember, ShardGroup, TorchAdder
 from infinity_engine.partition.replicas import HybridReduce, ReplicaSums
-from infinity_engine.partition.shard import Partitioner, Partitioning, Shard, ShardSpec
+from infinity_engine.partition.shard import Partitioner, Shard, ShardSpec
 from infinity_engine.partition.sums import share_block_sums
+from infinity_engine.plan import Partitioning
 
 __all__ = [
     "MOST_TOLD",

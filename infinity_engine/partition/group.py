@@ -25,8 +25,9 @@ from infinity_engine.errors import ConfigError, IllegalTransition
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives
 from infinity_engine.partition.header import digest
 from infinity_engine.partition.rounds import AllGather, Broadcast, Exchange, Round, ignore
-from infinity_engine.partition.shard import Partitioning, Shard, ShardSpec
+from infinity_engine.partition.shard import Shard, ShardSpec
 from infinity_engine.partition.wire import WIRE_ALIGNMENT, Piece, Window, WireLayout
+from infinity_engine.plan import Partitioning
 from infinity_engine.units import align_down
 
 __all__ = ["GATHER_TRANSITIONS", "MOST_TOLD", "Adder", "GatherState", "GroupMember", "ShardGroup", "TorchAdder"]

@@ -11,19 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from infinity_engine import _native
 from infinity_engine.errors import ConfigError
+from infinity_engine.plan import Partitioning
 
-__all__ = ["Partitioner", "Partitioning", "Shard", "ShardSpec"]
-
-
-class Partitioning(Enum):
-    """Who owns what of a parameter."""
-
-    BANDWIDTH_CENTRIC = "bandwidth_centric"  # Every rank owns 1/N: the links and drives of all carry it at once.
-    BROADCAST = "broadcast"  # One rank owns all of it, and sends it to the others.
+__all__ = ["Partitioner", "Shard", "ShardSpec"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from infinity_engine.plan.ops import (
     UploadParameters,
     UploadStates,
 )
+from infinity_engine.plan.partitioning import Partitioning
 from infinity_engine.plan.placement import Placement
 from infinity_engine.plan.rates import DriveRates, Rates
 from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter, Home, StepPlan, SubgroupSpec
@@ -77,6 +78,7 @@ __all__ = [
     "NvmeStreamed",
     "Op",
     "OpTime",
+    "Partitioning",
     "Percent",
     "Placement",
     "Rates",

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim import Subgroup
 from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, policy_for
-from infinity_engine.optim.policy import OffloadPolicy
+from infinity_engine.optim.policy import HOST_BUFFERS, OffloadPolicy
 from infinity_engine.plan import Auto, NvmeStreamed, Rates, ResolvedBudget, Strategy, Tier
 from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.sim.buffers import BufferLayout, Resting
@@ -23,7 +23,6 @@ from infinity_engine.sim.sizing import Demand, Sizing
 __all__ = ["Plan", "Wish", "place"]
 
 _MOST_TRIES = 4  # to find a plan whose buffers fit what it lets be updated where
-_BUFFERS = 4  # two filled ahead, one updated, one emptied; for updates in a backward as many
 _MOST_BUFFERS = 8  # small ones are done with before a module ends, so more of them are filled ahead,
 _MOST_BUFFER_BYTES = 256 << 20  # within so much
 _NOTHING = Resting()
@@ -190,7 +189,7 @@ class _Placing:
             is_last = (buffers, gradients) == choices[-1]  # which says what is missing
             if not is_last and not early and gradients in least and least[gradients](buffers) > budget.host:
                 continue
-            tried = replace(resting, gradients=gradients, early=max(buffers, _BUFFERS) if early else 0)
+            tried = replace(resting, gradients=gradients, early=max(buffers, HOST_BUFFERS) if early else 0)
             try:
                 plan = self._settled(parameters, homes, resting=tried, buffers=buffers)
                 homes = plan.steps.homes()
@@ -230,7 +229,7 @@ class _Placing:
         """Return how many buffers there are where the host has room for them."""
         sizing = self.sizing
         each = 4 * (1 + len(sizing.state_names)) * max((each.numel for each in sizing.subgroups), default=0)
-        return max(_BUFFERS, min(_MOST_BUFFERS, _MOST_BUFFER_BYTES // max(each, 1)))
+        return max(HOST_BUFFERS, min(_MOST_BUFFERS, _MOST_BUFFER_BYTES // max(each, 1)))
 
     def _least_of_any_plan(self, parameters: Tier, homes: Mapping[int, Home], resting: Resting) -> Callable[[int], int]:
         """Return what of the host all plans take at least that update there, however many buffers they have."""

@@ -14,8 +14,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
+from deepnvme.extents import PAGE
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim import NORM_BLOCK
+from infinity_engine.optim.policy import HOST_BUFFERS
 from infinity_engine.plan import (
     Auto,
     DeviceOnly,
@@ -44,11 +46,10 @@ _FINER = (1024,)  # where buffers and staging sets of those are too large
 _ENOUGH = 46  # that are not resident
 _LEAST_NUMEL = 2**20  # a subgroup's transfers below this cost more to start than they take
 _FP32 = 4
-_HEADER_BYTES = 3 * 4096  # of each drive, for the swap file's own and for whole pages
+_HEADER_BYTES = 3 * PAGE  # of each drive, for the swap file's own and for whole pages
 _GATHERED = 2  # modules at once
 _FINALISTS = 4  # forms that are looked at with more subgroups
 _WORTH_IT = Fraction(997, 1000)  # of a step: parts nearby that save less than the rest are not gone on from
-_BUFFERS = 4  # of the host, with which drives are never idle for want of them
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
 _LAST_STEPS = (1 / 8, 1 / 32, 1 / 128)
 _WAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))  # more or less of what is resident, and of what visits
@@ -539,7 +540,7 @@ def _cheap(form: _Form) -> bool:
 
 def _cramped(found: Mapping[_Form, Candidate]) -> list[_Form]:
     """Return the best form of each family that had to do with fewer host buffers than let drives read and write."""
-    return [form for form in _best_of_families(found) if 0 < len(found[form].plan.steps.buffer_bytes) < _BUFFERS]
+    return [form for form in _best_of_families(found) if 0 < len(found[form].plan.steps.buffer_bytes) < HOST_BUFFERS]
 
 
 def _staging(found: Mapping[_Form, Candidate]) -> list[_Form]:

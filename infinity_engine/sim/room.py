@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.optim.policy import HOST_BUFFERS
 from infinity_engine.plan import ResolvedBudget, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
@@ -21,7 +22,6 @@ from infinity_engine.sim.training import Means
 __all__ = ["Parts", "Room"]
 
 _AHEAD = 2  # of the largest modules at once: one computes, and the next one comes
-_BUFFERS = 4  # for what passes the host, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def _on_host(sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier
     host = states[Home.HOST] + gradient + (sizing.width if tier is Tier.DEVICE else 0)
     left = budget.host / numel - (sum(sizing.parameters) / numel if tier is Tier.HOST else 0)
     if drives:
-        passing = _BUFFERS * states[Home.VISITING] * largest.numel / numel
+        passing = HOST_BUFFERS * states[Home.VISITING] * largest.numel / numel
         left -= means.io_bytes / numel + passing
         yield _Edge(-gradient, -gradient, left - gradient, hard=False)
     yield _Edge(-host, states[Home.VISITING] - host, left - host, hard=not drives)

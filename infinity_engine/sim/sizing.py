@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
+from deepnvme.extents import PAGE
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory.layout import Layout, Request, layout
 from infinity_engine.optim import FloatFormat, Formats, Subgroup, cut_into_subgroups
@@ -36,11 +37,10 @@ from infinity_engine.units import align_up, format_bytes
 
 __all__ = ["Demand", "Sizing", "cut"]
 
-_PAGE = 4096
 _BEFORE, _BACKWARD, _UPDATE = range(3)  # when buffers live
 _PASSING = 4  # of the largest parameters, so many pass the host at once
 _MOST_SCRATCH = 8 << 20
-_SPARE = 8 * _PAGE  # for each place on the drives, of which there may be up to eight
+_SPARE = 8 * PAGE  # for each place on the drives, of which there may be up to eight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +219,7 @@ class Sizing:
         )
         host = sum(self._on_host(each, homes[each.index], at_home=at_home) for each in self.subgroups)
         if at_home:
-            host += sum(align_up(nbytes, _PAGE) for nbytes in self.parameters)
+            host += sum(align_up(nbytes, PAGE) for nbytes in self.parameters)
         fetched = 0
         staying = self._staying(homes, drives=False)
         if self.unified:
@@ -230,7 +230,7 @@ class Sizing:
             fetched = max(min(left, sum(self.parameters)), self.deepest) if at_home else 0
             staged = sum(plan.staging_bytes)
             device += max(staged, fetched) if at_home else staged + sum(self.parameters)
-        demand = Demand(host=align_up(max(host, 1), _PAGE), device=device, fetched=fetched, staying=staying)
+        demand = Demand(host=align_up(max(host, 1), PAGE), device=device, fetched=fetched, staying=staying)
         self._check_device(demand, budget)
         return demand
 
@@ -300,11 +300,11 @@ class Sizing:
 
         That is its states, its gradients, and what its update writes for a device that has memory of its own.
         """
-        nbytes = 0 if rests else align_up(self.states_bytes(subgroup, home, parameters), _PAGE)
+        nbytes = 0 if rests else align_up(self.states_bytes(subgroup, home, parameters), PAGE)
         if home is Home.HOST or self.unified:
             nbytes += sum(self._gradient_on_host(each.numel, resting, rests=rests) for each in subgroup.segments)
             copied = parameters is Tier.DEVICE and not self.unified and self.formats.parameter is not None
-            nbytes += align_up(self.width * subgroup.numel, _PAGE) if copied and not rests else 0
+            nbytes += align_up(self.width * subgroup.numel, PAGE) if copied and not rests else 0
         return nbytes
 
     def all_beside_drives(self, homes: Mapping[int, Home], parameters: Tier, resting: Resting) -> int:
@@ -317,7 +317,7 @@ class Sizing:
                 nbytes += self.on_host_beside_drives(each, home, parameters, resting, rests=rests)
         if parameters is not Tier.DEVICE and not self.unified:
             staying = (each for number, each in enumerate(self.parameters) if number not in resting.values)
-            nbytes += sum(align_up(each, _PAGE) for each in staying)
+            nbytes += sum(align_up(each, PAGE) for each in staying)
         return nbytes
 
     def _is_on_device(self, home: Home) -> bool:
@@ -338,12 +338,12 @@ class Sizing:
             self._on_drives(each, layouts[each.index], resting) for each in self.subgroups if each.index in layouts
         )
         passing = [nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values]
-        nvme += sum(align_up(nbytes, _PAGE) + _SPARE for nbytes in passing)
+        nvme += sum(align_up(nbytes, PAGE) + _SPARE for nbytes in passing)
         early = [each for each in self.subgroups if each.index in layouts and layouts[each.index].may_be_early]
         if resting.early:
-            nvme += sum(align_up(layouts[each.index].states_bytes, _PAGE) + _SPARE for each in early)
+            nvme += sum(align_up(layouts[each.index].states_bytes, PAGE) + _SPARE for each in early)
             again = {segment.parameter for each in early for segment in each.segments}
-            nvme += sum(align_up(self.parameters[number], _PAGE) + _SPARE for number in again)
+            nvme += sum(align_up(self.parameters[number], PAGE) + _SPARE for number in again)
         staying = sum(nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values)
         largest = max((layouts[each.index].nbytes for each in early), default=0)
         slots = self._slots(plan, resting, largest_value=max(passing, default=0), largest_early=largest)
@@ -359,16 +359,16 @@ class Sizing:
             room = 2 * self.deepest if self.unified else budget.device - device - self.of_backward(gradients)
             fetched = max(min(room, every), min(self.deepest, every))
             if not self.unified and passing:
-                window = sum(sorted(align_up(nbytes, _PAGE) for nbytes in passing)[-_PASSING:])
+                window = sum(sorted(align_up(nbytes, PAGE) for nbytes in passing)[-_PASSING:])
         staged = sum(plan.staging_bytes)
         device += max(staged, fetched) if at_home else staged + (0 if self.unified else staying)
         demand = Demand(
-            host=align_up(max(host, 1), _PAGE),
+            host=align_up(max(host, 1), PAGE),
             device=device,
             fetched=fetched,
             staying=gradients,
             window=window,
-            nvme=align_up(nvme, _PAGE),
+            nvme=align_up(nvme, PAGE),
             slots=slots,
         )
         self._check_device(demand, budget)
@@ -382,20 +382,20 @@ class Sizing:
         ]
         if resting.gradients:
             numel = max((segment.numel for each in self.subgroups for segment in each.segments), default=1)
-            wire = align_up(self.wire * numel, _PAGE)
+            wire = align_up(self.wire * numel, PAGE)
             count = max(GRADIENT_SLOTS, resting.gradients)
             requests += [
                 Request(gradient_slot(number), wire, first=_BACKWARD, last=_BACKWARD) for number in range(count)
             ]
             if resting.gradients > 1:
-                requests.append(Request(SUM, align_up(4 * numel, _PAGE), first=_BACKWARD, last=_BACKWARD))
+                requests.append(Request(SUM, align_up(4 * numel, PAGE), first=_BACKWARD, last=_BACKWARD))
         if largest_early:
             requests += [
                 Request(early_slot(number), largest_early, first=_BACKWARD, last=_BACKWARD)
                 for number in range(resting.early)
             ]
         if largest_value:
-            scratch = min(align_up(largest_value, _PAGE), _MOST_SCRATCH)
+            scratch = min(align_up(largest_value, PAGE), _MOST_SCRATCH)
             requests.append(Request(SCRATCH, scratch, first=_BEFORE, last=_BEFORE))
         return layout(requests)
 
@@ -403,27 +403,27 @@ class Sizing:
         """Return what a piece of a gradient takes of the host, with the sum of several."""
         if rests and resting.gradients and self.width * numel >= resting.small_bytes:
             return 0
-        return align_up(self.wire * numel, _PAGE) + (align_up(4 * numel, _PAGE) if self.sums else 0)
+        return align_up(self.wire * numel, PAGE) + (align_up(4 * numel, PAGE) if self.sums else 0)
 
     def _on_drives(self, subgroup: Subgroup, layout: BufferLayout, resting: Resting) -> int:
         """Return what states and gradients take there, in whole pages; a place may be in pieces on several drives."""
         gradients = sum(
-            resting.gradients * (align_up(self.wire * subgroup.segments[number].numel, _PAGE) + _SPARE)
+            resting.gradients * (align_up(self.wire * subgroup.segments[number].numel, PAGE) + _SPARE)
             for number in layout.gradients
         )
-        return align_up(layout.states_bytes, _PAGE) + _SPARE + gradients
+        return align_up(layout.states_bytes, PAGE) + _SPARE + gradients
 
     def _on_host(self, subgroup: Subgroup, home: Home, *, at_home: bool) -> int:
         if self.unified:
-            return align_up(self._states(subgroup.numel, in_place=True), _PAGE)
+            return align_up(self._states(subgroup.numel, in_place=True), PAGE)
         if home is Home.RESIDENT:
             return 0
         if home is Home.VISITING:
-            return align_up(self._states(subgroup.numel, in_place=False), _PAGE)
+            return align_up(self._states(subgroup.numel, in_place=False), PAGE)
         # Its gradient, the sum of several, what its update writes for the device; pieces begin on pages of their own.
         each = (self.wire + 4 + (0 if at_home else self.width)) * subgroup.numel
-        states = align_up(self._states(subgroup.numel, in_place=at_home), _PAGE)
-        return states + each + _PAGE * (1 + 2 * len(subgroup.segments))
+        states = align_up(self._states(subgroup.numel, in_place=at_home), PAGE)
+        return states + each + PAGE * (1 + 2 * len(subgroup.segments))
 
     def _copied(self, subgroup: Subgroup) -> int:
         """Return what an update on the device writes for modules that fetch it: fp32 parameters are the masters."""

@@ -20,7 +20,6 @@ from infinity_engine.config import (
     Checksum,
     EngineConfig,
     Overlap,
-    Partitioning,
     Precision,
     RanksConfig,
     Recording,
@@ -38,6 +37,7 @@ from infinity_engine.plan import (
     HostOnly,
     Interleaved,
     NvmeStreamed,
+    Partitioning,
     StaticSplit,
 )
 from infinity_engine.units import TB, GiB
@@ -323,12 +323,6 @@ def test_a_count_is_a_whole_number_from_1_and_no_bool(name: str, value: object) 
 def test_what_is_no_sequence_of_names_names_no_modules(given: object) -> None:
     with pytest.raises(ConfigError, match=r"^ranks\.leaf_modules: expected a sequence of names, got "):
         EngineConfig.from_mapping({"ranks": {"leaf_modules": given}})
-
-
-def test_the_partitionings_are_those_of_the_partitioner() -> None:
-    from infinity_engine.partition import Partitioning as Known
-
-    assert [each.value for each in Partitioning] == [each.value for each in Known]
 
 
 @pytest.mark.parametrize("value", [True, 0, -1.0, math.nan, math.inf, 10**400, "1", [1]])
