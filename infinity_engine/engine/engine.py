@@ -20,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from infinity_engine.accel import Accelerator
+from infinity_engine.engine.accumulation import Accumulation
 from infinity_engine.engine.awaiting import AwaitedParameters
 from infinity_engine.engine.device_full import no_room_for_modules
 from infinity_engine.engine.drives import DriveMeter
@@ -116,12 +117,10 @@ class Engine:
             replanner=parts.replanner,
         )
         self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
-        self._micro_batches = 0
-        self._has_accumulated = False  # whether the newest call was a step that left its gradients for a later one
-        self._dropped_in_vain = 0  # how often these were dropped right after that, since the last update
+        self._accumulation = Accumulation(parts.accumulation_steps, parts.meter.micro_batch)
         self._clip_to = parts.max_grad_norm
         self._total: GradientNorm | None = None  # of the step that was begun last, where it was asked for
-        self._scaling = False
+        self._in_backward = False
         self._recording = False
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
         self._closing = self._closed = False
@@ -150,6 +149,7 @@ class Engine:
                 self._signals.watch(around)
                 self._check_whole(deferred_too=False)
                 self._begin()
+                self._accumulation.end_micro_batch()
                 around.enter_context(parts.telemetry.timed("forward"))
                 if parts.modules is not None:
                     around.enter_context(parts.modules.saving())
@@ -159,20 +159,31 @@ class Engine:
                     around.enter_context(torch.autocast(kind, dtype=parts.autocast, cache_enabled=False))
             return self.model(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of `loss`, which with fp16 is scaled first.
+    def backward(self, loss: torch.Tensor, *, scale: bool = True, **kwargs: Any) -> None:
+        """Compute the gradients of `loss`. With fp16, the engine multiplies it by the loss scale first.
+
+        This is one micro-batch, for which the update divides gradients by `accumulation_steps`; with `scale=False` it
+        does not, and averaging is the caller's. With `retain_graph=True`, the micro-batch goes on: the next backward
+        belongs to it, unless the model or `step()` is called before.
 
         Raises:
-            CapacityError: the device's budget has no room for what modules make.
+            CapacityError: the device's budget has no room for what modules make, or the host's for the gradients of
+                more micro-batches than `accumulation_steps`. The latter changes nothing: step() uses what has come.
+            RuntimeError: this step has gradients of backwards with the other `scale`, or its updates have begun early.
+                Nothing has changed.
         """
         self._check_open()
         self._check_loss(loss)
+        retains_graph = kwargs.get("retain_graph")
         end = HeldEnd(self._signals)
         with self._too_little_is_told(), end as around, end:
-            self._begin_backward(around)
+            self._begin_backward(around, averaged=scale)
             scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
-            self._end_backward()
+            # Where it is not said, torch retains the graph of a backward that can be differentiated.
+            self._end_backward(
+                retains_graph=bool(kwargs.get("create_graph") if retains_graph is None else retains_graph)
+            )
 
     @contextmanager
     def _too_little_is_told(self) -> Iterator[None]:
@@ -201,30 +212,33 @@ class Engine:
             )
 
     @_held
-    def _begin_backward(self, around: ExitStack) -> None:
+    def _begin_backward(self, around: ExitStack, *, averaged: bool) -> None:
         self._signals.watch(around)
         self._check_whole()
         self._begin()
-        self._begin_early()
+        self._begin_gradients(averaged=averaged)
         around.enter_context(self._parts.telemetry.timed("backward"))
-        around.callback(self._end_scaling)
-        self._scaling = True
+        around.callback(self._leave_backward)
+        self._in_backward = True
 
-    def _end_scaling(self) -> None:
-        self._scaling = False
+    def _leave_backward(self) -> None:
+        self._in_backward = False
 
     @_held
-    def _end_backward(self) -> None:
+    def _end_backward(self, *, retains_graph: bool) -> None:
+        self._accumulation.end_backward(retains_graph=retains_graph)
         if self._parts.whole is not None:
-            self._parts.whole.end_backward(last=self._is_last)
+            self._parts.whole.end_backward(last=self._accumulation.is_reached)
         if self._parts.early is not None:
             self._parts.early.go_on()
 
     @_held
-    def step(self) -> StepResult:
+    def step(self, update: bool | None = None) -> StepResult:
         """Update every parameter that has a gradient, and use the gradients up.
 
-        With `accumulation_steps=k`, all calls but each k-th do nothing.
+        Where fewer micro-batches have come than `accumulation_steps`, leave them for a later call. `update=True`
+        updates with what has come, as at the end of an epoch; `update=False` never does. A step that was interrupted
+        in its update is finished in any case.
 
         Raises:
             FloatingPointError: with fp16, the gradients are not finite at a loss scale of 1. Nothing was updated.
@@ -235,19 +249,19 @@ class Engine:
         parts = self._parts
         self._updates.resume()
         self._updates.end()
-        self._finish_gradients()
+        self._accumulation.end_micro_batch()
+        wanted = self._accumulation.is_reached if update is None else update
+        last = wanted or self._accumulation.is_reached
+        self._finish_gradients(last=last)
         self._guards.check_gradients()
-        if not parts.gradients.any and (parts.whole is None or not parts.whole.waits(last=self._is_last)):
+        if not parts.gradients.any and (parts.whole is None or not parts.whole.waits(last=last)):
             raise RuntimeError(
                 "there is nothing to step with: no gradient has come since the last step, or zero_grad() has dropped "
                 "it. Call backward() first; if you did, the loss does not depend on any parameter of the optimizer"
             )
-        if not parts.states.begun:
-            self._micro_batches += 1
-            parts.meter.micro_batch()
-            if self._micro_batches < parts.accumulation_steps:
-                self._has_accumulated = True
-                return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
+        if not wanted and not parts.states.begun:
+            self._accumulation.leave()
+            return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
         if not parts.states.begun:  # else what has changed values may be what the step has begun
             self._check_untouched(parts.trained)
         before = self.steps
@@ -258,7 +272,7 @@ class Engine:
             for each in parts.trained:
                 each.note_values()
         self._updates.end_step()
-        self._micro_batches = self._dropped_in_vain = 0
+        self._accumulation.end_step()
         if parts.fetcher is not None:
             parts.fetcher.end_step()
         fetching = self.fetching()
@@ -279,10 +293,9 @@ class Engine:
         self._taken.hide()
         if self._updates.under_way:  # its gradients are in use, and none has come since
             return
-        self._dropped_in_vain += self._has_accumulated
-        if self._has_accumulated and self._dropped_in_vain > 1:
+        if self._accumulation.drops_in_vain():
             warnings.warn(
-                f"zero_grad() drops the gradients of {self._micro_batches} of {self._parts.accumulation_steps} "
+                f"zero_grad() drops the gradients of {self._accumulation.count} of {self._accumulation.planned} "
                 "micro-batches of a step: where it is called after each of them, no step ever updates anything",
                 RuntimeWarning,
                 stacklevel=3,
@@ -294,7 +307,7 @@ class Engine:
         self._parts.gradients.clear()
         for each in self._parts.trained:
             each.parameter.grad = None  # what was interrupted before it was taken
-        self._micro_batches, self._has_accumulated = 0, False
+        self._accumulation.drop()
         self._clip_to = self._parts.max_grad_norm
 
     @_held
@@ -324,7 +337,7 @@ class Engine:
         parts.gradients.settle()
         unscale, used = self._unscale(), parts.scale.value
         if parts.whole is not None:
-            parts.whole.agree_on_update(rules, self._clip_to, used)
+            parts.whole.agree_on_update(rules, self._clip_to, used, self._accumulation)
         norm = None
         if self._clip_to is not None or parts.scale.dynamic:
             total = self._norm()
@@ -355,12 +368,25 @@ class Engine:
         self._clip_to = parts.max_grad_norm
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
 
+    def _begin_gradients(self, *, averaged: bool) -> None:
+        """Refuse gradients that this step cannot take, before any comes; begin early updates if it is time."""
+        if self._accumulation.is_full:
+            if self._parts.early is not None and self._parts.early.inputs is not None:
+                raise RuntimeError(
+                    f"accumulation_steps plans for {self._accumulation.planned} in a step, and this backward would be "
+                    "one more. With storage.early_updates, the updates of this step have begun already. Nothing was "
+                    "lost: call step(), then compute this loss again"
+                )
+            self._parts.gradients.check_room_for_more(self._accumulation.planned)
+        self._accumulation.begin_backward(averaged=averaged)
+        self._begin_early()
+
     def _begin_early(self) -> None:
         """Begin to update what is complete, in the backward of the last micro-batch."""
         parts = self._parts
         if parts.early is None or parts.early.inputs is not None or self._modifying:
             return
-        if self._micro_batches == parts.accumulation_steps - 1:
+        if self._accumulation.expects_last:
             parts.gradients.settle()  # those of earlier micro-batches are read
             parts.early.begin(StepInputs(parts.gradients, rules_of(self.optimizer), self._unscale()))
 
@@ -388,15 +414,10 @@ class Engine:
                 fetcher.moved(places)
             early.end()
 
-    @property
-    def _is_last(self) -> bool:
-        """Whether the micro-batch is the last of a step."""
-        return self._micro_batches >= self._parts.accumulation_steps - 1
-
-    def _finish_gradients(self, *, last: bool = False) -> None:
+    def _finish_gradients(self, *, last: bool) -> None:
         """Let the gradients that came to any rank be with those who own them, if they are needed by now."""
         if self._parts.whole is not None:
-            self._parts.whole.finish(last=last or self._is_last)
+            self._parts.whole.finish(last=last)
 
     def _norm(self) -> GradientNorm:
         gradients, whole = self._parts.gradients, self._parts.whole
@@ -406,7 +427,7 @@ class Engine:
 
     def _unscale(self) -> float:
         ranks = 1 if self._parts.whole is None else self._parts.whole.ranks.size
-        return 1.0 / (self._parts.scale.value * self._parts.accumulation_steps * ranks)
+        return 1.0 / (self._parts.scale.value * self._accumulation.divisor * ranks)
 
     def _take(self, number: int, gradient: torch.Tensor) -> None:
         if gradient.layout != torch.strided:
@@ -416,8 +437,9 @@ class Engine:
                 expected="a dense gradient: use sparse=False",
             )
         self._leave_no_half()  # the gradients of an update that was deferred make way
-        self._begin_early()
-        if self._parts.scale.dynamic and not self._scaling:
+        if not self._in_backward:
+            self._begin_gradients(averaged=True)
+        if self._parts.scale.dynamic and not self._in_backward:
             raise RuntimeError(
                 "with fp16 the loss has to be scaled before its gradients are computed: call engine.backward(loss), "
                 "not loss.backward()"
@@ -425,6 +447,7 @@ class Engine:
         whole, modules = self._parts.whole, self._parts.modules
         if modules is not None:
             modules.check_asked(number)
+        self._accumulation.note_gradient()
         (self._parts.gradients if whole is None else whole.reducer).take(number, gradient)
         self._taken.show(self._parts.trained[number])
 
@@ -580,9 +603,9 @@ class Engine:
         gradients, whole = self._parts.gradients, self._parts.whole
         if whole is None and not gradients.has(number):
             return None
-        if whole is not None and whole.waits(last=self._is_last):  # none is summed over the ranks yet
+        if whole is not None and whole.waits(last=self._accumulation.is_reached):  # no rank has its sum yet
             return None
-        self._finish_gradients()
+        self._finish_gradients(last=self._accumulation.is_reached)
         gradients.settle()
         found = gradients.sum_of(number)
         if whole is not None:
@@ -731,7 +754,7 @@ class Engine:
         """Begin to record a step, where none is being recorded."""
         self._check_process()
         self._check_open()
-        self._has_accumulated = False
+        self._accumulation.note_call()
         if self._taken.hide():
             self._drop_as_somebody_did()
         if not self._recording:
@@ -740,11 +763,11 @@ class Engine:
 
     def _drop_as_somebody_did(self) -> None:
         """Drop gradients that the optimizer or the model was asked to drop."""
-        if self._micro_batches:
+        if self._accumulation.left_by_step:
             raise RuntimeError(
-                f"{dropped_by_somebody()}. Here they are those of {self._micro_batches} of "
-                f"{self._parts.accumulation_steps} micro-batches of a step, and still count: drop nothing between "
-                "these, nor after an update, which uses gradients up"
+                f"{dropped_by_somebody()}. Here they are those of {self._accumulation.count} of "
+                f"{self._accumulation.planned} micro-batches of a step, and they still count. Call zero_grad() only "
+                "after the last micro-batch. step() already clears the gradients that it used"
             )
         self.zero_grad()
 

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from deepnvme.extents import PAGE
 from infinity_engine.accel import Event
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
@@ -33,6 +34,7 @@ from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostK
 from infinity_engine.optim import Stream as Values
 from infinity_engine.plan.ops import Lane
 from infinity_engine.storage import Hop, IOEvent, Place
+from infinity_engine.units import align_up
 
 __all__ = ["GradientKeeper", "Kept", "Piece", "Taker", "added_up"]
 
@@ -147,6 +149,23 @@ class GradientKeeper:
                     "after it, as model.to(dtype) does, but set its precision",
                 ) from None
             raise
+
+    def check_room_for_more(self, planned: int) -> None:
+        """Refuse the gradients of more micro-batches than `planned` where the host has no room to add them up.
+
+        Raises:
+            CapacityError: that is so. Nothing has changed.
+        """
+        try:
+            self._sum_memory.check_room(sum(slots.missing_sum_bytes for slots in self._slots))
+        except CapacityError as error:
+            raise _refused(
+                error,
+                f"accumulation_steps plans for {planned} in a step. This backward() would be one more, whose gradients "
+                "are added up in host memory. Nothing was lost: call step(), which uses what has come, then compute "
+                "this loss again. If a step has more backwards, raise accumulation_steps to their number, or add up "
+                "the losses of one batch",
+            ) from None
 
     def values(self, parameter: int, piece: int) -> Values | None:
         """Return a piece of a gradient where its update runs, None where none has come or it is `read`."""
@@ -275,6 +294,11 @@ class _Slots:
             slot.take(gradient)
         for on_device in self._device_slots:
             on_device.take(gradient)
+
+    @property
+    def missing_sum_bytes(self) -> int:
+        """The bytes of the sums on the host that one more gradient of this parameter makes necessary."""
+        return sum(slot.missing_sum_bytes for slot in self._on_host.values()) if self.count else 0
 
     def values(self, number: int) -> Values | None:
         if number in self._on_host:
@@ -462,6 +486,10 @@ class _HostSlot:
         lease = self._lanes.host.lease(piece.numel(), holder="gradients")
         self._newest = (lease, _download(self._lanes, piece, lease), format_)
 
+    @property
+    def missing_sum_bytes(self) -> int:
+        return _SumMemory.nbytes(self._piece.numel) if self._sum is None else 0
+
     def _fold(self) -> None:
         """Add the newest gradient to the sum, which begins with the first."""
         assert self._newest is not None, "there is one"
@@ -564,6 +592,11 @@ class _DriveSlot:
             self._block_sums = self._lanes.kernels.block_sums(values)
         self._outgoing.send(lease, made, self._places[count], what=self._what)
         self.formats += (format_,)
+
+    @property
+    def missing_sum_bytes(self) -> int:
+        is_full = self._sum is None and len(self.formats) == self._outgoing.micro_batches
+        return _SumMemory.nbytes(self._piece.numel) if is_full else 0
 
     def ask_first(self, taker: Callable[[torch.Tensor, FloatFormat, int], bool]) -> None:
         """Let somebody else take what comes: (bytes, format, how many came before it)."""
@@ -668,6 +701,22 @@ class _SumMemory:
     def __init__(self, pool: PinnedPool, unplanned: Reservation) -> None:
         self._pool = pool
         self._unplanned = unplanned
+
+    @staticmethod
+    def nbytes(numel: int) -> int:
+        """Return the bytes that the sum of so many elements takes, which come in pages."""
+        return align_up(FloatFormat.FP32.nbytes * numel, PAGE)
+
+    def check_room(self, nbytes: int) -> None:
+        """Refuse what does not fit; take nothing.
+
+        Raises:
+            CapacityError: pool and budget do not have that much left.
+        """
+        missing = nbytes - self._pool.stats().free
+        if missing > 0:
+            self._unplanned.grow(missing)
+            self._unplanned.shrink(missing)
 
     def lease(self, numel: int) -> Lease | _Unplanned:
         """Return memory for so many elements.

@@ -12,7 +12,7 @@ class Outcome(Enum):
     """What a call of `step` did."""
 
     UPDATED = "updated"  # every parameter that had a gradient
-    ACCUMULATED = "accumulated"  # nothing: more micro-batches are to come
+    ACCUMULATED = "accumulated"  # nothing: gradients wait for more micro-batches, or for step(update=True)
     SKIPPED = "skipped"  # nothing: gradients were not finite, and the loss scale is lower now
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from infinity_engine.config import EngineConfig, ParametersAt, Stage
+from infinity_engine.engine.accumulation import Accumulation
 from infinity_engine.engine.built import BuiltModel
 from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.engine.gathering import WIRES, CutParameter, ParameterGatherer, room_of_wires
@@ -280,7 +281,7 @@ class Whole:
         self.reducer = reducer
         self._norm: GradientNorm | None = None  # of what the reducer has handed on
         self._agreed: Mapping[str, object] | None = None  # on the update with that
-        self._summed = 0  # backwards, since gradients were used up or dropped
+        self._owed = False  # whether all ranks have yet to reduce gradients of a backward that has ended
 
     @property
     def ranks(self) -> Ranks:
@@ -291,7 +292,9 @@ class Whole:
         """Let all gradients be with those who own them, if they are needed by now; all ranks come to this."""
         if self.modules is not None:
             self.modules.end_backward()
-        if not self.waits(last=last):
+        if self.waits(last=last):
+            self._owed = True
+        else:
             self._reduce()
 
     def waits(self, *, last: bool) -> bool:
@@ -299,31 +302,37 @@ class Whole:
         return self.reducer.adds_up and not last
 
     def finish(self, *, last: bool) -> None:
-        """Reduce gradients that came outside of `Engine.backward`, if they are needed by now."""
-        if self.reducer.open and not self.waits(last=last):
+        """Reduce gradients that came outside of `Engine.backward`, or wait here, if they are needed by now."""
+        if (self.reducer.open or self._owed) and not self.waits(last=last):
             self._reduce()
 
-    def agree_on_update(self, rules: Sequence[Rule], max_grad_norm: float | None, loss_scale: float) -> None:
+    def agree_on_update(
+        self, rules: Sequence[Rule], max_grad_norm: float | None, loss_scale: float, accumulation: Accumulation
+    ) -> None:
         """Make sure that all ranks update in the same way; asked once: who repeats a step does so alone.
 
         Raises:
             CollectiveError: they do not; names what differs, and who has what.
         """
         groups = {f"optimizer's group {number}": rule for number, rule in enumerate(rules)}
-        mine = {**groups, "max_grad_norm": max_grad_norm, "loss scale": loss_scale}
+        mine = {
+            **groups,
+            "max_grad_norm": max_grad_norm,
+            "loss scale": loss_scale,
+            "micro-batches of this step": accumulation.count,
+            "divisor of gradients": accumulation.divisor,
+        }
         if mine != self._agreed:
-            self.ranks.agree_again_on("what the update is made with", {**mine, "backwards of this step": self._summed})
+            self.ranks.agree_again_on("what the update is made with", mine)
             self._agreed = mine
 
     def drop(self) -> None:
         """Drop gradients that have come, as if there had been no backward; all ranks come to this."""
         self.reducer.drop()
-        self._summed = 0
+        self._owed = False
 
     def _reduce(self) -> None:
-        if self._agreed is not None:  # and so those before were used up
-            self._summed = 0
-        self._summed += 1
+        self._owed = False
         self._norm = self._agreed = None
         self.reducer.finish()
 

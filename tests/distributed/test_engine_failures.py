@@ -47,7 +47,7 @@ def test_ranks_that_begin_with_something_else_are_all_told_what(what: str, told:
     [
         ("rate", r"optimizer's group 1: .*lr=0\.001.* on ranks 0, 1"),
         ("clip", r"max_grad_norm: 1\.0 on ranks 0, 1, 2\.0"),
-        ("dropped gradients", r"backwards of this step: 2 on ranks 0, 1, 1 on rank 2"),
+        ("dropped gradients", r"micro-batches of this step: 2 on ranks 0, 1, 1 on rank 2"),
     ],
 )
 def test_ranks_that_step_with_something_else_are_all_told_what(what: str, differs: str) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from support import rank_training as programs
+from support.engine_bits import differing
 from support.ranks import launched
 
 LITTLE = 200 << 10  # of the device, on which little more is whole than what a module needs
@@ -35,3 +36,23 @@ def test_a_rank_without_any_batch_is_named_on_all() -> None:
 def test_a_rank_that_ends_its_evaluation_before_others_is_told_apart_and_does_not_hang() -> None:
     for told in launched(2, partial(programs.evaluate, in_step=False), [3, 1], LITTLE):
         assert re.match("CollectiveError: .*the ranks do not do the same.*rank 0: .*rank 1: ", told), told
+
+
+@pytest.mark.parametrize("stage", ["optimizer", pytest.param("parameters", marks=pytest.mark.slow)])
+def test_ranks_update_alike_whoever_counts_micro_batches(stage: str) -> None:
+    [found, other] = launched(2, programs.accumulate_as_called, {"stage": stage})
+
+    for states in (*found.values(), *other.values()):
+        assert differing(states, found["step after each backward"]) == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "differs"),
+    [
+        ("optimizer", "the ranks differ in micro-batches of this step: 2 on rank 0, 1 on rank 1"),
+        ("parameters", "rank 0: what has a gradient .*; rank 1: whether all agree on what the update is made with"),
+    ],
+)
+def test_all_ranks_are_told_where_one_updates_alone(stage: str, differs: str) -> None:
+    for told in launched(2, programs.updates_alone, {"stage": stage}):
+        assert re.search(differs, told), told

@@ -290,13 +290,26 @@ def test_more_gradients_than_there_are_micro_batches_are_added_up_all_the_same(
         with opened(case, None, drive) as (engine, task):
             train(engine, task, case)
             for micro_batch in range(3):
-                for again in range(1 + more.get(micro_batch, 0)):
-                    engine.backward(engine(task.batch(10 * micro_batch + again)))
+                extra = more.get(micro_batch, 0)
+                losses = [engine(task.batch(10 * micro_batch + number)) for number in range(1 + extra)]
+                for number, loss in enumerate(losses):
+                    engine.backward(loss, retain_graph=number < extra)
                 engine.step()
             return bits_of(engine)
 
     memory = replace(case, early=False, host="256MiB", parameters="auto", strategy=Case().strategy)
     assert_same(bits(case, tmp_path), bits(memory, None))
+
+
+def test_more_micro_batches_than_planned_are_refused_before_anything_is_lost(tmp_path: Path) -> None:
+    case = replace(EARLY, steps=2)
+    with early(case, tmp_path) as (engine, task):
+        engine.backward(engine(task.batch(1)))
+        with pytest.raises(RuntimeError, match=r"updates of this step have begun.*Nothing was lost"):
+            engine.backward(engine(task.batch(2)))
+        engine.step()
+
+        assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
 def test_changing_parameters_of_which_new_values_may_be_made_is_refused(tmp_path: Path) -> None:
@@ -368,7 +381,7 @@ def test_a_second_backward_before_a_step_is_refused_and_can_be_taken_back(tmp_pa
     case = replace(EARLY, steps=2)
     with early(case, tmp_path) as (engine, task):
         before = bits_of(engine)
-        engine.backward(engine(task.batch(1)))
+        engine.backward(engine(task.batch(1)), retain_graph=True)
         largest = [each for each in task.parameters() if each.numel() > 1000][-3]  # is updated early
         with engine.gathered([largest]), pytest.raises(RuntimeError, match=r"one backward\(\) for each micro-batch"):
             engine.backward(largest.float().sum())

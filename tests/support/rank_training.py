@@ -539,6 +539,45 @@ def accumulate_by_turns(counts: Sequence[int], settings: Sequence[Mapping[str, A
     return [accumulates(counts, each) for each in settings]
 
 
+def accumulate_as_called(ranks: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the same two updates of two micro-batches by several loops; return the states after each loop."""
+
+    def states(steps: Sequence[Mapping[str, Any] | None], accumulation: int = 2, *, scale: bool = True) -> Any:
+        run = Run(accumulation=accumulation, settings={"ranks": ranks})
+        task, optimizer = made(run)
+        with deterministic_compute(), ExitStack() as around:
+            engine = engine_of(run, task, optimizer, around)
+            for number, step in enumerate(steps):
+                loss = engine(batch_of(task, number))
+                engine.backward(loss if scale else loss / 2, scale=scale)
+                if step is not None:
+                    engine.step(**step)
+            assert engine.steps == 2
+            return states_of(engine, task)
+
+    return {
+        "step after each backward": states([{}] * 4),
+        "step after two backwards": states([None, {}] * 2),
+        "remainders": states([None, {"update": True}] * 2, accumulation=4, scale=False),
+    }
+
+
+def updates_alone(ranks: Mapping[str, Any]) -> str:
+    """Update with a remainder on the last rank only; return what each was told."""
+    rank, size = where()
+    run = Run(accumulation=2, settings={"ranks": ranks})
+
+    def train_until_told() -> None:
+        task, optimizer = made(run)
+        with ExitStack() as around:
+            engine = engine_of(run, task, optimizer, around)
+            for number in range(4):
+                engine.backward(engine(batch_of(task, number)))
+                engine.step(update=True if number == 2 and rank == size - 1 else None)
+
+    return _told(train_until_told)
+
+
 def close_crowded(rank: int) -> list[str]:
     """Close where only one rank shares its machine with so many that there is no room; return what was warned of."""
     task, optimizer = made(Run())
