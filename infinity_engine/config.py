@@ -38,13 +38,14 @@ __all__ = [
 
 
 class Precision(Enum):
-    """What modules compute in. The optimizer's states are fp32 in all of them."""
+    """The dtype that parameters compute in. Masters and optimizer states are fp32, and buffers keep their dtype."""
 
-    FP32 = "fp32"  # Exact and largest.
-    BF16 = "bf16"  # Half the bytes, the range of fp32, fewer digits.
-    FP16 = "fp16"  # Half the bytes, more digits than bf16, a small range: needs loss scaling.
-    BF16_AUTOCAST = "bf16_autocast"  # Parameters in bf16; torch.autocast chooses for each operation.
-    FP16_AUTOCAST = "fp16_autocast"  # Parameters in fp16, likewise, with loss scaling.
+    MODEL = "model"  # Each parameter computes in the dtype that it has.
+    FP32 = "fp32"  # Casts all to fp32. Exact and largest.
+    BF16 = "bf16"  # Casts to bf16. Half the bytes, the range of fp32, fewer digits.
+    FP16 = "fp16"  # Casts to fp16. Half the bytes, more digits than bf16, a small range: needs loss scaling.
+    BF16_AUTOCAST = "bf16_autocast"  # As bf16; torch.autocast chooses for each operation.
+    FP16_AUTOCAST = "fp16_autocast"  # As fp16, likewise, with loss scaling.
 
 
 class ParametersAt(Enum):
@@ -423,8 +424,10 @@ class EngineConfig(_Settings):
         metadata=_about(_strategy(), "where states stay and where their updates run; auto: the planner chooses"),
     )
     precision: Precision = field(
-        default=Precision.FP32,
-        metadata=_about(_member(Precision), "what modules compute in"),
+        default=Precision.MODEL,
+        metadata=_about(
+            _member(Precision), "the dtype that parameters compute in; model: each one's own; others cast (memory.md)"
+        ),
     )
     accelerator: Accelerator = field(
         default=Accelerator.AUTO,

@@ -151,7 +151,7 @@ def name_of(rule: Rule) -> str:
 def updates_state(numel: int, master: Stream, states: tuple[Stream, ...]) -> SubgroupState:
     """Return a state of one segment."""
     segment = Segment(parameter=0, first_element=0, numel=numel, offset=0)
-    return SubgroupState(subgroup=Subgroup(0, (segment,)), formats=FORMATS, master=master, states=states)
+    return SubgroupState(subgroup=Subgroup(0, (segment,), FORMATS), master=master, states=states)
 
 
 def steps_of(rule: Rule, state: SubgroupState, gradient: Stream, parameter: Stream) -> Callable[[Kernels], None]:

@@ -36,12 +36,13 @@ from infinity_engine.engine.modules import ModuleParameters
 from infinity_engine.engine.outgoing import Outgoing
 from infinity_engine.engine.parameters import TrainedParameter
 from infinity_engine.engine.planning import Planned, check_and_plan
+from infinity_engine.engine.precision import asked_dtype
 from infinity_engine.engine.progress import Progress, Teller
 from infinity_engine.engine.ranks import Ranks
 from infinity_engine.engine.scaling import LossScale
 from infinity_engine.engine.sharding import Shards
 from infinity_engine.engine.signals import HeldSignals
-from infinity_engine.engine.sizing import dtype_of, pieces_of
+from infinity_engine.engine.sizing import pieces_of
 from infinity_engine.engine.states import StateKeeper, piece_numbers
 from infinity_engine.engine.swapping import SwappedStates
 from infinity_engine.engine.updating import Deferral
@@ -140,13 +141,12 @@ def _parts(
     records, shown = bring_home(
         everything, sizing, plan, lanes=lanes, swap=swap, originals=originals, resources=resources, teller=teller
     )
-    move_buffers(model, sizing, accelerator.torch_device, resources)
+    move_buffers(model, accelerator.torch_device, resources)
     swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
     states = StateKeeper(
         plan.steps,
         sizing.subgroups,
         trained,
-        formats=sizing.formats,
         state_names=sizing.state_names,
         lanes=lanes,
         swapped=swapped,
@@ -156,7 +156,11 @@ def _parts(
     states.begin(originals.fill, planned.rules, teller)
     for parameter, values in shown:
         parameter.data = values
-    gradients = _gradients(config, trained, sizing, plan, lanes=lanes, swap=swap, staying=staying, sums=sums)
+    has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)
+    sums_early = has_fp16 or config.max_grad_norm is not None
+    gradients = _gradients(
+        trained, sizing, plan, lanes=lanes, swap=swap, staying=staying, sums=sums, sums_early=sums_early
+    )
     fetcher = modules = whole = None
     if plan.steps.parameters is not Tier.DEVICE:
         fetcher = ParameterFetcher(everything, records, lanes, plan.demand.fetched, swap=swap, passing=passing)
@@ -199,8 +203,8 @@ def _parts(
         modules=modules,
         whole=whole,
         deferral=deferral,
-        scale=LossScale(dynamic=sizing.formats.parameter is FloatFormat.FP16),
-        autocast=dtype_of(sizing) if autocast else None,
+        scale=LossScale(dynamic=has_fp16),
+        autocast=asked_dtype(config.precision) if autocast else None,
         accumulation_steps=config.accumulation_steps,
         max_grad_norm=config.max_grad_norm,
         telemetry=telemetry,
@@ -238,7 +242,6 @@ def _lanes(
 
 
 def _gradients(
-    config: EngineConfig,
     trained: Sequence[TrainedParameter],
     sizing: Sizing,
     plan: Plan,
@@ -247,6 +250,7 @@ def _gradients(
     swap: SwapFile | None,
     staying: Reservation,
     sums: Reservation,
+    sums_early: bool,
 ) -> GradientKeeper:
     outgoing = None
     if plan.resting.gradients:
@@ -260,7 +264,7 @@ def _gradients(
         outgoing,
         staying=staying,
         sums=sums,
-        sums_early=config.max_grad_norm is not None or sizing.formats.parameter is FloatFormat.FP16,
+        sums_early=sums_early,
     )
 
 
@@ -358,8 +362,6 @@ def _swapped(
         plan.layouts,
         {number: record.place for number, record in records.items() if record.place is not None},
         names=lambda number: trained[number].name,
-        width=sizing.width,
-        in_place=sizing.formats.parameter is None,
         pieces=piece_numbers(sizing.subgroups),
         lanes=lanes,
         early=_early(plan),
@@ -384,7 +386,6 @@ def _early_updates(
     if not order:
         return None
     assert swapped is not None, "what is early rests on drives"
-    assert sizing.formats.parameter is not None, "fp32 parameters, which are masters, are not updated early"
     numbers, chosen = piece_numbers(sizing.subgroups), set(order)
     early = EarlyUpdates(
         states,
@@ -398,7 +399,6 @@ def _early_updates(
             for number, segment in enumerate(each.segments)
         },
         buffers=plan.resting.early,
-        format_=sizing.formats.parameter,
         keep=gradients.keep,
     )
     gradients.ask_first(early.take)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from infinity_engine.config import EngineConfig, Overlap
-from infinity_engine.engine.parameters import TrainedParameter
+from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.engine.ranks import Ranks
 from infinity_engine.engine.replanning import Question
 from infinity_engine.engine.sharding import Sharding
@@ -36,6 +36,7 @@ _MOST_SUBGROUPS = 256  # that are simulated; the engine may have more, for which
 def choose(
     model: torch.nn.Module,
     trained: Sequence[TrainedParameter],
+    frozen: Sequence[ModelParameter],
     sizing: Sizing,
     *,
     config: EngineConfig,
@@ -50,7 +51,7 @@ def choose(
     wish = wish_of(config, policy)
     if not _is_open(wish) or config.rates is None:
         return wish, None
-    training = _training(shape_of(model, trained), sizing, wish, config)
+    training = _training(shape_of(model, trained, frozen), sizing, wish, config)
     means = _means(sizing, config.rates, budget, io_bytes)
     choice = _choice(training, means, wish, config)
     if choice is None:
@@ -82,8 +83,7 @@ def choose_together(
     least = _least(ranks, room)
     asked = None
     if rates is not None:
-        shape = shape_of(model, sharding.cut.wholes)
-        shape = replace(shape, deepest_numel=-(-sizing.deepest // sizing.width))  # of shards, which are fetched
+        shape = shape_of(model, sharding.cut.wholes, sharding.cut.frozen_wholes)
         asked = _Asked(
             training=_training(shape, sizing, wish, config),
             means=_means(sizing, rates, least, io_bytes, ranks=ranks.shards.size),
@@ -152,8 +152,9 @@ def _is_open(wish: Wish) -> bool:
 
 
 def _training(model: ModelShape, sizing: Sizing, wish: Wish, config: EngineConfig) -> Training:
+    deepest_numel = -(-sizing.deepest // sizing.width)  # of several ranks, that of shards, which are fetched
     return Training(
-        model=model,
+        model=replace(model, deepest_numel=deepest_numel),
         batch=1,
         sequence=1,
         accumulation_steps=wish.accumulation_steps,

@@ -23,6 +23,8 @@ from infinity_engine.storage import IOEvent
 
 __all__ = ["EarlyUpdates"]
 
+_FORMAT = FloatFormat.BF16
+"""Of gradients: fp32 parameters, which are masters, are not updated early, nor fp16 ones, whose scale may fall."""
 _Piece = tuple[int, int]  # a parameter, and which piece of it
 
 
@@ -78,8 +80,8 @@ class _Window:
 class EarlyUpdates:
     """What may be updated early, `order` says in which order it is expected; `buffers` are how many there are for it.
 
-    `segments` has the subgroup and the number of the segment of each piece of a gradient, which come in `format_`.
-    `keep` writes a gradient to the drives that was taken into a buffer: (parameter, piece, its bytes).
+    `segments` has the subgroup and the number of the segment of each piece of a gradient. `keep` writes a gradient to
+    the drives that was taken into a buffer: (parameter, piece, its bytes).
     """
 
     def __init__(
@@ -91,7 +93,6 @@ class EarlyUpdates:
         order: Sequence[int],
         segments: Mapping[_Piece, tuple[int, int]],
         buffers: int,
-        format_: FloatFormat,
         keep: Callable[[int, int, memoryview], None],
     ) -> None:
         self._states = states
@@ -102,7 +103,6 @@ class EarlyUpdates:
         self._pieces = {where: piece for piece, where in segments.items()}
         self._segment_counts = Counter(subgroup for subgroup, _ in segments.values())
         self._buffers = buffers
-        self._format = format_
         self._keep = keep
         self._window: _Window | None = None
         self._early: dict[int, _Early] = {}
@@ -140,7 +140,7 @@ class EarlyUpdates:
                 "reentrant checkpointing). Call zero_grad(), which takes the update back, or turn the setting off"
             )
         visit = None if early is None else self._swapped.visit(subgroup)
-        takes = visit is not None and visit.has_place(segment, micro_batch) and format_ is self._format
+        takes = visit is not None and visit.has_place(segment, micro_batch) and format_ is _FORMAT
         if early is None or visit is None or not takes or segment in early.arrived:
             self._miss(subgroup)
             return False

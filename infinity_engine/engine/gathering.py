@@ -46,12 +46,16 @@ _PAUSE_S = 0.1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class CutParameter:
-    """A parameter of the model, this rank's shard of it, and how it is cut; in `dtype`, as modules compute with it."""
+    """A parameter of the model, this rank's shard of it, and how it is cut."""
 
     whole: ModelParameter
     shard: ModelParameter
     spec: ShardSpec
-    dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What modules compute with it in."""
+        return self.whole.dtype
 
     @property
     def nbytes(self) -> int:

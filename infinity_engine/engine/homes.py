@@ -15,7 +15,6 @@ from infinity_engine.engine.built import BuiltModel
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.engine.progress import Teller
-from infinity_engine.engine.sizing import dtype_of
 from infinity_engine.memory import Lease, Views
 from infinity_engine.optim import NORM_BLOCK
 from infinity_engine.plan import Tier
@@ -105,17 +104,17 @@ def bring_home(
     records = {}
     shown = []
     on_host = plan.steps.parameters is not Tier.DEVICE and not lanes.accelerator.unified
-    with teller.part("placing parameters", sum(_nbytes(each, sizing) for each in parameters)) as placed:
+    with teller.part("placing parameters", sum(each.nbytes for each in parameters)) as placed:
         for each in parameters:
             if each.number in plan.resting.values:
                 assert swap is not None, "what rests on drives has a place there"
-                records[each.number] = _go_to_drives(each, sizing, lanes, swap, originals, placed=placed)
+                records[each.number] = _go_to_drives(each, lanes, swap, originals, placed=placed)
                 continue
             if on_host and each.numel:
-                records[each.number] = _go_home(each, sizing, lanes, originals, resources)
+                records[each.number] = _go_home(each, lanes, originals, resources)
             elif not on_host:
                 shown.append((each.parameter, _on_device(each, sizing, lanes, originals, resources)))
-            placed(_nbytes(each, sizing))
+            placed(each.nbytes)
     return records, shown
 
 
@@ -123,26 +122,20 @@ def _on_device(
     each: ModelParameter, sizing: Sizing, lanes: Lanes, originals: Originals, resources: ExitStack
 ) -> torch.Tensor:
     """Return the tensor that modules compute with from here on, on the device."""
-    dtype = _computed_dtype(each, sizing)
-    stays = lanes.accelerator.unified and sizing.formats.parameter is None and not originals.on_drives(each)
-    stays = stays and each.part_of is None  # whose memory is the whole's, which goes
-    if stays or not each.numel:
-        return each.parameter.detach().to(dtype).contiguous()
-    lease = lanes.device.lease(each.numel * dtype.itemsize, holder="parameters", views=Views.KEEP)
+    if sizing.own or not each.numel:
+        return each.parameter.detach().to(each.dtype).contiguous()
+    lease = lanes.device.lease(each.nbytes, holder="parameters", views=Views.KEEP)
     resources.callback(_leave, each.parameter, lease)
-    values = lease.tensor(dtype)
+    values = lease.tensor(each.dtype)
     originals.fill(each, 0, values)
     return values.view(each.parameter.shape)
 
 
-def _go_home(
-    each: ModelParameter, sizing: Sizing, lanes: Lanes, originals: Originals, resources: ExitStack
-) -> ShardRecord:
+def _go_home(each: ModelParameter, lanes: Lanes, originals: Originals, resources: ExitStack) -> ShardRecord:
     """Let values live on the host, in a shard of their own."""
-    dtype = _computed_dtype(each, sizing)
-    lease = lanes.host.lease(each.numel * dtype.itemsize, holder="parameters")
+    lease = lanes.host.lease(each.nbytes, holder="parameters")
     resources.callback(lease.close)
-    values = lease.tensor(dtype)
+    values = lease.tensor(each.dtype)
     originals.fill(each, 0, values)
     each.live_at(values)
     return ShardRecord(each.name, lease)
@@ -150,7 +143,6 @@ def _go_home(
 
 def _go_to_drives(
     each: ModelParameter,
-    sizing: Sizing,
     lanes: Lanes,
     swap: SwapFile,
     originals: Originals,
@@ -158,9 +150,9 @@ def _go_to_drives(
     placed: Callable[[int], None],
 ) -> ShardRecord:
     """Let values rest on the drives, in a place of their own; they go there in pieces, which `placed` is told of."""
-    dtype = _computed_dtype(each, sizing)
+    dtype = each.dtype
     block = NORM_BLOCK * dtype.itemsize if isinstance(each, TrainedParameter) else CHECKSUM_BYTES  # as subgroups cut it
-    place = swap.allocate(each.numel * dtype.itemsize, holder=each.name, block_bytes=block)
+    place = swap.allocate(each.nbytes, holder=each.name, block_bytes=block)
     with lanes.host.lease_planned(SCRATCH) as scratch:
         most = scratch.nbytes // dtype.itemsize
         for first in range(0, each.numel, most):
@@ -169,31 +161,16 @@ def _go_to_drives(
             originals.fill(each, first, scratch.tensor(dtype)[:numel])
             swap.write(place.part(first * dtype.itemsize, nbytes), scratch.memory()[:nbytes], what=each.name).wait()
             placed(nbytes)
-    each.rest_on_drives(dtype)
+    each.rest_on_drives()
     return ShardRecord(each.name, place)
 
 
-def _nbytes(each: ModelParameter, sizing: Sizing) -> int:
-    """Return the bytes that modules compute with of a parameter."""
-    return each.numel * _computed_dtype(each, sizing).itemsize
-
-
-def _computed_dtype(each: ModelParameter, sizing: Sizing) -> torch.dtype:
-    """Return what modules compute with a parameter in."""
-    return dtype_of(sizing) if each.parameter.is_floating_point() else each.parameter.dtype
-
-
-def move_buffers(model: torch.nn.Module, sizing: Sizing, where: torch.device, resources: ExitStack) -> None:
-    """Cast buffers as `model.to(dtype)` does: batch norm, for one, wants them in its parameters' dtype.
-
-    And have them where modules compute, until the engine is closed.
-    """
+def move_buffers(model: torch.nn.Module, where: torch.device, resources: ExitStack) -> None:
+    """Have buffers where modules compute, until the engine is closed, in the dtype that they have."""
     for buffer in model.buffers():
-        before = buffer.device
-        dtype = dtype_of(sizing) if buffer.is_floating_point() else buffer.dtype
-        buffer.data = buffer.data.to(where, dtype)
-        if buffer.device != before:
-            resources.callback(_move, buffer, before)
+        if buffer.device != where:
+            resources.callback(_move, buffer, buffer.device)
+            _move(buffer, where)
 
 
 def _leave(parameter: torch.nn.Parameter, lease: Lease) -> None:

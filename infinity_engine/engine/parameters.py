@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from infinity_engine.config import Precision
 from infinity_engine.engine.hooks import Hooks
+from infinity_engine.engine.precision import dtypes_of, formats_of
 from infinity_engine.errors import ConfigError
+from infinity_engine.optim import Formats
 
 __all__ = ["ModelParameter", "TrainedParameter", "absent", "collect_frozen", "collect_parameters"]
 
@@ -21,21 +24,29 @@ __all__ = ["ModelParameter", "TrainedParameter", "absent", "collect_frozen", "co
 class ModelParameter:
     """One parameter of the model; `number` is its place among those that the engine knows.
 
+    Modules compute with it in `dtype`, which may be another one than it has when it is given to the engine.
+
     Or this rank's shard of one, flat: a part of the model's parameter `part_of`, with the same number and name.
     """
 
     number: int
     name: str
     parameter: torch.nn.Parameter
+    dtype: torch.dtype
     part_of: torch.nn.Parameter | None = field(default=None, repr=False, kw_only=True)
     _seen: tuple[int, int] = field(default=(0, 0), repr=False, kw_only=True)
     _at_home: torch.Tensor | None = field(default=None, repr=False, kw_only=True)
-    _on_drives: torch.dtype | None = field(default=None, repr=False, kw_only=True)
+    _on_drives: bool = field(default=False, repr=False, kw_only=True)
 
     @property
     def numel(self) -> int:
         """How many elements it has."""
         return self.parameter.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that modules compute with."""
+        return self.numel * self.dtype.itemsize
 
     @property
     def of_model(self) -> torch.nn.Parameter:
@@ -50,28 +61,23 @@ class ModelParameter:
     @property
     def home(self) -> torch.Tensor:
         """The contiguous tensor that has those elements: the parameter, or what modules see copies of."""
-        if self._on_drives is not None:
+        if self._on_drives:
             raise RuntimeError(f"the values of {self.name} are on the drives: load them to see them")
         return self.parameter if self._at_home is None else self._at_home
 
     def live_at(self, home: torch.Tensor | None) -> None:
         """Let its values be in this flat tensor, of which modules see copies; None: they are the parameter's own."""
         self._at_home = home
-        self._on_drives = None
+        self._on_drives = False
 
-    def rest_on_drives(self, dtype: torch.dtype) -> None:
-        """Let its values be on the drives, of this type, and modules see copies of them."""
-        self._on_drives = dtype
+    def rest_on_drives(self) -> None:
+        """Let its values be on the drives, and modules see copies of them."""
+        self._on_drives = True
 
     @property
     def on_drives(self) -> bool:
         """Whether its values are there."""
-        return self._on_drives is not None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return what modules compute with it in."""
-        return self.values.dtype if self._on_drives is None else self._on_drives
+        return self._on_drives
 
     def show(self, values: torch.Tensor) -> None:
         """Let modules see these values. A change by somebody else, before, is still seen as one afterwards."""
@@ -116,8 +122,15 @@ class TrainedParameter(ModelParameter):
 
     group: int
 
+    @property
+    def formats(self) -> Formats:
+        """How it and its masters are stored."""
+        return formats_of(self.name, self.dtype)
 
-def collect_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[TrainedParameter, ...]:
+
+def collect_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: Precision
+) -> tuple[TrainedParameter, ...]:
     """Return the optimizer's parameters that are to be trained, in the model's order: about that of their use.
 
     Raises:
@@ -125,6 +138,7 @@ def collect_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
             optimizer has states, which would be lost.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    dtypes = dtypes_of(model, precision)
     groups: dict[int, int] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -151,23 +165,26 @@ def collect_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
                     "new ones: this version cannot take others over. To do without them, call optimizer.state.clear()",
                 )
             if parameter.requires_grad:
+                formats_of(name, dtypes[id(parameter)])
                 groups[id(parameter)] = number
     if not groups:
         raise ConfigError(field="optimizer", value="no parameter that requires a gradient", expected="at least one")
     listed = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in groups]
     return tuple(
-        TrainedParameter(number, name, parameter, groups[id(parameter)])
+        TrainedParameter(number, name, parameter, dtypes[id(parameter)], groups[id(parameter)])
         for number, (name, parameter) in enumerate(listed)
     )
 
 
-def collect_frozen(model: torch.nn.Module, trained: Collection[TrainedParameter]) -> tuple[ModelParameter, ...]:
+def collect_frozen(
+    model: torch.nn.Module, trained: Collection[TrainedParameter], precision: Precision
+) -> tuple[ModelParameter, ...]:
     """Return the model's other parameters, with the numbers that follow.
 
     Raises:
         ConfigError: one is of a kind that cannot be used here.
     """
-    ours = {id(each.parameter) for each in trained}
+    ours, dtypes = {id(each.parameter) for each in trained}, dtypes_of(model, precision)
     others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in ours]
     for name, parameter in others:
         if parameter.is_meta or parameter.layout != torch.strided:
@@ -175,7 +192,8 @@ def collect_frozen(model: torch.nn.Module, trained: Collection[TrainedParameter]
             found = "on the meta device" if parameter.is_meta else str(parameter.layout)
             raise ConfigError(field=f"parameter {name}", value=found, expected=expected)
     return tuple(
-        ModelParameter(len(trained) + place, name, parameter) for place, (name, parameter) in enumerate(others)
+        ModelParameter(len(trained) + place, name, parameter, dtypes[id(parameter)])
+        for place, (name, parameter) in enumerate(others)
     )
 
 
@@ -191,11 +209,7 @@ def _check(name: str, parameter: torch.nn.Parameter) -> None:
         problem = "is on the meta device, without values"
     elif parameter.device.type != "cpu":
         problem = f"is on {parameter.device}, and this version updates in host memory only"
-    elif not parameter.is_floating_point():
-        problem = f"is {parameter.dtype}"
     elif parameter.layout != torch.strided:
         problem = f"has the layout {parameter.layout}"
     if problem is not None:
-        raise ConfigError(
-            field=f"parameter {name}", value=problem, expected="a dense floating-point tensor with values, on the CPU"
-        )
+        raise ConfigError(field=f"parameter {name}", value=problem, expected="a dense tensor with values, on the CPU")

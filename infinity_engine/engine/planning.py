@@ -17,7 +17,7 @@ import torch
 from deepnvme import IOQueue
 from deepnvme.checksum import CHECKSUM_BYTES
 from infinity_engine.accel import Accelerator
-from infinity_engine.config import Checksum, EngineConfig, Precision, Recording, Replanning
+from infinity_engine.config import Checksum, EngineConfig, Recording, Replanning
 from infinity_engine.engine.built import BuiltModel
 from infinity_engine.engine.calibrating import with_rates, with_rates_of_machine
 from infinity_engine.engine.choosing import choose, choose_together, what_fits
@@ -27,7 +27,7 @@ from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, 
 from infinity_engine.engine.ranks import Ranks
 from infinity_engine.engine.replanning import Question, Replanner
 from infinity_engine.engine.sharding import Sharding, check_cut
-from infinity_engine.engine.sizing import dtype_of, sizing_of, wish_of
+from infinity_engine.engine.sizing import sizing_of, wish_of
 from infinity_engine.errors import ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.machine.cores import CoreShare
@@ -85,10 +85,10 @@ def check_and_plan(
 ) -> Planned:
     """Check what can be wrong, and return the plan; or refuse."""
     rules = rules_of(optimizer)
-    trained = collect_parameters(model, optimizer)
+    trained = collect_parameters(model, optimizer, config.precision)
     check_device(accelerator, alone=ranks is None)
-    _check_early_updates(config, unified=accelerator.unified)
-    frozen = collect_frozen(model, trained)
+    _check_early_updates(config, trained, unified=accelerator.unified)
+    frozen = collect_frozen(model, trained, config.precision)
     cut = None
     if ranks is not None:
         check_cut(model, config, built)
@@ -99,8 +99,7 @@ def check_and_plan(
     sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
     sharding = None
     if cut is not None:
-        dtype, unified = dtype_of(sizing), accelerator.unified
-        sharding = Sharding.of(model, cut, dtype, config.accumulation_steps, unified=unified)
+        sharding = Sharding.of(model, cut, config.accumulation_steps, unified=accelerator.unified)
         sizing = sharding.sized(sizing)
     budget = _budget(config, accelerator, built, ranks)
     endurance = _endurance(config, budget)
@@ -129,7 +128,7 @@ def check_and_plan(
     rated_config = rated() if ranks is None else with_rates_of_machine(config, ranks, budget.nvme, rated)
     if sharding is None:
         wish, question = choose(
-            model, trained, sizing, config=rated_config, policy=policy, budget=budget, io_bytes=io_bytes
+            model, trained, frozen, sizing, config=rated_config, policy=policy, budget=budget, io_bytes=io_bytes
         )
         plan = place(sizing, wish, budget, io_bytes=io_bytes)
         replanner = _replanner(config, question, sizing, plan, trained=len(trained))
@@ -209,22 +208,28 @@ def _sums_bytes(config: EngineConfig, sizing: Sizing) -> int:
     if config.storage.checksum is not Checksum.CRC32C:
         return 0
     versions = 2 if config.storage.early_updates else 1
-    blocks = versions * sum(-(-nbytes // (NORM_BLOCK * sizing.width)) for nbytes in sizing.parameters)
+    smallest = NORM_BLOCK * min(subgroup.formats.width for subgroup in sizing.subgroups)
+    blocks = versions * sum(-(-nbytes // smallest) for nbytes in sizing.parameters)
     for subgroup in sizing.subgroups:
         states = 4 * (1 + len(sizing.state_names)) * subgroup.numel
-        gradients = sizing.wire * subgroup.numel
+        gradients = sizing.wire(subgroup) * subgroup.numel
         blocks += versions * (states // CHECKSUM_BYTES + 1)
         blocks += config.accumulation_steps * (gradients // CHECKSUM_BYTES + len(subgroup.segments))
     return 4 * blocks
 
 
-def _check_early_updates(config: EngineConfig, *, unified: bool) -> None:
+def _check_early_updates(config: EngineConfig, trained: Sequence[TrainedParameter], *, unified: bool) -> None:
     """Refuse updates in a backward where they would not be exact, or cannot be made."""
     if not config.storage.early_updates:
         return
     expected = None
-    if config.precision not in {Precision.BF16, Precision.BF16_AUTOCAST}:
-        expected = f'False with precision "{config.precision.value}": it is for "bf16" and "bf16_autocast"'
+    dtypes = {parameter.dtype for parameter in trained}
+    if torch.bfloat16 not in dtypes or torch.float16 in dtypes:
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        expected = (
+            f'False with precision "{config.precision.value}" of this model, whose trained parameters are {found}: '
+            "only bf16 parameters are updated in the backward, and none where there are fp16 ones"
+        )
     elif config.max_grad_norm is not None:
         expected = "False with max_grad_norm: the norm of gradients is not known before the last of them has come"
     elif not unified:

@@ -345,6 +345,7 @@ class Ranks:
                     each.number,
                     each.name,
                     self._own(each, spec, has_values=known[each.number] is None),
+                    each.dtype,
                     each.group,
                     part_of=each.parameter,
                 )
@@ -355,6 +356,7 @@ class Ranks:
                     each.number,
                     each.name,
                     self._own(each, specs[each.number], has_values=known[each.number] is None),
+                    each.dtype,
                     part_of=each.parameter,
                 )
                 for each in frozen

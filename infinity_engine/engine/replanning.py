@@ -95,14 +95,17 @@ class Replanner:
     def can_watch(question: Question, sizing: Sizing, plan: Plan) -> bool:
         """Tell whether there is anything to be changed about a plan: whether states on the host could visit or not."""
         homes = set(plan.steps.homes().values())
-        in_place = {sizing.in_place(home, plan.steps.parameters) for home in (Home.HOST, Home.VISITING)}
+        parameters = plan.steps.parameters
         return (
             not sizing.unified
             and not plan.layouts
             and not plan.demand.nvme
             and _resident_part(question.wish.strategy) is not None
             and homes != {Home.RESIDENT}
-            and len(in_place) == 1
+            and all(
+                sizing.in_place(each, Home.HOST, parameters) == sizing.in_place(each, Home.VISITING, parameters)
+                for each in sizing.subgroups
+            )
         )
 
     def note_step(self, totals: Mapping[str, int]) -> Replan | None:
@@ -201,15 +204,13 @@ class Replanner:
 
     def _copies_that_go(self, plan: Plan) -> int:
         """Return the bytes of new parameters on the host of subgroups that would visit from now on."""
-        if self._sizing.formats.parameter is None:
-            return 0
         before, after = self._plan.steps.homes(), plan.steps.homes()
         leaving = (
-            each.numel
+            each
             for each in self._sizing.subgroups
             if before[each.index] is Home.HOST and after[each.index] is Home.VISITING
         )
-        return sum(self._sizing.width * numel + _PAGE for numel in leaving)
+        return sum(each.formats.width * each.numel + _PAGE for each in leaving if each.formats.parameter is not None)
 
     def _ns(self, plan: Plan, rates: Rates) -> int:
         """Return what updates and moves of a step take."""

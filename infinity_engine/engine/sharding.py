@@ -103,19 +103,12 @@ class Sharding:
     """Of all buffers that collectives go through."""
 
     @classmethod
-    def of(
-        cls, model: torch.nn.Module, cut: Cut, dtype: torch.dtype, accumulation_steps: int, *, unified: bool
-    ) -> Sharding:
-        """Return it for a model whose modules compute in `dtype`."""
+    def of(cls, model: torch.nn.Module, cut: Cut, accumulation_steps: int, *, unified: bool) -> Sharding:
+        """Return it for a model that was cut."""
         ranks = cut.ranks
         leaves = leaves_of(model, ranks.config.leaf_modules)
         parameters = tuple(
-            CutParameter(
-                whole=whole,
-                shard=shard,
-                spec=spec,
-                dtype=dtype if whole.parameter.is_floating_point() else whole.parameter.dtype,
-            )
+            CutParameter(whole=whole, shard=shard, spec=spec)
             for whole, shard, spec in zip(
                 (*cut.wholes, *cut.frozen_wholes), (*cut.trained, *cut.frozen), cut.specs, strict=True
             )

@@ -7,27 +7,18 @@ from types import MappingProxyType
 
 import torch
 
-from infinity_engine.config import EngineConfig, ParametersAt, Precision
+from infinity_engine.config import EngineConfig, ParametersAt
 from infinity_engine.engine.gradients import Kept, Piece
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
-from infinity_engine.optim import FloatFormat, Formats, Rule
+from infinity_engine.optim import FloatFormat, Rule
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Rates, Tier
 from infinity_engine.sim.models import ModelShape, ModuleShape, ParameterShape
 from infinity_engine.sim.placing import Plan, Wish
 from infinity_engine.sim.sizing import Sizing, cut
 
-__all__ = ["bytes_of", "deepest_of", "dtype_of", "pieces_of", "shape_of", "sizing_of", "wish_of"]
+__all__ = ["deepest_of", "pieces_of", "shape_of", "sizing_of", "wish_of"]
 
-_PARAMETER = MappingProxyType(
-    {
-        Precision.FP32: None,
-        Precision.BF16: FloatFormat.BF16,
-        Precision.BF16_AUTOCAST: FloatFormat.BF16,
-        Precision.FP16: FloatFormat.FP16,
-        Precision.FP16_AUTOCAST: FloatFormat.FP16,
-    }
-)
 _TIERS = MappingProxyType(
     {
         ParametersAt.AUTO: (Tier.DEVICE, Tier.HOST, Tier.NVME),
@@ -50,33 +41,27 @@ def sizing_of(
     in_memory: bool = True,
 ) -> Sizing:
     """Return what there is to be held of a model whose parameters these are, or shards of them, in memory or not."""
-    formats = Formats(parameter=_PARAMETER[config.precision])
-    width = (formats.parameter or FloatFormat.FP32).nbytes
-    nbytes = {id(each.of_model): bytes_of(each, width) for each in (*trained, *frozen)}
-    is_cut = any(each.part_of is not None for each in (*trained, *frozen))
+    everything = (*trained, *frozen)
+    nbytes = {id(each.of_model): each.nbytes for each in everything}
+    is_cut = any(each.part_of is not None for each in everything)
+    is_cast = any(each.dtype != each.parameter.dtype for each in everything)
+    has_copies = any(each.formats.parameter is not None for each in trained)
     on_drives = config.budget is not None and config.budget.nvme
     return Sizing(
         subgroups=cut(
-            [each.numel for each in trained],
+            [(each.numel, each.formats) for each in trained],
             config.subgroup_numel,
-            width=width,
             small_bytes=config.storage.small_bytes if on_drives else None,
         ),
-        formats=formats,
         state_names=max((rules[group].states for group in {each.group for each in trained}), key=len),
         parameters=tuple(nbytes.values()),
         deepest=deepest_of(model, nbytes),
         unified=unified,
         sums=config.accumulation_steps > 1,
         activations=config.activation_bytes,
-        own=in_memory and formats.parameter is None and unified and not is_cut,
+        own=in_memory and unified and not (has_copies or is_cast or is_cut),
         gradient_width=FloatFormat.FP32.nbytes if is_cut else None,  # sums of all ranks'
     )
-
-
-def bytes_of(each: ModelParameter, width: int) -> int:
-    """Return the bytes that modules compute with of a parameter, whose numbers take `width` there."""
-    return each.numel * (width if each.parameter.is_floating_point() else each.parameter.element_size())
 
 
 def deepest_of(model: torch.nn.Module, nbytes: Mapping[int, int], leaves: Collection[str] = ()) -> int:
@@ -90,9 +75,12 @@ def deepest_of(model: torch.nn.Module, nbytes: Mapping[int, int], leaves: Collec
     )
 
 
-def shape_of(model: torch.nn.Module, trained: Iterable[TrainedParameter]) -> ModelShape:
+def shape_of(
+    model: torch.nn.Module, trained: Iterable[TrainedParameter], frozen: Iterable[ModelParameter]
+) -> ModelShape:
     """Return a live model as the planner sees one that need not exist; a module's arithmetic is that of its weights."""
     ours = {id(each.of_model) for each in trained}
+    widths = {id(each.of_model): each.dtype.itemsize for each in (*trained, *frozen)}
     seen: set[int] = set()
     modules = []
     for name, module in model.named_modules():
@@ -107,10 +95,7 @@ def shape_of(model: torch.nn.Module, trained: Iterable[TrainedParameter]) -> Mod
         shape = ModuleShape(
             name=name,
             parameters=tuple(
-                ParameterShape(
-                    key, each.numel(), id(each) in ours, None if each.is_floating_point() else each.element_size()
-                )
-                for key, each in first
+                ParameterShape(key, each.numel(), id(each) in ours, widths[id(each)]) for key, each in first
             ),
             flops_per_token=sum(2 * each.numel() for _, each in own if multiplies and each.ndim > 1),
             shared_numel=sum(each.numel() for _, each in own) - sum(each.numel() for _, each in first),
@@ -161,9 +146,3 @@ def _deepest(module: torch.nn.Module, nbytes: Callable[[torch.nn.Parameter], int
     within = [child for child in module.children() if not isinstance(child, _LISTS)]
     own += sum(nbytes(each) for child in module.children() if isinstance(child, _LISTS) for each in child.parameters())
     return own + max((_deepest(child, nbytes, leaves) for child in within), default=0)
-
-
-def dtype_of(sizing: Sizing) -> torch.dtype:
-    """Return what modules compute with floating-point parameters in."""
-    kinds = {None: torch.float32, FloatFormat.BF16: torch.bfloat16, FloatFormat.FP16: torch.float16}
-    return kinds[sizing.formats.parameter]

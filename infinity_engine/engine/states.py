@@ -22,7 +22,7 @@ from infinity_engine.engine.progress import Teller
 from infinity_engine.engine.swapping import SwappedStates, Visit
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory import Lease
-from infinity_engine.optim import FloatFormat, Formats, Rule, Segment, Subgroup, SubgroupState, update_records
+from infinity_engine.optim import FloatFormat, Rule, Segment, Subgroup, SubgroupState, update_records
 from infinity_engine.optim import Stream as Values
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import (
@@ -91,7 +91,6 @@ class StateKeeper:
         subgroups: Sequence[Subgroup],
         trained: Sequence[TrainedParameter],
         *,
-        formats: Formats,
         state_names: Sequence[str],
         lanes: Lanes,
         swapped: SwappedStates | None = None,
@@ -101,7 +100,6 @@ class StateKeeper:
         self._resting = frozenset(resting)  # the subgroups whose states are on the drives
         self._plan = plan
         self._trained = trained
-        self._formats = formats
         self._state_names = tuple(state_names)
         self._lanes = lanes
         self._inputs: StepInputs | None = None
@@ -145,10 +143,10 @@ class StateKeeper:
     def _copies(self, subgroup: Subgroup, home: Home) -> Lease | None:
         """Return the memory for what its update writes for modules, where they have it in the other memory."""
         elsewhere = Home.RESIDENT if self._at_home else Home.HOST
-        if home is not elsewhere or self._unified or self._formats.parameter is None:
+        if home is not elsewhere or self._unified or subgroup.formats.parameter is None:
             return None
         pool = self._lanes.device if home is Home.RESIDENT else self._lanes.host
-        return pool.lease(self._formats.parameter.nbytes * subgroup.numel, holder="updated parameters")
+        return pool.lease(subgroup.formats.width * subgroup.numel, holder="updated parameters")
 
     def _hold(self, subgroup: Subgroup, home: Home, pieces: tuple[int, ...]) -> _Held:
         pool = self._lanes.device if home is Home.RESIDENT and not self._unified else self._lanes.host
@@ -160,7 +158,7 @@ class StateKeeper:
 
     def _nbytes(self, subgroup: Subgroup, home: Home) -> int:
         """Return the bytes of a subgroup's states: the masters, unless they are in place, then the moments."""
-        return 4 * subgroup.numel * (len(self._state_names) + (0 if self._in_place(home) else 1))
+        return 4 * subgroup.numel * (len(self._state_names) + (0 if self._in_place(subgroup, home) else 1))
 
     def _state_in(self, flat: torch.Tensor, held: _Held, steps: Sequence[int]) -> SubgroupState:
         """Return the subgroup's states as they lie in these bytes: the masters first, then the moments."""
@@ -168,13 +166,11 @@ class StateKeeper:
         values = flat[: self._nbytes(subgroup, held.home)].view(torch.float32).view(-1, subgroup.numel)
         streams = [Values.of(each) for each in values]
         masters: Values | tuple[Values, ...]
-        if self._in_place(held.home):
+        if self._in_place(subgroup, held.home):
             masters = tuple(self._values_of(held, number) for number in range(len(subgroup.segments)))
         else:
             masters = streams.pop(0)
-        return SubgroupState(
-            subgroup=subgroup, formats=self._formats, master=masters, states=tuple(streams), steps=list(steps)
-        )
+        return SubgroupState(subgroup=subgroup, master=masters, states=tuple(streams), steps=list(steps))
 
     def _states_of(self, held: _Held) -> torch.Tensor:
         """Return the bytes of a subgroup's states where they are: at home, or in a buffer of this step."""
@@ -187,9 +183,9 @@ class StateKeeper:
     def _visit(self, held: _Held) -> Visit | None:
         return None if self._swapped is None else self._swapped.visit(held.subgroup.index)
 
-    def _in_place(self, home: Home) -> bool:
+    def _in_place(self, subgroup: Subgroup, home: Home) -> bool:
         here = Home.HOST if self._at_home else Home.RESIDENT
-        return self._formats.parameter is None and (self._unified or home is here)
+        return subgroup.formats.parameter is None and (self._unified or home is here)
 
     @property
     def _at_home(self) -> bool:
@@ -202,7 +198,7 @@ class StateKeeper:
 
     def _values_of(self, held: _Held, number: int, visit: Visit | None = None) -> Values:
         """Return the values that modules compute with: in memory, or of a segment that is in a buffer, there."""
-        segment, format_ = held.subgroup.segments[number], self._formats.parameter or FloatFormat.FP32
+        segment, format_ = held.subgroup.segments[number], held.subgroup.formats.values
         visit = visit or self._visit(held)
         if visit is not None and number in visit.layout.values:
             target = visit.values(number, format_.nbytes * segment.numel)
@@ -212,7 +208,7 @@ class StateKeeper:
 
     def _target_bytes(self, held: _Held, number: int, visit: Visit | None = None) -> torch.Tensor:
         """Return the bytes of those values."""
-        segment, width = held.subgroup.segments[number], (self._formats.parameter or FloatFormat.FP32).nbytes
+        segment, width = held.subgroup.segments[number], held.subgroup.formats.width
         visit = visit or self._visit(held)
         if visit is not None and number in visit.layout.values:
             return visit.values(number, width * segment.numel)
@@ -251,7 +247,7 @@ class StateKeeper:
         values = flat[: self._nbytes(held.subgroup, held.home)].view(torch.float32)
         numel = held.subgroup.numel
         start = 0
-        if not self._in_place(held.home):
+        if not self._in_place(held.subgroup, held.home):
             start = numel
             for segment in held.subgroup.segments:
                 piece = values[segment.offset : segment.offset + segment.numel]
@@ -286,7 +282,7 @@ class StateKeeper:
         Where the master rounds to what is there, it was not changed, and keeps what rounding takes of it.
         """
         for held, index, segment in self._segments_of(number):
-            if not self._in_place(held.home):
+            if not self._in_place(held.subgroup, held.home):
                 self._write_master(held, index, _part(values, segment))
 
     def _write_master(self, held: _Held, index: int, values: torch.Tensor) -> None:
@@ -328,7 +324,7 @@ class StateKeeper:
         values = flat[: self._nbytes(held.subgroup, held.home)].view(torch.float32)
         names: tuple[str, ...] = self._state_names
         found = []
-        if self._in_place(held.home):
+        if self._in_place(held.subgroup, held.home):
             found.append(("master", self._target_bytes(held, number, visit).view(torch.float32)))
         else:
             names = ("master", *names)
@@ -485,8 +481,9 @@ class StateKeeper:
 
         def work() -> None:
             self._update(op, held, state, targets, arrives=visits)
-            if self._formats.parameter is None and not self._at_home and not self._in_place(held.home):
-                self._copy_masters(held.subgroup, state, inputs.gradients)
+            subgroup = held.subgroup
+            if subgroup.formats.parameter is None and not self._at_home and not self._in_place(subgroup, held.home):
+                self._copy_masters(subgroup, state, inputs.gradients)
 
         return self._lanes.on_device(work, op.params, after=after, name=op.name, subgroup=op.subgroup)
 
@@ -510,7 +507,7 @@ class StateKeeper:
             self._hand_over(held)
 
     def _hand_over(self, held: _Held) -> None:
-        visit, width = self._visit(held), (self._formats.parameter or FloatFormat.FP32).nbytes
+        visit, width = self._visit(held), held.subgroup.formats.width
         if self._receiver is None or visit is None or not self._at_home:
             return
         for number, segment in enumerate(held.subgroup.segments):
@@ -579,36 +576,36 @@ class StateKeeper:
         """Return the bytes of what the host's update writes for the device, where that is another memory."""
         if held.copies is not None:
             return held.copies.flat()
-        visit, width = self._visit(held), self._formats.parameter
-        if visit is None or width is None or self._unified or self._at_home:
+        visit, formats = self._visit(held), held.subgroup.formats
+        if visit is None or formats.parameter is None or self._unified or self._at_home:
             return None
-        return visit.copies(width.nbytes * held.subgroup.numel)
+        return visit.copies(formats.width * held.subgroup.numel)
 
     def _targets_on_device(self, staging: int | None, held: _Held) -> tuple[Values | None, ...]:
         """Return where the device's update writes it."""
         if self._unified or not self._at_home:
             return self._computed_with(held)
-        if self._formats.parameter is None:
+        if held.subgroup.formats.parameter is None:
             return (None,) * len(held.subgroup.segments)
         return self._parts_of(self._updated_on_device(staging, held), held)
 
     def _parts_of(self, flat: torch.Tensor, held: _Held) -> tuple[Values, ...]:
-        assert self._formats.parameter is not None, "copies are of 16-bit parameters"
-        whole = Values(flat.data_ptr(), held.subgroup.numel, self._formats.parameter, flat)
+        whole = Values(flat.data_ptr(), held.subgroup.numel, held.subgroup.formats.values, flat)
         return tuple(whole.part(segment.offset, segment.numel) for segment in held.subgroup.segments)
 
     def _updated_on_device(self, staging: int | None, held: _Held) -> torch.Tensor:
         """Return the bytes of what modules compute with as the device's update leaves them: 16 bits, or the masters."""
+        subgroup = held.subgroup
         states = self._staging[staging].flat() if staging is not None else self._states_of(held)
-        if self._formats.parameter is None:
-            return states[: 4 * held.subgroup.numel]
+        if subgroup.formats.parameter is None:
+            return states[: 4 * subgroup.numel]
         if held.copies is not None:
             return held.copies.flat()
-        return states[self._nbytes(held.subgroup, held.home) :][: self._formats.parameter.nbytes * held.subgroup.numel]
+        return states[self._nbytes(subgroup, held.home) :][: subgroup.formats.width * subgroup.numel]
 
     def _computed_with(self, held: _Held) -> tuple[Values | None, ...]:
         numbers = range(len(held.subgroup.segments))
-        if self._formats.parameter is None:
+        if held.subgroup.formats.parameter is None:
             return (None,) * len(numbers)
         return tuple(self._values_of(held, number) for number in numbers)
 
@@ -661,7 +658,7 @@ class StateKeeper:
         """Yield the bytes of each segment that was updated: as modules have them, and in `source`, which has all."""
         inputs = self._inputs
         assert inputs is not None, "a step has begun"
-        width = (self._formats.parameter or FloatFormat.FP32).nbytes
+        width = held.subgroup.formats.width
         for number, segment in enumerate(held.subgroup.segments):
             if inputs.gradients.has(segment.parameter):
                 yield self._target_bytes(held, number), source[width * segment.offset :][: width * segment.numel]

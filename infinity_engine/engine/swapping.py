@@ -96,9 +96,8 @@ class _Places:
 class SwappedStates:
     """The places of states on the drives, and where the values of parameters rest that do: `values`, by number.
 
-    `width` is the bytes of a value, `in_place` says that values are masters as well. `pieces` has, by the index of
-    each subgroup, which piece of its parameter each segment is. `early` are the subgroups that may be updated before
-    their step, to new places.
+    `pieces` has, by the index of each subgroup, which piece of its parameter each segment is. `early` are the subgroups
+    that may be updated before their step, to new places.
     """
 
     def __init__(
@@ -110,8 +109,6 @@ class SwappedStates:
         *,
         early: Collection[int] = (),
         names: Callable[[int], str],
-        width: int,
-        in_place: bool,
         pieces: Mapping[int, Sequence[int]],
         lanes: Lanes,
     ) -> None:
@@ -119,8 +116,6 @@ class SwappedStates:
         self._subgroups = {each.index: each for each in subgroups}
         self._layouts = layouts
         self._names = names
-        self._width = width
-        self._in_place = in_place
         self._pieces = pieces
         self._lanes = lanes
         self._buffers: list[Lease] = []
@@ -135,14 +130,18 @@ class SwappedStates:
             index: swap.allocate(layouts[index].states_bytes, holder=f"new states of {self._about(index)}")
             for index in sorted(early)
         }
-        parameters = {segment.parameter for index in early for segment in self._subgroups[index].segments}
+        widths = {
+            segment.parameter: self._subgroups[index].formats.width
+            for index in early
+            for segment in self._subgroups[index].segments
+        }
         new_values = {
             parameter: swap.allocate(
                 values[parameter].nbytes,
                 holder=f"new values of {names(parameter)}",
                 block_bytes=NORM_BLOCK * width,  # as subgroups cut it
             )
-            for parameter in sorted(parameters)
+            for parameter, width in sorted(widths.items())
         }
         self._places = _Places(states, new_states, dict(values), new_values)
 
@@ -187,7 +186,7 @@ class SwappedStates:
     def _read(self, op: LoadStates, visit: Visit, gradients: GradientKeeper) -> IOEvent:
         hops = self._reads(op.subgroup, visit)
         self._count(Lane.NVME_READ, Cargo.STATES, visit.layout.states_bytes, op)
-        if self._in_place:
+        if visit.layout.in_place:
             self._count(Lane.NVME_READ, Cargo.PARAMETERS, self._nbytes_of_values(op.subgroup, visit.wanted), op)
         moved = 0
         memory, places = visit.buffer.memory(), visit.layout.gradients
@@ -199,7 +198,8 @@ class SwappedStates:
                 read = gradients.read(segment.parameter, self._pieces[op.subgroup][number], into)
                 visit.moving.extend(read)
                 hops += read
-                moved += len(read) * self._width * segment.numel
+                formats = gradients.formats(segment.parameter, self._pieces[op.subgroup][number])
+                moved += sum(format_.nbytes * segment.numel for format_ in formats[: len(read)])
         self._count(Lane.NVME_READ, Cargo.GRADIENTS, moved, op)
         return IOEvent(hops)
 
@@ -307,7 +307,7 @@ class SwappedStates:
 
     def _reads(self, index: int, visit: Visit) -> list[Hop]:
         hops = self._state_hops(index, visit, self._swap.read)
-        return hops + (self._value_hops(index, visit, self._swap.read) if self._in_place else [])
+        return hops + (self._value_hops(index, visit, self._swap.read) if visit.layout.in_place else [])
 
     def _writes(self, index: int, visit: Visit) -> list[Hop]:
         return self._state_hops(index, visit, self._swap.write) + self._value_hops(index, visit, self._swap.write)
@@ -326,18 +326,20 @@ class SwappedStates:
         self, index: int, visit: Visit, move: Callable[..., Hop], places: Mapping[int, Place] | None = None
     ) -> list[Hop]:
         memory, hops = visit.buffer.memory(), []
+        width = self._subgroups[index].formats.width
         for number, at in visit.layout.values.items():
             if number in visit.wanted:
                 segment = self._subgroups[index].segments[number]
-                start, nbytes = (self._width * each for each in (segment.first_element, segment.numel))
+                start, nbytes = (width * each for each in (segment.first_element, segment.numel))
                 place = (places or self._places.values)[segment.parameter].part(start, nbytes)
                 visit.moving.append(move(place, memory[at : at + nbytes], what=self._names(segment.parameter)))
                 hops.append(visit.moving[-1])
         return hops
 
     def _nbytes_of_values(self, index: int, wanted: Collection[int]) -> int:
+        subgroup = self._subgroups[index]
         numbers = [number for number in self._layouts[index].values if number in wanted]
-        return sum(self._width * self._subgroups[index].segments[number].numel for number in numbers)
+        return sum(subgroup.formats.width * subgroup.segments[number].numel for number in numbers)
 
     def _count(self, lane: Lane, cargo: Cargo, nbytes: int, op: LoadStates | StoreStates) -> None:
         if nbytes:

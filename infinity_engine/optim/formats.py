@@ -47,7 +47,7 @@ class Moments(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formats:
-    """How one optimizer's masters, parameters and states are stored; checkpoints hold it: other forms, other bits."""
+    """How masters, parameters and states of one subgroup are stored; checkpoints hold it: other forms, other bits."""
 
     parameter: FloatFormat | None = None
     """What the model computes with, written by the update; None where that is the fp32 master itself."""
@@ -69,6 +69,16 @@ class Formats:
                 value=self.parameter,
                 expected="BF16: a split master is a bf16 parameter and what that leaves of fp32",
             )
+
+    @property
+    def values(self) -> FloatFormat:
+        """The format that the model computes with."""
+        return self.parameter or FloatFormat.FP32
+
+    @property
+    def width(self) -> int:
+        """Bytes of one element as the model computes with it."""
+        return self.values.nbytes
 
     @property
     def state_format(self) -> FloatFormat:

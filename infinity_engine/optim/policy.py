@@ -73,6 +73,10 @@ class Limits:
         """Return what so many parameters take of the device when it updates them."""
         return numel * (self.per_parameter.states + self.update_bytes)
 
+    def parameter_bytes(self, subgroup: SubgroupSpec) -> int:
+        """Return what the parameters of a subgroup weigh as modules compute with them."""
+        return subgroup.numel * (subgroup.parameter_bytes or self.per_parameter.parameter)
+
     def sets_for(self, numel: int) -> int:
         """Return how many staging sets for subgroups of up to `numel` parameters there may be."""
         return min(self.staging_sets, self.staging_bytes // self.device_bytes(numel))
@@ -105,13 +109,15 @@ class Limits:
             raise ConfigError(field="Limits.host_buffers", value=self.host_buffers, expected=expected)
 
     def _check_weights(self, plan: StepPlan) -> None:
-        numel = {subgroup.index: subgroup.numel for subgroup in plan.subgroups}
-        states, parameter = self.per_parameter.states, self.per_parameter.parameter
+        subgroups = {subgroup.index: subgroup for subgroup in plan.subgroups}
         for number, op in enumerate(plan.ops):
             if isinstance(op, CopyOp) and not isinstance(op, _OF_DRIVES):
-                weight = parameter if isinstance(op, _OF_PARAMETERS) else states
-                if op.nbytes != numel[op.subgroup] * weight:
-                    expected = f"{numel[op.subgroup] * weight} bytes: {weight} for each of the subgroup's parameters"
+                subgroup = subgroups[op.subgroup]
+                states = subgroup.numel * self.per_parameter.states
+                weight = self.parameter_bytes(subgroup) if isinstance(op, _OF_PARAMETERS) else states
+                if op.nbytes != weight:
+                    each = weight // subgroup.numel
+                    expected = f"{weight} bytes: {each} for each of the subgroup's parameters"
                     raise ConfigError(field=f"StepPlan.ops[{number}]", value=op, expected=expected)
 
 
@@ -264,7 +270,7 @@ class PlanDraft:
         self._uploaded.add(subgroup.index)
         updated = self._updated.get(subgroup.index)
         after = () if updated is None else (updated,)
-        nbytes = subgroup.numel * self._limits.per_parameter.parameter
+        nbytes = self._limits.parameter_bytes(subgroup)
         uploaded = self._add(UploadParameters(subgroup=subgroup.index, nbytes=nbytes, after=after))
         return uploaded, *self._store(subgroup)
 
@@ -306,7 +312,7 @@ class PlanDraft:
         update = self._add(UpdateOnDevice(subgroup=index, staging=staging, params=params, after=after))
         if self._limits.parameters is Tier.DEVICE:
             return (update,)
-        nbytes = params * self._limits.per_parameter.parameter
+        nbytes = self._limits.parameter_bytes(subgroup)
         updated = (len(self._ops) - 1,)
         return update, self._add(DownloadParameters(subgroup=index, staging=staging, nbytes=nbytes, after=updated))
 

@@ -34,6 +34,8 @@ __all__ = [
 NORM_BLOCK = _native.NORM_BLOCK
 """Parameters are cut at multiples of so many elements, so that no block of the gradient norm is cut."""
 
+_FP32 = Formats()
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -50,10 +52,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Subgroup:
-    """Segments one behind another."""
+    """Segments one behind another, of parameters that are all stored alike."""
 
     index: int
     segments: tuple[Segment, ...]
+    formats: Formats = _FP32
     numel: int = field(init=False, repr=False, compare=False)
     """Elements of all segments."""
 
@@ -61,7 +64,7 @@ class Subgroup:
         object.__setattr__(self, "numel", sum(segment.numel for segment in self.segments))
 
 
-def cut_into_subgroups(numels: Sequence[int], subgroup_numel: int) -> tuple[Subgroup, ...]:
+def cut_into_subgroups(numels: Sequence[int], subgroup_numel: int, formats: Formats = _FP32) -> tuple[Subgroup, ...]:
     """Lay the parameters, given by their sizes, one behind another and cut them into subgroups of at most that many.
 
     A parameter is cut at multiples of NORM_BLOCK only, so a subgroup may hold up to NORM_BLOCK - 1 elements less.
@@ -85,7 +88,7 @@ def cut_into_subgroups(numels: Sequence[int], subgroup_numel: int) -> tuple[Subg
             cut[-1].append(Segment(parameter, first, taken, subgroup_numel - room))
             first += taken
             room -= taken
-    return tuple(Subgroup(index, tuple(segments)) for index, segments in enumerate(cut) if segments)
+    return tuple(Subgroup(index, tuple(segments), formats) for index, segments in enumerate(cut) if segments)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,7 +96,6 @@ class SubgroupState:
     """Where a subgroup's states are, and how many steps each of its segments has made."""
 
     subgroup: Subgroup
-    formats: Formats
     master: Stream | tuple[Stream, ...]
     """The fp32 masters, or the 16-bit remainders of split ones. One for each segment where they lie apart: a parameter
     in fp32 can be its own master."""
@@ -111,6 +113,11 @@ class SubgroupState:
             self._check_apart(self.master, wanted)
         for number, stream in enumerate(self.states):
             self._check(f"states[{number}]", stream, self.subgroup.numel, self.formats.state_format)
+
+    @property
+    def formats(self) -> Formats:
+        """How they are stored."""
+        return self.subgroup.formats
 
     def _check_apart(self, masters: tuple[Stream, ...], wanted: FloatFormat) -> None:
         segments = self.subgroup.segments

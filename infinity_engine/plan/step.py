@@ -90,13 +90,15 @@ ADAM_BYTES = BytesPerParameter(states=12, parameter=2)
 class SubgroupSpec:
     """A subgroup as plans see it: its number, how many parameters it has, and which place it has in the next forward.
 
-    The subgroup with the lowest `first_use` is needed first. Where some of it rests on the drives, it passes through
-    host buffers of at least `buffer_bytes` for its update, which loads and stores so many bytes.
+    The subgroup with the lowest `first_use` is needed first. `parameter_bytes` is what one parameter of it weighs as
+    modules compute with it; None: as much as the limits of the plan say. Where some of it rests on the drives, it
+    passes through host buffers of at least `buffer_bytes` for its update, which loads and stores so many bytes.
     """
 
     index: int
     numel: int
     first_use: int
+    parameter_bytes: int | None = None
     buffer_bytes: int = 0
     load_bytes: int = 0
     store_bytes: int = 0

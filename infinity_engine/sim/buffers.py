@@ -73,7 +73,7 @@ class BufferLayout:
     """Offsets in the buffer; `values` and `gradients` are by the number of the segment.
 
     A segment's gradients are one for each micro-batch, one behind another, and where there are several, the sum.
-    `copies` is where the update writes what goes to the device.
+    `copies` is where the update writes what goes to the device; `in_place`: the values are the masters.
     """
 
     states_bytes: int
@@ -81,14 +81,19 @@ class BufferLayout:
     values: Mapping[int, int]
     gradients: Mapping[int, tuple[int, ...]]
     segments: int
+    in_place: bool
     nbytes: int
     load_bytes: int
     store_bytes: int
 
     @property
     def may_be_early(self) -> bool:
-        """Whether all of the subgroup rests on drives, so that it can be updated in a backward, to other places."""
-        return bool(self.states_bytes) and self.values.keys() == self.gradients.keys() == set(range(self.segments))
+        """Whether all of the subgroup rests on drives, so that it can be updated in a backward, to other places.
+
+        Values that are masters cannot be: later layers of the same backward may need the old ones.
+        """
+        is_whole = self.values.keys() == self.gradients.keys() == set(range(self.segments))
+        return bool(self.states_bytes) and not self.in_place and is_whole
 
     @classmethod
     def of(
@@ -97,15 +102,15 @@ class BufferLayout:
         resting: Resting,
         *,
         streams: int,
-        width: int,
         gradient_width: int,
         in_place: bool,
         copies: bool,
     ) -> BufferLayout:
-        """Return it for a subgroup with so many fp32 streams of states, whose values have `width` bytes each.
+        """Return it for a subgroup with so many fp32 streams of states.
 
         `in_place`: the values are the masters, and are loaded as well. `copies`: all of them are written once more.
         """
+        width = subgroup.formats.width
         states = 4 * streams * subgroup.numel if subgroup.index in resting.states else 0
         copies_at = at = align_up(states, PAGE)
         at += align_up(width * subgroup.numel, PAGE) if copies and states else 0
@@ -133,6 +138,7 @@ class BufferLayout:
             values=MappingProxyType(values),
             gradients=MappingProxyType(gradients),
             segments=len(subgroup.segments),
+            in_place=in_place,
             nbytes=at,
             load_bytes=load,
             store_bytes=store,

@@ -356,8 +356,8 @@ class _Holdings:
         nbytes = sizing.states_bytes(subgroup, home, parameters)
         if home is Home.RESIDENT and not sizing.unified:
             self._add(Tier.DEVICE, "states", nbytes)
-            if parameters is not Tier.DEVICE and sizing.formats.parameter is not None:
-                self._add(Tier.DEVICE, "parameters of resident states", numel * sizing.width)
+            if parameters is not Tier.DEVICE and subgroup.formats.parameter is not None:
+                self._add(Tier.DEVICE, "parameters of resident states", numel * subgroup.formats.width)
             return
         self._add(Tier.NVME if index in plan.resting.states else Tier.HOST, "states", nbytes)
 
@@ -370,7 +370,7 @@ class _Holdings:
             layout = plan.layouts.get(each.index)
             away = {} if layout is None else layout.gradients
             for number, segment in enumerate(each.segments):
-                nbytes = sizing.wire * segment.numel
+                nbytes = sizing.wire(each) * segment.numel
                 if number in away:
                     self._add(Tier.NVME, "gradients", nbytes * plan.resting.gradients)
                 elif drives or not sizing.unified:
@@ -378,9 +378,9 @@ class _Holdings:
                     if sizing.sums or not drives:
                         self._add(Tier.HOST, "sums of gradients", _SUMMED * segment.numel)
             goes_up = plan.steps.parameters is Tier.DEVICE and not sizing.unified
-            kept = each.index not in plan.resting.states and (not drives or sizing.formats.parameter is not None)
+            kept = each.index not in plan.resting.states and (not drives or each.formats.parameter is not None)
             if goes_up and kept:
-                self._add(Tier.HOST, "new parameters", sizing.width * each.numel)
+                self._add(Tier.HOST, "new parameters", each.formats.width * each.numel)
 
     def _parameters(self) -> None:
         plan, sizing = self._plan, self._sizing

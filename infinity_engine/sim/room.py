@@ -104,13 +104,13 @@ class Room:
         every = limits.device_bytes(numel)
         staged = limits.device_bytes(largest)  # a set
         # Gradients that stay take the place of activations; sums of them do not, and one more is there to be added.
-        added = sizing.wire * max(sizing.parameters) / sizing.width
-        gradient = (4 * numel + added if sizing.sums else sizing.wire * numel) / every
+        gradients = sizing.gradients_of(sizing.subgroups).values()
+        gradient = (4 * numel + max(gradients) if sizing.sums else sum(gradients)) / every
         activations = 0 if sizing.sums else sizing.activations
         at_home = tier is not Tier.DEVICE
         fetched = [sizing.deepest, _AHEAD * sizing.deepest, sum(sizing.parameters)] if at_home else [0]
         # Fp32 parameters that stay on the device are the masters of residents.
-        one = sizing.subgroups[0]
+        one = max(sizing.subgroups, key=lambda subgroup: subgroup.numel)
         states = sizing.states_bytes(one, Home.RESIDENT, tier) + limits.update_bytes * one.numel
         resident = states / limits.device_bytes(one.numel)
         allowed = limits.resident_bytes / every
@@ -200,7 +200,7 @@ def _on_host(sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier
     numel = sum(each.numel for each in sizing.subgroups)
     largest = max(sizing.subgroups, key=lambda each: each.numel)
     states = {home: sizing.states_bytes(largest, home, tier) / largest.numel for home in (Home.HOST, Home.VISITING)}
-    gradient = sizing.wire + (4 if sizing.sums or not drives else 0)
+    gradient = sum(sizing.gradients_of(sizing.subgroups).values()) / numel + (4 if sizing.sums or not drives else 0)
     host = states[Home.HOST] + gradient + (sizing.width if tier is Tier.DEVICE else 0)
     left = budget.host / numel - (sum(sizing.parameters) / numel if tier is Tier.HOST else 0)
     if drives:

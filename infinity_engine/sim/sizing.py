@@ -19,7 +19,7 @@ from types import MappingProxyType
 from deepnvme.extents import PAGE
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory.layout import Layout, Request, layout
-from infinity_engine.optim import FloatFormat, Formats, Subgroup, cut_into_subgroups
+from infinity_engine.optim import FloatFormat, Formats, Segment, Subgroup, cut_into_subgroups
 from infinity_engine.optim.policy import Limits
 from infinity_engine.plan import ResolvedBudget, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home, StepPlan, SubgroupSpec
@@ -66,7 +66,6 @@ class Sizing:
     """What there is to be held for one model and one optimizer."""
 
     subgroups: tuple[Subgroup, ...]
-    formats: Formats
     state_names: tuple[str, ...]
     parameters: tuple[int, ...]
     """The bytes that modules compute with, of each parameter, those that are frozen at the end."""
@@ -78,19 +77,26 @@ class Sizing:
     own: bool = False
     """Whether modules go on with the memory that parameters have already, which is their user's."""
     gradient_width: int | None = None
-    """Bytes of one element of a gradient; None: as many as modules compute with."""
+    """Bytes of one element of every gradient; None: as many as modules compute with its parameter."""
     activations: int = 0
     """What autograd keeps of a forward, where that is of the budget; 0: it is not, or it is not known."""
 
     @cached_property
-    def width(self) -> int:
-        """Bytes of one element as modules compute with it."""
-        return (self.formats.parameter or FloatFormat.FP32).nbytes
+    def formats(self) -> Formats:
+        """How most of what is trained is stored, for estimates that know one format only."""
+        numels: dict[Formats, int] = {}
+        for subgroup in self.subgroups:
+            numels[subgroup.formats] = numels.get(subgroup.formats, 0) + subgroup.numel
+        return max(numels, key=lambda formats: numels[formats], default=Formats())
 
     @cached_property
-    def wire(self) -> int:
-        """Bytes of one element of a gradient."""
-        return self.width if self.gradient_width is None else self.gradient_width
+    def width(self) -> int:
+        """Bytes of one element as modules compute with most of what is trained, for such estimates."""
+        return self.formats.width
+
+    def wire(self, subgroup: Subgroup) -> int:
+        """Return the bytes of one element of a gradient."""
+        return subgroup.formats.width if self.gradient_width is None else self.gradient_width
 
     @cached_property
     def subgroups_of(self) -> Mapping[int, tuple[int, ...]]:
@@ -105,12 +111,16 @@ class Sizing:
 
     def spec(self, subgroup: Subgroup, layout: BufferLayout | None) -> SubgroupSpec:
         """Return a subgroup as plans see it, where it passes a buffer laid out so, or none."""
-        if layout is None:
-            return SubgroupSpec(index=subgroup.index, numel=subgroup.numel, first_use=subgroup.index)
-        return SubgroupSpec(
+        spec = SubgroupSpec(
             index=subgroup.index,
             numel=subgroup.numel,
             first_use=subgroup.index,
+            parameter_bytes=subgroup.formats.width,
+        )
+        if layout is None:
+            return spec
+        return replace(
+            spec,
             buffer_bytes=layout.nbytes,
             load_bytes=layout.load_bytes,
             store_bytes=layout.store_bytes,
@@ -146,7 +156,7 @@ class Sizing:
             staging_bytes=left,
             per_parameter=weights,
             parameters=parameters,
-            update_bytes=self.width if at_home and self.formats.parameter is not None else 0,
+            update_bytes=max((self._copied(each) // each.numel for each in self.subgroups if at_home), default=0),
         )
 
     def with_states(self, indices: Set[int], homes: Mapping[int, Home], parameters: Tier) -> frozenset[int]:
@@ -162,21 +172,21 @@ class Sizing:
     def layout(self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier) -> BufferLayout:
         """Return where the things of a subgroup lie in a host buffer, of which so much rests on the drives."""
         on_host = home is Home.HOST or self.unified
-        in_place = self.in_place(home, parameters)
+        in_place = self.in_place(subgroup, home, parameters)
+        copies = subgroup.formats.parameter is not None and parameters is Tier.DEVICE and not self.unified
         return BufferLayout.of(
             subgroup,
             resting if on_host else replace(resting, gradients=0),
             streams=len(self.state_names) + (0 if in_place else 1),
-            width=self.width,
-            gradient_width=self.wire,
+            gradient_width=self.wire(subgroup),
             in_place=in_place,
-            copies=parameters is Tier.DEVICE and home is Home.HOST and not self.unified and self.width < 4,
+            copies=copies and home is Home.HOST,
         )
 
-    def in_place(self, home: Home, parameters: Tier) -> bool:
+    def in_place(self, subgroup: Subgroup, home: Home, parameters: Tier) -> bool:
         """Tell whether values are the masters of a subgroup; StateKeeper goes by the same rule."""
         here = Home.RESIDENT if parameters is Tier.DEVICE else Home.HOST
-        return self.formats.parameter is None and (self.unified or home is here)
+        return subgroup.formats.parameter is None and (self.unified or home is here)
 
     def beside_gradients(self, limits: Limits, plan: StepPlan, *, drives: bool, visit: bool) -> Limits:
         """Return what a plan may take beside the gradients that stay where another one lets updates run.
@@ -213,7 +223,7 @@ class Sizing:
         at_home = plan.parameters is not Tier.DEVICE and not self.unified
         homes = plan.homes()
         device = sum(
-            self._states(each.numel, in_place=not at_home) + (self._copied(each) if at_home else 0)
+            self._states(each, in_place=not at_home) + (self._copied(each) if at_home else 0)
             for each in self.subgroups
             if homes[each.index] is Home.RESIDENT and not self.unified
         )
@@ -243,13 +253,19 @@ class Sizing:
 
     def _staying(self, homes: Mapping[int, Home], *, drives: bool) -> int:
         """Return what gradients take that stay: of parameters, the pieces that are updated there."""
-        numels: dict[int, int] = {}
-        for each in self.subgroups:
-            for segment in each.segments if self.gradient_stays(homes[each.index], drives=drives) else ():
-                numels[segment.parameter] = numels.get(segment.parameter, 0) + segment.numel
+        staying = [each for each in self.subgroups if self.gradient_stays(homes[each.index], drives=drives)]
         if self.sums:
-            return FloatFormat.FP32.nbytes * sum(numels.values()) + self.wire * max(numels.values(), default=0)
-        return self.wire * sum(numels.values())
+            sums = FloatFormat.FP32.nbytes * sum(each.numel for each in staying)
+            return sums + max(self.gradients_of(staying).values(), default=0)
+        return sum(self.wire(each) * each.numel for each in staying)
+
+    def gradients_of(self, subgroups: Sequence[Subgroup]) -> dict[int, int]:
+        """Return the bytes of the gradients of what these subgroups hold, by parameter."""
+        found: dict[int, int] = {}
+        for each in subgroups:
+            for segment in each.segments:
+                found[segment.parameter] = found.get(segment.parameter, 0) + self.wire(each) * segment.numel
+        return found
 
     def of_backward(self, staying: int) -> int:
         """Return what gradients that stay and activations take where modules compute: [Note: gradients that stay]."""
@@ -291,7 +307,7 @@ class Sizing:
 
     def states_bytes(self, subgroup: Subgroup, home: Home, parameters: Tier) -> int:
         """Return the bytes of a subgroup's masters, where they are not in place, and moments."""
-        return 4 * subgroup.numel * (len(self.state_names) + (0 if self.in_place(home, parameters) else 1))
+        return 4 * subgroup.numel * (len(self.state_names) + (0 if self.in_place(subgroup, home, parameters) else 1))
 
     def on_host_beside_drives(
         self, subgroup: Subgroup, home: Home, parameters: Tier, resting: Resting, *, rests: bool
@@ -302,9 +318,9 @@ class Sizing:
         """
         nbytes = 0 if rests else align_up(self.states_bytes(subgroup, home, parameters), PAGE)
         if home is Home.HOST or self.unified:
-            nbytes += sum(self._gradient_on_host(each.numel, resting, rests=rests) for each in subgroup.segments)
-            copied = parameters is Tier.DEVICE and not self.unified and self.formats.parameter is not None
-            nbytes += align_up(self.width * subgroup.numel, PAGE) if copied and not rests else 0
+            nbytes += sum(self._gradient_on_host(subgroup, each, resting, rests=rests) for each in subgroup.segments)
+            copied = parameters is Tier.DEVICE and not self.unified and not rests
+            nbytes += align_up(self._copied(subgroup), PAGE) if copied else 0
         return nbytes
 
     def all_beside_drives(self, homes: Mapping[int, Home], parameters: Tier, resting: Resting) -> int:
@@ -381,8 +397,9 @@ class Sizing:
             for number, nbytes in enumerate(plan.buffer_bytes)
         ]
         if resting.gradients:
-            numel = max((segment.numel for each in self.subgroups for segment in each.segments), default=1)
-            wire = align_up(self.wire * numel, PAGE)
+            segments = [(self.wire(each), segment.numel) for each in self.subgroups for segment in each.segments]
+            numel = max((numel for _, numel in segments), default=1)
+            wire = align_up(max((wire * numel for wire, numel in segments), default=1), PAGE)
             count = max(GRADIENT_SLOTS, resting.gradients)
             requests += [
                 Request(gradient_slot(number), wire, first=_BACKWARD, last=_BACKWARD) for number in range(count)
@@ -399,56 +416,65 @@ class Sizing:
             requests.append(Request(SCRATCH, scratch, first=_BEFORE, last=_BEFORE))
         return layout(requests)
 
-    def _gradient_on_host(self, numel: int, resting: Resting, *, rests: bool) -> int:
+    def _gradient_on_host(self, subgroup: Subgroup, segment: Segment, resting: Resting, *, rests: bool) -> int:
         """Return what a piece of a gradient takes of the host, with the sum of several."""
-        if rests and resting.gradients and self.width * numel >= resting.small_bytes:
+        numel = segment.numel
+        if rests and resting.gradients and subgroup.formats.width * numel >= resting.small_bytes:
             return 0
-        return align_up(self.wire * numel, PAGE) + (align_up(4 * numel, PAGE) if self.sums else 0)
+        return align_up(self.wire(subgroup) * numel, PAGE) + (align_up(4 * numel, PAGE) if self.sums else 0)
 
     def _on_drives(self, subgroup: Subgroup, layout: BufferLayout, resting: Resting) -> int:
         """Return what states and gradients take there, in whole pages; a place may be in pieces on several drives."""
         gradients = sum(
-            resting.gradients * (align_up(self.wire * subgroup.segments[number].numel, PAGE) + _SPARE)
+            resting.gradients * (align_up(self.wire(subgroup) * subgroup.segments[number].numel, PAGE) + _SPARE)
             for number in layout.gradients
         )
         return align_up(layout.states_bytes, PAGE) + _SPARE + gradients
 
     def _on_host(self, subgroup: Subgroup, home: Home, *, at_home: bool) -> int:
         if self.unified:
-            return align_up(self._states(subgroup.numel, in_place=True), PAGE)
+            return align_up(self._states(subgroup, in_place=True), PAGE)
         if home is Home.RESIDENT:
             return 0
         if home is Home.VISITING:
-            return align_up(self._states(subgroup.numel, in_place=False), PAGE)
+            return align_up(self._states(subgroup, in_place=False), PAGE)
         # Its gradient, the sum of several, what its update writes for the device; pieces begin on pages of their own.
-        each = (self.wire + 4 + (0 if at_home else self.width)) * subgroup.numel
-        states = align_up(self._states(subgroup.numel, in_place=at_home), PAGE)
+        each = (self.wire(subgroup) + 4 + (0 if at_home else subgroup.formats.width)) * subgroup.numel
+        states = align_up(self._states(subgroup, in_place=at_home), PAGE)
         return states + each + PAGE * (1 + 2 * len(subgroup.segments))
 
     def _copied(self, subgroup: Subgroup) -> int:
-        """Return what an update on the device writes for modules that fetch it: fp32 parameters are the masters."""
-        return 0 if self.formats.parameter is None else self.width * subgroup.numel
+        """Return what an update writes for modules in another memory: fp32 parameters are the masters."""
+        return 0 if subgroup.formats.parameter is None else subgroup.formats.width * subgroup.numel
 
-    def _states(self, numel: int, *, in_place: bool) -> int:
+    def _states(self, subgroup: Subgroup, *, in_place: bool) -> int:
         """Return the bytes of states; where masters may be in place, fp32 parameters are the masters."""
-        return 4 * numel * (len(self.state_names) + (0 if in_place and self.formats.parameter is None else 1))
+        masters = 0 if in_place and subgroup.formats.parameter is None else 1
+        return 4 * subgroup.numel * (len(self.state_names) + masters)
 
     @property
     def on_their_way(self) -> int:
         """Bytes of gradients that are on the device until they have gone down."""
-        return 2 * self.wire * max((subgroup.numel for subgroup in self.subgroups), default=0)
+        return 2 * max((self.wire(subgroup) * subgroup.numel for subgroup in self.subgroups), default=0)
 
 
 def cut(
-    numels: Sequence[int], subgroup_numel: int, *, width: int, small_bytes: int | None = None
+    parameters: Sequence[tuple[int, Formats]], subgroup_numel: int, *, small_bytes: int | None = None
 ) -> tuple[Subgroup, ...]:
-    """Return the subgroups of parameters of these sizes, of whose elements each has `width` bytes to compute with.
+    """Return the subgroups of parameters, given by their elements and formats: those of one are of one format.
 
-    Where drives may be used, those of parameters of fewer than `small_bytes`, which stay in memory, come first.
+    Where drives may be used, those of parameters of fewer than `small_bytes`, which stay in memory, come first. Others
+    follow in the order of their first parameters.
     """
-    if small_bytes is None:
-        return cut_into_subgroups(numels, subgroup_numel)
-    small = [numel if width * numel < small_bytes else 0 for numel in numels]
-    large = [numel - less for numel, less in zip(numels, small, strict=True)]
-    found = [each for kind in (small, large) for each in cut_into_subgroups(kind, subgroup_numel)]
-    return tuple(replace(each, index=index) for index, each in enumerate(found))
+
+    def is_small(numel: int, formats: Formats) -> bool:
+        return small_bytes is not None and formats.width * numel < small_bytes
+
+    kinds = dict.fromkeys((is_small(numel, formats), formats) for numel, formats in parameters)
+    found: list[tuple[bool, Segment, Subgroup]] = []
+    for kind in kinds:
+        numels = [numel if (is_small(numel, formats), formats) == kind else 0 for numel, formats in parameters]
+        of_kind = cut_into_subgroups(numels, subgroup_numel, kind[1])
+        found += [(not kind[0], each.segments[0], each) for each in of_kind]
+    found.sort(key=lambda each: (each[0], each[1].parameter, each[1].first_element))
+    return tuple(replace(each, index=index) for index, (_, _, each) in enumerate(found))

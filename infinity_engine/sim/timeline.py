@@ -513,7 +513,7 @@ def _gradients(plan: Plan, sizing: Sizing) -> tuple[dict[int, int], dict[int, in
     for subgroup in sizing.subgroups:
         layout = plan.layouts.get(subgroup.index)
         for number, segment in enumerate(subgroup.segments):
-            nbytes = sizing.wire * segment.numel
+            nbytes = sizing.wire(subgroup) * segment.numel
             if homes[subgroup.index] is Home.HOST and not sizing.unified:
                 down[segment.parameter] = down.get(segment.parameter, 0) + nbytes
             if layout is not None and number in layout.gradients:

@@ -27,6 +27,7 @@ class Training:
     accumulation_steps: int
     checkpointing: bool
     formats: Formats
+    """How parameters are stored, but for those of a shape that says another width."""
     state_names: tuple[str, ...]
     """What the optimizer keeps of each parameter, beside its master."""
     small_bytes: int
@@ -50,7 +51,7 @@ class Training:
     @property
     def width(self) -> int:
         """Bytes of one element as modules compute with it."""
-        return (self.formats.parameter or FloatFormat.FP32).nbytes
+        return self.formats.width
 
     @property
     def tokens(self) -> int:
@@ -61,6 +62,12 @@ class Training:
         """Return what autograd keeps at most, 0 where that is not known."""
         known = self.model.activations
         return 0 if known is None else known.nbytes(self.tokens, width=self.width, checkpointing=self.checkpointing)
+
+    def formats_of(self, parameter: ParameterShape) -> Formats:
+        """Return how a parameter is stored: one of another width is taken to be bf16, or fp32."""
+        if parameter.element_bytes in {None, self.width}:
+            return self.formats
+        return Formats() if self.formats.parameter is not None else Formats(parameter=FloatFormat.BF16)
 
     def ordered(self) -> tuple[ParameterShape, ...]:
         """Return the parameters as the engine numbers them: those that are frozen come last."""
@@ -113,13 +120,12 @@ class Means:
         """Return what one rank has to hold, with states in subgroups of up to so many parameters."""
         ordered = training.ordered()
         numels = [-(-each.numel // self.ranks) for each in ordered]
-        trained = [numel for numel, each in zip(numels, ordered, strict=True) if each.trained]
+        trained = [
+            (numel, training.formats_of(each)) for numel, each in zip(numels, ordered, strict=True) if each.trained
+        ]
         width = training.width
         return Sizing(
-            subgroups=cut(
-                trained, subgroup_numel, width=width, small_bytes=training.small_bytes if self.budget.nvme else None
-            ),
-            formats=training.formats,
+            subgroups=cut(trained, subgroup_numel, small_bytes=training.small_bytes if self.budget.nvme else None),
             state_names=training.state_names,
             parameters=tuple(
                 numel * (each.element_bytes or width) for numel, each in zip(numels, ordered, strict=True)
@@ -128,6 +134,6 @@ class Means:
             unified=self.unified,
             sums=training.accumulation_steps > 1,
             gradient_width=FloatFormat.FP32.nbytes if self.ranks > 1 else None,  # sums of all ranks'
-            own=training.in_memory and training.formats.parameter is None and self.unified,
+            own=training.in_memory and self.unified and all(formats.parameter is None for _, formats in trained),
             activations=training.activation_bytes() if self.for_all else 0,
         )

@@ -24,21 +24,15 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 ONE_BY_ONE = {"storage": {"small_bytes": 0}}
 # Room for little more than two modules, in rounds of two blocks.
 TIGHT = {**ONE_BY_ONE, "budget": {"host": "1MiB"}, "ranks": {"bucket_bytes": 8192}}
+ROOMY = {"host": "64MiB", "device": "1MiB"}
+AT_HOME = {**ONE_BY_ONE, "parameters": "host", "strategy": "interleaved", "rates": RATES, "budget": ROOMY}
+CLIPPED = {"max_grad_norm": 0.05}
 FEW = {
     "small": Run(),
     "one by one": Run(settings=TIGHT),
     "broadcast": Run(settings={**ONE_BY_ONE, "ranks": {"partitioning": "broadcast"}}),
     "emulated": Run(emulated=True, settings={"strategy": "interleaved", "rates": RATES}),
-    "at home on the host": Run(
-        emulated=True,
-        settings={
-            **ONE_BY_ONE,
-            "parameters": "host",
-            "strategy": "interleaved",
-            "rates": RATES,
-            "budget": {"host": "64MiB", "device": "1MiB"},
-        },
-    ),
+    "at home on the host": Run(emulated=True, settings=AT_HOME),
     "stage gradients": Run(settings={"ranks": {"stage": "gradients", "bucket_bytes": 8192}}),
     "stage optimizer": Run(emulated=True, settings={"ranks": {"stage": "optimizer"}}),
     "bf16": Run(accumulation=2, settings={"precision": "bf16", "max_grad_norm": 0.05}),
@@ -49,6 +43,13 @@ FEW = {
     "bf16, stage optimizer": Run(
         accumulation=2, settings={"precision": "bf16", "max_grad_norm": 0.05, "ranks": {"stage": "optimizer"}}
     ),
+    "mixed": Run(model="mixed", accumulation=2, settings=CLIPPED),
+    "mixed, one by one": Run(model="mixed", accumulation=2, settings={**TIGHT, **CLIPPED}),
+    "mixed, at home on the host": Run(model="mixed", accumulation=2, emulated=True, settings={**AT_HOME, **CLIPPED}),
+    "mixed, stage gradients": Run(
+        model="mixed", accumulation=2, settings={**CLIPPED, "ranks": {"stage": "gradients", "bucket_bytes": 8192}}
+    ),
+    "mixed, stage optimizer": Run(model="mixed", accumulation=2, settings={**CLIPPED, "ranks": {"stage": "optimizer"}}),
     "encoder-decoder": Run(model="encoder-decoder", settings=ONE_BY_ONE),
     "llama": Run(model="llama", settings=ONE_BY_ONE),
     "odd": Run(model="odd", settings=ONE_BY_ONE),
@@ -94,7 +95,7 @@ def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, rtol: f
 )
 def test_several_ranks_train_as_one_does_on_the_same_batch(size: int, name: str) -> None:
     one = alone(name)
-    rtol, atol = (2e-2, 4e-3) if "bf16" in name else (2e-4, 2e-5)
+    rtol, atol = (2e-2, 4e-3) if "bf16" in name or "mixed" in name else (2e-4, 2e-5)
 
     for rank in ran(size):
         found = rank[name]
@@ -122,12 +123,19 @@ def test_strategies_and_partitionings_have_the_same_bits(name: str) -> None:
     assert found[name]["losses"] == found["small"]["losses"]
 
 
-@pytest.mark.parametrize("name", ["bf16, one by one", "bf16, stage gradients"])
-def test_buckets_rounds_and_stages_change_no_bit_of_accumulated_and_clipped_gradients(name: str) -> None:
+@pytest.mark.parametrize("name", ["one by one", "stage gradients"])
+@pytest.mark.parametrize("model", ["bf16", "mixed"])
+def test_buckets_rounds_and_stages_change_no_bit_of_accumulated_and_clipped_gradients(model: str, name: str) -> None:
     [found, *_] = ran(2)
 
-    assert differing(found[name]["states"], found["bf16"]["states"]) == []
-    assert found[name]["norms"] == found["bf16"]["norms"]
+    assert differing(found[f"{model}, {name}"]["states"], found[model]["states"]) == []
+    assert found[f"{model}, {name}"]["norms"] == found[model]["norms"]
+
+
+def test_mixed_shards_at_home_on_the_host_have_the_same_bits() -> None:
+    [found, *_] = ran(2)
+
+    assert differing(found["mixed, at home on the host"]["states"], found["mixed"]["states"]) == []
 
 
 def test_parameters_stay_nan_on_all_ranks_where_one_machine_has_no_room_for_those_of_its_ranks() -> None:

@@ -36,6 +36,7 @@ Use = Callable[[Engine, Task], Bits]
 CASE = Case(precision="bf16", strategy=NvmeStreamed(), parameters="nvme")
 LITTLE = MappingProxyType({"cpu": 16_970_000, "emulated": 17_100_000})
 """So little of the host that gradients rest on the drives as well."""
+BF16 = Formats(parameter=FloatFormat.BF16)
 ACCELERATORS = tuple(LITTLE)
 
 
@@ -326,8 +327,7 @@ def test_what_stays_in_memory_has_room_there_whatever_the_budget(
     width = 4 if precision == "fp32" else 2
     numels = [5_000_001] * 6 + [1000] * 10 + [12_000_000]
     sizing = Sizing(
-        subgroups=cut_into_subgroups(numels, 4 << 20),
-        formats=Formats(parameter=None if precision == "fp32" else FloatFormat.BF16),
+        subgroups=cut_into_subgroups(numels, 4 << 20, Formats() if precision == "fp32" else BF16),
         state_names=("exp_avg", "exp_avg_sq"),
         parameters=tuple(width * numel for numel in numels),
         deepest=width * numels[-1],
@@ -363,8 +363,7 @@ def test_what_stays_in_memory_has_room_there_whatever_the_budget(
 def test_with_updates_in_the_backward_what_stays_in_memory_is_spread_among_what_does_not() -> None:
     numels = [1000, *[4 << 20] * 24]
     sizing = Sizing(
-        subgroups=cut(numels, 4 << 20, width=2, small_bytes=1 << 16),
-        formats=Formats(parameter=FloatFormat.BF16),
+        subgroups=cut([(numel, BF16) for numel in numels], 4 << 20, small_bytes=1 << 16),
         state_names=("exp_avg", "exp_avg_sq"),
         parameters=tuple(2 * numel for numel in numels),
         deepest=2 * numels[-1],

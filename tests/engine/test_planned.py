@@ -13,7 +13,7 @@ import torch
 
 import infinity_engine
 from infinity_engine.accel import Accelerator
-from infinity_engine.config import EngineConfig
+from infinity_engine.config import EngineConfig, Precision
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.parameters import collect_frozen, collect_parameters
 from infinity_engine.engine.sizing import shape_of, sizing_of
@@ -31,8 +31,9 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 def training_of(task: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> Training:
+    trained = collect_parameters(task, optimizer, Precision(precision))
     return Training(
-        model=shape_of(task, collect_parameters(task, optimizer)),
+        model=shape_of(task, trained, collect_frozen(task, trained, Precision(precision))),
         batch=1,
         sequence=1,
         accumulation_steps=1,
@@ -60,8 +61,8 @@ def test_a_live_model_is_described_to_the_byte(model: str, precision: str, unifi
     config = EngineConfig.from_keywords(
         precision=precision, subgroup_numel=SUBGROUP, budget=budget, storage={"small_bytes": 256}
     )
-    trained = collect_parameters(task, optimizer)
-    frozen = collect_frozen(task, trained)
+    trained = collect_parameters(task, optimizer, config.precision)
+    frozen = collect_frozen(task, trained, config.precision)
     actual = sizing_of(task, trained, frozen, rules_of(optimizer), config, unified=unified)
 
     nvme = {"/mnt/a": 1 << 30} if drives else {}

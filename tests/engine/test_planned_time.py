@@ -16,6 +16,7 @@ from torch import nn
 
 import infinity_engine
 from infinity_engine.accel import Emulation, Stream, TimeCost, VirtualAccelerator
+from infinity_engine.config import Precision
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.parameters import collect_parameters
 from infinity_engine.engine.sizing import shape_of
@@ -104,7 +105,7 @@ def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> D
     """Return the plan at the device's rates."""
     numel = LAYERS * SUBGROUP
     training = Training(
-        model=shape_of(model, collect_parameters(model, optimizer)),
+        model=shape_of(model, collect_parameters(model, optimizer, Precision.BF16), ()),
         batch=ROWS,
         sequence=1,
         accumulation_steps=1,

@@ -28,6 +28,7 @@ RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s
 WIDTH, LAYERS = 64, 4
 NUMEL = LAYERS * WIDTH * WIDTH
 PLENTY = 8 << 20
+BF16 = Formats(parameter=FloatFormat.BF16)
 WIRE = {"fp32": 4, "bf16": 2}
 STRATEGIES: list[Any] = [
     "device_only",
@@ -327,8 +328,7 @@ def test_gradients_take_the_place_of_activations_that_are_known_but_sums_do_not(
     sums: bool, of_backward: Any, activations: int
 ) -> None:
     sizing = Sizing(
-        subgroups=cut([10_000, 20_000], 8192, width=2),
-        formats=Formats(parameter=FloatFormat.BF16),
+        subgroups=cut([(10_000, BF16), (20_000, BF16)], 8192),
         state_names=("exp_avg", "exp_avg_sq"),
         parameters=(20_000, 40_000),
         deepest=40_000,

@@ -89,8 +89,7 @@ def test_the_gpu_gives_the_scalar_bits(
         gradient = narrow(every_class_of_float(numel, 2), format_)
     kept = host.master if host.remainder is None else host.remainder
     state = SubgroupState(
-        subgroup=Subgroup(0, (Segment(0, 0, numel, 0),)),
-        formats=formats,
+        subgroup=Subgroup(0, (Segment(0, 0, numel, 0),), formats),
         master=on_device(kept.copy(), None if host.remainder is None else FloatFormat.BF16),
         states=tuple(on_device(each.copy(), formats.state_format) for each in host.states),
     )

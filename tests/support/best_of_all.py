@@ -109,7 +109,7 @@ class Bounds:
         }
         update_ns = {lane: self._ns(lane, amount) for lane, amount in update.items()}
         update_ns[self._compute] += self._forward_ns
-        backward_ns = max(self._backward_ns, self._ns(Lane.D2H, sizing.wire * on_host))
+        backward_ns = max(self._backward_ns, self._ns(Lane.D2H, sizing.wire(sizing.subgroups[0]) * on_host))
         step_ns = max(
             max(update_ns.values()) + backward_ns,
             self._ns(Lane.H2D, update[Lane.H2D] + again),
@@ -143,7 +143,7 @@ class Bounds:
         except CapacityError:
             return -inf
         one, tier = sizing.subgroups[0], choice.parameters
-        gradients = (4 if sizing.sums else sizing.wire) * (visiting + resident)
+        gradients = (4 if sizing.sums else sizing.wire(one)) * (visiting + resident)
         states = resident * sizing.states_bytes(one, Home.RESIDENT, tier) // one.numel
         left = budget.device - states - sizing.on_their_way - sizing.of_backward(gradients)
         needed = sum(sizing.parameters) if tier is Tier.DEVICE else sizing.deepest
@@ -156,7 +156,7 @@ class Bounds:
             sizing.states_bytes(one, home, tier) * numel // one.numel
             for home, numel in ((Home.HOST, on_host), (Home.VISITING, visiting))
         )
-        there = sum(states) + sizing.wire * on_host + (sum(sizing.parameters) if tier is Tier.HOST else 0)
+        there = sum(states) + sizing.wire(one) * on_host + (sum(sizing.parameters) if tier is Tier.HOST else 0)
         return max(there - self._planner.means.of_one_rank().host, 0)
 
 

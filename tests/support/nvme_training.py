@@ -19,6 +19,7 @@ from infinity_engine.errors import CapacityError
 from infinity_engine.plan import DriveRates, HostOnly, NvmeStreamed, Rates, Strategy
 from infinity_engine.plan.ops import LoadStates
 from support.engine_bits import Bits, bits_of
+from support.mixed_models import MIXED
 from support.small_models import MODELS, Task
 
 __all__ = ["RATES", "STREAMED", "Case", "Trained", "digest_of", "emulated", "made", "opened", "train", "trained"]
@@ -75,7 +76,7 @@ def emulated(seed: int) -> Accelerator:
 def made(model: str) -> tuple[Task, torch.optim.Optimizer]:
     """Return a model and its optimizer, always the same."""
     torch.manual_seed(0)
-    task = MODELS[model]()
+    task = {**MODELS, **MIXED}[model]()
     parameters = list(task.parameters())
     half = len(parameters) // 2
     optimizer = torch.optim.AdamW(parameters[:half], lr=3e-3, weight_decay=0.1)

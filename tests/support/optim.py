@@ -73,8 +73,7 @@ class Model:
             self.remainder = (bits & 0xFFFF).astype(np.uint16)
         kept = self.master if self.remainder is None else self.remainder
         self.state = SubgroupState(
-            subgroup=Subgroup(0, segments),
-            formats=self.formats,
+            subgroup=Subgroup(0, segments, self.formats),
             master=Stream.of(kept, format=None if self.remainder is None else FloatFormat.BF16),
             states=tuple(Stream.of(each, format=self.formats.state_format) for each in self.states),
         )

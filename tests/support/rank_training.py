@@ -36,6 +36,7 @@ from infinity_engine.sim.planner import decide
 from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.training import Means, Training
 from support.determinism import deterministic_compute
+from support.mixed_models import Mixed
 from support.small_models import MODELS, Task
 
 __all__ = [
@@ -156,7 +157,12 @@ class Odd(Task):
         return torch.as_tensor(x).float().pow(2).mean()
 
 
-KINDS: Mapping[str, Callable[[], Task]] = {**MODELS, "routed": Routed, "odd": Odd}
+KINDS: Mapping[str, Callable[[], Task]] = {
+    **MODELS,
+    "routed": Routed,
+    "odd": Odd,
+    "mixed": lambda: Mixed(keeps_mean=False),  # which is of a rank's own rows
+}
 
 
 def made(run: Run) -> tuple[Task, torch.optim.Optimizer]:
@@ -204,7 +210,13 @@ def states_of(engine: Engine, task: Task) -> dict[str, torch.Tensor]:
         if parameter.requires_grad:
             state = engine.state_of(parameter)
             bits.update({f"{name}: {key}": torch.as_tensor(value) for key, value in state.items()})
-    return bits
+    return {name: saved(each) for name, each in bits.items()}
+
+
+def saved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that torch.load can read, which reads no fp8."""
+    is_fp8 = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.detach().float() if is_fp8 else tensor.detach().clone()
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -224,7 +236,7 @@ def train(run: Run) -> dict[str, Any]:
         found: dict[str, Any] = {"losses": losses, "norms": norms, "states": states_of(engine, task)}
         found["within"] = all(each.peak_held <= each.limit for each in usage)
         found["parameters"] = engine.plan.parameters.name
-    found["after"] = {name: each.detach().clone() for name, each in task.named_parameters()}
+    found["after"] = {name: saved(each) for name, each in task.named_parameters()}
     return found
 
 
@@ -645,8 +657,9 @@ def _planned(
 ) -> Plan:
     """Return what the planner chooses for one of equal ranks, placed as this one's."""
     room = replace(budget, device=budget.device - sharding.least)  # for what is gathered ahead
+    shape = shape_of(model, sharding.cut.wholes, sharding.cut.frozen_wholes)
     training = Training(
-        model=replace(shape_of(model, sharding.cut.wholes), deepest_numel=sizing.deepest // sizing.width),
+        model=replace(shape, deepest_numel=sizing.deepest // sizing.width),
         batch=1,
         sequence=1,
         accumulation_steps=run.accumulation,

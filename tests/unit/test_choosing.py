@@ -62,14 +62,14 @@ def plans(
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(16)))
         config = EngineConfig.from_keywords(rates=rates[rank], subgroup_numel=1 << 15, precision="bf16", **settings)
         optimizer = torch.optim.AdamW(model.parameters())
-        trained = collect_parameters(model, optimizer)
+        trained = collect_parameters(model, optimizer, config.precision)
         sizing = sizing_of(model, trained, [], rules_of(optimizer), config, unified=False)
         ranks = SimpleNamespace(
             shards=SimpleNamespace(size=1), tell=lambda what, mine: meeting.tell(rank, what, mine)
         )  # whole parameters stand for shards of larger ones
         sharding = SimpleNamespace(
             ranks=ranks,
-            cut=SimpleNamespace(wholes=trained),
+            cut=SimpleNamespace(wholes=trained, frozen_wholes=()),
             wish=lambda wish: wish,
             without_ahead=lambda left, unified: left,
         )
@@ -146,7 +146,7 @@ def test_buffers_for_the_drives_leave_room_to_gather_ahead_where_fewer_do(ahead:
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(16)))
     config = EngineConfig.from_keywords(strategy="nvme_streamed", parameters="nvme", subgroup_numel=1 << 15)
     optimizer = torch.optim.AdamW(model.parameters())
-    trained = collect_parameters(model, optimizer)
+    trained = collect_parameters(model, optimizer, config.precision)
     sizing = sizing_of(model, trained, [], rules_of(optimizer), config, unified=True, in_memory=False)
     room = ResolvedBudget(device=4 * MIB, host=4 * MIB, nvme={"/mnt/a": 64 * MIB})
     sharding: Any = SimpleNamespace(without_ahead=lambda left, unified: replace(left, host=left.host - ahead))

@@ -125,7 +125,7 @@ def test_a_configuration_that_says_nothing_has_the_defaults() -> None:
 def test_the_defaults_promise_nothing_that_was_not_asked_for() -> None:
     config = EngineConfig()
 
-    assert (config.budget, config.strategy, config.precision) == (None, Auto(), Precision.FP32)
+    assert (config.budget, config.strategy, config.precision) == (None, Auto(), Precision.MODEL)
     assert (config.accelerator, config.accumulation_steps, config.max_grad_norm) == (Accelerator.AUTO, 1, None)
     assert config.storage == StorageConfig(backend=Backend.AUTO, checksum=None)
 
@@ -349,10 +349,14 @@ def test_a_wrong_strategy_is_refused_by_its_dotted_path(value: object, message: 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("precision", "bf61", r"one of fp32, bf16, fp16, bf16_autocast, fp16_autocast \(nearest: bf16\), got 'bf61'"),
-        ("precision", "BF16", r"one of fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
-        ("precision", None, r"one of fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
-        ("precision", Accelerator.CPU, r"one of fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
+        (
+            "precision",
+            "bf61",
+            r"one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast \(nearest: bf16\), got 'bf61'",
+        ),
+        ("precision", "BF16", r"one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
+        ("precision", None, r"one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
+        ("precision", Accelerator.CPU, r"one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
         ("accelerator", "cud", r"one of auto, cuda, cpu, emulated \(nearest: cuda\)"),
         ("storage.backend", "io_uring", r"one of auto, liburing, uring, aio, threads \(nearest: uring\)"),
         ("storage.backend", "memory", r"one of auto, liburing, uring, aio, threads"),
@@ -422,7 +426,7 @@ def test_the_table_says_what_each_setting_can_be_and_means() -> None:
 def test_the_table_shows_the_defaults_as_they_are_written() -> None:
     defaults = {row.name: row.default for row in settings_table()}
 
-    assert defaults["precision"] == "fp32"
+    assert defaults["precision"] == "model"
     assert defaults["accumulation_steps"] == "1"
     assert defaults["max_grad_norm"] == "None"
     assert defaults["storage.backend"] == "auto"
@@ -432,6 +436,6 @@ def test_the_table_shows_the_defaults_as_they_are_written() -> None:
 def test_the_table_says_kinds_in_the_words_of_the_errors() -> None:
     kinds = {row.name: row.kind for row in settings_table()}
 
-    assert kinds["precision"] == "one of fp32, bf16, fp16, bf16_autocast, fp16_autocast"
+    assert kinds["precision"] == "one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast"
     assert kinds["subgroup_numel"] == "a whole number, 1 or more"
     assert kinds["max_grad_norm"] == "a positive number, or None"

@@ -77,11 +77,14 @@ def test_subgroups_smaller_than_a_block_are_refused() -> None:
         cut_into_subgroups([10], NORM_BLOCK - 1)
 
 
+def subgroup_of_two(formats: Formats | None) -> Subgroup:
+    return Subgroup(0, (Segment(0, 0, 5, 0), Segment(1, 0, 3, 5)), formats or Formats())
+
+
 def two_segments(formats: Formats | None = None) -> SubgroupState:
     """Return a subgroup of two parameters, 5 and 3 elements, in fp32."""
     return SubgroupState(
-        subgroup=Subgroup(0, (Segment(0, 0, 5, 0), Segment(1, 0, 3, 5))),
-        formats=formats or Formats(),
+        subgroup=subgroup_of_two(formats),
         master=Stream.of(np.zeros(8, np.float32)),
         states=tuple(Stream.of(np.zeros(8, np.float32)) for _ in range(2)),
     )
@@ -151,8 +154,7 @@ def stream_of(values: npt.NDArray[Any]) -> Stream:
 def apart(masters: Sequence[npt.NDArray[Any]], formats: Formats | None = None) -> SubgroupState:
     """Return the subgroup of two parameters with masters that lie apart."""
     return SubgroupState(
-        subgroup=two_segments().subgroup,
-        formats=formats or Formats(),
+        subgroup=subgroup_of_two(formats),
         master=tuple(stream_of(each) for each in masters),
         states=tuple(Stream.of(np.zeros(8, np.float32)) for _ in range(2)),
     )
@@ -246,7 +248,7 @@ def test_what_does_not_fit_is_refused_with_its_parameter_named() -> None:
 
 def test_streams_of_another_size_than_the_subgroup_are_refused() -> None:
     with pytest.raises(ConfigError, match="master"):
-        SubgroupState(subgroup=Subgroup(0, (Segment(0, 0, 5, 0),)), formats=Formats(), master=ones(4), states=())
+        SubgroupState(subgroup=Subgroup(0, (Segment(0, 0, 5, 0),)), master=ones(4), states=())
 
 
 def test_a_split_master_without_a_bf16_parameter_is_refused() -> None:

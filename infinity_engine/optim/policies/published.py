@@ -129,7 +129,7 @@ class _Listing:
             UpdateOnDevice(subgroup=subgroup.index, staging=staging, params=subgroup.numel, after=launched)
         )
         if self._at_home:
-            nbytes = subgroup.numel * self._per_parameter.parameter
+            nbytes = self._limits.parameter_bytes(subgroup)
             added = self._add(
                 DownloadParameters(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=self._launched(added))
             )
@@ -157,7 +157,7 @@ class _Listing:
 
     def _upload_parameters(self) -> None:
         for subgroup, updated in () if self._at_home else self._downscaled:
-            nbytes = subgroup.numel * self._per_parameter.parameter
+            nbytes = self._limits.parameter_bytes(subgroup)
             self._add(UploadParameters(subgroup=subgroup.index, nbytes=nbytes, after=updated))
         self._downscaled.clear()
 

@@ -1,0 +1,120 @@
+"""Buffers, kept parameters, and what `precision` leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity_engine
+from infinity_engine.engine.engine import Engine
+from infinity_engine.errors import ConfigError
+from support.mixed_models import MIXED, Mixed
+from support.nvme_training import emulated
+from support.small_models import MODELS, Task
+
+PRECISIONS = ["model", "fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast"]
+
+
+def opened(task: nn.Module, *, unified: bool = True, **settings: Any) -> Engine:
+    optimizer = torch.optim.AdamW(task.parameters(), lr=1e-3)
+    budget = {"host": "64MiB", "device": "32MiB"}
+    on = None if unified else emulated(1)
+    return infinity_engine.initialize(task, optimizer, accelerator="cpu", device=on, budget=budget, **settings)
+
+
+class Rotary(Task):
+    """A linear layer and an fp32 buffer of frequencies."""
+
+    inv_freq: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("inv_freq", 1 / 10_000 ** (torch.arange(8) / 8), persistent=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def batch(self, seed: int) -> torch.Tensor:
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        x = self.linear(batch.to(self.linear.weight.dtype))
+        return torch.as_tensor((x.float() * (4096 * self.inv_freq).cos()).pow(2).mean())
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_buffers_keep_their_dtype_and_what_the_model_wrote(precision: str, unified: bool) -> None:
+    task = Rotary()
+    inv_freq = task.inv_freq.clone()
+    with opened(task, unified=unified, precision=precision) as engine:
+        engine.backward(engine(task.batch(0).to(engine.device)))
+        engine.step()
+        assert (task.inv_freq.dtype, task.seen.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(task.inv_freq, inv_freq)
+    assert task.seen.item() == 1
+    assert task.seen.dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_batch_norm_trains_in_16_bits_with_fp32_statistics(precision: str) -> None:
+    torch.manual_seed(0)
+    task = MODELS["conv net"]()
+    with opened(task, precision=precision) as engine:
+        for seed in range(3):
+            engine.backward(engine(task.batch(seed)))
+            engine.step()
+    assert {str(buffer.dtype) for buffer in task.buffers()} == {"torch.float32", "torch.int64"}
+    assert task.get_buffer("layers.1.running_mean").abs().sum() > 0
+
+
+def test_parameters_have_the_dtypes_that_they_had_once_closed() -> None:
+    task = Mixed()
+    before = {name: each.dtype for name, each in task.state_dict().items()}
+    with opened(task, unified=False, parameters="host") as engine:
+        engine.backward(engine(task.batch(0).to(engine.device)))
+        engine.step()
+    assert {name: each.dtype for name, each in task.state_dict().items()} == before
+
+
+def test_masters_of_16_bit_parameters_are_fp32() -> None:
+    task = Mixed()
+    with opened(task) as engine:
+        for parameter in (task.down, task.get_parameter("head.weight")):
+            assert torch.as_tensor(engine.state_of(parameter)["master"]).dtype == torch.float32
+
+
+def test_the_loss_is_scaled_where_a_trained_parameter_is_fp16() -> None:
+    scales = []
+    for make in MIXED.values():
+        task = make()
+        with opened(task) as engine:
+            engine.backward(engine(task.batch(0)))
+            scales.append(engine.step().loss_scale)
+    assert scales[0] == 1.0
+    assert scales[1] > 1.0
+
+
+def test_an_fp64_parameter_is_refused_and_the_model_is_untouched() -> None:
+    task = Rotary()
+    task.linear.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+    with pytest.raises(ConfigError, match=r"linear\.bias: expected torch\.float32"):
+        opened(task)
+    assert task.linear.bias.dtype == torch.float64
+
+
+def test_parameters_that_stay_as_they_are_take_nothing_of_the_budget() -> None:
+    task = Rotary()
+    memory = task.linear.weight.data_ptr()
+    with opened(task):
+        assert task.linear.weight.data_ptr() == memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_early_updates_without_bf16_parameters_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match="only bf16 parameters are updated in the backward"):
+        opened(Rotary().to(dtype), storage={"early_updates": True})
