@@ -90,6 +90,7 @@ def assemble(
             parts = _parts(model, optimizer, config, planned, taken, teller=teller)
             engine = Engine(parts)
             release_originals(planned.everything, built)
+            planned.previous.release(planned.trained)
     resources.push(taken.pop_all())
     parts.resources.push(resources.pop_all())
     return_freed_memory()  # of what the model was until now
@@ -153,7 +154,7 @@ def _parts(
         resting=plan.resting.states,
     )
     resources.callback(states.close)
-    states.begin(originals.fill, planned.rules, teller)
+    states.begin(originals.fill, planned.rules, planned.previous, teller)
     for parameter, values in shown:
         parameter.data = values
     has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)

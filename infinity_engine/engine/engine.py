@@ -132,7 +132,14 @@ class Engine:
             parts.whole.ranks.on_wait(self._safe_point)
         for each in parts.trained:
             parts.hooks.on_gradient(each.parameter, partial(self._take, each.number))
-        self._guards = Guards(parts.model, parts.optimizer, self._known, parts.hooks, whole=parts.modules is None)
+        self._guards = Guards(
+            parts.model,
+            parts.optimizer,
+            self._known,
+            parts.hooks,
+            whole=parts.modules is None,
+            updates=lambda: self.steps,
+        )
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -254,6 +261,7 @@ class Engine:
         last = wanted or self._accumulation.is_reached
         self._finish_gradients(last=last)
         self._guards.check_gradients()
+        self._guards.check_states()
         if not parts.gradients.any and (parts.whole is None or not parts.whole.waits(last=last)):
             raise RuntimeError(
                 "there is nothing to step with: no gradient has come since the last step, or zero_grad() has dropped "

@@ -6,7 +6,7 @@ Looks, and lets torch's hooks ask it; changes nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,9 +14,13 @@ from typing import Any
 import torch
 
 from infinity_engine.engine.hooks import Hooks
-from infinity_engine.engine.parameters import ModelParameter
+from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 
 __all__ = ["Guards"]
+
+_LEFT_WITH_THE_ENGINE = "updates whose states an engine has"
+"""What the state dict of an engine's optimizer has beside torch's entries: how many updates made the states it lacks.
+"""
 
 
 class Guards:
@@ -30,9 +34,13 @@ class Guards:
         hooks: Hooks,
         *,
         whole: bool,
+        updates: Callable[[], int],
     ) -> None:
-        """Begin; `whole`: all parameters are there all the time."""
+        """Begin; `whole`: all parameters are there all the time. `updates` returns how many were made."""
         self._optimizer = optimizer
+        self._updates = updates
+        # Adagrad makes states before its first step, which it needs again when the engine is closed.
+        self._unused = {id(parameter) for parameter, state in optimizer.state.items() if state.get("step") == 0}
         self._known = known
         self._stepping = self._listing = False
         if not whole:
@@ -77,7 +85,19 @@ class Guards:
                 "the engine steps this optimizer: call engine.step(), as the optimizer itself has no gradients"
             )
 
-    def _warn_of_states(self) -> None:
+    def check_states(self) -> None:
+        """Refuse to go on where the optimizer has states: nothing uses them."""
+        for parameter, state in self._optimizer.state.items():
+            known = self._known.get(id(parameter))
+            if state and isinstance(known, TrainedParameter) and id(parameter) not in self._unused:
+                raise RuntimeError(
+                    f"the optimizer was given states of {known.name} since the engine was initialized. The engine has "
+                    "states of its own and would ignore these. To train with them, close the engine and initialize "
+                    "another one, which takes them over. To drop them, call optimizer.state.clear()"
+                )
+
+    def _warn_of_states(self, state_dict: dict[str, Any]) -> None:
+        state_dict[_LEFT_WITH_THE_ENGINE] = self._updates()
         warnings.warn(
             "the state dict of an engine's optimizer has its groups and no states, which the engine has: "
             "engine.state_of(parameter) shows them",
@@ -86,11 +106,20 @@ class Guards:
         )
 
     def _check_states(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse states that the engine would not see."""
+        """Refuse states that the engine would not see, and a state dict whose states stayed with an engine."""
+        updates = state_dict.get(_LEFT_WITH_THE_ENGINE)
+        if updates:
+            raise RuntimeError(
+                f"this state dict has no states: when it was made, an engine had the states, of {updates} update"
+                f"{'s' if updates > 1 else ''}. Training that goes on from it would begin with new moments. To load "
+                'its groups alone, call optimizer.load_state_dict({"state": {}, "param_groups": '
+                'state_dict["param_groups"]})'
+            )
         if state_dict.get("state"):
             raise RuntimeError(
                 "the engine has the optimizer's states, and this version cannot load others: what the optimizer loads "
-                "would not be used. To load its groups alone, their learning rates and such, call "
+                "would not be used. Load them before initialize, which takes them over. To load its groups alone, "
+                "their learning rates and such, call "
                 'optimizer.load_state_dict({**state_dict, "state": {}})'
             )
 

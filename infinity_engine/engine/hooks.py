@@ -66,12 +66,15 @@ class Hooks:
         self._handles.append(optimizer.register_step_pre_hook(hook))
 
     def on_optimizer_states(
-        self, optimizer: torch.optim.Optimizer, saved: Callable[[], None], loaded: Callable[[Mapping[str, Any]], None]
+        self,
+        optimizer: torch.optim.Optimizer,
+        saved: Callable[[dict[str, Any]], None],
+        loaded: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Call `saved` when the optimizer has made a state dict of itself, `loaded` with one before it loads that."""
+        """Call `saved` with a state dict that the optimizer has made of itself, `loaded` before it loads one."""
 
-        def saved_hook(*_: Any) -> None:
-            saved()
+        def saved_hook(_optimizer: Any, state_dict: dict[str, Any]) -> None:
+            saved(state_dict)
 
         def loaded_hook(_optimizer: Any, state_dict: dict[str, Any]) -> None:
             loaded(state_dict)

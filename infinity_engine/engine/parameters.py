@@ -6,7 +6,7 @@ Sees when somebody else changed one. Takes no gradients, moves and updates nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -134,8 +134,7 @@ def collect_parameters(
     """Return the optimizer's parameters that are to be trained, in the model's order: about that of their use.
 
     Raises:
-        ConfigError: one is not the model's, or is of a kind that cannot be trained here; or none is left. Or the
-            optimizer has states, which would be lost.
+        ConfigError: one is not the model's, or is of a kind that cannot be trained here; or none is left.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     dtypes = dtypes_of(model, precision)
@@ -156,13 +155,6 @@ def collect_parameters(
                     field="model",
                     value=f"one whose {name} another engine trains",
                     expected="a model of no other engine: close that one first, which leaves an ordinary model",
-                )
-            if _has_stepped(optimizer.state.get(parameter, {})):
-                raise ConfigError(
-                    field="optimizer",
-                    value=f"one that has states of {name}",
-                    expected="an optimizer that has made no step and was loaded no states, as the engine begins with "
-                    "new ones: this version cannot take others over. To do without them, call optimizer.state.clear()",
                 )
             if parameter.requires_grad:
                 formats_of(name, dtypes[id(parameter)])
@@ -195,12 +187,6 @@ def collect_frozen(
         ModelParameter(len(trained) + place, name, parameter, dtypes[id(parameter)])
         for place, (name, parameter) in enumerate(others)
     )
-
-
-def _has_stepped(state: Mapping[str, object]) -> bool:
-    """Tell whether a parameter's states in an optimizer are of steps: Adagrad makes some before its first one."""
-    step = state.get("step", 1)
-    return any(each is not None for each in state.values()) and bool(step != 0)
 
 
 def _check(name: str, parameter: torch.nn.Parameter) -> None:

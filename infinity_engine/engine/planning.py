@@ -24,6 +24,7 @@ from infinity_engine.engine.choosing import choose, choose_together, what_fits
 from infinity_engine.engine.modules import check_modules
 from infinity_engine.engine.original import digest_of
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
+from infinity_engine.engine.previous import PreviousStates
 from infinity_engine.engine.ranks import Ranks
 from infinity_engine.engine.replanning import Question, Replanner
 from infinity_engine.engine.sharding import Sharding, check_cut
@@ -51,6 +52,7 @@ class Planned:
     trained: Sequence[TrainedParameter]
     """The model's; of several ranks, this one's shards of them."""
     frozen: Sequence[ModelParameter]
+    previous: PreviousStates
     built: BuiltModel | None
     sizing: Sizing
     sharding: Sharding | None
@@ -88,12 +90,14 @@ def check_and_plan(
     trained = collect_parameters(model, optimizer, config.precision)
     check_device(accelerator, alone=ranks is None)
     _check_early_updates(config, trained, unified=accelerator.unified)
+    previous = PreviousStates(optimizer, trained, rules)
     frozen = collect_frozen(model, trained, config.precision)
     cut = None
     if ranks is not None:
         check_cut(model, config, built)
         ranks.agree_on_run(config, _named(accelerator, policy), rules, (*trained, *frozen), partial(_digest, built))
         cut = ranks.cut(trained, frozen, partial(_spec, built))
+        previous.cut(cut)
         trained, frozen = cut.trained, cut.frozen
     replanner = None
     sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
@@ -145,6 +149,7 @@ def check_and_plan(
         rules=rules,
         trained=trained,
         frozen=frozen,
+        previous=previous,
         built=built,
         sizing=sizing,
         sharding=sharding,

@@ -18,6 +18,7 @@ from infinity_engine.engine.gradients import GradientKeeper, added_up
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import TrainedParameter
+from infinity_engine.engine.previous import PreviousStates
 from infinity_engine.engine.progress import Teller
 from infinity_engine.engine.swapping import SwappedStates, Visit
 from infinity_engine.errors import CapacityError
@@ -219,31 +220,40 @@ class StateKeeper:
         """Show what a step makes of values that rest on the drives to somebody, before it is written there."""
         self._receiver = receiver
 
-    def begin(self, originals: _Originals, rules: Sequence[Rule], teller: Teller) -> None:
-        """Write the first masters and states: fp32 values as `originals` has them, and what each rule begins with."""
+    def begin(self, originals: _Originals, rules: Sequence[Rule], previous: PreviousStates, teller: Teller) -> None:
+        """Write the first masters, of `originals` in fp32, and states: `previous`, or what each rule begins with."""
         total = sum(self._nbytes(held.subgroup, held.home) for held in self._held.values())
         with teller.part("making optimizer states", total) as made:
-            self._begin(originals, rules, made)
+            self._begin(originals, rules, previous, made)
 
-    def _begin(self, originals: _Originals, rules: Sequence[Rule], made: Callable[[int], None]) -> None:
+    def _begin(
+        self, originals: _Originals, rules: Sequence[Rule], previous: PreviousStates, made: Callable[[int], None]
+    ) -> None:
         writing: deque[IOEvent] = deque()
         buffers, count = len(self._plan.buffer_bytes), 0
         for held in self._held.values():
             if held.lease is not None:
-                self._fill(held, held.lease.flat(), originals, rules)
+                self._fill(held, held.lease.flat(), originals, rules, previous)
             elif held.subgroup.index in self._resting:
                 assert self._swapped is not None, "states rest on drives that there are"
                 if len(writing) == buffers:
                     writing.popleft().wait()
                 visit = self._swapped.empty(held.subgroup.index, count % buffers)
                 count += 1
-                self._fill(held, visit.states(), originals, rules)
+                self._fill(held, visit.states(), originals, rules, previous)
                 writing.append(self._swapped.give_back(held.subgroup.index, visit))
             made(self._nbytes(held.subgroup, held.home))
         while writing:
             writing.popleft().wait()
 
-    def _fill(self, held: _Held, flat: torch.Tensor, originals: _Originals, rules: Sequence[Rule]) -> None:
+    def _fill(
+        self,
+        held: _Held,
+        flat: torch.Tensor,
+        originals: _Originals,
+        rules: Sequence[Rule],
+        previous: PreviousStates,
+    ) -> None:
         values = flat[: self._nbytes(held.subgroup, held.home)].view(torch.float32)
         numel = held.subgroup.numel
         start = 0
@@ -252,11 +262,14 @@ class StateKeeper:
             for segment in held.subgroup.segments:
                 piece = values[segment.offset : segment.offset + segment.numel]
                 originals(self._trained[segment.parameter], segment.first_element, piece)
-        for segment in held.subgroup.segments:
-            first = rules[self._trained[segment.parameter].group].initial_state
-            for state in range(len(self._state_names)):
+        for index, segment in enumerate(held.subgroup.segments):
+            rule = rules[self._trained[segment.parameter].group]
+            held.steps[index] = previous.steps_of(segment.parameter)
+            for state, name in enumerate(self._state_names):
                 offset = start + state * numel + segment.offset
-                values[offset : offset + segment.numel].fill_(first)
+                piece = values[offset : offset + segment.numel]
+                if name not in rule.states or not previous.fill(segment.parameter, name, segment.first_element, piece):
+                    piece.fill_(rule.initial_state)
 
     def state_of(self, number: int) -> Mapping[str, torch.Tensor]:
         """Return copies of a parameter's master and moments, flat."""

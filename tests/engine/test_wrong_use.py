@@ -438,20 +438,6 @@ def test_a_refused_step_that_ended_nowhere_leaves_nothing_mixed() -> None:
             assert torch.equal(weights(made), weights(untroubled))
 
 
-def test_an_optimizer_that_has_stepped_already_is_refused_as_what_it_knows_would_be_lost() -> None:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters())
-    net(torch.randn(4, 20)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-    with pytest.raises(ConfigError, match=r"optimizer\.state\.clear\(\), got 'one that has states of 0\.weight'"):
-        infinity_engine.initialize(net, optimizer, accelerator="cpu", budget=BUDGET)
-    optimizer.state.clear()
-    with infinity_engine.initialize(net, optimizer, accelerator="cpu", budget=BUDGET) as made:
-        train(made)
-
-
 @pytest.mark.parametrize("name", ["Adagrad", "SGD"])
 def test_an_optimizer_that_begins_with_states_is_as_good(name: str) -> None:
     net = model()
