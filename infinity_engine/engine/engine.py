@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import islice
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -53,6 +53,25 @@ __all__ = ["Engine", "EngineParts"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _B = TypeVar("_B")
+
+
+_MOVES = (
+    "it would move or cast parameters that the engine holds. Choose where and in which type modules compute with the "
+    "settings `accelerator` and `precision` of initialize"
+)
+_REFUSED = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "to_empty", "type", "xpu"), _MOVES
+        ),
+        "load_state_dict": "it would change parameters past the engine. Load under `with "
+        "engine.gathered(engine.parameters(), modify=True): engine.module.load_state_dict(...)`",
+        "requires_grad_": "the engine trains the parameters that required a gradient when it was initialized. Close "
+        "it, change that, and initialize another one",
+        "share_memory": "the engine's memory belongs to this process. Share what engine.state_dict() returns",
+    }
+)
+"""Methods of modules that an engine does not pass on, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +160,24 @@ class Engine:
             updates=lambda: self.steps,
         )
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model."""
+        return self.model
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the model has under a name that the engine does not have; `generate` runs as the model does.
+
+        Raises:
+            AttributeError: the model does not have it either, or it would change the model past the engine.
+        """
+        if name in _REFUSED:
+            raise AttributeError(f"Engine has no {name}(): {_REFUSED[name]}")
+        if "model" not in self.__dict__ or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"Engine has no attribute {name!r}")
+        found = getattr(self.model, name)
+        return partial(self._run, found) if name == "generate" else found
+
     # --- training -------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +187,10 @@ class Engine:
             CapacityError: the device's budget has no room for what modules make.
             RuntimeError: an update that goes on beside this has failed: the next call goes on with it.
         """
+        return self._run(self.model, *args, **kwargs)
+
+    def _run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the model, or a method of it that calls modules."""
         parts, end = self._parts, HeldEnd(self._signals)
         with self._too_little_is_told(), end as around, end:
             with self._signals:
@@ -164,7 +205,7 @@ class Engine:
                     # Without its cache: the casts that it keeps would stay saved, and parameters need none.
                     kind = self.device.type
                     around.enter_context(torch.autocast(kind, dtype=parts.autocast, cache_enabled=False))
-            return self.model(*args, **kwargs)
+            return call(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, scale: bool = True, **kwargs: Any) -> None:
         """Compute the gradients of `loss`. With fp16, the engine multiplies it by the loss scale first.
@@ -562,13 +603,16 @@ class Engine:
 
     @_held
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state dict as copies on the host, wherever its parameters are."""
+        """Return the model's state dict as copies on the host, wherever its parameters are.
+
+        A parameter that has several names has one copy, so that what saves it can see that they are tied.
+        """
         self._check_whole()
         names = dict(self.model.named_parameters(remove_duplicate=False))
         with self._guards.listing():
             listed = self.model.state_dict(keep_vars=True)
 
-        def whole(name: str, value: Any) -> Any:
+        def copy_of(name: str, value: Any) -> Any:
             self._safe_point()
             known = self._known.get(id(names.get(name)))
             cut = self._parts.whole is not None and known is not None and known.numel > 0
@@ -577,7 +621,11 @@ class Engine:
             tensor = value if known is None else known.values.view(known.parameter.shape)
             return tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
 
-        return {name: whole(name, value) for name, value in listed.items()}
+        copies: dict[int, Any] = {}
+        for name, value in listed.items():
+            if id(value) not in copies:
+                copies[id(value)] = copy_of(name, value)
+        return {name: copies[id(value)] for name, value in listed.items()}
 
     @_held
     def state_of(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor | int]:
