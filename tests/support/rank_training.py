@@ -574,6 +574,31 @@ def accumulate_as_called(ranks: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def takes_over(stage: str, *, differs: bool = False) -> str | list[str]:
+    """Step plainly, then let an engine take the optimizer's states over; return which it does not have as they were.
+
+    Or, where the last rank has another moment, what each was told.
+    """
+    run, (rank, size) = Run(settings={"ranks": {"stage": stage}}), where()
+    task, optimizer = made(run)
+    for seed in range(2):
+        task(task.batch(seed)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = dict(task.named_parameters())
+    before = {name: dict(optimizer.state[parameter]) for name, parameter in parameters.items()}
+    if differs and rank == size - 1:
+        optimizer.state[next(iter(parameters.values()))]["exp_avg"].add_(1)
+
+    def differing_states() -> list[str]:
+        with ExitStack() as around:
+            engine = engine_of(run, task, optimizer, around)
+            now = {name: engine.state_of(parameter) for name, parameter in parameters.items()}
+        return [name for name, states in before.items() for key in states if not (states[key] == now[name][key]).all()]
+
+    return _told(differing_states) if differs else differing_states()
+
+
 def updates_alone(ranks: Mapping[str, Any]) -> str:
     """Update with a remainder on the last rank only; return what each was told."""
     rank, size = where()
