@@ -117,6 +117,7 @@ class CapacityError(InfinityError):
 
     `limit` is what the tier may hold in all and `free` what of it is not taken; `holders` are those that took the
     rest, as (name, nbytes); `change` says what would make it fit; `directory` names the drive where there are several.
+    `largest` is the largest piece of what is free, where that is in pieces.
     """
 
     tier: str
@@ -126,6 +127,7 @@ class CapacityError(InfinityError):
     change: str
     holders: tuple[tuple[str, int], ...] = ()
     directory: str | None = None
+    largest: int | None = None
 
     def __post_init__(self) -> None:
         self.holders = tuple(sorted(self.holders, key=lambda holder: holder[1], reverse=True))
@@ -137,9 +139,11 @@ class CapacityError(InfinityError):
         others = self.holders[_SHOWN_ITEMS:]
         if others:
             held += f"; {len(others)} others hold {_size(sum(nbytes for _, nbytes in others))}"
-        short = max(self.asked - self.free, 0)
+        usable = self.free if self.largest is None else self.largest
+        pieces = "" if self.largest is None else f" in pieces, the largest of {_size(self.largest)}"
+        short = max(self.asked - usable, 0)
         return (
-            f"{where} cannot hold {_size(self.asked)}: {_size(self.free)} free of {_size(self.limit)}, "
+            f"{where} cannot hold {_size(self.asked)}: {_size(self.free)} free of {_size(self.limit)}{pieces}, "
             f"{_size(short)} short{held}. To make it fit: {self.change}"
         )
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity_engine.accel.base import Cost, Event, Stream
+from infinity_engine.kept_errors import kept
 
 __all__ = ["Action", "Carrier", "Copy", "Failure", "Mark", "Operation", "Submission", "Work"]
 
@@ -52,7 +53,7 @@ class Failure:
     __slots__ = ("_told_at", "error")
 
     def __init__(self, error: BaseException) -> None:
-        self.error = error
+        self.error = kept(error)
         self._told_at: int | None = None
 
     @property

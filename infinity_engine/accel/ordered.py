@@ -14,6 +14,7 @@ import torch
 
 from infinity_engine.accel.base import Accelerator, Cost, Event, Stream, StreamKind
 from infinity_engine.accel.operation import Action, Copy, Failure, Mark, Operation, Submission, Work
+from infinity_engine.kept_errors import again
 
 __all__ = ["Lane", "OrderedAccelerator"]
 
@@ -149,7 +150,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         if operation.failure is not None:
             operation.failure.tell(self._submitted)
             self._untold()
-            raise operation.failure.error
+            raise again(operation.failure.error)
 
     def _raise_untold(self) -> None:
         untold = self._untold()
@@ -157,7 +158,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
             failure.tell(self._submitted)
         if untold:
             _, first = min(untold, key=lambda item: item[0])
-            raise first.error
+            raise again(first.error)
 
     def _untold(self) -> list[tuple[int, Failure]]:
         """Return the failures that the host does not know of, and forget the others."""

@@ -42,6 +42,7 @@ from infinity_engine.engine.states import StateKeeper, StepInputs
 from infinity_engine.engine.taken import TakenGradients, dropped_by_somebody
 from infinity_engine.engine.updating import Deferral, Updates
 from infinity_engine.errors import ConfigError
+from infinity_engine.kept_errors import again, kept
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
 from infinity_engine.plan.step import StepPlan
@@ -242,7 +243,7 @@ class Engine:
             told = no_room_for_modules(error, self._parts.accelerator, self.usage())
             if told is None:
                 raise
-            raise told from error
+            raise again(told) from kept(error)
 
     def _check_loss(self, loss: object) -> None:
         if not isinstance(loss, torch.Tensor):
@@ -761,7 +762,7 @@ class Engine:
                 self._updates.resume()
                 self._updates.end()
             except RuntimeError as error:  # told at the end
-                failed = error
+                failed = kept(error)
             self._closed = True
             if self._parts.modules is not None:
                 self._parts.modules.close()
@@ -777,7 +778,7 @@ class Engine:
                 if whole is not None:
                     whole.ranks.close(failed)
             if failed is not None:
-                raise failed
+                raise again(failed)
 
     def __enter__(self) -> Engine:
         """Return itself."""

@@ -6,7 +6,6 @@ to modules as the parameter's own data; else they see NaN. Decides nothing about
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, absent
 from infinity_engine.engine.providing import FetchingStats
 from infinity_engine.errors import CapacityError, TraceMismatch, TransferError
+from infinity_engine.kept_errors import again, kept
 from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Event, Lease, PinnedPool, Views
 from infinity_engine.plan import Tier
@@ -183,9 +183,7 @@ class ParameterFetcher:
         if self._coming:
             self._drop(next(reversed(self._coming)))
             return True
-        kept = self._lanes.device.kept_bytes
-        gc.collect()  # the frames of an error that was handled often have views, in a cycle
-        return self._lanes.device.kept_bytes < kept
+        return False
 
     def used(self) -> Event:
         """Return the end of all that was submitted so far and may use views of parameters."""
@@ -311,7 +309,7 @@ class ParameterFetcher:
                 try:
                     each.show(self.copy_of(number).view(each.parameter.shape))
                 except TransferError as error:
-                    lost = lost or error
+                    lost = lost or kept(error)
             each.live_at(None)
         self._by_address.clear()
         for number in list(self._here):
@@ -320,7 +318,7 @@ class ParameterFetcher:
             self._mover.forget(record)
         self._mover.drain()
         if lost is not None:
-            raise lost
+            raise again(lost)
 
     def _there_is_room_for_all(self) -> bool:
         """Tell whether the host has memory for what rests on the drives."""
@@ -373,10 +371,9 @@ class ParameterFetcher:
         try:
             if self._update is None or not self._update.failed:
                 self._fetch_upcoming()
-        except RuntimeError as error:
+        except RuntimeError:
             if self._update is None or not self._update.failed:
                 raise
-            error.with_traceback(None)  # the update keeps it, and its frames have views of parameters
 
     def _fetch_upcoming(self) -> None:
         self._complete_all()

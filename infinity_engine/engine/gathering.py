@@ -10,7 +10,6 @@ by time, by what memory happens to be free, or by what this rank's drives have g
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections import deque
@@ -29,6 +28,7 @@ from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, 
 from infinity_engine.engine.providing import FetchingStats
 from infinity_engine.engine.ranks import Ranks, wire_of
 from infinity_engine.errors import CapacityError, CollectiveError, TraceMismatch
+from infinity_engine.kept_errors import again, kept
 from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import DeviceMemory, Event, Lease, Views
 from infinity_engine.partition import CollectiveEvent, GroupMember, ShardGroup, ShardSpec
@@ -236,15 +236,14 @@ class ParameterGatherer:
     def give(self) -> bool:
         """Free what only dead objects have views of: [Note: all ranks decide alike].
 
-        Those are cycles that the collector finds, and collectives that have ended: the thread of torch.distributed
-        that carried one lets go of its tensors a moment after it has told so.
+        Those are of collectives that have ended: the thread of torch.distributed that carried one lets go of its
+        tensors a moment after it has told so.
         """
-        kept = self._memory.kept_bytes
-        gc.collect()
+        viewed = self._memory.kept_bytes
         late = time.monotonic() + _LETS_GO_S
-        while kept and self._memory.kept_bytes >= kept and time.monotonic() < late:
+        while viewed and self._memory.kept_bytes >= viewed and time.monotonic() < late:
             time.sleep(_PAUSE_S)
-        return self._memory.kept_bytes < kept
+        return self._memory.kept_bytes < viewed
 
     def used(self) -> Event:
         """Return the end of all that was submitted so far and may use views of parameters."""
@@ -335,7 +334,7 @@ class ParameterGatherer:
         try:
             values = self._whole_again()
         except CollectiveError as error:
-            failed, values = error, {}
+            failed, values = kept(error), {}
         for here in self._here.values():
             here.lease.close()
         self._here.clear()
@@ -347,7 +346,7 @@ class ParameterGatherer:
         for wire in self._wires:
             wire.close()
         if failed is not None:
-            raise failed
+            raise again(failed)
 
     def _whole_again(self) -> dict[int, torch.Tensor]:
         """Return all values in ordinary memory, none where that cannot be."""

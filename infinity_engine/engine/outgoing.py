@@ -14,6 +14,7 @@ from infinity_engine.accel import Event
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.errors import CapacityError, TransferError
+from infinity_engine.kept_errors import again, kept
 from infinity_engine.memory import Lease
 from infinity_engine.plan.ops import Lane
 from infinity_engine.sim.buffers import GRADIENT_SLOTS, SUM, gradient_slot
@@ -101,7 +102,7 @@ class Outgoing:
             self._forget_written(self._writing)
         self._writing = []
         if self._failed is not None:
-            raise self._failed.with_traceback(None)  # else it would grow each time
+            raise again(self._failed)
 
     def drop(self) -> None:
         """Wait likewise: nobody wants what was sent, and what of it is lost."""
@@ -134,4 +135,4 @@ class Outgoing:
             try:
                 event.wait()
             except TransferError as error:
-                self._failed = self._failed or error.with_traceback(None)
+                self._failed = self._failed or kept(error)

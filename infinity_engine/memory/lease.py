@@ -344,13 +344,14 @@ class Lessor(ABC):
                 holders[name] = holders.get(name, 0) + given.nbytes
         reason = f"{holder} asked for {nbytes} B"
         if free >= nbytes:
-            reason += f", which no free piece of the {free} B has: plan the buffers that live long"
+            reason += ", more than the largest free piece: plan the buffers that live long"
         return CapacityError(
             tier=self._tier.name,
             asked=nbytes,
             free=free,
             limit=limit,
             holders=tuple(holders.items()),
+            largest=self._largest_free() if free >= nbytes else None,
             change=f"{reason}; close leases earlier, or reserve more for {self.reservation.holder}",
         )
 
@@ -369,6 +370,10 @@ class Lessor(ABC):
     @abstractmethod
     def _free_bytes(self) -> int:
         """Return the bytes that are not given out."""
+
+    def _largest_free(self) -> int | None:
+        """Return the bytes of the largest piece of those, where they may be in pieces."""
+        return None
 
     @abstractmethod
     def _shut_down(self) -> None:

@@ -204,7 +204,7 @@ class PinnedPool(Lessor):
             self._held_pages -= align_up(nbytes, PAGE)
 
     def _memory(self, backing: Backing) -> object | None:
-        return backing.view if isinstance(backing, _Piece) else None
+        return backing.view.obj if isinstance(backing, _Piece) else None  # what parts of the view keep as well
 
     def _free(self, backing: Backing) -> None:
         if isinstance(backing, _Piece):
@@ -217,6 +217,9 @@ class PinnedPool(Lessor):
 
     def _free_bytes(self) -> int:
         return self._others.pool.free_bytes if self._others else 0
+
+    def _largest_free(self) -> int:
+        return self._others.pool.largest_free if self._others else 0
 
     def _refusal_of_slot(self, slot: str, place: Extent) -> CapacityError:
         there = [(name, _shared_bytes(place, given.backing)) for name, given in self._in_use()]

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from infinity_engine.accel import Accelerator, Event, Stream, TimeCost
 from infinity_engine.errors import CollectiveError, ConfigError
+from infinity_engine.kept_errors import again, kept
 from infinity_engine.partition.failures import Failures, Store
 from infinity_engine.partition.header import Header, digest, disagreement
 from infinity_engine.partition.rounds import (
@@ -611,7 +612,7 @@ class Collectives:
         if self._closed:
             raise RuntimeError(f"{op}: this rank has left the group {self.name}: start nothing after close()")
         if self._failure is not None:
-            raise self._failure
+            raise again(self._failure)
         self._started += 1
         header = Header(self._started, op, digest(op, key.hex()), nbytes)
         in_stream = self._lane is not None and issue == self._issue
@@ -626,7 +627,7 @@ class Collectives:
         except Exception as error:
             self._fail(pending, error)
             assert self._failure is not None, "it is why this failed"
-            raise self._failure from error
+            raise again(self._failure) from error
         self._headers.append((pending, work, into))
         return pending
 
@@ -700,7 +701,7 @@ class Collectives:
         try:
             raise self._error(pending.op, "; ".join([*known, *self._failures.account()])) from cause
         except CollectiveError as failure:  # with its cause; who waits gets it
-            self._end_all(failure)
+            self._end_all(kept(failure))
 
     def _error(self, op: str, reason: str) -> CollectiveError:
         return CollectiveError(group=self.name, rank=self._related.ranks[self.rank], op=op, reason=reason)

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from infinity_engine.accel import Event as StreamEvent
-from infinity_engine.errors import InfinityError
+from infinity_engine.kept_errors import kept
 from infinity_engine.memory import Event
 from infinity_engine.plan.ops import Lane, Op
 from infinity_engine.plan.step import StepPlan
@@ -171,8 +171,8 @@ class Walk:
         try:
             yield
         except _OpError as failed:
+            kept(failed)  # it is the context of what is raised
             number, cause = min([(failed.number, failed.cause), *self._end()], key=lambda each: each[0])
-            failed.with_traceback(None)  # it is the context of what is raised
         except BaseException:
             self._failure = "the walk along the plan was interrupted", None
             self._end()  # reads into buffers that others are about to have
@@ -185,14 +185,9 @@ class Walk:
         self._check()
 
     def _check(self) -> None:
-        """Refuse to go on where an op has failed.
-
-        Frames have those that called them, with views of parameters: only mistakes in the code keep theirs.
-        """
+        """Refuse to go on where an op has failed."""
         if self._failure is not None:
             said, cause = self._failure
-            if isinstance(cause, InfinityError):
-                cause.with_traceback(None)
             raise RuntimeError(said) from cause
 
     def _end(self) -> list[tuple[int, Exception]]:
@@ -204,7 +199,7 @@ class Walk:
                     if submitted is not None:
                         submitted.wait()
                 except Exception as error:
-                    failed.append((number, error))
+                    failed.append((number, kept(error)))
         return failed
 
     def _take(self) -> None:

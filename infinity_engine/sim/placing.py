@@ -12,6 +12,7 @@ from functools import partial
 from types import MappingProxyType
 
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.kept_errors import again
 from infinity_engine.optim import Subgroup
 from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, policy_for
 from infinity_engine.optim.policy import HOST_BUFFERS, OffloadPolicy
@@ -96,11 +97,11 @@ class _Placing:
                 plan = self._plan(parameters)
                 self._check_host(plan.demand)
             except CapacityError as error:
-                refused = refused or error
+                refused = refused or error.with_traceback(None)
             else:
                 return plan
         assert refused is not None, "there is a choice"
-        raise refused
+        raise again(refused)
 
     def _choices(self) -> Iterator[tuple[Tier, bool]]:
         """Yield where parameters and states may be, what is best first: parameters' tier, and states on the drives."""
@@ -132,7 +133,7 @@ class _Placing:
             try:
                 demand = sizing.demand(steps, self.budget, resting, layouts)
             except CapacityError as error:  # policies know nothing of gradients, and stage as much as there is room
-                refused = error
+                refused = error.with_traceback(None)
             else:
                 return Plan(steps=steps, demand=demand, resting=resting, layouts=layouts)
             for visit in (True, False):
@@ -142,10 +143,10 @@ class _Placing:
                     try:
                         demand = sizing.demand(fewer, self.budget, resting, layouts)
                     except CapacityError as error:
-                        refused = error
+                        refused = error.with_traceback(None)
                     else:
                         return Plan(steps=fewer, demand=demand, resting=resting, layouts=layouts)
-            raise refused
+            raise again(refused)
 
         if wish.policy is not None:
             return made(wish.policy)
@@ -196,7 +197,7 @@ class _Placing:
                 least[gradients] = partial(self._least_of_host, plan)
                 self._check_host(plan.demand, self.io_bytes)
             except CapacityError as error:
-                refused = error
+                refused = error.with_traceback(None)
                 continue
             if not states:
                 return self._with_room(plan)
@@ -215,7 +216,7 @@ class _Placing:
                 kept, fewer_by = kept[:-fewer_by], 2 * fewer_by
             return self._with_room(plan)
         assert refused is not None, "there is a choice"
-        raise refused
+        raise again(refused)
 
     def _homes(self) -> dict[int, Home] | None:
         """Return where subgroups will be updated, if the policy can say it without a plan."""

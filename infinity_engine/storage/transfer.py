@@ -10,11 +10,11 @@ import errno
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from deepnvme import IOFuture, NVMeError
 from infinity_engine.errors import InfinityError, TransferError
+from infinity_engine.kept_errors import again, kept
 
 if TYPE_CHECKING:
     from infinity_engine.accel import Event
@@ -62,12 +62,13 @@ class IOHop:
                 moved += future.result()
             except (NVMeError, CancelledError) as error:
                 failed = failed or error
+                kept(error)  # each future keeps its own
         if failed is not None:
             self._check = None  # it holds the memory that was to be read into
-            raise _as_transfer_error(failed, self._what) from failed.with_traceback(None)  # its frames hold the buffers
+            raise _as_transfer_error(failed, self._what) from failed.with_traceback(None)
         self._look()
         if self._wrong is not None:
-            raise self._wrong.with_traceback(None)  # else it would grow each time
+            raise again(self._wrong)
         return moved
 
     def _look(self) -> None:
@@ -110,9 +111,9 @@ class IOEvent:
             try:
                 hop.wait()
             except TransferError as error:
-                failed = failed or error
+                failed = failed or kept(error)
         if failed is not None:
-            raise failed
+            raise again(failed)
 
 
 class CopyHop:
@@ -134,8 +135,7 @@ class CopyHop:
         except InfinityError:
             raise
         except Exception as error:
-            told = TransferError(errno=errno.EIO, path=self._what, offset=0, asked=self._nbytes, done=0)
-            raise told from error.with_traceback(None)  # its frames hold views of the buffers
+            raise TransferError(errno=errno.EIO, path=self._what, offset=0, asked=self._nbytes, done=0) from kept(error)
         return self._nbytes
 
 
@@ -160,7 +160,6 @@ class Transfer:
         self._hop: Hop | None = None
         self._moved = 0
         self._error: BaseException | None = None
-        self._trace: TracebackType | None = None
         self._told = False
         self.poll()
 
@@ -206,7 +205,7 @@ class Transfer:
         self.wait()
         if self._error is not None:
             self._told = True
-            raise self._error.with_traceback(self._trace)  # else it would grow each time
+            raise again(self._error)
         return self._moved
 
     def wait(self) -> None:
@@ -246,9 +245,7 @@ class Transfer:
         self._stage = self._hop = None
         failed = [stage, *reversed(self._stages)]
         self._stages.clear()
-        # Where a mistake in the code is, is worth knowing; our own errors say all themselves, and frames hold buffers.
-        self._trace = None if isinstance(error, InfinityError) else error.__traceback__
-        self._error = error.with_traceback(self._trace)
+        self._error = kept(error)
         for each in failed:
             each.undo()
 

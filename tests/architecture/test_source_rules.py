@@ -30,14 +30,14 @@ ROWS = (
     {"memory", "storage", "partition", "accel", "machine"},
     {"config"},
     {"plan"},
-    {"errors", "units", "telemetry", "_native"},
+    {"errors", "kept_errors", "units", "telemetry", "_native"},
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 STRANGERS = ROWS[ROW["optim"]]
 IMPORTED_ONLY_BY = {"config": {"engine", "cli"}}
 
 TORCH_AT_TOP = {"engine", "calibration", "accel", "activation", "tiling", "checkpoint", "partition"}
-TORCH_NOWHERE = {"sim", "plan", "machine", "errors", "units", "telemetry", "config"}
+TORCH_NOWHERE = {"sim", "plan", "machine", "errors", "kept_errors", "units", "telemetry", "config"}
 
 # What a dotted name matches, and the only files that may use it.
 ONLY = (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import infinity_engine
 from deepnvme import FaultPlan, IOQueue
 from deepnvme.faults import Requests
 from infinity_engine.engine.engine import Engine
+from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.errors import CapacityError, ConfigError, DamageError, TransferError
 from infinity_engine.storage import IOHop, Place, SwapFile
 from support.engine_bits import bits_of
@@ -283,3 +285,69 @@ def test_what_a_drive_has_damaged_for_good_is_told_each_time_and_all_else_can_be
 
     assert torch.equal(torch.as_tensor(master), expected["blocks.1.attention.qkv.weight: master"])
     assert [name for name, each in values.items() if not torch.equal(each, expected[name])] == []
+
+
+# --- what errors leave behind -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def held_at_rest(engine: Engine) -> list[int]:
+    """Return what the pools have given out once nothing is fetched or under way."""
+    lanes, fetcher = engine._parts.states._lanes, engine._parts.fetcher
+    assert isinstance(fetcher, ParameterFetcher)
+    until_it_succeeds(fetcher.give_up)
+    for pool in (lanes.host, lanes.device):
+        pool.settle()
+    return [lanes.host.stats().held, lanes.device.reservation.held]
+
+
+def until_it_succeeds(action: Callable[[], object]) -> int:
+    """Do it as often as it fails, and keep nothing of the errors; return how many there were."""
+    for failed in range(40):
+        try:
+            action()
+        except (RuntimeError, TransferError):
+            continue
+        return failed
+    raise AssertionError("it never succeeds")
+
+
+@pytest.mark.parametrize(("accelerator", "requests"), [("cpu", Requests.WRITES), ("emulated", Requests.READS)])
+def test_errors_of_drives_hold_no_buffer_without_the_collector(
+    accelerator: str, requests: Requests, tmp_path: Path
+) -> None:
+    on = emulated(0) if accelerator == "emulated" else None
+    plan = FaultPlan()
+    for nth in range(BEFORE_TRAINING[requests] + 1, 4000, 31):
+        plan.fail(nth=nth, requests=requests)
+    failed = 0
+    at_rest: list[list[int]] = []
+    with (
+        without_collector(),
+        IOQueue(faults=plan) as queue,
+        suppress(TransferError),
+        opened(CASE, on, tmp_path, queue=queue) as (engine, task),
+    ):
+
+        def step(seed: int) -> None:
+            if not engine._parts.states.begun:
+                engine.zero_grad()
+                engine.backward(engine(task.batch(seed)))
+            engine.step()
+
+        for seed in range(3):
+            failed += until_it_succeeds(partial(step, seed)) + until_it_succeeds(engine._updates.end)
+            at_rest.append(held_at_rest(engine))
+    if on is not None:
+        on.close()
+    assert failed
+    assert at_rest == [at_rest[0]] * len(at_rest)

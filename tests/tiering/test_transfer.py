@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from deepnvme.faults import Requests
 from infinity_engine.errors import TransferError
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget
-from infinity_engine.storage import Stage, SwapFile, Transfer
+from infinity_engine.storage import IOEvent, Stage, SwapFile, Transfer
 
 PAGE = 4096
 
@@ -117,3 +119,39 @@ def test_a_mistake_in_the_code_is_told_with_where_it_is() -> None:
         transfer.result()
 
     assert [frame.name for frame in traceback.extract_tb(told.value.__traceback__)].count("mistaken") == 1
+
+
+# --- what errors keep -------------------------------------------------------------------------------------------------
+
+
+class FailedHop:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> int:
+        raise TransferError(errno=errno.EIO, path="x", offset=0, asked=1, done=0)
+
+
+class Buffer:
+    """Stands for memory that a function has in a local while it waits."""
+
+
+def told_beside_a_buffer(wait: Callable[[], object]) -> weakref.ref[Buffer]:
+    """Wait, be told what failed, and return a reference to a buffer that is held meanwhile."""
+    buffer = Buffer()
+    with pytest.raises(TransferError):
+        wait()
+    return weakref.ref(buffer)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("failed", [IOEvent([FailedHop()]).wait, Transfer([stage(fail)]).result], ids=["event", "move"])
+def test_an_error_keeps_no_buffer_of_those_that_it_passed(failed: Callable[[], object]) -> None:
+    assert [told_beside_a_buffer(failed)() for _ in range(2)] == [None, None]

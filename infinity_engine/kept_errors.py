@@ -1,0 +1,44 @@
+"""Errors that are kept to be raised later, or more than once, without the buffers of those that they passed.
+
+[Note: errors that are kept] The traceback of an error has the frames that it passed. Their locals have buffers, and
+often the error itself: a cycle, which keeps the buffers until Python's collector runs. So a function that keeps an
+error, in an object or in a local beyond its except clause, keeps `kept(error)` and raises `again(error)`.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from typing import TypeVar
+
+from infinity_engine.errors import InfinityError
+
+__all__ = ["again", "kept"]
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def kept(error: _Error) -> _Error:
+    """Return an error, caught where this is called, such that it keeps nothing else: [Note: errors that are kept].
+
+    Ours say all themselves. Of others, which may be mistakes in the code, the lines below the caller stay.
+    """
+    passed: BaseException | None = error
+    while passed is not None:
+        at = passed.__traceback__
+        traceback.clear_frames(at)
+        passed.__traceback__ = None if at is None or isinstance(passed, InfinityError) else at.tb_next
+        passed.__context__ = None
+        passed = passed.__cause__
+    return error
+
+
+def again(error: _Error) -> _Error:
+    """Return a copy of an error that is kept, to be raised: [Note: errors that are kept]."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # of a class that cannot be copied
+        return error
+    if error.__cause__ is not None:
+        copied.__cause__ = error.__cause__
+    return copied.with_traceback(error.__traceback__)
