@@ -41,10 +41,13 @@ from infinity_engine.engine.signals import HeldEnd
 from infinity_engine.engine.states import StateKeeper, StepInputs
 from infinity_engine.engine.taken import TakenGradients, dropped_by_somebody
 from infinity_engine.engine.updating import Deferral, Updates
-from infinity_engine.errors import ConfigError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.kept_errors import again, kept
+from infinity_engine.machine.capacity import free_for_copies
+from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
+from infinity_engine.plan import Tier
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.schedule import Executor
 from infinity_engine.telemetry import Telemetry, Timeline
@@ -607,11 +610,16 @@ class Engine:
         """Return the model's state dict as copies on the host, wherever its parameters are.
 
         A parameter that has several names has one copy, so that what saves it can see that they are tied.
+
+        Raises:
+            CapacityError: the machine, or its memory group, has too little memory for the copies.
         """
         self._check_whole()
         names = dict(self.model.named_parameters(remove_duplicate=False))
         with self._guards.listing():
             listed = self.model.state_dict(keep_vars=True)
+        tensors = {id(value): value for value in listed.values() if isinstance(value, torch.Tensor)}
+        self._check_room_for_copies(tensors.values())
 
         def copy_of(name: str, value: Any) -> Any:
             self._safe_point()
@@ -627,6 +635,22 @@ class Engine:
             if id(value) not in copies:
                 copies[id(value)] = copy_of(name, value)
         return {name: copies[id(value)] for name, value in listed.items()}
+
+    def _check_room_for_copies(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuse copies on the host that would not fit: the kernel kills who takes more than its group has."""
+        nbytes = sum(each.numel() * each.element_size() for each in tensors)
+        free, whole = free_for_copies(), self._parts.whole
+        if whole is not None:
+            free = whole.ranks.least("memory for a state dict", free // whole.ranks.neighbours)
+        if nbytes > free:
+            raise CapacityError(
+                tier=Tier.HOST.name,
+                asked=nbytes,
+                free=free,
+                limit=probe_memory().usable_bytes,
+                change="copy parameter by parameter under engine.gathered(parameter) and write each to a file, or give "
+                "the process more memory beside the budget's host",
+            )
 
     @_held
     def state_of(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor | int]:
@@ -744,12 +768,17 @@ class Engine:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Take the hooks off and give all memory back but the parameters', which stay as they are. Again: nothing."""
-        self._close(None)
+    def close(self, *, restore: bool = True) -> None:
+        """Take the hooks off and give all memory back but the parameters'. Again: nothing.
+
+        Parameters that the engine fetched get ordinary memory with their values, if the machine and its memory group
+        have enough; else they show NaN, and a warning says so. With `restore=False` they show NaN and nothing is read:
+        for a model that was saved and is needed no more. Of several ranks, all say the same.
+        """
+        self._close(None, restore=restore)
 
     @_held
-    def _close(self, reason: BaseException | None) -> None:
+    def _close(self, reason: BaseException | None, *, restore: bool = True) -> None:
         """Close; of several ranks, let the others know if there is a `reason` that they should know."""
         if not self._closed and os.getpid() == self._process:  # a forked process has nothing of what is closed
             self._closing = True
@@ -772,6 +801,8 @@ class Engine:
             if self._parts.early is not None:
                 self._parts.early.drop()
             self._parts.gradients.clear()
+            if not restore and self._parts.fetcher is not None:
+                self._parts.fetcher.leave_absent()
             try:
                 self._parts.resources.close()
             finally:

@@ -17,10 +17,10 @@ from infinity_engine.engine.deferred import DeferredUpdate
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Cargo, Wait
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, absent
-from infinity_engine.engine.providing import FetchingStats
+from infinity_engine.engine.providing import FetchingStats, stay_absent
 from infinity_engine.errors import CapacityError, TraceMismatch, TransferError
 from infinity_engine.kept_errors import again, kept
-from infinity_engine.machine.memory import probe_memory
+from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.memory import Event, Lease, PinnedPool, Views
 from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
@@ -86,6 +86,7 @@ class ParameterFetcher:
         self._update: DeferredUpdate | None = None
         self._beside: Callable[[], None] | None = None
         self._coming: dict[int, _Coming] = {}
+        self._restores = True
         self._unused: set[int] = set()  # what was fetched and has not been needed since
         self._ahead = 0  # all that is needed before this position of the trace is here, or on its way
         self._fetched = self._fetched_bytes = self._in_time = self._late = 0
@@ -287,25 +288,32 @@ class ParameterFetcher:
             fetched=self._fetched, fetched_bytes=self._fetched_bytes, in_time=self._in_time, late=self._late
         )
 
-    def close(self) -> None:
-        """Give all values their own ordinary memory, and all leases back. What somebody has changed, unasked, stays.
+    def leave_absent(self) -> None:
+        """Let parameters show no values after `close`, which then reads and copies nothing."""
+        self._restores = False
 
-        Those on the drives get it only if there is memory for all of them: else a warning says that they are gone.
+    def close(self) -> None:
+        """Give all values their own ordinary memory, and all leases back. What the caller has changed, unasked, stays.
+
+        They get it only if there is memory for all of them: else they stay absent, and a warning says so.
 
         Raises:
             TransferError: some could not be read from the drives, and are gone. All else is done.
         """
         self._drop_all()
         self._mover.poll()
-        there_is_room = self._there_is_room_for_all()
+        restores = self._restores and self._there_is_room_for_all()
         lost: TransferError | None = None
         for number in self._records:
             each = self._parameters[number]
-            if self._shown.pop(number, None) == each.parameter.data_ptr():
+            is_shown = self._shown.pop(number, None) == each.parameter.data_ptr()
+            if not restores:
+                each.show(self._absent[number])
+            elif is_shown:
                 each.show(each.parameter.detach().cpu().clone())
             elif not each.on_drives:
                 each.show(each.values.clone().view(each.parameter.shape))
-            elif there_is_room:
+            else:
                 try:
                     each.show(self.copy_of(number).view(each.parameter.shape))
                 except TransferError as error:
@@ -321,18 +329,11 @@ class ParameterFetcher:
             raise again(lost)
 
     def _there_is_room_for_all(self) -> bool:
-        """Tell whether the host has memory for what rests on the drives."""
-        nbytes = sum(self._nbytes[number] for number, home in self._homes.items() if home is Tier.NVME)
-        free = probe_memory().available_bytes
-        if nbytes <= free:
-            return True
-        warnings.warn(
-            f"the model's parameters of {nbytes} B on NVMe stay NaN after close(), as the host has {free} B for them: "
-            "save what is needed before it",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
+        """Tell whether the host, or the memory group of this process, has memory for copies of all; warn where not."""
+        nbytes, free = sum(self._nbytes.values()), free_for_copies()
+        if nbytes > free:
+            warnings.warn(stay_absent(nbytes, free), RuntimeWarning, stacklevel=2)
+        return nbytes <= free
 
     def _count_needs(self, numbers: Iterable[int]) -> None:
         """Count parameters on the drives that somebody begins to need: left here by another use, or read for this."""

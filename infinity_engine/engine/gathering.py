@@ -25,11 +25,11 @@ from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.meter import Wait
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, absent
-from infinity_engine.engine.providing import FetchingStats
+from infinity_engine.engine.providing import FetchingStats, stay_absent
 from infinity_engine.engine.ranks import Ranks, wire_of
 from infinity_engine.errors import CapacityError, CollectiveError, TraceMismatch
 from infinity_engine.kept_errors import again, kept
-from infinity_engine.machine.memory import probe_memory
+from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.memory import DeviceMemory, Event, Lease, Views
 from infinity_engine.partition import CollectiveEvent, GroupMember, ShardGroup, ShardSpec
 from infinity_engine.schedule import TraceFollower, Use, choose_fetches, farthest_first
@@ -156,6 +156,7 @@ class ParameterGatherer:
         self._small = tuple(number for number in sorted(small) if number in self._parameters)
         self._versions = dict.fromkeys(self._parameters, 0)
         self._taken = 0
+        self._restores = True
         self._gathered = self._gathered_bytes = self._in_time = self._late = 0
         where = lanes.accelerator.torch_device
         self._absent = {
@@ -321,6 +322,10 @@ class ParameterGatherer:
             fetched=self._gathered, fetched_bytes=self._gathered_bytes, in_time=self._in_time, late=self._late
         )
 
+    def leave_absent(self) -> None:
+        """Let parameters show no values after `close`, on every rank; nothing is read, gathered or copied for it."""
+        self._restores = False
+
     def close(self) -> None:
         """Give whole parameters ordinary memory, on every rank, and all leases back; all ranks close.
 
@@ -345,23 +350,19 @@ class ParameterGatherer:
         self._under_way.clear()
         for wire in self._wires:
             wire.close()
+        if self._below is not None:
+            self._below.leave_absent()  # nobody sees shards
         if failed is not None:
             raise again(failed)
 
     def _whole_again(self) -> dict[int, torch.Tensor]:
         """Return all values in ordinary memory, none where that cannot be."""
-        if self._ranks.collectives.failed:
+        if not self._restores or self._ranks.collectives.failed:
             return {}
         nbytes = sum(each.nbytes for each in self._parameters.values())
-        mine = probe_memory().available_bytes // self._ranks.neighbours
-        free = self._ranks.least("memory for whole parameters", mine)
+        free = self._ranks.least("memory for whole parameters", free_for_copies() // self._ranks.neighbours)
         if free < nbytes:
-            warnings.warn(
-                f"the model's parameters of {nbytes} B stay NaN after close(), as a rank has {free} B for them: save "
-                "what is needed before it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warnings.warn(stay_absent(nbytes, free), RuntimeWarning, stacklevel=2)
             return {}
         return {
             number: self.copy_of(number).view(each.whole.parameter.shape).to(each.whole.parameter.device)

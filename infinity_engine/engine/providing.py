@@ -17,8 +17,9 @@ from infinity_engine.engine.deferred import DeferredUpdate
 from infinity_engine.errors import TraceMismatch
 from infinity_engine.schedule import Use
 from infinity_engine.storage import Place
+from infinity_engine.units import format_bytes
 
-__all__ = ["FetchingStats", "ModuleProvider", "Provider"]
+__all__ = ["FetchingStats", "ModuleProvider", "Provider", "stay_absent"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,9 @@ class Provider(Protocol):
     def stats(self) -> FetchingStats:
         """What was fetched."""
 
+    def leave_absent(self) -> None:
+        """Let parameters show no values after `close`, which then reads and copies nothing."""
+
     def close(self) -> None:
         """Give all values their own ordinary memory, and all leases back."""
 
@@ -89,3 +93,13 @@ class ModuleProvider(Provider, Protocol):
 
     def version_of(self, number: int) -> int:
         """Return how often the values of a parameter were changed."""
+
+
+def stay_absent(nbytes: int, free: int) -> str:
+    """Return what is said where a close finds no memory for copies of so many bytes of parameters."""
+    return (
+        f"After close() the model's parameters show NaN. They take {nbytes} B ({format_bytes(nbytes)}), and the "
+        f"machine or its memory group has {free} B ({format_bytes(free)}) left for copies. Save what you need before "
+        "close(): with engine.state_dict(), or parameter by parameter under engine.gathered(). If you have, call "
+        "close(restore=False)"
+    )

@@ -133,6 +133,9 @@ class ParameterReplicas:
         """What was gathered, which nobody has waited for but steps."""
         return FetchingStats(fetched=0, fetched_bytes=self._gathered_bytes, in_time=0, late=0)
 
+    def leave_absent(self) -> None:
+        """Do nothing: replicas are ordinary values already."""
+
     def close(self) -> None:
         """Give all parameters ordinary memory, and all leases back."""
         for number, lease in self._leases.items():

@@ -19,7 +19,7 @@ from infinity_engine.machine.memory import CgroupMemory, probe_cgroup_limits, pr
 from infinity_engine.plan import Capacity
 from infinity_engine.units import GiB, MiB
 
-__all__ = ["capacity_of", "probe_capacity"]
+__all__ = ["capacity_of", "free_for_copies", "probe_capacity"]
 
 # File cache that nobody used lately, as version 2 writes it, and version 1 with that of the groups below.
 _RECLAIMABLE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
@@ -39,6 +39,15 @@ def probe_capacity(
         ConfigError: one of `directories` cannot be used.
     """
     return capacity_of(device=device_free_bytes, host=_free_host_bytes(roots), nvme=_drives(tuple(directories), roots))
+
+
+def free_for_copies(roots: SystemRoots = HOST_ROOTS) -> int:
+    """Return the bytes of the host that copies may take now, for which no budget counts.
+
+    Of what the machine and the memory groups around this process have left, a twentieth and at least 64 MiB stay for
+    the rest of the process: a group kills who takes more.
+    """
+    return _without(_free_host_bytes(roots), part=20, at_least=64 * MiB)
 
 
 def capacity_of(*, device: int, host: int, nvme: Mapping[str, int]) -> Capacity:

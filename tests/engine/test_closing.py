@@ -6,12 +6,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+import infinity_engine.engine.engine as engine_module
+from infinity_engine.engine import fetching
 from infinity_engine.engine.engine import Engine
+from infinity_engine.errors import CapacityError
+from infinity_engine.machine import capacity
+from infinity_engine.machine.capacity import free_for_copies
+from infinity_engine.storage import SwapFile
+from infinity_engine.units import GiB
+from support.kernel_files import fake_roots, mount_line, write_tree
 from support.nvme_training import STREAMED, Case, emulated, opened
 from support.small_models import Task
 
@@ -79,3 +88,51 @@ def test_a_graph_whose_parameters_were_fetched_says_that_its_engine_is_closed(tm
 
         with pytest.raises(RuntimeError, match="engine was closed before this backward"):
             kept.backward()
+
+
+# --- what there is room for -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["drives", "drives of a device"])
+def test_parameters_that_do_not_fit_the_memory_group_stay_absent(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened_at(place, tmp_path) as (engine, task):
+        monkeypatch.setattr(fetching, "free_for_copies", lambda: 1000)
+        with pytest.warns(RuntimeWarning, match=r"show NaN.*has 1000 B.*engine\.state_dict\(\)"):
+            engine.close()
+
+        assert weight_of(task).isnan().all()
+
+
+@pytest.mark.parametrize("place", ["drives", "drives of a device"])
+def test_a_close_without_restore_reads_nothing_and_warns_of_nothing(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened_at(place, tmp_path) as (engine, task):
+        with engine.gathered(weight_of(task)):
+            pass
+        monkeypatch.setattr(SwapFile, "read", None)
+        engine.close(restore=False)
+
+        assert weight_of(task).isnan().all()
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_dict_that_does_not_fit_the_memory_group_is_refused(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened_at(place, tmp_path) as (engine, _):
+        monkeypatch.setattr(engine_module, "free_for_copies", lambda: 1000)
+        with pytest.raises(CapacityError, match=r"1000 B free.*engine\.gathered\(parameter\)"):
+            engine.state_dict()
+
+
+def test_copies_may_take_what_the_tightest_group_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "probe_memory", lambda _roots: SimpleNamespace(available_bytes=64 * GiB))
+    files = {"memory.max": str(2 * GiB), "memory.current": str(GiB), "memory.stat": f"inactive_file {GiB // 2}\n"}
+    write_tree(tmp_path / "group", files)
+    proc = {"self/mountinfo": mount_line(tmp_path / "group", "cgroup2"), "self/cgroup": "0::/\n"}
+
+    assert free_for_copies(fake_roots(tmp_path / "roots", proc=proc)) == 3 * GiB // 2 - -(-3 * GiB // 40)
