@@ -10,6 +10,7 @@ by time, by what memory happens to be free, or by what this rank's drives have g
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections import deque
@@ -237,10 +238,11 @@ class ParameterGatherer:
     def give(self) -> bool:
         """Free what only dead objects have views of: [Note: all ranks decide alike].
 
-        Those are of collectives that have ended: the thread of torch.distributed that carried one lets go of its
-        tensors a moment after it has told so.
+        Those are cycles of the caller's own, and collectives that have ended: the thread of torch.distributed that
+        carried one lets go of its tensors a moment after it has told so.
         """
         viewed = self._memory.kept_bytes
+        gc.collect()
         late = time.monotonic() + _LETS_GO_S
         while viewed and self._memory.kept_bytes >= viewed and time.monotonic() < late:
             time.sleep(_PAUSE_S)
