@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +38,7 @@ from deepnvme.arrays import (
     nbytes_of,
 )
 from deepnvme.buffers import Memory, memory_of
+from deepnvme.checksum import BlockChecksums
 from deepnvme.choices import chosen
 from deepnvme.copying import scatter
 from deepnvme.errors import NVMeError
@@ -61,11 +63,13 @@ from deepnvme.syncing import sync_directory
 
 __all__ = [
     "METADATA",
+    "Order",
     "SafetensorsEntry",
     "SafetensorsError",
     "SafetensorsFile",
     "SafetensorsHeader",
     "SafetensorsWriter",
+    "header_of",
     "read_safetensors",
     "safetensors_header",
     "write_safetensors",
@@ -122,7 +126,7 @@ def safetensors_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
     """
     with Path(path).open("rb") as file:
         descriptor = file.fileno()
-        return _read_header(partial(os.pread, descriptor), os.fstat(descriptor).st_size, os.fspath(path))
+        return header_of(partial(os.pread, descriptor), os.fstat(descriptor).st_size, os.fspath(path))
 
 
 def read_safetensors(
@@ -189,7 +193,7 @@ class SafetensorsFile:
             self._queue = queue or ends.enter_context(IOQueue())
             self._file = ends.enter_context(self._queue.open(path))
             # Of the file that is open now: its name may be another's by the time that its tensors are read.
-            self.header = _read_header(self._bytes, self._file.size, os.fspath(path))
+            self.header = header_of(self._bytes, self._file.size, os.fspath(path))
             self._ends = ends.pop_all()
 
     def _bytes(self, nbytes: int, offset: int) -> bytes:
@@ -318,8 +322,12 @@ def _room(entry: SafetensorsEntry) -> Any:
 # --- the header --------------------------------------------------------------------------------------------------
 
 
-def _read_header(read: Callable[[int, int], bytes], nbytes: int, path: str) -> SafetensorsHeader:
-    """Return the header of a file of so many bytes; `read` returns as many as there are from an offset on."""
+def header_of(read: Callable[[int, int], bytes], nbytes: int, path: str) -> SafetensorsHeader:
+    """Return the header of a file of `nbytes`; `read(count, offset)` returns its bytes, fewer where it ends.
+
+    Raises:
+        SafetensorsError: it is not a valid file of this format.
+    """
     start = read(min(nbytes, _FIRST_READ_BYTES), 0)
     try:
         length = _header_length(start[: _LENGTH.size], nbytes)
@@ -412,8 +420,17 @@ def _refusal(flaw: str, path: str | os.PathLike[str]) -> SafetensorsError:
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
+class Order(Enum):
+    """The order in which a file's tensors lie."""
+
+    ALIGNED = "aligned"  # the writer's: each begins at a multiple of its element, most large ones at a page
+    GIVEN = "given"  # the caller's, for contents that can be read in one order only
+
+
 class SafetensorsWriter:
     """Writes one file: is told of all tensors first, then given them in the order of `names`, in one or several calls.
+
+    With `sums`, these are computed of the file's bytes as they are written.
 
     A context manager: at the end of its block the file takes the place of what has its name; where the block raises,
     there is none. All is written in whole pages at whole pages, from the tensors' own memory where they are large.
@@ -428,17 +445,20 @@ class SafetensorsWriter:
         layout: Mapping[str, tuple[str, tuple[int, ...]]],
         metadata: Mapping[str, str] | None = None,
         *,
+        order: Order = Order.ALIGNED,
+        sums: BlockChecksums | None = None,
         durability: Durability = Durability.COMMIT,
         queue: IOQueue | None = None,
     ) -> None:
         self._path = Path(os.path.realpath(path))  # where the name is a link it stays one
         self._durability = chosen(Durability, durability, "durability")
-        self._layout = dict(sorted(layout.items(), key=_rank))
+        self._layout = dict(layout if order is Order.GIVEN else sorted(layout.items(), key=_rank))
         self.names = tuple(self._layout)
         """The order in which the tensors lie in the file."""
         start = _encoded(self._layout, metadata or {}, self._path)
         self._written = 0
         total = len(start) + sum(nbytes_of(*kind) for kind in self._layout.values())
+        self.nbytes = total
         self._draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:16]}.tmp")
         mode = _mode_of(self._path)
         with ExitStack() as ends:
@@ -449,7 +469,7 @@ class SafetensorsWriter:
             )
             if mode is not None:
                 self._draft.chmod(mode)  # as it was, whatever the umask
-            self._pages = ends.enter_context(_PageWriter(self._file, through, total))
+            self._pages = ends.enter_context(_PageWriter(self._file, through, total, sums))
             self._pages.append(memory_of(start, writable=False))
             self._ends = ends.pop_all()
 
@@ -504,9 +524,10 @@ class _PageWriter:
     So no two operations share a page, and all but the file's last one go past the page cache.
     """
 
-    def __init__(self, file: File, queue: IOQueue, total: int) -> None:
+    def __init__(self, file: File, queue: IOQueue, total: int, sums: BlockChecksums | None) -> None:
         self._file = file
         self._queue = queue
+        self._sums = sums
         room = max(PAGE, min(RUN_BYTES, whole_pages(total)))
         self._pool = Pool(_STAGED_RUNS * room)
         queue.use_pool(self._pool)
@@ -520,6 +541,8 @@ class _PageWriter:
 
     def append(self, memory: Memory) -> None:
         """Write it after what was appended before. It must not change before `wait`."""
+        if self._sums is not None:
+            self._sums.append(memory)
         done = 0
         while done < memory.nbytes:
             left = memory.nbytes - done

@@ -18,6 +18,7 @@ Imports nothing of the package; called by everybody.
         ManifestMismatch                    it describes something else than was asked for
         IncompleteCheckpoint                parts of it are not there
         ChecksumError                       bytes on disk are not the bytes that were written
+        DamagedCheckpoint                   one of its files is not what the format demands
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ __all__ = [
     "CollectiveError",
     "ConfigError",
     "DamageError",
+    "DamagedCheckpoint",
     "IllegalTransition",
     "IncompleteCheckpoint",
     "InfinityError",
@@ -295,6 +297,20 @@ class ChecksumError(CheckpointError):
             f"checkpoint {self.path}: {self.entry} is damaged at or after offset {self.offset}: "
             f"its checksum is {self.found:#010x}, written was {self.expected:#010x}. "
             "Load an earlier committed checkpoint and check the drive"
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class DamagedCheckpoint(CheckpointError):  # noqa: N818 - the name says it without 'Error'
+    """The file `entry` of the checkpoint is not what the format demands: `flaw` says why."""
+
+    entry: str
+    flaw: str
+
+    def _message(self) -> str:
+        return (
+            f"checkpoint {self.path}: {self.entry} cannot be used: {self.flaw}. "
+            "Load an earlier committed checkpoint, or copy this one again from where it was whole"
         )
 
 

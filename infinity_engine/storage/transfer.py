@@ -19,7 +19,7 @@ from infinity_engine.kept_errors import again, kept
 if TYPE_CHECKING:
     from infinity_engine.accel import Event
 
-__all__ = ["CopyHop", "Hop", "Hops", "IOEvent", "IOHop", "Stage", "Transfer"]
+__all__ = ["CopyHop", "Hop", "Hops", "IOEvent", "IOHop", "Stage", "Transfer", "transfer_error"]
 
 
 class Hop(Protocol):
@@ -65,7 +65,7 @@ class IOHop:
                 kept(error)  # each future keeps its own
         if failed is not None:
             self._check = None  # it holds the memory that was to be read into
-            raise _as_transfer_error(failed, self._what) from failed.with_traceback(None)
+            raise transfer_error(failed, self._what) from failed.with_traceback(None)
         self._look()
         if self._wrong is not None:
             raise again(self._wrong)
@@ -221,9 +221,9 @@ class Transfer:
         try:
             self._hop = stage.start()
         except Exception as error:
-            self._stop(stage, _as_transfer_error(error) if isinstance(error, NVMeError) else error)
+            self._stop(stage, transfer_error(error) if isinstance(error, NVMeError) else error)
         except BaseException:  # an interrupt, raised at once; whoever asks later learns that the move ended
-            self._stop(stage, _as_transfer_error(CancelledError()))
+            self._stop(stage, transfer_error(CancelledError()))
             self._told = True
             raise
         else:
@@ -250,7 +250,8 @@ class Transfer:
             each.undo()
 
 
-def _as_transfer_error(error: NVMeError | CancelledError, what: str = "") -> TransferError:
+def transfer_error(error: NVMeError | CancelledError, what: str = "") -> TransferError:
+    """Return the engine's own error for one of deepnvme's; `what` names the bytes that were on their way."""
     if isinstance(error, CancelledError):
         return TransferError(errno=errno.ECANCELED, path="", offset=0, asked=0, done=0, what=what)
     return TransferError(

@@ -1,0 +1,22 @@
+"""Checkpoints: what a run needs to go on with the same bits, in a format that a stranger can read (decision 0027).
+
+Knows parameters by name, flat streams of their elements, and files. Knows no tier, no strategy and no torch.
+"""
+
+from infinity_engine.checkpoint.directory import CheckpointDirectory
+from infinity_engine.checkpoint.manifest import Manifest, SavedFile, SavedParameter
+from infinity_engine.checkpoint.reader import CheckpointReader
+from infinity_engine.checkpoint.streams import Slice, Stream, StreamSource
+from infinity_engine.checkpoint.writer import write_shard
+
+__all__ = [
+    "CheckpointDirectory",
+    "CheckpointReader",
+    "Manifest",
+    "SavedFile",
+    "SavedParameter",
+    "Slice",
+    "Stream",
+    "StreamSource",
+    "write_shard",
+]

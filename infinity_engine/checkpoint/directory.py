@@ -1,0 +1,212 @@
+"""`CheckpointDirectory`: the checkpoints of one run by tag; what makes one whole, and what removes old ones.
+
+A name without a leading dot is a whole checkpoint, put there by one rename. What begins with a dot is being written or
+removed, and what a killed run left of that goes with the next save. Reads and writes no tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepnvme.syncing import sync_directory, sync_file
+from infinity_engine.checkpoint.manifest import MANIFEST, Manifest, encode, parse
+from infinity_engine.errors import CheckpointError, ConfigError, DamagedCheckpoint, IncompleteCheckpoint
+
+__all__ = ["LATEST", "CheckpointDirectory", "open_regular", "read_manifest", "tag_of_step"]
+
+LATEST = "latest"
+"""The name of the file that holds the newest checkpoint's tag, and what `load` calls it."""
+
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_UNFINISHED = re.compile(rf"\.{_TAG.pattern}\.(writing|removing)")
+_MOST_TAG_BYTES = 256
+_MOST_MANIFEST_BYTES = 1 << 30
+
+
+def tag_of_step(step: int) -> str:
+    """Return the tag that a checkpoint has where its user gives none."""
+    return f"step-{step:08d}"
+
+
+class CheckpointDirectory:
+    """The directory `path`, which holds checkpoints of one run."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    # --- looking --------------------------------------------------------------------------------------------------
+
+    def tags(self) -> list[str]:
+        """Return the tags of all whole checkpoints, the oldest first."""
+        try:
+            found = [entry for entry in self.path.iterdir() if _TAG.fullmatch(entry.name) and _is_whole(entry)]
+        except FileNotFoundError:
+            return []
+        return [entry.name for entry in sorted(found, key=_age)]
+
+    def latest(self) -> str | None:
+        """Return the newest checkpoint's tag; None where there is no checkpoint."""
+        try:
+            with (self.path / LATEST).open("rb") as file:
+                named = file.read(_MOST_TAG_BYTES).decode("ascii", "replace").strip()
+        except OSError:
+            named = ""
+        if _TAG.fullmatch(named) and _is_whole(self.path / named):
+            return named
+        tags = self.tags()  # the file is missing or damaged: the checkpoints speak for themselves
+        return tags[-1] if tags else None
+
+    def resolve(self, tag: str = LATEST) -> Path:
+        """Return where the checkpoint of a tag is.
+
+        Raises:
+            ConfigError: `tag` cannot be the tag of a checkpoint.
+            IncompleteCheckpoint: there is no such checkpoint, or none at all.
+        """
+        found = self.latest() if tag == LATEST else _checked(tag)
+        if found is None:
+            raise IncompleteCheckpoint(path=str(self.path), missing=("any checkpoint",))
+        if not _is_whole(self.path / found):
+            raise IncompleteCheckpoint(path=str(self.path / found), missing=(MANIFEST,))
+        return self.path / found
+
+    # --- saving ---------------------------------------------------------------------------------------------------
+
+    def begin(self, tag: str) -> Path:
+        """Return a new directory for the files of a checkpoint; what killed runs have left is removed first.
+
+        Raises:
+            ConfigError: `tag` cannot be a tag, or a checkpoint has it already.
+        """
+        target = self.path / _checked(tag)
+        if os.path.lexists(target):
+            raise ConfigError(
+                field="tag",
+                value=tag,
+                expected=f"a tag that no checkpoint in {self.path} has: remove that one, or choose another tag",
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        draft = self.draft_of(tag)
+        draft.mkdir()
+        return draft
+
+    def draft_of(self, tag: str) -> Path:
+        """Return where a checkpoint's files are while they are being written."""
+        return self.path / f".{_checked(tag)}.writing"
+
+    def commit(self, tag: str, manifest: Manifest) -> Path:
+        """Make what `begin` has begun a checkpoint: all or nothing, from one instant to the next. Move `latest`.
+
+        The files are written and synced by now. When this returns, the checkpoint survives a power loss.
+        """
+        draft, target = self.draft_of(tag), self.path / tag
+        path = draft / MANIFEST
+        path.write_bytes(encode(manifest))
+        sync_file(path)
+        sync_directory(draft)
+        draft.rename(target)
+        sync_directory(self.path)
+        self._point_to(tag)
+        return target
+
+    def abandon(self, tag: str) -> None:
+        """Remove what `begin` has begun."""
+        shutil.rmtree(self.draft_of(tag), ignore_errors=True)
+
+    def retire(self, keep: int) -> list[str]:
+        """Remove all but the newest `keep` checkpoints; return the tags of those removed.
+
+        Stay: the one that `latest` names, and those whose manifests cannot be read, as their age is unknown.
+        """
+        tags, latest = [tag for tag in self.tags() if _age(self.path / tag)[0] >= 0], self.latest()
+        gone = [tag for tag in tags[: max(0, len(tags) - keep)] if tag != latest]
+        for tag in gone:
+            leaving = self.path / f".{tag}.removing"
+            shutil.rmtree(leaving, ignore_errors=True)
+            (self.path / tag).rename(leaving)  # from here on it is no checkpoint, and not half of one
+            sync_directory(self.path)
+            shutil.rmtree(leaving, ignore_errors=True)
+        return gone
+
+    def _point_to(self, tag: str) -> None:
+        draft = self.path / f".{LATEST}.writing"
+        draft.write_text(f"{tag}\n")
+        sync_file(draft)
+        draft.replace(self.path / LATEST)
+        sync_directory(self.path)
+
+    def _sweep(self) -> None:
+        """Remove what killed runs have left: nothing but what this class itself names so."""
+        for entry in self.path.iterdir():
+            if not _UNFINISHED.fullmatch(entry.name) or entry.is_symlink():
+                continue
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    entry.unlink()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint in the directory `path`.
+
+    Raises:
+        IncompleteCheckpoint: it has none.
+        DamagedCheckpoint: it is damaged, of a newer version, or no manifest at all.
+    """
+    try:
+        with open_regular(path / MANIFEST) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
+            data = file.read(_MOST_MANIFEST_BYTES + 1)
+    except FileNotFoundError:
+        raise IncompleteCheckpoint(path=str(path), missing=(MANIFEST,)) from None
+    except OSError as problem:
+        raise DamagedCheckpoint(path=str(path), entry=MANIFEST, flaw=str(problem)) from None
+    if len(data) > _MOST_MANIFEST_BYTES:
+        raise DamagedCheckpoint(path=str(path), entry=MANIFEST, flaw=f"it has more than {_MOST_MANIFEST_BYTES} B")
+    try:
+        return parse(data)
+    except ValueError as flaw:
+        raise DamagedCheckpoint(path=str(path), entry=MANIFEST, flaw=str(flaw)) from None
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[int]:
+    """Open a file to read: a regular one, no link, pipe or device. Yield its descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or is something else.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is no regular file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _checked(tag: str) -> str:
+    if not _TAG.fullmatch(tag) or tag == LATEST:
+        expected = "1 to 128 of the characters A-Z a-z 0-9 . _ -, none of . and - first, and not 'latest'"
+        raise ConfigError(field="tag", value=tag, expected=expected)
+    return tag
+
+
+def _is_whole(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and (path / MANIFEST).is_file()
+
+
+def _age(path: Path) -> tuple[int, str, str]:
+    """Return what checkpoints are sorted by: their manifests, as a copied file has another time. Damaged ones first."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return (-1, "", path.name)
+    return (manifest.step, manifest.created, path.name)

@@ -1,0 +1,236 @@
+"""`Manifest`: what one checkpoint is, as data, and its bytes. Believes nothing that it parses.
+
+The format is in docs/checkpoint-format.md. Does no I/O. Called by the writer's caller, the reader and the commands.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepnvme.arrays import ITEMSIZES, MAX_DIMENSIONS
+from deepnvme.framing import as_json, framed_json, shown, strict_json, unframed
+from infinity_engine.checkpoint.streams import Stream
+
+__all__ = ["BLOCK_BYTES", "MANIFEST", "Manifest", "SavedFile", "SavedParameter", "encode", "parse"]
+
+MANIFEST = "manifest"
+"""The name of the manifest's file."""
+
+BLOCK_BYTES = 1 << 20
+"""How many bytes of a file one checksum covers; the last one covers fewer."""
+
+_KIND, _VERSION = "infinity-checkpoint", 1
+_MOST = (1 << 63) - 1
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_STREAM = re.compile(r"[a-z0-9_]{1,64}")
+_CHECKSUM_DIGITS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedParameter:
+    """One parameter: `dtype` is what modules compute with it in, `streams` maps a stream's name to its own dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    streams: Mapping[str, str]
+    steps: int = 0
+    """How many updates it has had."""
+    aliases: tuple[str, ...] = ()
+    """Its other names, where it is tied."""
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def stream(self, name: str) -> Stream:
+        """Return one of its streams.
+
+        Raises:
+            KeyError: it has none of that name.
+        """
+        return Stream(self.name, name, self.streams[name], self.numel)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedFile:
+    """One file of a checkpoint, with the crc32c of each block of BLOCK_BYTES."""
+
+    name: str
+    nbytes: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What one checkpoint is."""
+
+    tag: str
+    step: int
+    """How many updates the run had made."""
+    created: str
+    """When it was written, UTC, as ISO 8601 has it."""
+    ranks: int
+    parameters: tuple[SavedParameter, ...]
+    files: tuple[SavedFile, ...]
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """What the run is beside its streams: loss scale, optimizer groups, configuration, versions. JSON."""
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    """The structures of further state dicts by name, whose tensors are in the file `objects.safetensors`."""
+
+    def parameter(self, name: str) -> SavedParameter:
+        """Return a parameter by its name.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        for parameter in self.parameters:
+            if parameter.name == name:
+                return parameter
+        raise KeyError(name)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the bytes of a manifest."""
+    content = {
+        "tag": manifest.tag,
+        "step": manifest.step,
+        "created": manifest.created,
+        "ranks": manifest.ranks,
+        "parameters": [
+            {
+                "name": parameter.name,
+                "shape": list(parameter.shape),
+                "dtype": parameter.dtype,
+                "streams": dict(parameter.streams),
+                "steps": parameter.steps,
+                "aliases": list(parameter.aliases),
+            }
+            for parameter in manifest.parameters
+        ],
+        "files": [
+            {"name": file.name, "bytes": file.nbytes, "checksums": "".join(f"{crc:08x}" for crc in file.checksums)}
+            for file in manifest.files
+        ],
+        "run": dict(manifest.run),
+        "objects": dict(manifest.objects),
+    }
+    return framed_json(_KIND, _VERSION, as_json(content))
+
+
+def parse(data: bytes) -> Manifest:
+    """Return the manifest that these bytes are.
+
+    Raises:
+        NewerVersionError: a newer version of the format wrote them; nothing is wrong with them.
+        ValueError: they are no manifest, or a damaged or contradictory one; the text says where and why.
+    """
+    payload, rest = unframed(_KIND, _VERSION, data)
+    if rest:
+        raise ValueError(f"{len(rest)} B follow the manifest, expected none")
+    try:
+        content = strict_json(payload)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    top = _fields(content, "the manifest", "tag", "step", "created", "ranks", "parameters", "files", "run", "objects")
+    manifest = Manifest(
+        tag=_text(top["tag"], "tag"),
+        step=_integer(top["step"], "step"),
+        created=_text(top["created"], "created"),
+        ranks=_integer(top["ranks"], "ranks", least=1),
+        parameters=tuple(
+            _parameter(entry, f"parameters[{number}]")
+            for number, entry in enumerate(_list(top["parameters"], "parameters"))
+        ),
+        files=tuple(_file(entry, f"files[{number}]") for number, entry in enumerate(_list(top["files"], "files"))),
+        run=_object(top["run"], "run"),
+        objects=_object(top["objects"], "objects"),
+    )
+    _check_unique((file.name for file in manifest.files), "files")
+    _check_unique(
+        (name for parameter in manifest.parameters for name in (parameter.name, *parameter.aliases)), "parameters"
+    )
+    return manifest
+
+
+def _parameter(entry: Any, where: str) -> SavedParameter:
+    found = _fields(entry, where, "name", "shape", "dtype", "streams", "steps", "aliases")
+    shape = tuple(_integer(size, f"{where}.shape") for size in _list(found["shape"], f"{where}.shape"))
+    if len(shape) > MAX_DIMENSIONS or math.prod(shape) > _MOST // 16:
+        raise ValueError(f"{where}.shape is {shown(list(shape))}: no tensor has so many dimensions or elements")
+    streams = _object(found["streams"], f"{where}.streams")
+    for name, dtype in streams.items():
+        if not _STREAM.fullmatch(name):
+            raise ValueError(f"{where}.streams has {shown(name)}: expected a name of a-z, 0-9 and _")
+        _dtype(dtype, f"{where}.streams.{name}")
+    return SavedParameter(
+        name=_text(found["name"], f"{where}.name"),
+        shape=shape,
+        dtype=_dtype(found["dtype"], f"{where}.dtype"),
+        streams=streams,
+        steps=_integer(found["steps"], f"{where}.steps"),
+        aliases=tuple(_text(alias, f"{where}.aliases") for alias in _list(found["aliases"], f"{where}.aliases")),
+    )
+
+
+def _file(entry: Any, where: str) -> SavedFile:
+    found = _fields(entry, where, "name", "bytes", "checksums")
+    name, nbytes = _text(found["name"], f"{where}.name"), _integer(found["bytes"], f"{where}.bytes")
+    if not _FILE.fullmatch(name) or name == MANIFEST:
+        raise ValueError(f"{where}.name is {shown(name)}: expected a plain file name of the checkpoint's own directory")
+    digits = _text(found["checksums"], f"{where}.checksums")
+    blocks = -(-nbytes // BLOCK_BYTES)
+    if len(digits) != _CHECKSUM_DIGITS * blocks or not re.fullmatch(r"[0-9a-f]*", digits):
+        raise ValueError(f"{where}.checksums has {len(digits)} characters, expected {8 * blocks} hexadecimal digits")
+    checksums = tuple(int(digits[at : at + 8], 16) for at in range(0, len(digits), _CHECKSUM_DIGITS))
+    return SavedFile(name=name, nbytes=nbytes, checksums=checksums)
+
+
+def _fields(value: Any, where: str, *names: str) -> Mapping[str, Any]:
+    found = _object(value, where)
+    if sorted(found) != sorted(names):
+        raise ValueError(f"{where} has the fields {shown(sorted(found))}, expected {', '.join(sorted(names))}")
+    return found
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {shown(value)}, expected an object")
+    return value
+
+
+def _list(value: Any, where: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where} is {shown(value)}, expected a list")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where} is {shown(value)}, expected a text")
+    return value
+
+
+def _dtype(value: Any, where: str) -> str:
+    if value not in ITEMSIZES:
+        raise ValueError(f"{where} is {shown(value)}, expected one of {', '.join(ITEMSIZES)}")
+    return str(value)
+
+
+def _integer(value: Any, where: str, *, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= _MOST:
+        raise ValueError(f"{where} is {shown(value)}, expected a whole number from {least} to 2**63 - 1")
+    return value
+
+
+def _check_unique(names: Iterable[str], where: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{where} has {shown(name)} twice")
+        seen.add(name)

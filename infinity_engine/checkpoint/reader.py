@@ -1,0 +1,375 @@
+"""`CheckpointReader`: reads slices of a checkpoint's streams and checks every byte before the caller gets it.
+
+Opens nothing that the manifest does not name, and believes no header: the slices of the files have to cover each stream
+exactly once. Memory: a few MiB for the blocks that a slice begins and ends in. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+
+from deepnvme import IOFuture, IOQueue, Pool
+from deepnvme.arrays import ITEMSIZES
+from deepnvme.buffers import Memory, memory_of
+from deepnvme.checksum import checksums_of
+from deepnvme.errors import NVMeError
+from deepnvme.framing import shown
+from deepnvme.pipeline import once_there_is_room
+from deepnvme.queue import File
+from deepnvme.safetensors import SafetensorsEntry, SafetensorsError, SafetensorsHeader, header_of
+from infinity_engine.checkpoint.directory import open_regular, read_manifest
+from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
+from infinity_engine.checkpoint.streams import Slice, Stream, parse_tensor
+from infinity_engine.errors import ChecksumError, DamagedCheckpoint, IncompleteCheckpoint, ManifestMismatch
+from infinity_engine.storage import transfer_error
+
+__all__ = ["SHARD", "CheckpointReader", "Damage"]
+
+SHARD = "rank-"
+"""How the names of the files begin whose tensors are slices of streams."""
+
+_READ_BLOCKS = 8  # of one operation
+_IN_FLIGHT = 4  # operations
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A block of a file that is not as it was written, and the tensors that have bytes in it: none in a header."""
+
+    file: str
+    offset: int
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A slice, and where its bytes begin in a file."""
+
+    part: Slice
+    file: str
+    offset: int
+
+
+class CheckpointReader:
+    """An open checkpoint: `manifest` says what it is. A context manager.
+
+    Raises:
+        IncompleteCheckpoint: files that its manifest names are not there.
+        DamagedCheckpoint: its manifest is not what the format demands.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, queue: IOQueue | None = None) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        missing = tuple(file.name for file in self.manifest.files if not os.path.lexists(self.path / file.name))
+        if missing:
+            raise IncompleteCheckpoint(path=str(self.path), missing=missing)
+        with ExitStack() as ends:
+            through = queue or ends.enter_context(IOQueue())
+            pool = Pool(_IN_FLIGHT * _READ_BLOCKS * BLOCK_BYTES)
+            through.use_pool(pool)
+            ends.callback(through.forget_pool, pool)
+            rooms = [pool.buffer(_READ_BLOCKS * BLOCK_BYTES) for _ in range(_IN_FLIGHT)]
+            staging = deque(memory_of(room, writable=True) for room in rooms)
+            self._files = {
+                saved.name: ends.enter_context(_CheckedFile(self.path, saved, through, staging))
+                for saved in self.manifest.files
+            }
+            self._ends = ends.pop_all()
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def read(self, stream: Stream, first: int, into: memoryview) -> None:
+        """Fill `into` with the elements of a stream from `first` on.
+
+        Raises:
+            ManifestMismatch: the checkpoint has no such stream, or one of another dtype or length.
+            ChecksumError: bytes are not as they were written; what `into` holds then is undefined.
+            TransferError: the drive failed.
+        """
+        memory, itemsize = memory_of(into, writable=True), ITEMSIZES[stream.dtype]
+        at, end = first, first + memory.nbytes // itemsize
+        held = self._held(stream)
+        number = bisect_right([part.part.first for part in held], at) - 1
+        while at < end:
+            found = held[number]
+            upto = min(end, found.part.first + found.part.numel)
+            target = memory.part((at - first) * itemsize, (upto - at) * itemsize)
+            offset = found.offset + (at - found.part.first) * itemsize
+            self._files[found.file].read(offset, target)
+            at, number = upto, number + 1
+
+    def slices(self, stream: Stream) -> tuple[Slice, ...]:
+        """Return the slices that a stream is kept in, in their order.
+
+        Raises:
+            ManifestMismatch: the checkpoint has no such stream, or one of another dtype or length.
+        """
+        return tuple(held.part for held in self._held(stream))
+
+    def tensors_of(self, file: str) -> SafetensorsHeader:
+        """Return the header of one of its files."""
+        return self._files[file].header
+
+    def read_file(self, file: str, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes of a file from `offset` on, checked."""
+        self._files[file].read(offset, memory_of(into, writable=True))
+
+    def verify(self, progress: Callable[[int], object] = lambda nbytes: None) -> Iterator[Damage]:
+        """Read every byte; yield each damaged block. `progress` is called with the bytes of each block."""
+        for file in self._files.values():
+            yield from file.verify(progress)
+
+    # --- the index ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _slices(self) -> Mapping[Stream, tuple[_Held, ...]]:
+        """Where each stream lies: its slices cover it once, whatever the files say."""
+        streams = {
+            (parameter.name, name): parameter.stream(name)
+            for parameter in self.manifest.parameters
+            for name in parameter.streams
+        }
+        found: dict[Stream, list[_Held]] = {stream: [] for stream in streams.values()}
+        for name, file in self._files.items():
+            if not name.startswith(SHARD):
+                continue
+            for tensor, entry in file.header.tensors.items():
+                parsed = parse_tensor(tensor)
+                stream = None if parsed is None else streams.get(parsed[:2])
+                if stream is None or parsed is None:
+                    raise self._flaw(name, f"its tensor {shown(tensor)} belongs to no stream of the manifest")
+                if entry.dtype != stream.dtype or len(entry.shape) != 1:
+                    flaw = f"its tensor {shown(tensor)} is {entry.dtype} of shape {entry.shape}"
+                    raise self._flaw(name, f"{flaw}, expected {stream.dtype} of one dimension")
+                found[stream].append(_Held(Slice(stream, parsed[2], entry.shape[0]), name, entry.offset))
+        return MappingProxyType({stream: self._covering(stream, held) for stream, held in found.items()})
+
+    def _covering(self, stream: Stream, held: list[_Held]) -> tuple[_Held, ...]:
+        held = sorted((each for each in held if each.part.numel), key=lambda found: found.part.first)
+        at = 0
+        for found in held:
+            if found.part.first != at:
+                problem = "is missing" if found.part.first > at else "is there twice"
+                raise self._flaw(found.file, f"element {min(at, found.part.first)} of {_named(stream)} {problem}")
+            at += found.part.numel
+        if at != stream.numel:
+            raise IncompleteCheckpoint(
+                path=str(self.path), missing=(f"elements {at} to {stream.numel} of {_named(stream)}",)
+            )
+        return tuple(held)
+
+    def _held(self, stream: Stream) -> tuple[_Held, ...]:
+        if stream not in self._slices:
+            saved = {(each.parameter, each.name): each for each in self._slices}
+            found = saved.get((stream.parameter, stream.name))
+            raise ManifestMismatch(
+                path=str(self.path),
+                entry=_named(stream),
+                expected=f"{stream.numel} elements of {stream.dtype}",
+                found="no such stream" if found is None else f"{found.numel} elements of {found.dtype}",
+            )
+        return self._slices[stream]
+
+    def _flaw(self, entry: str, flaw: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(path=str(self.path), entry=entry, flaw=flaw)
+
+    def close(self) -> None:
+        """Close its files, and the queue if it is its own."""
+        self._ends.close()
+
+    def __enter__(self) -> CheckpointReader:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+class _CheckedFile:
+    """One file of a checkpoint, of which no byte is handed out unchecked. `staging` is shared with the others."""
+
+    def __init__(self, directory: Path, saved: SavedFile, queue: IOQueue, staging: deque[Memory]) -> None:
+        self._directory = directory
+        self._saved = saved
+        self._queue = queue
+        self._staging = staging
+        self._path = directory / saved.name
+        self._edge: tuple[int, bytes] | None = None  # the block that was read last into staging memory, checked
+        self._file: File | None = None
+        self._header: SafetensorsHeader | None = None
+
+    @property
+    def header(self) -> SafetensorsHeader:
+        """What the file says of its tensors."""
+        if self._header is None:
+            try:
+                self._header = header_of(self._bytes, self._saved.nbytes, str(self._path))
+            except SafetensorsError as flaw:
+                raise self._flaw(str(flaw.strerror)) from None
+        return self._header
+
+    def read(self, offset: int, into: Memory) -> None:
+        """Fill `into` with the bytes from `offset` on: whole blocks directly, the rest through staging memory."""
+        end = offset + into.nbytes
+        if end > self._saved.nbytes:
+            raise self._flaw(f"bytes {offset} to {end} were asked for, it has {self._saved.nbytes}")
+        first, last = -(-offset // BLOCK_BYTES), end // BLOCK_BYTES  # the whole blocks
+        if first > last:
+            return self._copy(offset, into)
+        head, tail = first * BLOCK_BYTES - offset, end - last * BLOCK_BYTES
+        if head:
+            self._copy(offset, into.part(0, head))
+        self._read_blocks(first, last, into.part(head, (last - first) * BLOCK_BYTES))
+        if tail:
+            self._copy(last * BLOCK_BYTES, into.part(into.nbytes - tail, tail))
+        return None
+
+    def verify(self, progress: Callable[[int], object]) -> Iterator[Damage]:
+        """Read every block; yield the damaged ones."""
+        try:
+            tensors = self.header.tensors
+        except (ChecksumError, DamagedCheckpoint):
+            tensors = {}
+        blocks = len(self._saved.checksums)
+        reading: deque[tuple[IOFuture[int], int, Memory]] = deque()
+        rooms = deque(self._staging)
+        try:
+            for block in range(0, blocks, _READ_BLOCKS):
+                if not rooms:
+                    rooms.append(reading[0][2])
+                    yield from self._damages(*reading.popleft(), tensors)
+                    progress(rooms[0].nbytes)
+                end = min((block + _READ_BLOCKS) * BLOCK_BYTES, self._saved.nbytes)
+                room = rooms.popleft().part(0, end - block * BLOCK_BYTES)
+                reading.append((self._begin(block, room), block, room))
+            while reading:
+                progress(reading[0][2].nbytes)
+                yield from self._damages(*reading.popleft(), tensors)
+        finally:
+            for future, _, _ in reading:
+                future.exception()
+
+    def _damages(
+        self, future: IOFuture[int], block: int, room: Memory, tensors: Mapping[str, SafetensorsEntry]
+    ) -> Iterator[Damage]:
+        """Wait for the blocks from `block` on; yield the damaged ones among them."""
+        for number, found in enumerate(self._sums(future, room), block):
+            if found != self._saved.checksums[number]:
+                start, end = number * BLOCK_BYTES, number * BLOCK_BYTES + self._block_bytes(number)
+                touched = [
+                    name
+                    for name, entry in tensors.items()
+                    if entry.offset < end and entry.offset + entry.nbytes > start
+                ]
+                yield Damage(self._saved.name, start, tuple(touched))
+
+    def _bytes(self, count: int, offset: int) -> bytes:
+        count = max(0, min(count, self._saved.nbytes - offset))
+        room = bytearray(count)
+        if count:
+            self.read(offset, memory_of(room, writable=True))
+        return bytes(room)
+
+    def _copy(self, offset: int, into: Memory) -> None:
+        """Copy bytes within one block."""
+        block, start = divmod(offset, BLOCK_BYTES)
+        view = memoryview(self._block(block))[start : start + into.nbytes]
+        ctypes.memmove(into.address, memory_of(view, writable=False).address, into.nbytes)
+
+    def _block(self, block: int) -> bytes:
+        """Return a block, checked; the last one is kept, as the slice that follows often begins in it."""
+        if self._edge is None or self._edge[0] != block:
+            room = self._staging[0].part(0, self._block_bytes(block))
+            self._wait(self._begin(block, room), block, room)
+            self._edge = (block, bytes(_view(room)))
+        return self._edge[1]
+
+    def _read_blocks(self, first: int, last: int, into: Memory) -> None:
+        """Read whole blocks to where they belong, several operations at a time, and check them there."""
+        reading: deque[tuple[IOFuture[int], int, Memory]] = deque()
+        try:
+            for block in range(first, last, _READ_BLOCKS):
+                count = min(_READ_BLOCKS, last - block)
+                room = into.part((block - first) * BLOCK_BYTES, count * BLOCK_BYTES)
+                reading.append((self._begin(block, room), block, room))
+                if len(reading) == _IN_FLIGHT:
+                    self._wait(*reading.popleft())
+            while reading:
+                self._wait(*reading.popleft())
+        finally:
+            for future, _, _ in reading:  # whoever owns the memory may let go of it after this
+                future.exception()
+
+    def _begin(self, block: int, room: Memory) -> IOFuture[int]:
+        return once_there_is_room(partial(self._opened().pread, room, block * BLOCK_BYTES))
+
+    def _wait(self, future: IOFuture[int], block: int, room: Memory) -> None:
+        for number, found in enumerate(self._sums(future, room), block):
+            expected = self._saved.checksums[number]
+            if found != expected:
+                raise ChecksumError(
+                    path=str(self._directory),
+                    entry=self._saved.name,
+                    offset=number * BLOCK_BYTES,
+                    expected=expected,
+                    found=found,
+                )
+
+    def _sums(self, future: IOFuture[int], room: Memory) -> tuple[int, ...]:
+        """Wait for a read; return the checksums of its blocks."""
+        try:
+            future.result()
+        except NVMeError as error:
+            raise transfer_error(error, f"checkpoint {self._directory}") from None
+        return checksums_of(room, BLOCK_BYTES)
+
+    def _block_bytes(self, block: int) -> int:
+        return min(BLOCK_BYTES, self._saved.nbytes - block * BLOCK_BYTES)
+
+    def _opened(self) -> File:
+        """Open the file, which has to be a regular one of the length that the manifest says."""
+        if self._file is None:
+            try:
+                with open_regular(self._path) as descriptor:
+                    nbytes = os.fstat(descriptor).st_size
+                if nbytes != self._saved.nbytes:
+                    raise self._flaw(f"it has {nbytes} B, its manifest says {self._saved.nbytes} B")
+                self._file = self._queue.open(self._path)
+            except NVMeError as error:
+                raise transfer_error(error, f"checkpoint {self._directory}") from None
+            except OSError as problem:
+                raise self._flaw(str(problem)) from None
+        return self._file
+
+    def _flaw(self, flaw: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(path=str(self._directory), entry=self._saved.name, flaw=flaw)
+
+    def __enter__(self) -> _CheckedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _view(memory: Memory) -> memoryview:
+    return memoryview((ctypes.c_char * memory.nbytes).from_address(memory.address))
+
+
+def _named(stream: Stream) -> str:
+    return f"{stream.name} of {stream.parameter}"

@@ -1,0 +1,65 @@
+"""The protocol between the engine and checkpoints: named flat streams of each parameter, in slices.
+
+A stream is what a checkpoint keeps of one parameter under one name: `master`, a moment, or `value` where nothing trains
+it. This module holds the words; the engine implements `StreamSource`, writer and reader call it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from deepnvme.arrays import ITEMSIZES
+
+__all__ = ["Slice", "Stream", "StreamSource", "parse_tensor"]
+
+_TENSOR = re.compile(r"(?P<parameter>.*)#(?P<stream>[a-z0-9_]{1,64})@(?P<first>0|[1-9][0-9]{0,18})", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One stream of one parameter: `dtype` is a safetensors code such as F32, `numel` the elements of all ranks."""
+
+    parameter: str
+    name: str
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The elements `first` to `first + numel` of a stream."""
+
+    stream: Stream
+    first: int
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its elements have."""
+        return self.numel * ITEMSIZES[self.stream.dtype]
+
+    @property
+    def tensor(self) -> str:
+        """The name of the tensor that holds it in a shard file."""
+        return f"{self.stream.parameter}#{self.stream.name}@{self.first}"
+
+
+class StreamSource(Protocol):
+    """An engine, which has streams in memory or on drives and hands them out slice by slice."""
+
+    def slices(self) -> Sequence[Slice]:
+        """Return the slices that this rank has, in the order in which it can hand them out."""
+        ...
+
+    def contents(self) -> Iterator[tuple[Slice, memoryview]]:
+        """Yield each slice with its bytes, in the order of `slices`; the bytes are valid until the next one's."""
+        ...
+
+
+def parse_tensor(name: str) -> tuple[str, str, int] | None:
+    """Return parameter, stream and first element from a tensor's name in a shard; None where it has another form."""
+    found = _TENSOR.fullmatch(name)
+    return None if found is None else (found["parameter"], found["stream"], int(found["first"]))

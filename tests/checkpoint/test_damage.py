@@ -1,0 +1,240 @@
+"""Whatever happens to the files of a checkpoint: it is told by name, or nothing was lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepnvme.framing import framed
+from infinity_engine.checkpoint import CheckpointReader
+from infinity_engine.checkpoint.manifest import BLOCK_BYTES, Manifest, SavedFile, SavedParameter, encode, parse
+from infinity_engine.errors import CheckpointError, ChecksumError, DamagedCheckpoint, IncompleteCheckpoint
+from support.saved_streams import parameters_of, save, values_of
+
+PARAMETERS = parameters_of({"weight": (1100, 1000), "bias": (1000,)})
+SHARD = "rank-00000-00000.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of three files and 13 MB, which nobody changes."""
+    values = values_of(PARAMETERS)
+    return save(tmp_path_factory.mktemp("whole"), "tag", PARAMETERS, values, piece_numel=300_000, file_bytes=5 << 20)
+
+
+@pytest.fixture
+def saved(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(whole, tmp_path / "tag"))
+
+
+def read_all(path: Path) -> None:
+    with CheckpointReader(path) as reader:
+        for parameter in reader.manifest.parameters:
+            for name in parameter.streams:
+                reader.read(parameter.stream(name), 0, memoryview(np.empty(parameter.numel, np.float32)).cast("B"))
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_an_untouched_checkpoint_is_read(saved: Path) -> None:
+    read_all(saved)
+    with CheckpointReader(saved) as reader:
+        assert list(reader.verify()) == []
+
+
+@pytest.mark.parametrize("region", range(24))
+def test_a_flipped_bit_anywhere_is_found_by_name(saved: Path, region: int) -> None:
+    files = sorted(saved.iterdir())
+    chosen = random.Random(region)
+    path = files[region % len(files)]
+    size = path.stat().st_size
+    offset = [0, size - 1, *(chosen.randrange(size) for _ in range(4))][region // len(files)]
+    flip(path, offset)
+    with pytest.raises(CheckpointError, match=path.name.replace(".", r"\.")):
+        read_all(saved)
+
+
+@pytest.mark.parametrize("offset", [9, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5])
+def test_verify_names_the_block_and_its_tensors(saved: Path, offset: int) -> None:
+    flip(saved / SHARD, offset)
+    with CheckpointReader(saved) as reader:
+        [damage] = reader.verify()
+    assert (damage.file, damage.offset) == (SHARD, offset // BLOCK_BYTES * BLOCK_BYTES)
+    assert offset < BLOCK_BYTES or all(name.startswith("weight#") for name in damage.tensors)
+
+
+def test_all_damaged_blocks_are_found(saved: Path) -> None:
+    size = (saved / SHARD).stat().st_size
+    for offset in range(10, size, BLOCK_BYTES):
+        flip(saved / SHARD, offset)
+    read: list[int] = []
+    with CheckpointReader(saved) as reader:
+        found = [damage.offset for damage in reader.verify(read.append) if damage.file == SHARD]
+    assert found == list(range(0, size, BLOCK_BYTES))
+    assert sum(read) == sum(file.nbytes for file in parse((saved / "manifest").read_bytes()).files)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, BLOCK_BYTES])
+def test_a_truncated_file_is_told_with_both_lengths(saved: Path, nbytes: int) -> None:
+    size = (saved / SHARD).stat().st_size
+    os.truncate(saved / SHARD, nbytes)
+    with pytest.raises(DamagedCheckpoint, match=f"it has {nbytes} B, its manifest says {size} B"):
+        read_all(saved)
+
+
+def test_a_missing_file_is_named_before_anything_is_read(saved: Path) -> None:
+    (saved / SHARD).unlink()
+    with pytest.raises(IncompleteCheckpoint, match=SHARD):
+        CheckpointReader(saved)
+
+
+def test_a_checkpoint_without_a_manifest_is_incomplete(saved: Path) -> None:
+    (saved / "manifest").unlink()
+    with pytest.raises(IncompleteCheckpoint, match="manifest"):
+        CheckpointReader(saved)
+
+
+def test_a_file_that_the_manifest_does_not_name_is_left_alone(saved: Path) -> None:
+    (saved / "notes.txt").write_text("mine")
+    read_all(saved)
+    assert (saved / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), Path.mkdir])
+@pytest.mark.parametrize("name", ["manifest", SHARD])
+def test_what_is_no_regular_file_is_refused_at_once(saved: Path, name: str, make: Callable[[Path], None]) -> None:
+    (saved / name).unlink()
+    make(saved / name)
+    with pytest.raises(DamagedCheckpoint, match=name) as refusal:
+        read_all(saved)
+    assert "root:" not in str(refusal.value)
+
+
+def test_slices_of_another_checkpoint_do_not_fit(saved: Path, tmp_path: Path) -> None:
+    other = parameters_of({"weight": (1100, 1000), "bias": (999,)})
+    path = save(tmp_path / "other", "tag", other, values_of(other))
+    shutil.copy(path / SHARD, saved / SHARD)
+    with pytest.raises(CheckpointError, match=SHARD):
+        read_all(saved)
+
+
+def changed(saved: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change what the manifest says, with a right checksum."""
+    content = json.loads((saved / "manifest").read_bytes().partition(b"\n")[2])
+    change(content)
+    (saved / "manifest").write_bytes(framed("infinity-checkpoint", 1, content))
+    return saved
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a path outside": lambda m: m["files"][0].update(name="../../etc/passwd"),
+    "an absolute path": lambda m: m["files"][0].update(name="/etc/passwd"),
+    "a hidden file": lambda m: m["files"][0].update(name=".bashrc"),
+    "the manifest itself": lambda m: m["files"][0].update(name="manifest"),
+    "a file twice": lambda m: m["files"].append(dict(m["files"][0])),
+    "an absurd length": lambda m: m["files"][0].update(bytes=1 << 62),
+    "a negative length": lambda m: m["files"][0].update(bytes=-1),
+    "a length in words": lambda m: m["files"][0].update(bytes="many"),
+    "a length that is true": lambda m: m["files"][0].update(bytes=True),
+    "checksums that are no digits": lambda m: m["files"][0].update(checksums="x" * len(m["files"][0]["checksums"])),
+    "too few checksums": lambda m: m["files"][0].update(checksums=""),
+    "an absurd shape": lambda m: m["parameters"][0].update(shape=[1 << 62, 1 << 62]),
+    "a negative size": lambda m: m["parameters"][0].update(shape=[-1]),
+    "too many dimensions": lambda m: m["parameters"][0].update(shape=[1] * 1000),
+    "an unknown dtype": lambda m: m["parameters"][0].update(dtype="pickle"),
+    "a stream with a path": lambda m: m["parameters"][0]["streams"].update({"../x": "F32"}),
+    "a stream that is nowhere": lambda m: m["parameters"][0]["streams"].update({"more": "F32"}),
+    "a parameter twice": lambda m: m["parameters"].append(dict(m["parameters"][0])),
+    "an alias of another one": lambda m: m["parameters"][0].update(aliases=["bias"]),
+    "no ranks": lambda m: m.update(ranks=0),
+    "a field more": lambda m: m.update(code="import os"),
+    "a field less": lambda m: m.pop("run"),
+    "a list for an object": lambda m: m.update(parameters={}),
+    "another shape": lambda m: m["parameters"][0].update(shape=[7]),
+    "another stream dtype": lambda m: m["parameters"][0]["streams"].update(master="F64"),
+    "a parameter that is nowhere": lambda m: m["parameters"].append({**m["parameters"][0], "name": "more"}),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_manifest_is_refused_in_words(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint .*tag"):
+        read_all(changed(saved, change))
+
+
+def test_json_that_is_nested_too_deeply_is_refused(saved: Path) -> None:
+    deep = b'{"tag":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    from deepnvme.checksum import crc32c
+
+    (saved / "manifest").write_bytes(b"infinity-checkpoint 1 %d %08x\n" % (len(deep), crc32c(deep)) + deep)
+    with pytest.raises(DamagedCheckpoint, match="nested too deeply"):
+        CheckpointReader(saved)
+
+
+def test_a_newer_version_is_told_from_damage(saved: Path) -> None:
+    data = (saved / "manifest").read_bytes()
+    (saved / "manifest").write_bytes(data.replace(b"infinity-checkpoint 1 ", b"infinity-checkpoint 2 ", 1))
+    with pytest.raises(DamagedCheckpoint, match="version 2 of the format"):
+        CheckpointReader(saved)
+
+
+def mutations(data: bytes, count: int) -> Iterator[bytes]:
+    chosen = random.Random(7)
+    for _ in range(count):
+        broken = bytearray(data)
+        for _ in range(chosen.randint(1, 4)):
+            at = chosen.randrange(len(broken))
+            kind = chosen.randrange(4)
+            if kind == 0:
+                broken[at] ^= 1 << chosen.randrange(8)
+            elif kind == 1:
+                del broken[at : at + chosen.randint(1, 40)]
+            elif kind == 2:
+                broken[at:at] = bytes(chosen.choices(b'{}[]",:0123456789-e\\u', k=chosen.randint(1, 8)))
+            else:
+                broken[at : at + 1] = broken[chosen.randrange(len(broken)) :][:20]
+            if not broken:
+                break
+        yield bytes(broken)
+
+
+@pytest.mark.parametrize("framing", ["as it is", "with a right checksum"])
+def test_mutated_manifests_are_refused_or_read_as_manifests(framing: str) -> None:
+    parameters = (replace(PARAMETERS[0], aliases=("tied",)), PARAMETERS[1])
+    files = (SavedFile(name=SHARD, nbytes=10, checksums=(7,)),)
+    manifest = Manifest(tag="tag", step=1, created="now", ranks=1, parameters=parameters, files=files)
+    data = encode(manifest)
+    assert parse(data) == manifest
+    from deepnvme.checksum import crc32c
+
+    line, _, payload = data.partition(b"\n")
+    refused = 0
+    for broken in mutations(data if framing == "as it is" else payload, 5000):
+        text = broken
+        if framing != "as it is":
+            text = b"infinity-checkpoint 1 %d %08x\n" % (len(broken), crc32c(broken)) + broken
+        try:
+            found = parse(text)
+        except ValueError:
+            refused += 1
+        else:
+            assert isinstance(found, Manifest)
+            assert all(isinstance(parameter, SavedParameter) for parameter in found.parameters)
+    assert line.startswith(b"infinity-checkpoint 1 ")
+    assert refused > 3000

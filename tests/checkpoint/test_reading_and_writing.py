@@ -1,0 +1,75 @@
+"""What was saved comes back bit for bit, whoever reads which part of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Stream
+from infinity_engine.errors import ManifestMismatch
+from support.saved_streams import parameters_of, save, values_of
+
+SHAPES = {"embed.weight": (700, 401), "a b/c#d@1.weight": (3, 5), "scale": (), "empty": (0, 4), "bias": (1_000_003,)}
+
+
+def test_every_stream_comes_back_with_the_same_bits(tmp_path: Path) -> None:
+    parameters = parameters_of(SHAPES)
+    values = values_of(parameters)
+    save(tmp_path, "one", parameters, values)
+    with CheckpointReader(CheckpointDirectory(tmp_path).resolve()) as reader:
+        assert reader.manifest.parameters == parameters
+        for parameter in parameters:
+            for name in parameter.streams:
+                found = np.empty(parameter.numel, np.float32)
+                reader.read(parameter.stream(name), 0, memoryview(found).cast("B"))
+                assert np.array_equal(found, values[parameter.name, name])
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_any_slice_can_be_read_from_any_cut(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    numels = data.draw(st.lists(st.integers(0, 600_000), min_size=1, max_size=4))
+    parameters = parameters_of({f"p{number}": (numel,) for number, numel in enumerate(numels)})
+    values = values_of(parameters)
+    path = save(
+        tmp_path_factory.mktemp("cut"),
+        "tag",
+        parameters,
+        values,
+        ranks=data.draw(st.integers(1, 4)),
+        piece_numel=data.draw(st.sampled_from([1000, 262_144, 1 << 30])),
+        file_bytes=data.draw(st.sampled_from([1 << 16, 1 << 22, 1 << 30])),
+    )
+    with CheckpointReader(path) as reader:
+        for _ in range(8):
+            parameter = data.draw(st.sampled_from(parameters))
+            first = data.draw(st.integers(0, parameter.numel))
+            numel = data.draw(st.integers(0, parameter.numel - first))
+            found = np.empty(numel, np.float32)
+            reader.read(parameter.stream("exp_avg"), first, memoryview(found).cast("B"))
+            assert np.array_equal(found, values[parameter.name, "exp_avg"][first : first + numel])
+
+
+def test_any_safetensors_reader_opens_a_shard(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    parameters = parameters_of({"weight": (30, 7)})
+    values = values_of(parameters)
+    path = save(tmp_path, "tag", parameters, values, piece_numel=100)
+    found = safetensors.load_file(path / "rank-00000-00000.safetensors")
+    whole = np.concatenate([found[f"weight#master@{first}"] for first in (0, 100, 200)])
+    assert np.array_equal(whole, values["weight", "master"])
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [Stream("weight", "master", "F32", 9), Stream("weight", "master", "BF16", 8), Stream("weight", "velocity", "F32", 8)],
+)
+def test_a_stream_that_is_not_in_the_checkpoint_is_refused(tmp_path: Path, stream: Stream) -> None:
+    parameters = parameters_of({"weight": (8,)})
+    path = save(tmp_path, "tag", parameters, values_of(parameters))
+    with CheckpointReader(path) as reader, pytest.raises(ManifestMismatch, match=rf"{stream.name} of weight"):
+        reader.read(stream, 0, memoryview(bytearray(8)))

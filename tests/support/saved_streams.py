@@ -1,0 +1,99 @@
+"""A source of streams that lie in plain arrays, cut over made-up ranks: what an engine is to checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from deepnvme import IOQueue
+from infinity_engine.checkpoint import CheckpointDirectory, Manifest, SavedParameter, Slice, write_shard
+
+Streams = Mapping[tuple[str, str], npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class ArraySource:
+    """Hands out the slices of one rank; each stream is cut into `ranks` parts and each part into pieces."""
+
+    parameters: Sequence[SavedParameter]
+    values: Streams
+    rank: int = 0
+    ranks: int = 1
+    piece_numel: int = 1 << 30
+
+    def slices(self) -> list[Slice]:
+        """Return the slices of this rank."""
+        found = []
+        for parameter in self.parameters:
+            for name in parameter.streams:
+                stream = parameter.stream(name)
+                start, end = (stream.numel * number // self.ranks for number in (self.rank, self.rank + 1))
+                for first in range(start, end, self.piece_numel):
+                    found.append(Slice(stream, first, min(self.piece_numel, end - first)))
+        return found
+
+    def contents(self) -> Iterator[tuple[Slice, memoryview]]:
+        """Yield the slices with their bytes."""
+        for part in self.slices():
+            values = self.values[part.stream.parameter, part.stream.name]
+            yield part, memoryview(values[part.first : part.first + part.numel]).cast("B")
+
+
+def parameters_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[SavedParameter, ...]:
+    """Return parameters of these shapes, with a master and two moments each."""
+    streams = {"master": "F32", "exp_avg": "F32", "exp_avg_sq": "F32"}
+    return tuple(
+        SavedParameter(name=name, shape=shape, dtype="BF16", streams=streams, steps=3) for name, shape in shapes.items()
+    )
+
+
+def values_of(parameters: Sequence[SavedParameter], seed: int = 0) -> Streams:
+    """Return values for every stream."""
+    random = np.random.default_rng(seed)
+    return {
+        (parameter.name, name): random.standard_normal(parameter.numel, dtype=np.float32)
+        for parameter in parameters
+        for name in parameter.streams
+    }
+
+
+def save(
+    path: Path,
+    tag: str,
+    parameters: Sequence[SavedParameter],
+    values: Streams,
+    *,
+    ranks: int = 1,
+    piece_numel: int = 1 << 30,
+    file_bytes: int = 1 << 30,
+    step: int = 3,
+) -> Path:
+    """Save a checkpoint as its ranks would, one after another."""
+    directory = CheckpointDirectory(path)
+    draft = directory.begin(tag)
+    with IOQueue() as queue:
+        files = [
+            saved
+            for rank in range(ranks)
+            for saved in write_shard(
+                draft,
+                rank,
+                ArraySource(parameters, values, rank, ranks, piece_numel),
+                queue=queue,
+                file_bytes=file_bytes,
+            )
+        ]
+    manifest = Manifest(
+        tag=tag,
+        step=step,
+        created="2026-01-01T00:00:00+00:00",
+        ranks=ranks,
+        parameters=tuple(parameters),
+        files=tuple(files),
+        run={"loss_scale": 1.0},
+    )
+    return directory.commit(tag, manifest)
