@@ -486,6 +486,22 @@ class SafetensorsWriter:
         self._pages.wait()
         self._written += len(tensors)
 
+    def write_in_parts(self, name: str, parts: Iterable[Memory]) -> None:
+        """Write the next tensor, of this name, from parts; each is free when the next one is asked for."""
+        [due] = self.names[self._written : self._written + 1] or ("nothing more",)
+        if name != due:
+            raise ValueError(f"expected the tensor {shown(due)} next, got {shown(name)}")
+        left = nbytes_of(*self._layout[name])
+        for part in parts:
+            left -= part.nbytes
+            if left < 0:
+                break
+            self._pages.append(part)
+            self._pages.wait()
+        if left:
+            raise ValueError(f"{name!r} was announced as {self._layout[name]}; its parts differ from that by {left} B")
+        self._written += 1
+
     def __enter__(self) -> SafetensorsWriter:
         """Return itself."""
         return self

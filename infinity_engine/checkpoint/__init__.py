@@ -4,7 +4,7 @@ Knows parameters by name, flat streams of their elements, and files. Knows no ti
 """
 
 from infinity_engine.checkpoint.directory import CheckpointDirectory
-from infinity_engine.checkpoint.manifest import Manifest, SavedFile, SavedParameter
+from infinity_engine.checkpoint.manifest import Kind, Manifest, SavedFile, SavedTensor
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.checkpoint.streams import Slice, Stream, StreamSource
 from infinity_engine.checkpoint.writer import write_shard
@@ -12,9 +12,10 @@ from infinity_engine.checkpoint.writer import write_shard
 __all__ = [
     "CheckpointDirectory",
     "CheckpointReader",
+    "Kind",
     "Manifest",
     "SavedFile",
-    "SavedParameter",
+    "SavedTensor",
     "Slice",
     "Stream",
     "StreamSource",

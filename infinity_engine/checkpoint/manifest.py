@@ -9,13 +9,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from deepnvme.arrays import ITEMSIZES, MAX_DIMENSIONS
 from deepnvme.framing import as_json, framed_json, shown, strict_json, unframed
 from infinity_engine.checkpoint.streams import Stream
 
-__all__ = ["BLOCK_BYTES", "MANIFEST", "Manifest", "SavedFile", "SavedParameter", "encode", "parse"]
+__all__ = ["BLOCK_BYTES", "MANIFEST", "Kind", "Manifest", "SavedFile", "SavedTensor", "encode", "parse"]
 
 MANIFEST = "manifest"
 """The name of the manifest's file."""
@@ -30,11 +31,21 @@ _STREAM = re.compile(r"[a-z0-9_]{1,64}")
 _CHECKSUM_DIGITS = 8
 
 
+class Kind(Enum):
+    """What a tensor is to its model."""
+
+    TRAINED = "trained"  # A parameter with a master and moments.
+    FROZEN = "frozen"  # A parameter that nothing updates.
+    BUFFER = "buffer"  # Of the model's state dict.
+    TRANSIENT = "transient"  # A buffer that the model's state dict leaves out.
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SavedParameter:
-    """One parameter: `dtype` is what modules compute with it in, `streams` maps a stream's name to its own dtype."""
+class SavedTensor:
+    """One parameter or buffer: `dtype` is what modules see of it, `streams` maps a stream's name to its own dtype."""
 
     name: str
+    kind: Kind
     shape: tuple[int, ...]
     dtype: str
     streams: Mapping[str, str]
@@ -76,22 +87,22 @@ class Manifest:
     created: str
     """When it was written, UTC, as ISO 8601 has it."""
     ranks: int
-    parameters: tuple[SavedParameter, ...]
+    tensors: tuple[SavedTensor, ...]
     files: tuple[SavedFile, ...]
     run: Mapping[str, Any] = field(default_factory=dict)
     """What the run is beside its streams: loss scale, optimizer groups, configuration, versions. JSON."""
     objects: Mapping[str, Any] = field(default_factory=dict)
     """The structures of further state dicts by name, whose tensors are in the file `objects.safetensors`."""
 
-    def parameter(self, name: str) -> SavedParameter:
-        """Return a parameter by its name.
+    def tensor(self, name: str) -> SavedTensor:
+        """Return a tensor by its name.
 
         Raises:
             KeyError: there is none of that name.
         """
-        for parameter in self.parameters:
-            if parameter.name == name:
-                return parameter
+        for tensor in self.tensors:
+            if tensor.name == name:
+                return tensor
         raise KeyError(name)
 
 
@@ -102,16 +113,17 @@ def encode(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "created": manifest.created,
         "ranks": manifest.ranks,
-        "parameters": [
+        "tensors": [
             {
-                "name": parameter.name,
-                "shape": list(parameter.shape),
-                "dtype": parameter.dtype,
-                "streams": dict(parameter.streams),
-                "steps": parameter.steps,
-                "aliases": list(parameter.aliases),
+                "name": tensor.name,
+                "kind": tensor.kind.value,
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "streams": dict(tensor.streams),
+                "steps": tensor.steps,
+                "aliases": list(tensor.aliases),
             }
-            for parameter in manifest.parameters
+            for tensor in manifest.tensors
         ],
         "files": [
             {"name": file.name, "bytes": file.nbytes, "checksums": "".join(f"{crc:08x}" for crc in file.checksums)}
@@ -137,29 +149,26 @@ def parse(data: bytes) -> Manifest:
         content = strict_json(payload)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
-    top = _fields(content, "the manifest", "tag", "step", "created", "ranks", "parameters", "files", "run", "objects")
+    top = _fields(content, "the manifest", "tag", "step", "created", "ranks", "tensors", "files", "run", "objects")
     manifest = Manifest(
         tag=_text(top["tag"], "tag"),
         step=_integer(top["step"], "step"),
         created=_text(top["created"], "created"),
         ranks=_integer(top["ranks"], "ranks", least=1),
-        parameters=tuple(
-            _parameter(entry, f"parameters[{number}]")
-            for number, entry in enumerate(_list(top["parameters"], "parameters"))
+        tensors=tuple(
+            _tensor(entry, f"tensors[{number}]") for number, entry in enumerate(_list(top["tensors"], "tensors"))
         ),
         files=tuple(_file(entry, f"files[{number}]") for number, entry in enumerate(_list(top["files"], "files"))),
         run=_object(top["run"], "run"),
         objects=_object(top["objects"], "objects"),
     )
     _check_unique((file.name for file in manifest.files), "files")
-    _check_unique(
-        (name for parameter in manifest.parameters for name in (parameter.name, *parameter.aliases)), "parameters"
-    )
+    _check_unique((name for tensor in manifest.tensors for name in (tensor.name, *tensor.aliases)), "tensors")
     return manifest
 
 
-def _parameter(entry: Any, where: str) -> SavedParameter:
-    found = _fields(entry, where, "name", "shape", "dtype", "streams", "steps", "aliases")
+def _tensor(entry: Any, where: str) -> SavedTensor:
+    found = _fields(entry, where, "name", "kind", "shape", "dtype", "streams", "steps", "aliases")
     shape = tuple(_integer(size, f"{where}.shape") for size in _list(found["shape"], f"{where}.shape"))
     if len(shape) > MAX_DIMENSIONS or math.prod(shape) > _MOST // 16:
         raise ValueError(f"{where}.shape is {shown(list(shape))}: no tensor has so many dimensions or elements")
@@ -168,8 +177,9 @@ def _parameter(entry: Any, where: str) -> SavedParameter:
         if not _STREAM.fullmatch(name):
             raise ValueError(f"{where}.streams has {shown(name)}: expected a name of a-z, 0-9 and _")
         _dtype(dtype, f"{where}.streams.{name}")
-    return SavedParameter(
+    return SavedTensor(
         name=_text(found["name"], f"{where}.name"),
+        kind=_kind(found["kind"], f"{where}.kind"),
         shape=shape,
         dtype=_dtype(found["dtype"], f"{where}.dtype"),
         streams=streams,
@@ -216,10 +226,18 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
+def _kind(value: Any, where: str) -> Kind:
+    try:
+        return Kind(value)
+    except ValueError:
+        expected = ", ".join(kind.value for kind in Kind)
+        raise ValueError(f"{where} is {shown(value)}, expected one of {expected}") from None
+
+
 def _dtype(value: Any, where: str) -> str:
-    if value not in ITEMSIZES:
+    if not isinstance(value, str) or value not in ITEMSIZES:
         raise ValueError(f"{where} is {shown(value)}, expected one of {', '.join(ITEMSIZES)}")
-    return str(value)
+    return value
 
 
 def _integer(value: Any, where: str, *, least: int = 0) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import Any
 
 from deepnvme import IOFuture, IOQueue, Pool
 from deepnvme.arrays import ITEMSIZES
@@ -25,7 +26,7 @@ from deepnvme.errors import NVMeError
 from deepnvme.framing import shown
 from deepnvme.pipeline import once_there_is_room
 from deepnvme.queue import File
-from deepnvme.safetensors import SafetensorsEntry, SafetensorsError, SafetensorsHeader, header_of
+from deepnvme.safetensors import SafetensorsEntry, SafetensorsError, SafetensorsHeader, header_of, safetensors_header
 from infinity_engine.checkpoint.directory import open_regular, read_manifest
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
 from infinity_engine.checkpoint.streams import Slice, Stream, parse_tensor
@@ -88,8 +89,8 @@ class CheckpointReader:
 
     # --- reading --------------------------------------------------------------------------------------------------
 
-    def read(self, stream: Stream, first: int, into: memoryview) -> None:
-        """Fill `into` with the elements of a stream from `first` on.
+    def read(self, stream: Stream, first: int, into: Any) -> None:
+        """Fill `into`, an array or other buffer, with the elements of a stream from `first` on.
 
         Raises:
             ManifestMismatch: the checkpoint has no such stream, or one of another dtype or length.
@@ -120,9 +121,18 @@ class CheckpointReader:
         """Return the header of one of its files."""
         return self._files[file].header
 
-    def read_file(self, file: str, offset: int, into: memoryview) -> None:
+    def read_file(self, file: str, offset: int, into: Any) -> None:
         """Fill `into` with the bytes of a file from `offset` on, checked."""
         self._files[file].read(offset, memory_of(into, writable=True))
+
+    def check_slices(self) -> None:
+        """Check that the slices in the files cover each stream exactly once.
+
+        Raises:
+            DamagedCheckpoint: a slice belongs to no stream, or two overlap.
+            IncompleteCheckpoint: elements are missing.
+        """
+        _ = self._slices  # building the index checks it
 
     def verify(self, progress: Callable[[int], object] = lambda nbytes: None) -> Iterator[Damage]:
         """Read every byte; yield each damaged block. `progress` is called with the bytes of each block."""
@@ -135,9 +145,7 @@ class CheckpointReader:
     def _slices(self) -> Mapping[Stream, tuple[_Held, ...]]:
         """Where each stream lies: its slices cover it once, whatever the files say."""
         streams = {
-            (parameter.name, name): parameter.stream(name)
-            for parameter in self.manifest.parameters
-            for name in parameter.streams
+            (tensor.name, name): tensor.stream(name) for tensor in self.manifest.tensors for name in tensor.streams
         }
         found: dict[Stream, list[_Held]] = {stream: [] for stream in streams.values()}
         for name, file in self._files.items():
@@ -239,10 +247,7 @@ class _CheckedFile:
 
     def verify(self, progress: Callable[[int], object]) -> Iterator[Damage]:
         """Read every block; yield the damaged ones."""
-        try:
-            tensors = self.header.tensors
-        except (ChecksumError, DamagedCheckpoint):
-            tensors = {}
+        tensors = self._tensors_if_known()
         blocks = len(self._saved.checksums)
         reading: deque[tuple[IOFuture[int], int, Memory]] = deque()
         rooms = deque(self._staging)
@@ -261,6 +266,18 @@ class _CheckedFile:
         finally:
             for future, _, _ in reading:
                 future.exception()
+
+    def _tensors_if_known(self) -> Mapping[str, SafetensorsEntry]:
+        """Return the tensors of the header, to name what is damaged: the bytes of the header itself may be."""
+        try:
+            return self.header.tensors
+        except DamagedCheckpoint:
+            return {}
+        except ChecksumError:
+            try:
+                return safetensors_header(self._path).tensors
+            except (OSError, ValueError):
+                return {}
 
     def _damages(
         self, future: IOFuture[int], block: int, room: Memory, tensors: Mapping[str, SafetensorsEntry]

@@ -6,6 +6,7 @@ ranks have written.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from deepnvme.errors import NVMeError
 from deepnvme.safetensors import Order, SafetensorsWriter
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
 from infinity_engine.checkpoint.streams import Slice, StreamSource
+from infinity_engine.errors import TransferError
 from infinity_engine.storage import transfer_error
 
 __all__ = ["FILE_BYTES", "write_shard"]
@@ -67,6 +69,17 @@ def _write_file(
                 memory = memory_of(values, writable=False)
                 writer.write({part.tensor: Description(part.stream.dtype, (part.numel,), memory)})
             nbytes = writer.nbytes
+    except TransferError:  # of the source, which reads its own drives
+        raise
     except NVMeError as error:
         raise transfer_error(error, f"checkpoint {path.parent}") from None
+    except OSError as error:
+        raise TransferError(
+            errno=error.errno or errno.EIO,
+            path=str(path),
+            offset=0,
+            asked=sum(part.nbytes for part in slices),
+            done=0,
+            what=f"checkpoint {path.parent}",
+        ) from None
     return SavedFile(name=path.name, nbytes=nbytes, checksums=sums.checksums())

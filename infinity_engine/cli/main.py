@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from deepnvme.cli.report import installed_version
-from infinity_engine.cli import calibrate, doctor, plan
+from infinity_engine.cli import calibrate, checkpoint, doctor, plan
 
 __all__ = ["main"]
 
@@ -30,7 +30,7 @@ class _Command(Protocol):
 
 
 _PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
-_COMMANDS: tuple[_Command, ...] = (doctor, calibrate, plan)
+_COMMANDS: tuple[_Command, ...] = (doctor, calibrate, plan, checkpoint)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

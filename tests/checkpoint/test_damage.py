@@ -16,8 +16,8 @@ import pytest
 
 from deepnvme.framing import framed
 from infinity_engine.checkpoint import CheckpointReader
-from infinity_engine.checkpoint.manifest import BLOCK_BYTES, Manifest, SavedFile, SavedParameter, encode, parse
-from infinity_engine.errors import CheckpointError, ChecksumError, DamagedCheckpoint, IncompleteCheckpoint
+from infinity_engine.checkpoint.manifest import BLOCK_BYTES, Manifest, SavedFile, SavedTensor, encode, parse
+from infinity_engine.errors import CheckpointError, DamagedCheckpoint, IncompleteCheckpoint
 from support.saved_streams import parameters_of, save, values_of
 
 PARAMETERS = parameters_of({"weight": (1100, 1000), "bias": (1000,)})
@@ -39,9 +39,9 @@ def saved(whole: Path, tmp_path: Path) -> Path:
 
 def read_all(path: Path) -> None:
     with CheckpointReader(path) as reader:
-        for parameter in reader.manifest.parameters:
+        for parameter in reader.manifest.tensors:
             for name in parameter.streams:
-                reader.read(parameter.stream(name), 0, memoryview(np.empty(parameter.numel, np.float32)).cast("B"))
+                reader.read(parameter.stream(name), 0, np.empty(parameter.numel, np.float32))
 
 
 def flip(path: Path, offset: int) -> None:
@@ -154,21 +154,21 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a length that is true": lambda m: m["files"][0].update(bytes=True),
     "checksums that are no digits": lambda m: m["files"][0].update(checksums="x" * len(m["files"][0]["checksums"])),
     "too few checksums": lambda m: m["files"][0].update(checksums=""),
-    "an absurd shape": lambda m: m["parameters"][0].update(shape=[1 << 62, 1 << 62]),
-    "a negative size": lambda m: m["parameters"][0].update(shape=[-1]),
-    "too many dimensions": lambda m: m["parameters"][0].update(shape=[1] * 1000),
-    "an unknown dtype": lambda m: m["parameters"][0].update(dtype="pickle"),
-    "a stream with a path": lambda m: m["parameters"][0]["streams"].update({"../x": "F32"}),
-    "a stream that is nowhere": lambda m: m["parameters"][0]["streams"].update({"more": "F32"}),
-    "a parameter twice": lambda m: m["parameters"].append(dict(m["parameters"][0])),
-    "an alias of another one": lambda m: m["parameters"][0].update(aliases=["bias"]),
+    "an absurd shape": lambda m: m["tensors"][0].update(shape=[1 << 62, 1 << 62]),
+    "a negative size": lambda m: m["tensors"][0].update(shape=[-1]),
+    "too many dimensions": lambda m: m["tensors"][0].update(shape=[1] * 1000),
+    "an unknown dtype": lambda m: m["tensors"][0].update(dtype="pickle"),
+    "a stream with a path": lambda m: m["tensors"][0]["streams"].update({"../x": "F32"}),
+    "a stream that is nowhere": lambda m: m["tensors"][0]["streams"].update({"more": "F32"}),
+    "a parameter twice": lambda m: m["tensors"].append(dict(m["tensors"][0])),
+    "an alias of another one": lambda m: m["tensors"][0].update(aliases=["bias"]),
     "no ranks": lambda m: m.update(ranks=0),
     "a field more": lambda m: m.update(code="import os"),
     "a field less": lambda m: m.pop("run"),
-    "a list for an object": lambda m: m.update(parameters={}),
-    "another shape": lambda m: m["parameters"][0].update(shape=[7]),
-    "another stream dtype": lambda m: m["parameters"][0]["streams"].update(master="F64"),
-    "a parameter that is nowhere": lambda m: m["parameters"].append({**m["parameters"][0], "name": "more"}),
+    "a list for an object": lambda m: m.update(tensors={}),
+    "another shape": lambda m: m["tensors"][0].update(shape=[7]),
+    "another stream dtype": lambda m: m["tensors"][0]["streams"].update(master="F64"),
+    "a parameter that is nowhere": lambda m: m["tensors"].append({**m["tensors"][0], "name": "more"}),
 }
 
 
@@ -218,7 +218,7 @@ def mutations(data: bytes, count: int) -> Iterator[bytes]:
 def test_mutated_manifests_are_refused_or_read_as_manifests(framing: str) -> None:
     parameters = (replace(PARAMETERS[0], aliases=("tied",)), PARAMETERS[1])
     files = (SavedFile(name=SHARD, nbytes=10, checksums=(7,)),)
-    manifest = Manifest(tag="tag", step=1, created="now", ranks=1, parameters=parameters, files=files)
+    manifest = Manifest(tag="tag", step=1, created="now", ranks=1, tensors=parameters, files=files)
     data = encode(manifest)
     assert parse(data) == manifest
     from deepnvme.checksum import crc32c
@@ -235,6 +235,6 @@ def test_mutated_manifests_are_refused_or_read_as_manifests(framing: str) -> Non
             refused += 1
         else:
             assert isinstance(found, Manifest)
-            assert all(isinstance(parameter, SavedParameter) for parameter in found.parameters)
+            assert all(isinstance(parameter, SavedTensor) for parameter in found.tensors)
     assert line.startswith(b"infinity-checkpoint 1 ")
     assert refused > 3000

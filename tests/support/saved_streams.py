@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnvme import IOQueue
-from infinity_engine.checkpoint import CheckpointDirectory, Manifest, SavedParameter, Slice, write_shard
+from infinity_engine.checkpoint import CheckpointDirectory, Kind, Manifest, SavedTensor, Slice, write_shard
 
 Streams = Mapping[tuple[str, str], npt.NDArray[np.float32]]
 
@@ -19,7 +19,7 @@ Streams = Mapping[tuple[str, str], npt.NDArray[np.float32]]
 class ArraySource:
     """Hands out the slices of one rank; each stream is cut into `ranks` parts and each part into pieces."""
 
-    parameters: Sequence[SavedParameter]
+    parameters: Sequence[SavedTensor]
     values: Streams
     rank: int = 0
     ranks: int = 1
@@ -40,18 +40,19 @@ class ArraySource:
         """Yield the slices with their bytes."""
         for part in self.slices():
             values = self.values[part.stream.parameter, part.stream.name]
-            yield part, memoryview(values[part.first : part.first + part.numel]).cast("B")
+            yield part, values[part.first : part.first + part.numel].data.cast("B")
 
 
-def parameters_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[SavedParameter, ...]:
+def parameters_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[SavedTensor, ...]:
     """Return parameters of these shapes, with a master and two moments each."""
     streams = {"master": "F32", "exp_avg": "F32", "exp_avg_sq": "F32"}
     return tuple(
-        SavedParameter(name=name, shape=shape, dtype="BF16", streams=streams, steps=3) for name, shape in shapes.items()
+        SavedTensor(name=name, kind=Kind.TRAINED, shape=shape, dtype="BF16", streams=streams, steps=3)
+        for name, shape in shapes.items()
     )
 
 
-def values_of(parameters: Sequence[SavedParameter], seed: int = 0) -> Streams:
+def values_of(parameters: Sequence[SavedTensor], seed: int = 0) -> Streams:
     """Return values for every stream."""
     random = np.random.default_rng(seed)
     return {
@@ -64,7 +65,7 @@ def values_of(parameters: Sequence[SavedParameter], seed: int = 0) -> Streams:
 def save(
     path: Path,
     tag: str,
-    parameters: Sequence[SavedParameter],
+    parameters: Sequence[SavedTensor],
     values: Streams,
     *,
     ranks: int = 1,
@@ -92,7 +93,7 @@ def save(
         step=step,
         created="2026-01-01T00:00:00+00:00",
         ranks=ranks,
-        parameters=tuple(parameters),
+        tensors=tuple(parameters),
         files=tuple(files),
         run={"loss_scale": 1.0},
     )

@@ -1,0 +1,100 @@
+"""Weights leave a checkpoint as files that other libraries read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from infinity_engine.checkpoint import CheckpointReader, Kind
+from infinity_engine.checkpoint.export import Dtype, export
+from infinity_engine.errors import ConfigError
+from support.saved_streams import parameters_of, save, values_of
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+load_file = pytest.importorskip("safetensors.torch").load_file
+
+SPECIAL = np.array(
+    [0.0, -0.0, 1.0, 1.00390625, 1.01171875, 3.4e38, -3.4e38, np.inf, -np.inf, np.nan, 1e-40, 65519.9, 65520.0, 6e-8],
+    np.float32,
+)
+
+
+def exported(tmp_path: Path, values: npt.NDArray[np.float32], dtype: Dtype) -> torch.Tensor:
+    parameters = parameters_of({"weight": values.shape})
+    streams = values_of(parameters)
+    path = save(tmp_path / "c", "tag", parameters, {**streams, ("weight", "master"): values.reshape(-1)})
+    with CheckpointReader(path) as reader:
+        export(reader, tmp_path / "out", dtype=dtype)
+    return load_file(tmp_path / "out" / "model.safetensors")["weight"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "want"),
+    [
+        (Dtype.AS_COMPUTED, torch.bfloat16),
+        (Dtype.BF16, torch.bfloat16),
+        (Dtype.FP16, torch.float16),
+        (Dtype.FP32, torch.float32),
+    ],
+)
+def test_masters_are_rounded_as_torch_rounds_them(tmp_path: Path, dtype: Dtype, want: torch.dtype) -> None:
+    values = np.concatenate([SPECIAL, np.random.default_rng(0).standard_normal(5_000_000, np.float32)])
+    found = exported(tmp_path, values, dtype)
+    expected = torch.from_numpy(values).to(want)
+    assert found.dtype is want
+    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
+def test_large_models_are_written_in_shards_with_an_index(tmp_path: Path) -> None:
+    parameters = parameters_of({f"layer.{number}": (100, 50) for number in range(5)})
+    values = values_of(parameters)
+    path = save(tmp_path / "c", "tag", parameters, values)
+    with CheckpointReader(path) as reader:
+        files = export(reader, tmp_path / "out", dtype=Dtype.FP32, shard_bytes=45_000)
+    assert [file.name for file in files][-1] == "model.safetensors.index.json"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 5 * 20_000
+    assert sorted(set(index["weight_map"].values())) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    for name, file in index["weight_map"].items():
+        found = load_file(tmp_path / "out" / file)[name]
+        assert np.array_equal(found.numpy().reshape(-1), values[name, "master"])
+
+
+def test_frozen_weights_and_buffers_keep_their_dtype_and_transient_buffers_stay_behind(tmp_path: Path) -> None:
+    trained, *others = parameters_of({"trained": (4,), "frozen": (6,), "buffer": (3,), "transient": (2,)})
+    kinds = [Kind.FROZEN, Kind.BUFFER, Kind.TRANSIENT]
+    kept = [
+        replace(tensor, kind=kind, dtype="F32", streams={"value": "F32"})
+        for tensor, kind in zip(others, kinds, strict=True)
+    ]
+    path = save(tmp_path / "c", "tag", [trained, *kept], values_of([trained, *kept]))
+    with CheckpointReader(path) as reader:
+        export(reader, tmp_path / "out", dtype=Dtype.BF16)
+        export(reader, tmp_path / "adapters", trainable_only=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        "trained": torch.bfloat16,
+        "frozen": torch.bfloat16,
+        "buffer": torch.float32,
+    }
+    assert list(load_file(tmp_path / "adapters" / "model.safetensors")) == ["trained"]
+
+
+def test_weights_that_are_there_already_are_left_alone(tmp_path: Path) -> None:
+    parameters = parameters_of({"weight": (4,)})
+    path = save(tmp_path / "c", "tag", parameters, values_of(parameters))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"mine")
+    with CheckpointReader(path) as reader, pytest.raises(ConfigError, match=r"model\.safetensors"):
+        export(reader, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"mine"
