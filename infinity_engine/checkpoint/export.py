@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +28,9 @@ __all__ = ["SHARD_BYTES", "Dtype", "export"]
 SHARD_BYTES = 5_000_000_000
 """The most bytes of tensors in one file; a larger tensor has a file of its own."""
 
-INDEX = "model.safetensors.index.json"
+_INDEX = "model.safetensors.index.json"
 
-_METADATA = {"format": "pt"}  # without which transformers does not open a file
+_METADATA = MappingProxyType({"format": "pt"})  # without which transformers does not open a file
 _PART_BYTES = 16 << 20
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -43,7 +44,7 @@ class Dtype(Enum):
     FP16 = "fp16"  # Likewise.
 
 
-_CODES = {Dtype.FP32: "F32", Dtype.BF16: "BF16", Dtype.FP16: "F16"}
+_CODES = MappingProxyType({Dtype.FP32: "F32", Dtype.BF16: "BF16", Dtype.FP16: "F16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +89,18 @@ def export(
         }
         total = sum(weight.nbytes for weights in shards for weight in weights)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        names.append(INDEX)
+        (path / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        names.append(_INDEX)
     return tuple(path / name for name in names)
 
 
 def _check_free(path: Path) -> None:
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    if found or (path / INDEX).exists():
+    if found or (path / _INDEX).exists():
         raise ConfigError(
             field="path",
             value=str(path),
-            expected=f"a directory without weights, and it has {(found or [path / INDEX])[0].name}: choose another one",
+            expected=f"a directory without weights, and it has {(found or [path / _INDEX])[0].name}: choose another one",
         )
 
 

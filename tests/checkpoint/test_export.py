@@ -34,7 +34,8 @@ def exported(tmp_path: Path, values: npt.NDArray[np.float32], dtype: Dtype) -> t
     path = save(tmp_path / "c", "tag", parameters, {**streams, ("weight", "master"): values.reshape(-1)})
     with CheckpointReader(path) as reader:
         export(reader, tmp_path / "out", dtype=dtype)
-    return load_file(tmp_path / "out" / "model.safetensors")["weight"]
+    found: torch.Tensor = load_file(tmp_path / "out" / "model.safetensors")["weight"]
+    return found
 
 
 @pytest.mark.parametrize(
