@@ -100,7 +100,7 @@ def _check_free(path: Path) -> None:
         raise ConfigError(
             field="path",
             value=str(path),
-            expected=f"a directory without weights, and it has {(found or [path / _INDEX])[0].name}: choose another one",
+            expected=f"a directory without weights, not one with {(found or [path / _INDEX])[0].name}: choose another",
         )
 
 
