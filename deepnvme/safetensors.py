@@ -63,6 +63,7 @@ from deepnvme.syncing import sync_directory
 
 __all__ = [
     "METADATA",
+    "STAGING_BYTES",
     "Order",
     "SafetensorsEntry",
     "SafetensorsError",
@@ -85,6 +86,9 @@ _OURS_ALONE = frozenset({"C128"})  # codes that the format does not have
 _NEW_MODE = 0o666  # less the umask
 _FIRST_READ_BYTES = 64 << 10  # which most headers fit into
 _STAGED_RUNS = 4
+
+STAGING_BYTES = _STAGED_RUNS * RUN_BYTES
+"""The memory that small tensors pass on their way to a file, where the caller asks for no other."""
 
 
 class SafetensorsError(NVMeError, ValueError):
@@ -430,7 +434,7 @@ class Order(Enum):
 class SafetensorsWriter:
     """Writes one file: is told of all tensors first, then given them in the order of `names`, in one or several calls.
 
-    With `sums`, these are computed of the file's bytes as they are written.
+    With `sums`, these are computed of the bytes as they are written. Small tensors pass `staging_bytes` of memory.
 
     A context manager: at the end of its block the file takes the place of what has its name; where the block raises,
     there is none. All is written in whole pages at whole pages, from the tensors' own memory where they are large.
@@ -447,20 +451,22 @@ class SafetensorsWriter:
         *,
         order: Order = Order.ALIGNED,
         sums: BlockChecksums | None = None,
+        staging_bytes: int = STAGING_BYTES,
         durability: Durability = Durability.COMMIT,
         queue: IOQueue | None = None,
     ) -> None:
-        self._path = Path(os.path.realpath(path))  # where the name is a link it stays one
+        self.path = Path(os.path.realpath(path))  # where the name is a link it stays one
+
         self._durability = chosen(Durability, durability, "durability")
         self._layout = dict(layout if order is Order.GIVEN else sorted(layout.items(), key=_rank))
         self.names = tuple(self._layout)
         """The order in which the tensors lie in the file."""
-        start = _encoded(self._layout, metadata or {}, self._path)
+        start = _encoded(self._layout, metadata or {}, self.path)
         self._written = 0
         total = len(start) + sum(nbytes_of(*kind) for kind in self._layout.values())
         self.nbytes = total
-        self._draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:16]}.tmp")
-        mode = _mode_of(self._path)
+        self._draft = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:16]}.tmp")
+        mode = _mode_of(self.path)
         with ExitStack() as ends:
             through = queue or ends.enter_context(IOQueue())
             ends.callback(self._draft.unlink, missing_ok=True)
@@ -469,7 +475,7 @@ class SafetensorsWriter:
             )
             if mode is not None:
                 self._draft.chmod(mode)  # as it was, whatever the umask
-            self._pages = ends.enter_context(_PageWriter(self._file, through, total, sums))
+            self._pages = ends.enter_context(_PageWriter(self._file, through, total, sums, staging_bytes))
             self._pages.append(memory_of(start, writable=False))
             self._ends = ends.pop_all()
 
@@ -521,9 +527,9 @@ class SafetensorsWriter:
         if self._durability is not Durability.NONE:
             what = Sync.ALL if self._durability is Durability.COMMIT else Sync.DATA
             once_there_is_room(partial(self._file.sync, what)).result()
-        self._draft.replace(self._path)
+        self._draft.replace(self.path)
         if self._durability is Durability.COMMIT:
-            sync_directory(self._path.parent)
+            sync_directory(self.path.parent)
 
 
 def _mode_of(path: Path) -> int | None:
@@ -540,11 +546,11 @@ class _PageWriter:
     So no two operations share a page, and all but the file's last one go past the page cache.
     """
 
-    def __init__(self, file: File, queue: IOQueue, total: int, sums: BlockChecksums | None) -> None:
+    def __init__(self, file: File, queue: IOQueue, total: int, sums: BlockChecksums | None, staging_bytes: int) -> None:
         self._file = file
         self._queue = queue
         self._sums = sums
-        room = max(PAGE, min(RUN_BYTES, whole_pages(total)))
+        room = max(PAGE, min(staging_bytes // _STAGED_RUNS // PAGE * PAGE, whole_pages(total)))
         self._pool = Pool(_STAGED_RUNS * room)
         queue.use_pool(self._pool)
         self._slots: deque[tuple[Memory, IOFuture[int] | None]] = deque(

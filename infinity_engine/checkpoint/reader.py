@@ -33,12 +33,15 @@ from infinity_engine.checkpoint.streams import Slice, Stream, parse_tensor
 from infinity_engine.errors import ChecksumError, DamagedCheckpoint, IncompleteCheckpoint, ManifestMismatch
 from infinity_engine.storage import transfer_error
 
-__all__ = ["SHARD", "CheckpointReader", "Damage"]
+__all__ = ["SHARD", "STAGING_BYTES", "CheckpointReader", "Damage"]
 
 SHARD = "rank-"
 """How the names of the files begin whose tensors are slices of streams."""
 
-_READ_BLOCKS = 8  # of one operation
+STAGING_BYTES = 32 << 20
+"""The memory that blocks are read to, where the caller asks for no other. The least is one block."""
+
+_READ_BLOCKS = 8  # of one operation that reads to where the bytes belong
 _IN_FLIGHT = 4  # operations
 
 
@@ -68,7 +71,13 @@ class CheckpointReader:
         DamagedCheckpoint: its manifest is not what the format demands.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, queue: IOQueue | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        queue: IOQueue | None = None,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         missing = tuple(file.name for file in self.manifest.files if not os.path.lexists(self.path / file.name))
@@ -76,10 +85,12 @@ class CheckpointReader:
             raise IncompleteCheckpoint(path=str(self.path), missing=missing)
         with ExitStack() as ends:
             through = queue or ends.enter_context(IOQueue())
-            pool = Pool(_IN_FLIGHT * _READ_BLOCKS * BLOCK_BYTES)
+            run_blocks = max(1, staging_bytes // (_IN_FLIGHT * BLOCK_BYTES))
+            count = min(_IN_FLIGHT, max(1, staging_bytes // BLOCK_BYTES))
+            pool = Pool(count * run_blocks * BLOCK_BYTES)
             through.use_pool(pool)
             ends.callback(through.forget_pool, pool)
-            rooms = [pool.buffer(_READ_BLOCKS * BLOCK_BYTES) for _ in range(_IN_FLIGHT)]
+            rooms = [pool.buffer(run_blocks * BLOCK_BYTES) for _ in range(count)]
             staging = deque(memory_of(room, writable=True) for room in rooms)
             self._files = {
                 saved.name: ends.enter_context(_CheckedFile(self.path, saved, through, staging))
@@ -251,13 +262,14 @@ class _CheckedFile:
         blocks = len(self._saved.checksums)
         reading: deque[tuple[IOFuture[int], int, Memory]] = deque()
         rooms = deque(self._staging)
+        run = rooms[0].nbytes // BLOCK_BYTES
         try:
-            for block in range(0, blocks, _READ_BLOCKS):
+            for block in range(0, blocks, run):
                 if not rooms:
                     rooms.append(reading[0][2])
                     yield from self._damages(*reading.popleft(), tensors)
                     progress(rooms[0].nbytes)
-                end = min((block + _READ_BLOCKS) * BLOCK_BYTES, self._saved.nbytes)
+                end = min((block + run) * BLOCK_BYTES, self._saved.nbytes)
                 room = rooms.popleft().part(0, end - block * BLOCK_BYTES)
                 reading.append((self._begin(block, room), block, room))
             while reading:

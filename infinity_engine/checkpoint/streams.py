@@ -7,7 +7,7 @@ it. This module holds the words; the engine implements `StreamSource`, writer an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,8 +54,8 @@ class StreamSource(Protocol):
         """Return the slices that this rank has, in the order in which it can hand them out."""
         ...
 
-    def contents(self) -> Iterator[tuple[Slice, memoryview]]:
-        """Yield each slice with its bytes, in the order of `slices`; the bytes are valid until the next one's."""
+    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
+        """Call `take` with each slice and its bytes, in the order of `slices`; they are valid until it returns."""
         ...
 
 

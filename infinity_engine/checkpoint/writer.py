@@ -7,15 +7,17 @@ ranks have written.
 from __future__ import annotations
 
 import errno
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from deepnvme import IOQueue
-from deepnvme.arrays import Description
 from deepnvme.buffers import memory_of
 from deepnvme.checksum import BlockChecksums
 from deepnvme.errors import NVMeError
-from deepnvme.safetensors import Order, SafetensorsWriter
+from deepnvme.safetensors import STAGING_BYTES, Order, SafetensorsWriter
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
 from infinity_engine.checkpoint.streams import Slice, StreamSource
 from infinity_engine.errors import TransferError
@@ -28,18 +30,22 @@ FILE_BYTES = 4 << 30
 
 
 def write_shard(
-    directory: Path, rank: int, source: StreamSource, *, queue: IOQueue, file_bytes: int = FILE_BYTES
+    directory: Path,
+    rank: int,
+    source: StreamSource,
+    *,
+    queue: IOQueue,
+    staging_bytes: int = STAGING_BYTES,
+    file_bytes: int = FILE_BYTES,
 ) -> tuple[SavedFile, ...]:
     """Write what `source` has into files of `directory`, synced; return what the manifest says of them.
 
     Raises:
         TransferError: the drive is full or failed. What was written is no checkpoint and stays for `abandon`.
     """
-    contents = source.contents()
-    return tuple(
-        _write_file(directory / f"rank-{rank:05d}-{number:05d}.safetensors", slices, contents, queue)
-        for number, slices in enumerate(_files(source.slices(), file_bytes))
-    )
+    with _ShardFiles(directory, rank, list(_files(source.slices(), file_bytes)), queue, staging_bytes) as files:
+        source.hand_out(files.take)
+    return tuple(files.saved)
 
 
 def _files(slices: Sequence[Slice], file_bytes: int) -> Iterator[list[Slice]]:
@@ -56,30 +62,78 @@ def _files(slices: Sequence[Slice], file_bytes: int) -> Iterator[list[Slice]]:
         yield found
 
 
-def _write_file(
-    path: Path, slices: Sequence[Slice], contents: Iterator[tuple[Slice, memoryview]], queue: IOQueue
-) -> SavedFile:
-    sums = BlockChecksums(BLOCK_BYTES)
-    layout = {part.tensor: (part.stream.dtype, (part.numel,)) for part in slices}
-    try:
-        with SafetensorsWriter(path, layout, order=Order.GIVEN, sums=sums, queue=queue) as writer:
-            for expected in slices:
-                part, values = next(contents)
-                assert part == expected, "a source hands out its slices in their order"
-                memory = memory_of(values, writable=False)
-                writer.write({part.tensor: Description(part.stream.dtype, (part.numel,), memory)})
-            nbytes = writer.nbytes
-    except TransferError:  # of the source, which reads its own drives
-        raise
-    except NVMeError as error:
-        raise transfer_error(error, f"checkpoint {path.parent}") from None
-    except OSError as error:
-        raise TransferError(
-            errno=error.errno or errno.EIO,
-            path=str(path),
-            offset=0,
-            asked=sum(part.nbytes for part in slices),
-            done=0,
-            what=f"checkpoint {path.parent}",
-        ) from None
-    return SavedFile(name=path.name, nbytes=nbytes, checksums=sums.checksums())
+class _ShardFiles:
+    """The files of one shard, one of them open at a time. A context manager: all slices are in them at its end."""
+
+    def __init__(
+        self, directory: Path, rank: int, files: list[list[Slice]], queue: IOQueue, staging_bytes: int
+    ) -> None:
+        self.saved: list[SavedFile] = []
+        self._directory = directory
+        self._rank = rank
+        self._to_write = deque(files)
+        self._queue = queue
+        self._staging_bytes = staging_bytes
+        self._slices: deque[Slice] = deque()  # of the open file, those that are still to come
+        self._sums = BlockChecksums(BLOCK_BYTES)
+        self._writer: SafetensorsWriter | None = None
+
+    def take(self, part: Slice, values: memoryview) -> None:
+        """Write the next slice."""
+        with self._told_as_transfer():
+            writer = self._writer or self._open()
+            expected = self._slices.popleft()
+            assert part == expected, "a source hands out its slices in their order"
+            writer.write_in_parts(part.tensor, [memory_of(values, writable=False)])
+            if not self._slices:
+                self._end()
+
+    def _open(self) -> SafetensorsWriter:
+        slices = self._to_write.popleft()
+        self._slices, self._sums = deque(slices), BlockChecksums(BLOCK_BYTES)
+        self._writer = SafetensorsWriter(
+            self._directory / f"rank-{self._rank:05d}-{len(self.saved):05d}.safetensors",
+            {part.tensor: (part.stream.dtype, (part.numel,)) for part in slices},
+            order=Order.GIVEN,
+            sums=self._sums,
+            staging_bytes=self._staging_bytes,
+            queue=self._queue,
+        )
+        return self._writer
+
+    def _end(self) -> None:
+        """Let the open file take its place."""
+        assert self._writer is not None, "a file is open"
+        writer, self._writer = self._writer, None
+        with writer:
+            pass
+        saved = SavedFile(name=writer.path.name, nbytes=writer.nbytes, checksums=self._sums.checksums())
+        self.saved.append(saved)
+
+    @contextmanager
+    def _told_as_transfer(self) -> Iterator[None]:
+        """Raise what the drive refuses as the engine's own error."""
+        what = f"checkpoint {self._directory}"
+        try:
+            yield
+        except NVMeError as error:
+            raise transfer_error(error, what) from None
+        except OSError as error:
+            raise TransferError(
+                errno=error.errno or errno.EIO,
+                path=str(error.filename or self._directory),
+                offset=0,
+                asked=sum(part.nbytes for part in self._slices),
+                done=0,
+                what=what,
+            ) from None
+
+    def __enter__(self) -> _ShardFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writer is not None:
+            self._writer.__exit__(kind or RuntimeError, error, trace)
+        assert kind is not None or not self._to_write, "a source hands out all of its slices"

@@ -213,6 +213,7 @@ def _parts(
         drives=DriveMeter(telemetry, swap, rates=_drive_rates(config, accelerator), rated=planned.rated),
         ledger=ledger,
         hooks=hooks,
+        queue=None if swap is None else swap.queue,
         resources=ExitStack(),
     )
 

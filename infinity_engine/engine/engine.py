@@ -14,14 +14,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from deepnvme import IOQueue
 from infinity_engine.accel import Accelerator
+from infinity_engine.checkpoint.directory import LATEST
 from infinity_engine.engine.accumulation import Accumulation
 from infinity_engine.engine.awaiting import AwaitedParameters
+from infinity_engine.engine.checkpointing import Checkpoints, Loaded, Run, Stateful
 from infinity_engine.engine.device_full import no_room_for_modules
 from infinity_engine.engine.drives import DriveMeter
 from infinity_engine.engine.early import EarlyUpdates
@@ -105,6 +109,7 @@ class EngineParts:
     drives: DriveMeter
     ledger: Ledger
     hooks: Hooks
+    queue: IOQueue | None  # None where there are no drives
     resources: ExitStack
 
 
@@ -155,6 +160,21 @@ class Engine:
             parts.whole.ranks.on_wait(self._safe_point)
         for each in parts.trained:
             parts.hooks.on_gradient(each.parameter, partial(self._take, each.number))
+        self._checkpoints = Checkpoints(
+            Run(
+                model=parts.model,
+                optimizer=parts.optimizer,
+                trained=parts.trained,
+                frozen=parts.frozen,
+                states=parts.states,
+                provider=parts.fetcher,
+                whole=parts.whole,
+                scale=parts.scale,
+                ledger=parts.ledger,
+                queue=parts.queue,
+            )
+        )
+        self._half_loaded = False
         self._guards = Guards(
             parts.model,
             parts.optimizer,
@@ -693,6 +713,94 @@ class Engine:
             found = whole.gradient(number, found)
         return None if found is None else found.mul_(self._unscale())
 
+    @_held
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        keep: int | None = None,
+    ) -> str:
+        """Save all that the run needs to go on with the same bits; return the checkpoint's tag.
+
+        The directory `path` holds the checkpoints of a run; all ranks share it. What is saved: parameters, masters,
+        moments, step counts, buffers, the loss scale, the optimizer's groups, random generators of every rank, and the
+        state dicts of what `extra` names: learning-rate schedulers, samplers. A checkpoint is there whole or not at
+        all; when this returns, it survives a power loss. With `keep`, all but so many of the newest are removed after
+        this one was read back and found whole. All ranks call this.
+
+        Raises:
+            RuntimeError: gradients have come since the last step: step() or zero_grad() first.
+            ConfigError: `tag` cannot be a tag, or a checkpoint has it already.
+            TransferError: the drive is full or failed. Earlier checkpoints are as they were, and training can go on.
+            TypeError: a state dict holds what cannot be kept without pickling: where, and what to do.
+            CollectiveError: another rank failed.
+        """
+        self._check_between_steps("save")
+        return self._checkpoints.save(Path(path), tag, self.steps, extra or {}, keep=keep)
+
+    @_held
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        tag: str = LATEST,
+        *,
+        strict: bool = True,
+        extra: Mapping[str, Stateful] | None = None,
+        weights_only: bool = False,
+    ) -> Loaded:
+        """Go on from a checkpoint, whatever strategy, budget, tier or number of ranks has saved it.
+
+        With `weights_only`, the optimizer begins anew: moments, step counts, groups and random generators are left as
+        they are. Without `strict`, tensors that only one side has are left alone and listed. `extra` has the same names
+        as in `save`. All ranks call this.
+
+        Raises:
+            IncompleteCheckpoint: there is no such checkpoint, or files of it are missing.
+            DamagedCheckpoint, ChecksumError: it is damaged: the tensor's file is named. If that shows while values are
+                being read, the engine refuses to train until a load succeeds.
+            ManifestMismatch: it is of another model or optimizer.
+            RuntimeError: gradients have come since the last step: step() or zero_grad() first.
+            CollectiveError: another rank failed.
+        """
+        self._half_loaded, was_half_loaded = False, self._half_loaded
+        self._check_between_steps("load")
+        self._half_loaded = was_half_loaded
+        loaded = self._checkpoints.load(
+            Path(path),
+            tag,
+            extra or {},
+            strict=strict,
+            weights_only=weights_only,
+            begin=self._begin_loading,
+        )
+        self._half_loaded = False
+        if not weights_only:
+            self._updates.continue_from(loaded.step)
+        for parameter in self._parts.trained:
+            parameter.note_values()
+        return loaded
+
+    def _begin_loading(self) -> None:
+        """Note that from here on the model is neither what it was nor what is loaded."""
+        self._half_loaded = True
+
+    def _check_between_steps(self, what: str) -> None:
+        """Let nothing be under way.
+
+        Raises:
+            RuntimeError: gradients wait for a step.
+        """
+        self._check_whole()
+        self._settle_early()
+        self._parts.gradients.start_writing()
+        if self._parts.gradients.any or self._accumulation.count:
+            raise RuntimeError(
+                "gradients have come since the last step, and a checkpoint has none: call step() or zero_grad() before "
+                f"{what}()"
+            )
+
     @property
     def plan(self) -> StepPlan:
         """What moves where and in which order in each update; with strategy auto, until it is planned again."""
@@ -866,6 +974,8 @@ class Engine:
 
     def _leave_no_half(self, *, deferred_too: bool = True) -> None:
         self._check_open()
+        if self._half_loaded:
+            raise RuntimeError("a load failed half-way, so the model is a mixture: call load() again until it succeeds")
         self._updates.resume()
         if self._updates.under_way:
             if deferred_too:

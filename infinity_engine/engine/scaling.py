@@ -6,6 +6,8 @@ scaling and unscaling round nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = ["LossScale"]
 
 _GROWTH_STEPS = 2000
@@ -20,6 +22,15 @@ class LossScale:
         self.value = _FIRST if dynamic else 1.0
         self.dynamic = dynamic
         self._good = 0
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return what a checkpoint keeps of it."""
+        return {"value": self.value, "good_steps": self._good}
+
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Go on from there, where gradients need a scale."""
+        if self.dynamic:
+            self.value, self._good = float(state["value"]), int(state["good_steps"])
 
     def step_made(self) -> None:
         """Note a step whose gradients were all finite."""

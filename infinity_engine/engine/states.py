@@ -285,6 +285,67 @@ class StateKeeper:
             for name, piece in self._pieces(held, index, flat, visit):
                 into[name].copy_(piece)
 
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What the states beside the master are called."""
+        return self._state_names
+
+    def segments(self) -> list[Segment]:
+        """Return all segments, in the order of `read_segments` and `overwrite_segments`."""
+        return [segment for held in self._held.values() for segment in held.subgroup.segments]
+
+    def read_segments(self, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]) -> None:
+        """Show each segment with its master and moments, of which no view may be left when `show` returns."""
+        for held in self._held.values():
+            self._show_segments(held, show)  # whose frame has the last views of a subgroup, and ends before the next
+
+    def _show_segments(self, held: _Held, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]) -> None:
+        with self._looking_at(held) as (flat, visit):
+            for index, segment in enumerate(held.subgroup.segments):
+                show(segment, dict(self._pieces(held, index, flat, visit)))
+
+    def overwrite_segments(
+        self, fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None]
+    ) -> None:
+        """Let `fill` overwrite each segment's master and moments, and the values that modules compute with.
+
+        The values are None where the master is what modules compute with. What is written is kept as an update's
+        results are; tell the provider of it as of an update. No view may be left when `fill` returns.
+        """
+        for held in self._held.values():
+            self._fill_segments(held, fill)
+
+    def _fill_segments(
+        self, held: _Held, fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None]
+    ) -> None:
+        with self._overwriting(held) as (flat, visit):
+            for index, segment in enumerate(held.subgroup.segments):
+                dtype = self._trained[segment.parameter].dtype
+                values = None if self._in_place(held.home) else self._target_bytes(held, index, visit).view(dtype)
+                fill(segment, dict(self._pieces(held, index, flat, visit)), values)
+
+    @contextmanager
+    def _overwriting(self, held: _Held) -> Iterator[tuple[torch.Tensor, Visit | None]]:
+        """Have a subgroup's states in memory; they and the values that rest on drives are written there at the end."""
+        index = held.subgroup.index
+        if self._swapped is None or not self._swapped.has(index):
+            assert held.lease is not None, "states that do not rest on drives have a lease"
+            yield held.lease.flat(), None
+            return
+        visit = self._swapped.borrowed(index)
+        try:
+            yield (visit.states() if held.lease is None else held.lease.flat()), visit
+            self._swapped.write_back(index, visit).wait()
+        finally:
+            visit.buffer.close()
+
+    def set_steps(self, number: int, steps: int) -> None:
+        """Let a parameter have had so many updates."""
+        for held, index, _ in self._segments_of(number):
+            held.steps[index] = steps
+
     def steps_of(self, number: int) -> int:
         """Return how many updates a parameter has had."""
         return max((held.steps[index] for held, index, _ in self._segments_of(number)), default=0)

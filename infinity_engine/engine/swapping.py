@@ -294,6 +294,10 @@ class SwappedStates:
         visit.buffer.close()
         return writing
 
+    def write_back(self, index: int, visit: Visit) -> IOEvent:
+        """Begin to write the states of such a visit, and its values that rest on drives."""
+        return IOEvent(self._writes(index, visit))
+
     def close(self) -> None:
         """Give all memory and room back."""
         self.end_step()

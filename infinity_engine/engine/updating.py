@@ -143,6 +143,10 @@ class Updates:
         if self.deferral is not None:
             self.deferral.follower.follow(None)
 
+    def continue_from(self, made: int) -> None:
+        """Go on as if so many updates had been made, which a checkpoint says."""
+        self._made = made
+
     def look_for_a_plan(self, counters: Callable[[], Mapping[str, int]]) -> None:
         """See whether the step that has ended shows that another plan is better."""
         if self._replanner is not None and self._replan is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,11 +36,11 @@ class ArraySource:
                     found.append(Slice(stream, first, min(self.piece_numel, end - first)))
         return found
 
-    def contents(self) -> Iterator[tuple[Slice, memoryview]]:
-        """Yield the slices with their bytes."""
+    def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
+        """Call `take` with the slices and their bytes."""
         for part in self.slices():
             values = self.values[part.stream.parameter, part.stream.name]
-            yield part, values[part.first : part.first + part.numel].data.cast("B")
+            take(part, values[part.first : part.first + part.numel].data.cast("B"))
 
 
 def parameters_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[SavedTensor, ...]:

@@ -1,0 +1,76 @@
+"""State dicts beside the model: random generators, schedulers, samplers, optimizer groups. Nothing is pickled.
+
+Each rank has a file of the tensors in them; their structures are JSON in the manifest (`deepnvme.tree`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepnvme import IOQueue
+from deepnvme.arrays import describe, empty, nbytes_of
+from deepnvme.buffers import memory_of
+from deepnvme.checksum import BlockChecksums
+from deepnvme.errors import NVMeError
+from deepnvme.manifest import ManifestError
+from deepnvme.safetensors import SafetensorsWriter
+from deepnvme.tree import flatten, leaves, unflatten
+from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
+from infinity_engine.checkpoint.reader import CheckpointReader
+from infinity_engine.errors import DamagedCheckpoint
+from infinity_engine.storage import transfer_error
+
+__all__ = ["objects_file", "read_objects", "write_objects"]
+
+
+def objects_file(rank: int) -> str:
+    """Return the name of the file with the tensors of one rank's objects."""
+    return f"objects-{rank:05d}.safetensors"
+
+
+def write_objects(
+    directory: Path, rank: int, state: Mapping[str, Any], *, queue: IOQueue, staging_bytes: int
+) -> tuple[Any, SavedFile]:
+    """Write the tensors of a rank's objects; return the structure for the manifest, and the file.
+
+    Raises:
+        TypeError: something in `state` cannot be kept: where it is, what it is, what to do.
+        TransferError: the drive is full or failed.
+    """
+    structure, found = flatten(dict(state))
+    described = {name: describe(leaf) for name, leaf in found.items()}
+    layout = {name: (leaf.code, leaf.shape) for name, leaf in described.items()}
+    sums, path = BlockChecksums(BLOCK_BYTES), directory / objects_file(rank)
+    try:
+        with SafetensorsWriter(path, layout, sums=sums, staging_bytes=staging_bytes, queue=queue) as writer:
+            writer.write({name: described[name] for name in writer.names})
+            nbytes = writer.nbytes
+    except NVMeError as error:
+        raise transfer_error(error, f"checkpoint {directory}") from None
+    return structure, SavedFile(name=path.name, nbytes=nbytes, checksums=sums.checksums())
+
+
+def read_objects(reader: CheckpointReader, rank: int) -> Any:
+    """Return the objects that a rank saved; those of rank 0 where the run had fewer ranks.
+
+    Raises:
+        DamagedCheckpoint: the structure or its tensors are not what the format demands.
+    """
+    name = objects_file(rank)
+    if name not in reader.manifest.objects:
+        name = objects_file(0)
+    try:
+        structure = reader.manifest.objects[name]
+        kinds = leaves(structure)
+        header = reader.tensors_of(name)
+        tensors = {}
+        for leaf, kind in kinds.items():
+            entry = header.tensors[leaf]
+            tensors[leaf] = empty(entry.dtype, entry.shape, kind)
+            if nbytes_of(entry.dtype, entry.shape):
+                reader.read_file(name, entry.offset, memory_of(tensors[leaf], writable=True))
+        return unflatten(structure, tensors)
+    except (KeyError, ManifestError) as flaw:
+        raise DamagedCheckpoint(path=str(reader.path), entry=name, flaw=str(flaw)) from None

@@ -1,0 +1,323 @@
+"""A run that was saved goes on with the same bits, wherever it is loaded."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity_engine
+from infinity_engine.engine.engine import Engine
+from infinity_engine.errors import ConfigError, DamagedCheckpoint, IncompleteCheckpoint, ManifestMismatch, TransferError
+from infinity_engine.plan import HostOnly, Interleaved
+from support.engine_bits import Bits, bits_of, differing
+from support.nvme_disks import DiskUnavailableError, loop_ext4
+from support.nvme_training import STREAMED, Case, emulated, opened, train
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run has its bytes."""
+
+    case: Case
+    emulated: bool = False
+    drives: bool = False
+
+
+PLACES = {
+    "host": Place(Case(strategy=HostOnly())),
+    "another subgroup size": Place(Case(strategy=HostOnly(), subgroup_numel=8192)),
+    "interleaved device": Place(Case(strategy=Interleaved(share=0.5, resident=0.3)), emulated=True),
+    "device, parameters on host": Place(Case(strategy=HostOnly(), parameters="host"), emulated=True),
+    "drives": Place(replace(STREAMED, clip=None), drives=True),
+    "drives, early updates": Place(replace(STREAMED, clip=None, early=True, host=17_500_000), drives=True),
+    "drives and device": Place(replace(STREAMED, clip=None, device="2MiB"), emulated=True, drives=True),
+}
+
+
+@contextmanager
+def engine_at(
+    place: Place, folder: Path, *, precision: str = "bf16", model: str = "gpt"
+) -> Iterator[tuple[Engine, Any]]:
+    """Open an engine of a run, at one of the places."""
+    early = place.case.early and precision != "fp32"
+    case = replace(place.case, precision=precision, model=model, early=early, steps=2)
+    device = emulated(1) if place.emulated else None
+    drive = folder / "drive" if place.drives else None
+    if drive is not None:
+        drive.mkdir(exist_ok=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            with opened(case, device, drive) as (engine, task):
+                yield engine, (task, case)
+    finally:
+        if device is not None:
+            device.close()
+
+
+def steps(engine: Engine, run: Any, first: int, count: int) -> list[float]:
+    task, case = run
+    return train(engine, task, replace(case, steps=count), first=first)
+
+
+def uninterrupted(tmp_path: Path, precision: str, model: str = "gpt") -> tuple[Bits, list[float]]:
+    with engine_at(PLACES["host"], tmp_path, precision=precision, model=model) as (engine, run):
+        losses = steps(engine, run, 0, 4)
+        return bits_of(engine), losses[2:]
+
+
+@pytest.mark.parametrize("to", PLACES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_saved_on_the_host_goes_on_anywhere_with_the_same_bits(tmp_path: Path, precision: str, to: str) -> None:
+    expected, losses = uninterrupted(tmp_path, precision)
+    with engine_at(PLACES["host"], tmp_path, precision=precision) as (engine, run):
+        steps(engine, run, 0, 2)
+        engine.save(tmp_path / "saved")
+    with engine_at(PLACES[to], tmp_path, precision=precision) as (engine, run):
+        loaded = engine.load(tmp_path / "saved")
+        assert (loaded.step, engine.steps, loaded.missing, loaded.unexpected) == (2, 2, (), ())
+        assert steps(engine, run, 2, 2) == losses
+        assert differing(expected, bits_of(engine)) == []
+
+
+@pytest.mark.parametrize("origin", PLACES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_saved_anywhere_goes_on_on_the_host(tmp_path: Path, precision: str, origin: str) -> None:
+    expected, losses = uninterrupted(tmp_path, precision)
+    with engine_at(PLACES[origin], tmp_path, precision=precision) as (engine, run):
+        steps(engine, run, 0, 2)
+        engine.save(tmp_path / "saved", "mine")
+        assert steps(engine, run, 2, 2) == losses  # saving changes nothing
+    with engine_at(PLACES["host"], tmp_path, precision=precision) as (engine, run):
+        steps(engine, run, 7, 1)  # another run, until the load
+        engine.load(tmp_path / "saved", "mine")
+        assert steps(engine, run, 2, 2) == losses
+        assert differing(expected, bits_of(engine)) == []
+
+
+@pytest.mark.parametrize("model", ["conv net", "mixture of experts", "encoder-decoder"])
+def test_models_with_buffers_and_unused_parameters_go_on(tmp_path: Path, model: str) -> None:
+    expected, losses = uninterrupted(tmp_path, "bf16", model)
+    with engine_at(PLACES["host"], tmp_path, model=model) as (engine, run):
+        steps(engine, run, 0, 2)
+        engine.save(tmp_path / "saved")
+    with engine_at(PLACES["drives"], tmp_path, model=model) as (engine, run):
+        engine.load(tmp_path / "saved")
+        assert steps(engine, run, 2, 2) == losses
+        assert differing(expected, bits_of(engine)) == []
+
+
+def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
+    with engine_at(PLACES["host"], tmp_path, precision="fp16") as (engine, run):
+        steps(engine, run, 0, 3)
+        engine.save(tmp_path / "saved")
+        expected = steps(engine, run, 3, 2), bits_of(engine), engine._parts.scale.state_dict()
+    with engine_at(PLACES["host"], tmp_path, precision="fp16") as (engine, run):
+        engine.load(tmp_path / "saved")
+        losses = steps(engine, run, 3, 2)
+        assert (losses, engine._parts.scale.state_dict()) == (expected[0], expected[2])
+        assert differing(expected[1], bits_of(engine)) == []
+
+
+def small(**more: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Engine]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings: dict[str, Any] = {"budget": {"host": "64MiB"}, "strategy": "host_only", "accelerator": "cpu", **more}
+    return model, optimizer, infinity_engine.initialize(model, optimizer, **settings)
+
+
+def one_step(engine: Engine) -> float:
+    loss = engine(torch.randn(3, 8)).pow(2).mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+def test_random_numbers_and_schedulers_go_on_where_they_were(tmp_path: Path) -> None:
+    _, optimizer, engine = small()
+    with engine:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for _ in range(3):
+            one_step(engine)
+            scheduler.step()
+        engine.save(tmp_path, extra={"scheduler": scheduler})
+        expected = [one_step(engine), random.random(), optimizer.param_groups[0]["lr"]]
+        scheduler.step()
+        expected += [one_step(engine), optimizer.param_groups[0]["lr"]]
+    _, optimizer, engine = small()
+    with engine:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        engine.load(tmp_path, extra={"scheduler": scheduler})
+        found = [one_step(engine), random.random(), optimizer.param_groups[0]["lr"]]
+        scheduler.step()
+        found += [one_step(engine), optimizer.param_groups[0]["lr"]]
+    assert found == expected
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine:
+        for _ in range(4):
+            one_step(engine)
+            engine.save(tmp_path, keep=2)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+
+
+def test_gradients_that_wait_for_a_step_refuse_a_save(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine:
+        engine.backward(engine(torch.randn(3, 8)).sum())
+        with pytest.raises(RuntimeError, match=r"gradients have come .* before save\(\)"):
+            engine.save(tmp_path)
+        engine.zero_grad()
+        engine.save(tmp_path)
+        engine.backward(engine(torch.randn(3, 8)).sum())
+        with pytest.raises(RuntimeError, match=r"before load\(\)"):
+            engine.load(tmp_path)
+        engine.step()
+
+
+def test_another_model_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine:
+        engine.save(tmp_path)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 17), torch.nn.Dropout(0.5), torch.nn.Linear(17, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    budget = {"host": "64MiB"}
+    with infinity_engine.initialize(
+        model, torch.optim.AdamW(model.parameters()), budget=budget, accelerator="cpu"
+    ) as other:
+        with pytest.raises(ManifestMismatch, match=r"0\.weight should be .*shape \(17, 8\).*shape \(16, 8\)"):
+            other.load(tmp_path)
+        assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+        loaded = other.load(tmp_path, strict=False)
+        assert loaded.missing == ("0.weight", "0.bias", "2.weight")
+        assert not torch.equal(other.state_dict()["2.bias"], before["2.bias"])
+
+
+def test_weights_alone_begin_with_a_new_optimizer(tmp_path: Path) -> None:
+    model, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path)
+        weights = engine.state_dict()
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with infinity_engine.initialize(model, optimizer, budget={"host": "64MiB"}, accelerator="cpu") as other:
+        with pytest.raises(ManifestMismatch, match=r"0\.weight"):
+            other.load(tmp_path)
+        other.load(tmp_path, weights_only=True)
+        assert all(torch.equal(weights[name], value) for name, value in other.state_dict().items())
+        assert other.steps == 0
+        one_step(other)
+
+
+def test_damage_that_shows_while_loading_lets_nothing_go_on(tmp_path: Path) -> None:
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path)
+        shard = tmp_path / "step-00000001" / "rank-00000-00000.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[-5] ^= 4
+        shard.write_bytes(data)
+        with pytest.raises(infinity_engine.InfinityError, match=r"rank-00000-00000\.safetensors is damaged"):
+            engine.load(tmp_path)
+        one_step(engine)  # the header lies in the same MiB, so it was refused before anything changed
+
+
+def test_a_load_that_fails_half_way_has_to_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity_engine.checkpoint import CheckpointReader
+
+    _, _, engine = small()
+    with engine:
+        one_step(engine)
+        engine.save(tmp_path)
+        read, calls = CheckpointReader.read, iter(range(100))
+
+        def failing(*arguments: Any) -> None:
+            if next(calls) == 4:
+                raise TransferError(errno=5, path="drive", offset=0, asked=1, done=0)
+            read(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointReader, "read", failing)
+            with pytest.raises(TransferError):
+                engine.load(tmp_path)
+        with pytest.raises(RuntimeError, match=r"call load\(\) again"):
+            engine(torch.randn(3, 8))
+        with pytest.raises(RuntimeError, match=r"call load\(\) again"):
+            engine.save(tmp_path, "broken")
+        engine.load(tmp_path)
+        one_step(engine)
+
+
+def test_a_full_drive_fails_the_save_and_training_goes_on(tmp_path: Path) -> None:
+    try:
+        with loop_ext4(tmp_path, 20 << 20) as mount:
+            model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.Linear(512, 1024))
+            optimizer = torch.optim.AdamW(model.parameters())
+            budget = {"host": "64MiB"}
+            with infinity_engine.initialize(model, optimizer, budget=budget, accelerator="cpu") as engine:
+                loss = engine(torch.randn(3, 8)).sum()
+                engine.backward(loss)
+                engine.step()
+                saved = engine.save(mount)
+                for number in range(2):
+                    with pytest.raises(TransferError, match="No space left"):  # noqa: PT012 - the one before may fit
+                        engine.save(mount, f"more-{number}")
+                        engine.save(mount, f"most-{number}")
+                    engine.backward(engine(torch.randn(3, 8)).sum())
+                    engine.step()
+                assert not [entry for entry in mount.iterdir() if entry.name.startswith(".")]
+                engine.load(mount, saved)
+    except DiskUnavailableError as reason:
+        pytest.skip(str(reason))
+
+
+def test_what_cannot_be_kept_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> Any:
+            return {"callback": lambda: None}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            raise AssertionError("nothing was saved")
+
+    _, _, engine = small()
+    with engine:
+        with pytest.raises(TypeError, match="callback"):
+            engine.save(tmp_path, extra={"odd": Odd()})
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(IncompleteCheckpoint):
+            engine.load(tmp_path)
+        with pytest.raises(ConfigError, match="tag"):
+            engine.save(tmp_path, "../up")
+
+
+def test_the_manifest_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "manifest").write_text("{}")
+    _, _, engine = small()
+    with engine, pytest.raises(DamagedCheckpoint, match="infinity-checkpoint 1"):
+        engine.load(tmp_path, "c")
+
+
+def test_a_save_stays_within_the_budget_of_the_host(tmp_path: Path) -> None:
+    with engine_at(PLACES["drives"], tmp_path) as (engine, run):
+        steps(engine, run, 0, 1)
+        engine.save(tmp_path / "saved")
+        engine.load(tmp_path / "saved")
+        for usage in engine.usage():
+            assert usage.peak_held <= usage.limit
