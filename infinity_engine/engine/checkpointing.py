@@ -195,7 +195,9 @@ class Checkpoints:
             if self._run.provider is not None:
                 self._run.provider.give_up()
             begin()
-            self._read_trained(reader, wanted, weights_only=weights_only)
+            self._on_all(
+                "reading the checkpoint", lambda: self._read_trained(reader, wanted, weights_only=weights_only)
+            )
             if self._run.provider is not None:
                 self._run.provider.changed(parameter.number for parameter in self._run.trained)
             self._read_others(reader, wanted)

@@ -20,7 +20,7 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
     assert page.split("## Settings")[1].strip().splitlines()[-len(rows) :] == rows
 
 
-@pytest.mark.parametrize("name", ["building", "calibration", "memory", "quickstart", "ranks"])
+@pytest.mark.parametrize("name", ["building", "calibration", "checkpoints", "memory", "quickstart", "ranks"])
 def test_the_program_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
     page = (ROOT / f"docs/{name}.md").read_text()
     blocks = re.findall(r"^```(python|text)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)

@@ -1,0 +1,112 @@
+"""What ranks save together, any number of ranks loads: the same bits in every stream, and the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader
+from support import rank_checkpoints
+from support.rank_training import Run
+from support.ranks import launch, launched
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+ONE_BY_ONE: dict[str, Any] = {"storage": {"small_bytes": 0}, "precision": "bf16", "budget": {"host": "256MiB"}}
+DRIVES = {**ONE_BY_ONE, "strategy": "nvme_streamed", "parameters": "nvme"}
+RUNS: dict[str, Run] = {
+    "parameters": Run(settings=ONE_BY_ONE),
+    "gradients": Run(settings={**ONE_BY_ONE, "ranks": {"stage": "gradients"}}),
+    "optimizer": Run(settings={**ONE_BY_ONE, "ranks": {"stage": "optimizer"}}),
+    "drives": Run(settings=DRIVES),
+    "odd": Run(model="odd", settings={"storage": {"small_bytes": 0}}),
+}
+
+
+def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+@cache
+def saved(size: int, name: str) -> tuple[Path, list[dict[str, Any]]]:
+    """Return a checkpoint of so many ranks, and what they went on to."""
+    folder = Path(mkdtemp(prefix="ranks-"))
+    return folder / "c", launched(size, rank_checkpoints.saves, RUNS[name], folder / "c", drive_of(name))
+
+
+def drive_of(name: str) -> Path | None:
+    return Path(mkdtemp(prefix="drive-")) if name == "drives" else None
+
+
+def gone_on(size: int, name: str, path: Path) -> list[dict[str, Any]]:
+    return launched(size, rank_checkpoints.goes_on, RUNS[name], path, drive_of(name))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_as_many_ranks_go_on_with_the_same_bits(name: str) -> None:
+    path, before = saved(2, name)
+    assert {rank["tag"] for rank in before} == {"step-00000002"}
+    for rank, found in zip(before, gone_on(2, name, path), strict=True):
+        assert found["step"] == 2
+        assert differing(rank["saved"], found["saved"]) == []
+        assert torch.equal(rank["draws"], found["draws"])
+        assert found["losses"] == rank["losses"]
+        assert differing(rank["ended"], found["ended"]) == []
+
+
+@pytest.mark.parametrize(
+    ("origin", "name", "size", "to"),
+    [
+        (2, "parameters", 1, "parameters"),
+        (2, "drives", 3, "gradients"),
+        (1, "drives", 2, "drives"),
+        (3, "parameters", 2, "optimizer"),
+        (2, "odd", 3, "odd"),
+        pytest.param(1, "parameters", 4, "drives", marks=pytest.mark.slow),
+        pytest.param(4, "optimizer", 3, "parameters", marks=pytest.mark.slow),
+        pytest.param(4, "drives", 1, "drives", marks=pytest.mark.slow),
+    ],
+)
+def test_another_number_of_ranks_finds_every_stream_the_same(origin: int, name: str, size: int, to: str) -> None:
+    path, before = saved(origin, name)
+    for found in gone_on(size, to, path):
+        assert differing(before[0]["saved"], found["saved"]) == []
+        for key, value in found["ended"].items():
+            torch.testing.assert_close(value, before[0]["ended"][key], rtol=2e-2, atol=2e-3)
+
+
+def test_replicas_write_one_copy_and_all_load_it() -> None:
+    folder = Path(mkdtemp(prefix="mesh-"))
+    mesh = replace(RUNS["parameters"], settings={**ONE_BY_ONE, "ranks": {"shard_ranks": 2}})
+    before = launched(4, rank_checkpoints.saves, mesh, folder / "c")
+    with CheckpointReader(CheckpointDirectory(folder / "c").resolve()) as reader:
+        reader.check_slices()
+        assert [file.name for file in reader.manifest.files if file.name.startswith("rank-")] == [
+            "rank-00000-00000.safetensors",
+            "rank-00001-00000.safetensors",
+        ]
+    for rank, found in zip(before, launched(4, rank_checkpoints.goes_on, mesh, folder / "c"), strict=True):
+        assert differing(rank["ended"], found["ended"]) == []
+
+
+def test_a_rank_that_cannot_save_fails_all_and_leaves_nothing(tmp_path: Path) -> None:
+    first, last = launched(2, rank_checkpoints.fails_on_one_rank, RUNS["parameters"], tmp_path / "c")
+    assert last.startswith("TypeError: ")
+    assert first.startswith("CollectiveError: ")
+    assert "rank 1 failed" in first
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+def test_ranks_that_load_other_checkpoints_are_told(tmp_path: Path) -> None:
+    path, _ = saved(1, "parameters")
+    ranks = launch(2, rank_checkpoints.goes_on, RUNS["parameters"], tmp_path / "nothing")
+    assert all("any checkpoint" in str(rank.error) for rank in ranks)
+    assert CheckpointDirectory(path).latest() == "step-00000002"
