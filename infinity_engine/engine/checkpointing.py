@@ -35,7 +35,7 @@ from infinity_engine.memory import Ledger
 from infinity_engine.optim import Segment
 from infinity_engine.plan import Tier
 
-__all__ = ["Checkpoints", "Loaded", "Stateful"]
+__all__ = ["Checkpoints", "Loaded", "Run", "Stateful"]
 
 _MOST_STAGING_BYTES, _LEAST_STAGING_BYTES = 32 << 20, 1 << 20
 _PIECE_BYTES = 16 << 20  # of what is not trained, on its way through memory of its own
