@@ -323,7 +323,7 @@ class StateKeeper:
         with self._overwriting(held) as (flat, visit):
             for index, segment in enumerate(held.subgroup.segments):
                 dtype = self._trained[segment.parameter].dtype
-                values = None if self._in_place(held.home) else self._target_bytes(held, index, visit).view(dtype)
+                values = None if self._in_place(held.subgroup, held.home) else self._target_bytes(held, index, visit).view(dtype)
                 fill(segment, dict(self._pieces(held, index, flat, visit)), values)
 
     @contextmanager
