@@ -322,8 +322,9 @@ class StateKeeper:
     ) -> None:
         with self._overwriting(held) as (flat, visit):
             for index, segment in enumerate(held.subgroup.segments):
-                dtype = self._trained[segment.parameter].dtype
-                values = None if self._in_place(held.subgroup, held.home) else self._target_bytes(held, index, visit).view(dtype)
+                values = None
+                if not self._in_place(held.subgroup, held.home):
+                    values = self._target_bytes(held, index, visit).view(self._trained[segment.parameter].dtype)
                 fill(segment, dict(self._pieces(held, index, flat, visit)), values)
 
     @contextmanager
