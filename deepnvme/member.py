@@ -47,7 +47,6 @@ __all__ = [
     "MemberFile",
     "lock_holder",
     "measure_rates",
-    "remove_abandoned",
 ]
 
 DATA = "data"
@@ -56,7 +55,9 @@ DATA = "data"
 MEASURED_BYTES = 64 << 20
 """How much of a member is read and overwritten, at most, to measure it."""
 
-_TEMPORARY = "deepnvme-swap-"  # what directories of temporary volumes begin with
+_UNNAMED = "(unnamed)"  # what errors call the file of a temporary member
+# What file systems answer that cannot make a file without a name.
+_NEED_A_NAME = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})
 _KIND = "deepnvme-volume"
 _VERSION = 1
 _SECTOR = 512  # what every drive writes whole or not at all
@@ -133,7 +134,8 @@ def _header_of(payload: bytes) -> Header:
 class MemberFile:
     """A member's directory, held: `data` is locked against everybody else, and open for I/O after `open()`.
 
-    The lock belongs to this process: a forked child does not have it, the end of the process releases it.
+    The lock belongs to this process: a forked child does not have it, the end of the process releases it. The file of a
+    temporary member has no name, so it is gone with the process, however that ends.
     """
 
     _living: ClassVar[weakref.WeakSet[MemberFile]] = weakref.WeakSet()
@@ -143,11 +145,13 @@ class MemberFile:
         directory: Path,
         lock: int,
         *,
-        made_directory: bool,
-        temporary: bool,
+        made_directory: bool = False,
+        temporary: Path | None = None,
         access: Access = Access.WRITE,
     ) -> None:
+        """Hold the file that is open as `lock`; a `temporary` one is opened again by this path, which it then loses."""
         self.directory = directory
+        self.path = directory / (DATA if temporary is None else _UNNAMED)
         self.access = access
         self.read_bytes = 0
         self.written_bytes = 0
@@ -182,7 +186,7 @@ class MemberFile:
                 path=str(directory),
             ) from None  # fmt: skip
         try:
-            return cls(directory, _made_and_locked(directory / DATA), made_directory=made, temporary=False)
+            return cls(directory, _made_and_locked(directory / DATA), made_directory=made)
         except BaseException as error:
             if made:
                 with suppress(OSError):
@@ -193,31 +197,24 @@ class MemberFile:
 
     @classmethod
     def make_temporary(cls, parent: Path) -> MemberFile:
-        """Make `data` in a new directory in `parent`, known by its name as one that nobody needs once it is unlocked.
+        """Make a file without a name on the drive of `parent`.
 
         Raises:
             VolumeError: there is no such directory.
         """
-        while True:
-            directory = parent / f"{_TEMPORARY}{uuid.uuid4().hex[:16]}"
-            try:
-                directory.mkdir(mode=0o700)
-            except FileNotFoundError:
-                raise VolumeError(
-                    errno.ENOENT, "there is no such directory; is the drive mounted?", path=str(parent)
-                ) from None
-            # Before it is locked it looks abandoned: who removes such may be faster, and then it is made anew.
-            try:
-                lock = _made_and_locked(directory / DATA)
-            except (FileNotFoundError, BlockingIOError):
-                continue
-            except BaseException:
-                with suppress(OSError):
-                    directory.rmdir()
+        try:
+            descriptor = os.open(parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            path = Path(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            raise VolumeError(
+                errno.ENOENT, "there is no such directory; is the drive mounted?", path=str(parent)
+            ) from None
+        except OSError as error:
+            if error.errno not in _NEED_A_NAME:
                 raise
-            if os.fstat(lock).st_nlink:
-                return cls(directory, lock, made_directory=True, temporary=True)
-            os.close(lock)
+            path = parent / f".deepnvme-{uuid.uuid4().hex}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return cls(parent, descriptor, temporary=path)
 
     @classmethod
     def hold(cls, directory: Path, access: Access) -> MemberFile:
@@ -231,7 +228,7 @@ class MemberFile:
         while not os.fstat(lock).st_nlink:  # it was removed before it was ours; another may be in its place
             os.close(lock)
             lock = _opened_and_locked(directory, access)
-        return cls(directory, lock, access=access, made_directory=False, temporary=False)
+        return cls(directory, lock, access=access)
 
     @property
     def file(self) -> File:
@@ -241,8 +238,12 @@ class MemberFile:
         return self._file
 
     def open(self, queue: IOQueue) -> None:
-        """Open `data` for I/O through this queue."""
-        self._file = queue.open(self.directory / DATA, "r" if self.access is Access.READ else "r+")
+        """Open the file for I/O through this queue."""
+        try:
+            self._file = queue.open(self._temporary or self.path, "r" if self.access is Access.READ else "r+")
+        finally:
+            self._drop_name()
+        self._file.show_as(str(self.path.absolute()))
         self._queue = queue
 
     @property
@@ -387,21 +388,30 @@ class MemberFile:
             # First: children that were forked meanwhile may keep the file open, and so its space, as long as they live.
             with suppress(OSError):  # what went wrong there, the next line says with the file's name
                 os.ftruncate(self._lock, 0)
-            (self.directory / DATA).unlink(missing_ok=True)
+            if self._temporary is None:
+                self.path.unlink(missing_ok=True)
+            else:
+                self._drop_name()
             if self._made_directory:
-                with suppress(OSError):  # somebody put something into it
+                with suppress(OSError):  # another program put something into it
                     self.directory.rmdir()
         except OSError:  # and not Ctrl-C, after which all of this is done again
             self._let_go()
             raise
         self._let_go()
 
+    def _drop_name(self) -> None:
+        """Take from a temporary file the name that its file system wanted it to be made with."""
+        if self._temporary is not None and self._temporary.parent == self.directory:
+            self._temporary.unlink(missing_ok=True)
+
     def _let_go(self) -> None:
         if self._lock < 0:
             return
         self._stop()
-        # Not by closing alone: a child forked a moment ago may still have a copy of the descriptor.
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        if self._temporary is None:
+            # Not by closing alone: a child forked a moment ago may still have a copy of the descriptor.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
         self._close_lock()
 
     def _stop(self) -> None:
@@ -528,19 +538,6 @@ def _locks(status: os.stat_result, roots: SystemRoots) -> Iterator[tuple[str, in
             yield fields[3], int(fields[4])
 
 
-def remove_abandoned(parent: Path) -> Iterator[Path]:
-    """Remove the directories of temporary volumes in `parent` that nobody uses; yield each.
-
-    Only those of this user, and of these only what a temporary volume makes.
-    """
-    for directory in sorted(parent.glob(f"{_TEMPORARY}*")):
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError), _opened(directory) as place:
-            if os.fstat(place).st_uid == os.geteuid() and _emptied(place):
-                with suppress(FileNotFoundError):
-                    directory.rmdir()
-                    yield directory
-
-
 @contextmanager
 def _opened(directory: Path) -> Iterator[int]:
     """Yield a descriptor by which the directory stays the same, whatever becomes of its name."""
@@ -549,24 +546,6 @@ def _opened(directory: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _emptied(place: int) -> bool:
-    """Remove `data` if nobody has locked it; return whether the directory is empty then."""
-    names = os.listdir(place)
-    if names != [DATA] or not stat.S_ISREG(os.stat(DATA, dir_fd=place, follow_symlinks=False).st_mode):
-        return not names
-    data = os.open(DATA, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place)
-    try:
-        fcntl.flock(data, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(DATA, dir_fd=place)
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:  # whoever made it has given up
-        return True
-    finally:
-        os.close(data)
-    return True
 
 
 def measure_rates(files: Sequence[File], nbytes: int) -> list[float]:

@@ -346,6 +346,11 @@ class File:
         self._native: _native.OpenFile | None = native
         self.path = native.path
 
+    def show_as(self, name: str) -> None:
+        """Let errors call the file by this name, as it has none of its own; before any I/O on it."""
+        self._open().show_as(name)
+        self.path = name
+
     @property
     def alignment(self) -> int:
         """Offsets and lengths that are multiples of this go past the page cache, where `direct` is true."""

@@ -129,12 +129,9 @@ class TensorStore:
     ) -> TensorStore:
         """Make a store that lasts until it is closed: no commits, and no checksums unless asked for.
 
-        What killed programs left of theirs in these directories is removed.
+        Its files have no names, so a killed program leaves nothing in the directories.
         """
         summed, given = chosen(Checksum, checksum, "checksum"), _returns(returns)
-        if not isinstance(directories, (str, PathLike)):
-            directories = list(directories)
-            Volume.remove_stale(each.path if isinstance(each, Member) else each for each in directories)
         volume = Volume.temporary(directories, capacity, queue=queue)
         return cls(volume, durability=Durability.NONE, checksum=summed, returns=given)
 

@@ -27,7 +27,7 @@ from deepnvme.choices import chosen
 from deepnvme.errors import ClosedError, ForkedError, VolumeError, VolumeFullError
 from deepnvme.extents import PAGE, Extent, SpaceMap, whole_pages
 from deepnvme.future import IOFuture
-from deepnvme.member import MEASURED_BYTES, Access, Header, MemberFile, measure_rates, remove_abandoned
+from deepnvme.member import MEASURED_BYTES, Access, Header, MemberFile, measure_rates
 from deepnvme.pipeline import once_there_is_room
 from deepnvme.queue import Batch, IOQueue
 
@@ -126,19 +126,15 @@ class Volume:
         *,
         queue: IOQueue | None = None,
     ) -> Volume:
-        """Make a volume that `close()` removes, each member in a new directory in the one that is given.
+        """Make a volume of files without names, one on the drive of each directory given.
 
-        What a killed process left there, `remove_stale` removes.
+        They go when it is closed, or when the process ends, however it ends. On a file system that cannot make such a
+        file, a process that is killed while it makes one may leave an empty file `.deepnvme-<32 hex digits>`.
 
         Raises:
             VolumeError: there is no such directory, or its drive has no such room.
         """
         return _made(members, capacity, queue, MemberFile.make_temporary)
-
-    @staticmethod
-    def remove_stale(directories: Iterable[str | os.PathLike[str]]) -> list[Path]:
-        """Remove the temporary volumes in these directories that no living process uses; return what was removed."""
-        return [removed for directory in directories for removed in remove_abandoned(Path(directory))]
 
     @classmethod
     def open(
@@ -185,6 +181,11 @@ class Volume:
     def directories(self) -> tuple[Path, ...]:
         """The members' directories, in order."""
         return tuple(part.member.directory for part in self._parts)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """What errors call the members' files, in order."""
+        return tuple(part.member.path for part in self._parts)
 
     @property
     def queues(self) -> tuple[IOQueue, ...]:

@@ -296,7 +296,6 @@ def _swap(
             change="raise the budget's nvme, name another directory there, or raise the budget's host",
         )
     _warn_of_memory(sizes)
-    SwapFile.remove_stale(sizes)  # of killed runs; what a living one uses stays
     sums = resources.enter_context(ledger.reserve(Tier.HOST, sums_bytes, holder="checksums of swapped bytes"))
     sums.hold(sums_bytes)
     resources.callback(sums.release, sums_bytes)

@@ -105,7 +105,6 @@ def opened(
     `written` is told of the bytes of each parameter that leaves host memory.
     """
     ledger = Ledger(budget)
-    SwapFile.remove_stale(budget.nvme)  # of killed runs; what a living one uses stays
     swap = SwapFile(first_sizes(budget.nvme), ledger, holder="values of a model")
     failed.callback(swap.close)
     originals = (

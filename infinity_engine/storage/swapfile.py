@@ -1,4 +1,4 @@
-"""`SwapFile`: this rank's bytes on the drives: one `deepnvme.Volume` that goes when it is closed.
+"""`SwapFile`: this rank's bytes on the drives: one `deepnvme.Volume` without names, gone when it is closed.
 
 Takes of the budget's NVMe bytes what it is told to, hands out places in them and moves bytes between these and host
 memory. What lies where is the records' business.
@@ -7,7 +7,6 @@ memory. What lies where is the records' business.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from deepnvme import Checksum, IOQueue, Member, Volume, VolumeError, VolumeFullE
 from deepnvme.buffers import Memory, memory_of
 from deepnvme.checksum import CHECKSUM_BYTES
 from deepnvme.extents import PAGE, Extent, slices
-from deepnvme.member import DATA
 from infinity_engine.errors import CapacityError, ConfigError, DamageError
 from infinity_engine.memory.ledger import Ledger, Reservation
 from infinity_engine.plan import Tier
@@ -122,11 +120,6 @@ class SwapFile:
             raise
 
     @staticmethod
-    def remove_stale(directories: Iterable[str | os.PathLike[str]]) -> list[Path]:
-        """Remove what killed processes left in these directories; return it. What a living one uses stays."""
-        return Volume.remove_stale(directories)
-
-    @staticmethod
     def host_bytes(directories: Iterable[str], queue: IOQueue) -> int:
         """Return what the queue may take of the host for their drives, when something has to be copied."""
         drives = {Path(directory).stat().st_dev: queue.settings_for(directory) for directory in directories}
@@ -223,7 +216,7 @@ class SwapFile:
         return IOHop(futures, what)
 
     def close(self) -> None:
-        """Wait for reads and writes, and remove the files. Again: does nothing, or goes on where it was interrupted."""
+        """Wait for reads and writes, and give the drives' room back. Again: does nothing, or what is left to do."""
         self._volume.close()
         self._give_back()
 
@@ -243,7 +236,7 @@ class SwapFile:
         if damage is None:
             return None
         lies = slices(place.extents, damage.start - place.start, damage.nbytes)
-        (path, offset), *others = [(str(self._volume.directories[each.member] / DATA), each.offset) for each in lies]
+        (path, offset), *others = [(str(self._volume.paths[each.member]), each.offset) for each in lies]
         return DamageError(
             errno=errno.EBADMSG,
             path=path,
@@ -264,7 +257,7 @@ class SwapFile:
 
     def _drive_is_full(self, error: VolumeError, more: Mapping[str, int]) -> CapacityError:
         """Return the error for a drive that has less than the budget says."""
-        directory = next((name for name in more if str(error.filename or "").startswith(name)), self._directories[0])
+        directory = next((name for name in more if Path(name) == Path(error.filename or "")), self._directories[0])
         return CapacityError(
             tier=Tier.NVME.name,
             directory=directory,

@@ -267,6 +267,7 @@ void bind_faults(py::module_& module) {
 void bind_files(py::module_& module) {
     py::class_<OpenFile, std::shared_ptr<OpenFile>>(module, "OpenFile")
         .def_property_readonly("path", &OpenFile::path)
+        .def("show_as", &OpenFile::show_as, py::arg("name"))
         .def_property_readonly("writable", &OpenFile::writable)
         .def_property_readonly("direct", [](const OpenFile& file) { return file.direct_descriptor() >= 0; })
         .def_property_readonly("memory_alignment", &OpenFile::memory_alignment)

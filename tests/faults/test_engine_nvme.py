@@ -16,6 +16,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+import deepnvme
 import infinity_engine
 from deepnvme import FaultPlan, IOQueue
 from deepnvme.faults import Requests
@@ -27,6 +28,7 @@ from support.engine_bits import bits_of
 from support.nvme_disks import DiskUnavailableError, tmpfs
 from support.nvme_training import STREAMED, Case, Trained, emulated, made, opened, trained
 from support.small_models import Task
+from support.unnamed_files import unnamed_files
 
 Result = TypeVar("Result")
 CASE = STREAMED
@@ -171,14 +173,22 @@ def test_without_a_directory_nothing_can_rest_on_drives() -> None:
         infinity_engine.initialize(task, optimizer, accelerator="cpu", strategy="nvme_streamed")
 
 
-def test_files_that_a_killed_run_has_left_are_removed(tmp_path: Path) -> None:
-    killed = f"import os, deepnvme; v = deepnvme.Volume.temporary([{str(tmp_path)!r}], capacity=1 << 20); os._exit(9)"
-    subprocess.run([sys.executable, "-c", killed], check=False)
-    left = list(tmp_path.iterdir())
-    assert left
+def test_start_removes_nothing_from_the_drives_directory(tmp_path: Path) -> None:
+    foreign = tmp_path / "deepnvme-swap-thesis" / "data"
+    foreign.parent.mkdir()
+    foreign.write_text("a user's file")
+    member = [tmp_path / "deepnvme-swap-checkpoint"]
+    deepnvme.save({"w": torch.ones(4)}, member)
 
     with opened(CASE, None, tmp_path):
-        assert not any(each.exists() for each in left)
+        assert foreign.read_text() == "a user's file"
+        assert deepnvme.load(member)["w"].sum() == 4
+
+
+def test_killed_run_leaves_nothing_on_the_drive(tmp_path: Path) -> None:
+    killed = f"import os, deepnvme; v = deepnvme.Volume.temporary([{str(tmp_path)!r}], capacity=1 << 20); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == 9
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
@@ -213,7 +223,7 @@ class BadRead:
 
     @property
     def path(self) -> Path:
-        [path] = self._drive.glob("*/data")
+        [path] = unnamed_files(self._drive)
         return path
 
     def _read_badly_once(self, swap: SwapFile, place: Place, into: memoryview, what: str) -> IOHop:
@@ -249,7 +259,7 @@ def test_a_bit_that_a_drive_returns_flipped_is_told_and_training_goes_on_to_the_
     with opened(replace(CASE, checksum="crc32c", host=host), on, tmp_path) as (engine, task):
         one_step(engine, task, 0, told)
         assert told == []
-        bad, path = BadRead(kind, tmp_path, monkeypatch), str(next(tmp_path.glob("*/data")))
+        bad, path = BadRead(kind, tmp_path, monkeypatch), str(tmp_path / "(unnamed)")
         for seed in range(1, CASE.steps):
             one_step(engine, task, seed, told)
         bits = bits_of(engine)

@@ -117,19 +117,30 @@ def test_a_volume_that_is_interrupted_while_it_is_made_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("make", [Volume.create, Volume.temporary])
 def test_a_file_system_without_locks_is_named_and_left_empty(
-    tmp_path: Path, queue: IOQueue, monkeypatch: pytest.MonkeyPatch, make: Any
+    tmp_path: Path, queue: IOQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(descriptor: int, how: int) -> None:
+    refuse_locks(monkeypatch)
+    with pytest.raises(VolumeError, match="No locks available") as caught:
+        Volume.create([tmp_path / "0"], MIB, queue=queue)
+    assert caught.value.path == str(tmp_path / "0")
+    assert not list(tmp_path.iterdir())
+
+
+def test_temporary_volume_works_on_a_file_system_without_locks(
+    tmp_path: Path, queue: IOQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_locks(monkeypatch)
+    with Volume.temporary([tmp_path], MIB, queue=queue) as volume:
+        [writing] = volume.pwrite(volume.allocate(5), b"hello")
+        assert writing.result(60) == 5
+
+
+def refuse_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_descriptor: int, _how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    place = tmp_path if make == Volume.temporary else tmp_path / "0"
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(VolumeError, match="No locks available") as caught:
-        make([place], MIB, queue=queue)
-    assert caught.value.path.startswith(str(place))
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_operation_on_a_member_lost_later_names_it_and_the_other_goes_on(tmp_path: Path) -> None:
@@ -171,23 +182,6 @@ def test_a_file_system_that_goes_away_is_named_by_writes_and_by_sync(tmp_path: P
             with pytest.raises(NVMeError) as caught:
                 volume.sync()
             assert caught.value.path == str(disk / "lost" / "data")
-
-
-def test_a_temporary_volume_on_a_file_system_that_went_away_says_that_it_could_not_be_removed(
-    tmp_path: Path, queue: IOQueue
-) -> None:
-    with ExitStack() as stack:
-        try:
-            disk = stack.enter_context(loop_ext4(tmp_path, 32 * MIB))
-        except DiskUnavailableError as refusal:
-            pytest.skip(str(refusal))
-        volume = Volume.temporary([Member(disk, rate=1.0), Member(tmp_path, rate=1.0)], 8 * MIB, queue=queue)
-        lost, sound = volume.directories
-        shut_down(disk)
-        with pytest.raises(OSError, match="Input/output error") as caught:
-            volume.close()
-        assert caught.value.filename == str(lost / "data")
-        assert not sound.exists()
 
 
 def shut_down(disk: Path) -> None:

@@ -35,7 +35,7 @@ from deepnvme.holdings import Holdings
 from deepnvme.sizes import SMALL_BYTES
 from deepnvme.store import Checksum, Durability, UncommittedWarning
 from deepnvme.store_threads import StoreThreads
-from deepnvme.volume import Member, Volume
+from deepnvme.volume import Member
 
 MIB = 1 << 20
 BACKEND = "threads"
@@ -413,15 +413,3 @@ def test_a_store_whose_making_was_killed_says_what_to_do(place: Path) -> None:
 
     with pytest.raises(StoreError, match="Remove what is in its directories and make it anew"):
         save({"a": 1}, place)
-
-
-def test_what_a_killed_swap_store_left_is_removed_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(Volume, "remove_stale", lambda places: asked.append([Path(each) for each in places]))
-    (tmp_path / "more").mkdir()
-    with TensorStore.swap([tmp_path, Member(tmp_path / "more")], MIB) as store:
-        store.put("x", b"1")
-
-    assert asked == [[tmp_path, tmp_path / "more"]]

@@ -30,6 +30,7 @@ from deepnvme.volume import Member, Volume
 from support.kernel_files import fake_roots
 from support.nvme_io import CHUNK, ON_DISK, PAGE, TIMEOUT_S, assert_same, backend_or_skip, pattern
 from support.nvme_programs import output_of, run_program
+from support.unnamed_files import unnamed_files
 
 MIB = 1 << 20
 EVERYWHERE = "threads"  # the backend that no machine refuses, where the backend is not what is tested
@@ -748,13 +749,13 @@ assert os.read(told, 7) == b" closed"
 back = bytearray(5)
 volume.pread(extents, back)[0].result(60)
 assert back == b"hello"
-assert (where / "data").exists()
 if how == "created":
     os.close(volume._parts[0].member._lock)  # as the kernel does at the end of a process
     Volume.open([where]).close()
 else:
+    child = os.dup(volume._parts[0].member._lock)  # as the child has one
     volume.close()
-    assert not where.exists()
+    assert os.fstat(child).st_size == 0  # its space is free all the same
 os.write(going, b"!")
 assert os.waitpid(pid, 0)[1] == 0
 print("done", flush=True)
@@ -852,103 +853,98 @@ def test_a_volume_tells_queue_and_capacity_of_each_member(tmp_path: Path, plain_
 # --- temporary volumes -------------------------------------------------------------------------------------------
 
 
-def test_a_temporary_volume_is_private_works_and_is_gone_when_it_is_closed(
-    tmp_path: Path, plain_queue: IOQueue
-) -> None:
+def test_temporary_volume_works_without_a_name_in_its_directory(tmp_path: Path, plain_queue: IOQueue) -> None:
     (tmp_path / "mine").write_text("kept")
     with Volume.temporary([tmp_path], 4 * MIB, queue=plain_queue) as volume:
-        [directory] = volume.directories
-        assert directory.parent == tmp_path
-        assert directory.stat().st_mode & 0o777 == 0o700
         data, back = pattern(3 * MIB, seed=1), bytearray(3 * MIB)
         extents = volume.allocate(len(data))
         finish(volume.pwrite(extents, data))
         finish(volume.pread(extents, back))
         assert_same(back, data)
+        assert volume.directories == (tmp_path,)
+        assert volume.paths == (tmp_path / "(unnamed)",)
+        assert os.listdir(tmp_path) == ["mine"]
+    assert unnamed_files(tmp_path) == []
     assert os.listdir(tmp_path) == ["mine"]
+
+
+def test_temporary_files_use_direct_io_where_named_files_do(tmp_path: Path, plain_queue: IOQueue) -> None:
+    with (
+        plain_queue.open(tmp_path / "named", "w") as named,
+        Volume.temporary([tmp_path], MIB, queue=plain_queue) as volume,
+    ):
+        unnamed = volume._parts[0].member.file
+        assert (unnamed.direct, unnamed.alignment) == (named.direct, named.alignment)
 
 
 def test_two_temporary_volumes_share_a_directory(tmp_path: Path, plain_queue: IOQueue) -> None:
     with (
-        Volume.temporary([tmp_path, tmp_path], MIB, queue=plain_queue) as first,
-        Volume.temporary([tmp_path], MIB, queue=plain_queue) as second,
+        Volume.temporary([tmp_path, tmp_path], MIB, queue=plain_queue),
+        Volume.temporary([tmp_path], MIB, queue=plain_queue),
     ):
-        assert len({*first.directories, *second.directories}) == 3
-    assert not os.listdir(tmp_path)
+        assert len(unnamed_files(tmp_path)) == 3
+    assert unnamed_files(tmp_path) == []
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_uses_is_not(
-    tmp_path: Path, plain_queue: IOQueue
+def test_killed_process_leaves_nothing_of_a_temporary_volume(tmp_path: Path) -> None:
+    with holder("temporary", tmp_path) as (process, _):
+        process.kill()
+        process.wait(TIMEOUT_S)
+    assert os.listdir(tmp_path) == []
+
+
+def test_making_a_temporary_volume_removes_nothing(tmp_path: Path, plain_queue: IOQueue) -> None:
+    foreign = tmp_path / "deepnvme-swap-0123456789abcdef" / "data"
+    foreign.parent.mkdir()
+    foreign.write_text("kept")
+    Volume.temporary([tmp_path], MIB, queue=plain_queue).close()
+    assert foreign.read_text() == "kept"
+
+
+@pytest.mark.parametrize("refusal", [errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL])
+def test_where_no_file_can_be_unnamed_its_name_is_dropped(
+    tmp_path: Path, plain_queue: IOQueue, monkeypatch: pytest.MonkeyPatch, refusal: int
 ) -> None:
-    with (
-        holder("temporary", tmp_path) as (living, used),
-        holder("temporary", tmp_path) as (dying, left),
-        Volume.temporary([tmp_path], MIB, queue=plain_queue) as own,
-    ):
-        dying.kill()
-        dying.wait(TIMEOUT_S)
-        assert (left / "data").exists()
-        assert Volume.remove_stale([tmp_path]) == [left]
-        assert {path.name for path in tmp_path.iterdir()} == {used.name, own.directories[0].name}
-        living.communicate("")
-        assert living.returncode == 0
-        assert not used.exists()
+    refuse_unnamed_files(monkeypatch, refusal)
+    with Volume.temporary([tmp_path], MIB, queue=plain_queue) as volume:
+        extents, back = volume.allocate(5), bytearray(5)
+        finish(volume.pwrite(extents, b"hello"))
+        finish(volume.pread(extents, back))
+        assert back == b"hello"
+        assert len(unnamed_files(tmp_path)) == 1
+        assert os.listdir(tmp_path) == []
+    assert unnamed_files(tmp_path) == []
 
 
-def test_a_directory_left_before_its_file_was_made_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "deepnvme-swap-0123456789abcdef").mkdir()
-    assert Volume.remove_stale([tmp_path]) == [tmp_path / "deepnvme-swap-0123456789abcdef"]
-
-
-def test_nothing_is_removed_but_what_a_temporary_volume_makes(tmp_path: Path, plain_queue: IOQueue) -> None:
-    Volume.create([tmp_path / "store"], MIB, queue=plain_queue).close()
-    (tmp_path / "deepnvme-swap-file").write_text("a file")
-    (tmp_path / "deepnvme-swap-notes").mkdir()
-    (tmp_path / "deepnvme-swap-notes" / "data").write_text("kept")
-    (tmp_path / "deepnvme-swap-notes" / "more").write_text("kept")
-    (tmp_path / "deepnvme-swap-link").symlink_to(tmp_path / "store")
-    (tmp_path / "deepnvme-swap-inner").mkdir()
-    (tmp_path / "deepnvme-swap-inner" / "data").symlink_to(tmp_path / "store" / "data")
-    before = sorted(tmp_path.rglob("*"))
-    assert Volume.remove_stale([tmp_path]) == []
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_what_another_user_left_is_not_removed(tmp_path: Path) -> None:
-    theirs = tmp_path / "deepnvme-swap-0123456789abcdef"
-    theirs.mkdir()
-    try:
-        os.chown(theirs, 65534, 65534)
-    except PermissionError:
-        pytest.skip("only root can give a directory to another user")
-    assert Volume.remove_stale([tmp_path]) == []
-    assert theirs.exists()
-
-
-def test_a_temporary_volume_is_made_again_where_somebody_took_it_for_abandoned(
+def test_temporary_volume_that_fails_to_open_leaves_no_name(
     tmp_path: Path, plain_queue: IOQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between making the file and locking it, and between making its directory and the file."""
-    moments = iter(("before the lock", "never"))
-    flock, make = fcntl.flock, os.open
-    removed: list[Path] = []
+    refuse_unnamed_files(monkeypatch, errno.EOPNOTSUPP)
+    monkeypatch.setattr(plain_queue, "open", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Volume.temporary([tmp_path], MIB, queue=plain_queue)
+    assert os.listdir(tmp_path) == []
 
-    def removing_first(descriptor: int, how: int) -> None:
-        if next(moments, "never") == "before the lock":
-            removed.extend(Volume.remove_stale([tmp_path]))
-        flock(descriptor, how)
 
-    def removing_directory(path: Any, *arguments: Any, **keywords: Any) -> int:
-        if len(removed) == 1 and Path(path).parent.parent == tmp_path:
-            Path(path).parent.rmdir()
-            removed.append(Path(path).parent)
-        return make(path, *arguments, **keywords)
+def test_errors_name_the_directory_of_an_unnamed_file(tmp_path: Path) -> None:
+    broken = FaultPlan().fail(nth=1, requests=Requests.READS)
+    with IOQueue(EVERYWHERE, faults=broken) as queue, Volume.temporary([tmp_path], MIB, queue=queue) as volume:
+        [reading] = volume.pread(volume.allocate(PAGE), bytearray(PAGE))
+        error = reading.exception(TIMEOUT_S)
+    assert isinstance(error, NVMeError)
+    assert error.path == str(tmp_path / "(unnamed)")
 
-    monkeypatch.setattr(fcntl, "flock", removing_first)
-    monkeypatch.setattr(os, "open", removing_directory)
-    with Volume.temporary([tmp_path], MIB, queue=plain_queue) as volume:
-        assert len(removed) == 2
-        assert os.listdir(tmp_path) == [volume.directories[0].name]
+
+def refuse_unnamed_files(monkeypatch: pytest.MonkeyPatch, refusal: int) -> None:
+    """Let the kernel answer as for a file system that cannot make a file without a name."""
+    make = os.open
+
+    def opened(path: Any, flags: int, *arguments: Any, **keywords: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(refusal, os.strerror(refusal), str(path))
+        return make(path, flags, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", opened)
 
 
 # --- interrupted and grown ---------------------------------------------------------------------------------------
@@ -963,7 +959,7 @@ def test_a_close_that_was_interrupted_is_done_by_the_next_one(
         for folder in folders:
             folder.mkdir()
     volume = getattr(Volume, kind)([Member(folder, rate=1.0) for folder in folders], 4 * MIB, queue=plain_queue)
-    directories = volume.directories
+    descriptors = [part.member._lock for part in volume._parts]
 
     def interrupted(_: MemberFile) -> None:
         raise KeyboardInterrupt
@@ -973,12 +969,13 @@ def test_a_close_that_was_interrupted_is_done_by_the_next_one(
         with pytest.raises(KeyboardInterrupt):
             volume.close()
     assert volume.closed
-    assert [lock_holder_of(directory) for directory in directories] == [os.getpid()] * 2
+    assert all(os.fstat(descriptor).st_size for descriptor in descriptors)
 
     volume.close()
 
-    assert [lock_holder_of(directory) for directory in directories] == [None] * 2
-    assert [directory.exists() for directory in directories] == [kind == "create"] * 2
+    assert [part.member._lock for part in volume._parts] == [-1, -1]
+    assert [unnamed_files(folder) for folder in folders] == [[], []]
+    assert [os.listdir(folder) for folder in folders] == [["data"] if kind == "create" else []] * 2
 
 
 def test_an_interrupted_close_loses_no_operation_from_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from infinity_engine.errors import DamageError, TransferError
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget
 from infinity_engine.storage import IOEvent, Place, SwapFile
+from support.unnamed_files import unnamed_files
 
 PAGE = 4096
 MIB = 1 << 20
@@ -47,7 +48,7 @@ def written(swap: SwapFile, nbytes: int, **options: int) -> Place:
 
 def flip(drive: Path, offset: int) -> None:
     """Change one bit of a byte of the swap file."""
-    [path] = drive.glob("*/data")
+    [path] = unnamed_files(drive)
     file = os.open(path, os.O_RDWR)
     try:
         [byte] = os.pread(file, 1, offset)
@@ -71,7 +72,7 @@ def test_a_flipped_bit_is_told_with_the_block_that_it_is_in_and_both_sums(tmp_pa
 
         told = damage_of(swap, place)
 
-        [path] = (tmp_path / "a").glob("*/data")
+        path = tmp_path / "a" / "(unnamed)"
         good = numbered(5 * BLOCK + 100)[3 * BLOCK : 4 * BLOCK]
         bad = bytearray(good)
         bad[5] ^= 4
@@ -140,7 +141,7 @@ def test_a_block_that_lies_on_two_drives_is_told_with_both(tmp_path: Path) -> No
         flip(drives[second.member], second.offset)
 
         told = damage_of(swap, place)
-        files = [str(next(drives[each.member].glob("*/data"))) for each in place.extents]
+        files = [str(drives[each.member] / "(unnamed)") for each in place.extents]
         assert (told.path, told.offset, told.asked) == (files[0], first.offset + MIB, MIB)
         assert told.others == ((files[1], second.offset),)
         assert f"which go on in {files[1]} at offset {second.offset}" in str(told)

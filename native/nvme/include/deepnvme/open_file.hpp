@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace deepnvme {
 
@@ -40,6 +41,8 @@ class OpenFile {
     OpenFile& operator=(const OpenFile&) = delete;
 
     [[nodiscard]] const std::string& path() const noexcept { return path_; }
+    // What errors call a file that has no name, or has lost it; before any I/O on it.
+    void show_as(std::string name) { path_ = std::move(name); }
     [[nodiscard]] bool writable() const noexcept { return mode_ != OpenMode::read; }
     // -1 where direct I/O is refused or not wanted.
     [[nodiscard]] int direct_descriptor() const noexcept { return direct_; }
