@@ -145,6 +145,17 @@ class SpaceMap:
             raise ValueError(f"bytes {offset} to {end} are not all free")
         self._cut(piece, offset, end - offset)
 
+    def trim(self) -> int:
+        """Let the space end behind the last piece in use, but not before one page; return the bytes less."""
+        self._finish()
+        last = self._offsets[-1] if self._offsets else self.end
+        end = max(last, self.start + PAGE)
+        if end >= self.end or last + self._lengths[last] < self.end:
+            return 0
+        self._replace((last,), ((last, end - last),) if last < end else ())
+        cut_off, self.end = self.end - end, end
+        return cut_off
+
     def extend(self, end: int) -> None:
         """Let the space end later; what is new is free.
 

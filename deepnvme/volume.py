@@ -342,6 +342,26 @@ class Volume:
                 with self._changing:
                     part.space.extend(end)
 
+    def trim(self) -> tuple[int, ...]:
+        """Give the drives back what is free behind the last piece in use; return the bytes of each member, in order.
+
+        A member keeps one page for use. What is free between pieces in use stays the volume's.
+
+        Raises:
+            VolumeError: the volume has too many members for its headers to be changed; nothing has changed.
+        """
+        self._check_writable()
+        with self._growing:
+            for index, part in enumerate(self._parts):
+                part.member.check_growing(Header(self.uuid, index, part.space.end - PAGE, self.rates))
+            with self._changing:
+                trimmed = tuple(part.space.trim() for part in self._parts)
+            for index, part in enumerate(self._parts):
+                if trimmed[index]:
+                    part.member.write_header(Header(self.uuid, index, part.space.end - PAGE, self.rates))
+                    part.member.cut_off(part.space.end)
+        return trimmed
+
     @property
     def closed(self) -> bool:
         """Whether `close()` was called."""

@@ -27,7 +27,7 @@ import difflib
 import functools
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 __all__ = [
@@ -120,6 +120,7 @@ class CapacityError(InfinityError):
     `limit` is what the tier may hold in all and `free` what of it is not taken; `holders` are those that took the
     rest, as (name, nbytes); `change` says what would make it fit; `directory` names the drive where there are several.
     `largest` is the largest piece of what is free, where that is in pieces.
+    Where raising one of the budget's limits is enough, `budget` is its name, and the message says to how much.
     """
 
     tier: str
@@ -130,6 +131,11 @@ class CapacityError(InfinityError):
     holders: tuple[tuple[str, int], ...] = ()
     directory: str | None = None
     largest: int | None = None
+    budget: str | None = None
+
+    def beside(self, holder: str, nbytes: int) -> CapacityError:
+        """Return the error for the whole limit, where `limit` was only what `holder` leaves of it."""
+        return replace(self, limit=self.limit + nbytes, holders=(*self.holders, (holder, nbytes)))
 
     def __post_init__(self) -> None:
         self.holders = tuple(sorted(self.holders, key=lambda holder: holder[1], reverse=True))
@@ -144,9 +150,10 @@ class CapacityError(InfinityError):
         usable = self.free if self.largest is None else self.largest
         pieces = "" if self.largest is None else f" in pieces, the largest of {_size(self.largest)}"
         short = max(self.asked - usable, 0)
+        enough = f"raise the budget's {self.budget} to at least {_size(self.limit + short)}, or " if self.budget else ""
         return (
             f"{where} cannot hold {_size(self.asked)}: {_size(self.free)} free of {_size(self.limit)}{pieces}, "
-            f"{_size(short)} short{held}. To make it fit: {self.change}"
+            f"{_size(short)} short{held}. To make it fit: {enough}{self.change}"
         )
 
 

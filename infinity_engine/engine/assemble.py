@@ -35,7 +35,7 @@ from infinity_engine.engine.meter import Meter, clock_of
 from infinity_engine.engine.modules import ModuleParameters
 from infinity_engine.engine.outgoing import Outgoing
 from infinity_engine.engine.parameters import TrainedParameter
-from infinity_engine.engine.planning import Planned, check_and_plan
+from infinity_engine.engine.planning import Planned, check_and_plan, refusing_beside
 from infinity_engine.engine.precision import asked_dtype
 from infinity_engine.engine.progress import Progress, Teller
 from infinity_engine.engine.ranks import Ranks
@@ -123,7 +123,8 @@ def _parts(
     accelerator, sizing, plan = planned.accelerator, planned.sizing, planned.plan
     trained, everything = planned.trained, planned.everything
     ledger = Ledger(planned.budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)
-    swap = _swap(plan, ledger, planned.budget, planned.queue, resources, sums_bytes=planned.sums_bytes)
+    with refusing_beside(planned.built):
+        swap = _swap(plan, ledger, planned.budget, planned.queue, resources, sums_bytes=planned.sums_bytes)
     host, on_device = _pools(plan.demand, ledger, accelerator, resources)
     passing = _passing(plan.demand, ledger, resources)
     staying = resources.enter_context(ledger.reserve(Tier.DEVICE, plan.demand.staying, holder="gradients that stay"))
@@ -283,17 +284,20 @@ def _swap(
     needed = plan.demand.nvme
     if not needed:
         return None
-    every = sum(budget.nvme.values()) or 1
+    free = sum(budget.nvme.values())
+    every = max(free, 1)
     sizes = {directory: align_up(needed * limit // every, PAGE) + 2 * PAGE for directory, limit in budget.nvme.items()}
-    short = [directory for directory, nbytes in sizes.items() if nbytes > budget.nvme[directory]]
-    if short:
+    if any(nbytes > budget.nvme[directory] for directory, nbytes in sizes.items()):
+        smallest = max(min(budget.nvme.values()), 1)
+        enough = needed + 3 * PAGE * every // smallest  # where the limits keep their proportion
         raise CapacityError(
             tier=Tier.NVME.name,
             directory=", ".join(budget.nvme),
-            asked=needed,
-            free=every,
-            limit=every,
-            change="raise the budget's nvme, name another directory there, or raise the budget's host",
+            asked=max(enough, free + 1),
+            free=free,
+            limit=free,
+            budget=Tier.NVME.value,
+            change="name another directory there, or raise the budget's host",
         )
     _warn_of_memory(sizes)
     sums = resources.enter_context(ledger.reserve(Tier.HOST, sums_bytes, holder="checksums of swapped bytes"))

@@ -169,7 +169,8 @@ class Originals:
         self.leave(self.parameters())
 
     def settle(self, room: int = 0) -> None:
-        """Keep no more of the host's budget than what could not leave takes, and room for so many bytes."""
+        """Keep no more of the budget than values take: of the host's, those that could not leave and `room` bytes."""
+        self._swap.trim()
         held = self._host.held
         self._host.release(held)
         self._host.close()

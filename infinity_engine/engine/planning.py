@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,7 +29,7 @@ from infinity_engine.engine.ranks import Ranks
 from infinity_engine.engine.replanning import Question, Replanner
 from infinity_engine.engine.sharding import Sharding, check_cut
 from infinity_engine.engine.sizing import sizing_of, wish_of
-from infinity_engine.errors import ConfigError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.machine.cores import CoreShare
 from infinity_engine.optim import NORM_BLOCK, Rule, rules_of
@@ -40,7 +40,7 @@ from infinity_engine.sim.placing import Plan, place
 from infinity_engine.sim.sizing import Sizing
 from infinity_engine.storage import SwapFile
 
-__all__ = ["Planned", "check_and_plan", "check_device"]
+__all__ = ["Planned", "check_and_plan", "check_device", "refusing_beside"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,18 +130,19 @@ def check_and_plan(
         ranks=ranks,
     )
     rated_config = rated() if ranks is None else with_rates_of_machine(config, ranks, budget.nvme, rated)
-    if sharding is None:
-        wish, question = choose(
-            model, trained, frozen, sizing, config=rated_config, policy=policy, budget=budget, io_bytes=io_bytes
-        )
-        plan = place(sizing, wish, budget, io_bytes=io_bytes)
-        replanner = _replanner(config, question, sizing, plan, trained=len(trained))
-    else:
-        chosen = choose_together(
-            model, sizing, sharding, config=rated_config, policy=policy, budget=room, io_bytes=io_bytes
-        )
-        wish = sharding.wish(wish_of(rated_config, policy))
-        plan = chosen or what_fits(sizing, wish, sharding, room, io_bytes=io_bytes)
+    with refusing_beside(built):
+        if sharding is None:
+            wish, question = choose(
+                model, trained, frozen, sizing, config=rated_config, policy=policy, budget=budget, io_bytes=io_bytes
+            )
+            plan = place(sizing, wish, budget, io_bytes=io_bytes)
+            replanner = _replanner(config, question, sizing, plan, trained=len(trained))
+        else:
+            chosen = choose_together(
+                model, sizing, sharding, config=rated_config, policy=policy, budget=room, io_bytes=io_bytes
+            )
+            wish = sharding.wish(wish_of(rated_config, policy))
+            plan = chosen or what_fits(sizing, wish, sharding, room, io_bytes=io_bytes)
     if plan.steps.parameters is not Tier.DEVICE or (sharding is not None and sharding.by_module):
         check_modules(model)
     return Planned(
@@ -272,6 +273,19 @@ def _budget(
         budget = ranks.share_budget(budget, device_is_shared=accelerator.unified, held=every)
     left = {name: max(limit - on_drives.get(name, 0), 0) for name, limit in budget.nvme.items()}
     return replace(budget, host=max(budget.host - on_host, 0), nvme=left)
+
+
+@contextmanager
+def refusing_beside(built: BuiltModel | None) -> Iterator[None]:
+    """Let a refusal in the body count what a model takes of the budget that was built on drives."""
+    try:
+        yield
+    except CapacityError as error:
+        on_host, on_drives = (0, {}) if built is None else _held_by(built)
+        held = on_host if error.tier == Tier.HOST.name else sum(on_drives.values())
+        if error.tier == Tier.DEVICE.name or not held:
+            raise
+        raise error.beside("the model as it was built", held) from None
 
 
 def _held_by(built: BuiltModel) -> tuple[int, dict[str, int]]:

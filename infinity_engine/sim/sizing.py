@@ -33,7 +33,7 @@ from infinity_engine.sim.buffers import (
     early_slot,
     gradient_slot,
 )
-from infinity_engine.units import align_up, format_bytes
+from infinity_engine.units import align_up
 
 __all__ = ["Demand", "Sizing", "cut"]
 
@@ -297,7 +297,8 @@ class Sizing:
             free=limit,
             limit=limit,
             holders=tuple((name, nbytes) for name, nbytes in parts.items() if nbytes),
-            change=f"raise the budget's {tier.value} to at least {asked} B ({format_bytes(asked)}), or {change}",
+            change=change,
+            budget=tier.value,
         )
 
     def _check_device(self, demand: Demand, budget: ResolvedBudget) -> None:

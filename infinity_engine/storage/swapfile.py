@@ -94,15 +94,15 @@ class SwapFile:
         self._holder = holder
         self._checksum = checksum
         self._holders: dict[Place, str] = {}
-        self._reservations: list[Reservation] = []
+        self._host: Reservation | None = None
+        self._drives: dict[str, Reservation] = {}
         self.queue = IOQueue() if queue is None else queue
         self._owns_queue = queue is None
         try:
             self._reserve_host(sizes, ledger, holder)
             for directory, nbytes in sizes.items():
-                reservation = ledger.reserve(Tier.NVME, nbytes, holder=holder, directory=directory)
-                self._reservations.append(reservation)
-                reservation.hold(align_down(nbytes, PAGE))
+                self._drives[directory] = ledger.reserve(Tier.NVME, nbytes, holder=holder, directory=directory)
+                self._drives[directory].hold(align_down(nbytes, PAGE))
             self._volume = Volume.temporary(
                 [
                     Member(
@@ -152,20 +152,22 @@ class SwapFile:
             raise ConfigError.unknown_name(
                 field="directory of the swap file", name=min(unknown), known=self._directories
             )
-        reserved: list[Reservation] = []
+        taken: dict[str, int] = {}
         try:
             for directory, nbytes in more.items():
-                reserved.append(self._ledger.reserve(Tier.NVME, nbytes, holder=self._holder, directory=directory))
-                reserved[-1].hold(nbytes)
+                self._drives[directory].grow(nbytes)
+                taken[directory] = nbytes
+                self._drives[directory].hold(nbytes)
             self._volume.grow_members([more.get(directory, 0) for directory in self._directories])
         except BaseException as error:
-            for reservation in reserved:
-                reservation.release(reservation.held)
-                reservation.close()
+            self._give_back_of_drives(taken)
             if isinstance(error, VolumeError) and error.errno in _FULL:
                 raise self._drive_is_full(error, more) from error
             raise
-        self._reservations += reserved
+
+    def trim(self) -> None:
+        """Give the drives back what is free behind the last place in use; a directory keeps a page for use."""
+        self._give_back_of_drives(dict(zip(self._directories, self._volume.trim(), strict=True)))
 
     def allocate(self, nbytes: int, *, holder: str, block_bytes: int = CHECKSUM_BYTES) -> Place:
         """Take room for `nbytes`, which are written and read as a whole, or in parts of so many `block_bytes`.
@@ -252,8 +254,8 @@ class SwapFile:
     def _reserve_host(self, directories: Iterable[str], ledger: Ledger, holder: str) -> None:
         """Count what the queue takes for each drive when something has to be copied: seldom, but then all of it."""
         nbytes = self.host_bytes(directories, self.queue)
-        self._reservations.append(ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}"))
-        self._reservations[0].hold(nbytes)
+        self._host = ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}")
+        self._host.hold(nbytes)
 
     def _drive_is_full(self, error: VolumeError, more: Mapping[str, int]) -> CapacityError:
         """Return the error for a drive that has less than the budget says."""
@@ -267,10 +269,17 @@ class SwapFile:
             change=f"free space on the drive of {directory}, or name others in the budget's nvme ({error.strerror})",
         )
 
+    def _give_back_of_drives(self, sizes: Mapping[str, int]) -> None:
+        for directory, nbytes in sizes.items():
+            self._drives[directory].release(nbytes)
+            self._drives[directory].shrink(nbytes)
+
     def _give_back(self) -> None:
-        for reservation in self._reservations:
-            reservation.release(reservation.held)
-            reservation.close()
-        self._reservations.clear()
+        for reservation in (self._host, *self._drives.values()):
+            if reservation is not None:
+                reservation.release(reservation.held)
+                reservation.close()
+        self._host = None
+        self._drives.clear()
         if self._owns_queue:
             self.queue.close()

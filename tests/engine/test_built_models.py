@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 import infinity_engine
+from infinity_engine.errors import CapacityError
 from support.engine_bits import bits_of
 from support.nvme_training import RATES, Case, emulated, made, train, trained
 from support.small_models import MODELS
+from support.unnamed_files import unnamed_files
 
 BUDGET_HOST = "64MiB"
 
@@ -54,7 +57,7 @@ def test_a_model_that_was_built_on_drives_trains_like_one_that_was_built_in_memo
     expected = trained(case, None, None)
     assert losses == expected.losses
     assert [name for name, each in expected.bits.items() if not torch.equal(bits[name], each)] == []
-    assert list(tmp_path.iterdir()) == []
+    assert unnamed_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -84,3 +87,55 @@ def test_where_the_engine_refuses_the_model_is_still_on_the_drives(tmp_path: Pat
     assert [
         name for name, each in task.state_dict().items() if not torch.equal(each, expected.state_dict()[name])
     ] == []
+
+
+# --- what a built model takes of the budget ----------------------------------------------------------------------
+
+
+def built_and_initialized(drive: Path, *, building: str, host: int | str, nvme: int | str) -> list[int]:
+    """Build a model of 2 MiB on the drive and let an engine take it over; return what the model took of the drive."""
+    torch.manual_seed(0)
+    with infinity_engine.init_context(budget={"host": "64MiB", "nvme": {str(drive): building}}, cache="1MiB"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+    taken = [file.stat().st_size for file in unnamed_files(drive)]
+    with infinity_engine.initialize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        accelerator="cpu",
+        calibration="off",
+        strategy="nvme_streamed",
+        parameters="nvme",
+        subgroup_numel=2**16,
+        budget={"host": host, "nvme": {str(drive): nvme}},
+    ) as engine:
+        engine.backward(engine(torch.ones(2, 256)).pow(2).mean())
+        engine.step()
+    return taken
+
+
+@pytest.mark.parametrize("nvme", ["32MiB", "256MiB"])
+def test_one_budget_is_enough_for_building_and_training(tmp_path: Path, nvme: str) -> None:
+    [taken] = built_and_initialized(tmp_path, building=nvme, host="64MiB", nvme=nvme)
+    assert 2 << 20 <= taken < 3 << 20
+
+
+def least_advised(refused: CapacityError, tier: str) -> int:
+    advice = re.search(rf"raise the budget's {tier} to at least (\d+) B", str(refused))
+    assert advice is not None, str(refused)
+    return int(advice[1])
+
+
+def test_advised_host_budget_is_enough_for_a_built_model(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError) as refused:
+        built_and_initialized(tmp_path, building="64MiB", host=17 << 20, nvme="64MiB")
+    least = least_advised(refused.value, "host")
+    with pytest.raises(CapacityError):
+        built_and_initialized(tmp_path, building="64MiB", host=least - 4096, nvme="64MiB")
+    built_and_initialized(tmp_path, building="64MiB", host=least, nvme="64MiB")
+
+
+def test_advised_nvme_budget_is_enough_for_a_built_model(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError) as refused:
+        built_and_initialized(tmp_path, building="64MiB", host="34MiB", nvme="4MiB")
+    least = least_advised(refused.value, "nvme")
+    built_and_initialized(tmp_path, building="64MiB", host="34MiB", nvme=least)

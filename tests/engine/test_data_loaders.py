@@ -20,6 +20,7 @@ from infinity_engine.plan import Interleaved
 from support.engine_bits import Bits, bits_of, differing
 from support.nvme_training import STREAMED, Case, emulated, opened
 from support.small_models import Task
+from support.unnamed_files import unnamed_files
 
 pytestmark = [
     pytest.mark.usefixtures("deterministic"),
@@ -116,7 +117,7 @@ def test_workers_that_outlive_the_engine_keep_no_space_on_its_drives(tmp_path: P
 
     for number, batch in enumerate(loader):
         assert torch.equal(batch, task.batch(number))
-    assert list(tmp_path.iterdir()) == []
+    assert unnamed_files(tmp_path) == []
     assert [blocks_in(tmp_path, worker) for worker in workers] == [0, 0]
 
 

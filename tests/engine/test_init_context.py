@@ -33,6 +33,7 @@ from support.engine_bits import differing
 from support.interrupts import interrupted_at
 from support.nvme_programs import output_of, run_program
 from support.small_models import MODELS
+from support.unnamed_files import unnamed_files
 
 KIB, MIB = 1 << 10, 1 << 20
 CACHES = (0, 20 * KIB, None)
@@ -261,7 +262,7 @@ def test_the_same_seed_gives_the_same_bits_as_without_the_context(name: str, cac
     built.whole()
     found = {name: tensor for name, tensor in tensors(model).items() if not tensor.is_meta}
     assert_same_bits(found, expected)
-    assert list(drive.iterdir()) == []
+    assert unnamed_files(drive) == []
 
 
 class Program:
@@ -571,7 +572,7 @@ def test_a_model_from_before_may_be_read_and_stays_as_it_is(drive: Path) -> None
 
 def assert_given_back(drive: Path) -> None:
     """Nothing is left on the drive, and a model that is built now is an ordinary one."""
-    assert list(drive.iterdir()) == []
+    assert unnamed_files(drive) == []
     assert nn.Linear(60, 60).weight.isfinite().all()
     assert not torch.overrides.has_torch_function((None,))
 
@@ -729,7 +730,7 @@ def model_and_built(drive: Path) -> Iterator[tuple[Any, BuiltModel]]:
         model = nn.Sequential(nn.Linear(100, 90), nn.Sequential(nn.ReLU(), nn.Linear(90, 1)))
     yield model, built
     built.close()
-    assert list(drive.iterdir()) == []
+    assert unnamed_files(drive) == []
 
 
 @pytest.mark.parametrize(
@@ -944,7 +945,7 @@ def test_the_files_go_with_the_model(drive: Path) -> None:
     build()
     torch.nn.Linear(1, 1)
     gc.collect()
-    assert os.listdir(drive) == []
+    assert unnamed_files(drive) == []
 
 
 def test_a_parameter_that_no_module_has_is_an_ordinary_one_after_the_context(drive: Path) -> None:

@@ -19,6 +19,7 @@ from infinity_engine.plan import Budget
 from infinity_engine.storage import swapfile
 from support.interrupts import interrupted_at
 from support.nvme_programs import output_of, run_program
+from support.unnamed_files import unnamed_files
 
 
 class Model(nn.Module):
@@ -94,7 +95,7 @@ def test_the_values_of_the_files_are_those_of_the_model(tmp_path: Path, drive: P
     assert model.scale == 2
     built.whole()
     assert all(torch.equal(tensor, values()[name]) for name, tensor in model.state_dict().items())
-    assert list(drive.iterdir()) == []
+    assert unnamed_files(drive) == []
 
 
 def test_a_number_is_converted_where_the_model_has_another_dtype(tmp_path: Path, drive: Path) -> None:
@@ -156,7 +157,7 @@ def test_files_of_another_model_are_refused(
         load_into(model, folder, budget(drive))
 
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert list(drive.iterdir()) == []
+    assert unnamed_files(drive) == []
 
 
 def test_a_directory_without_files_is_refused(tmp_path: Path, drive: Path) -> None:
@@ -207,7 +208,7 @@ def test_drives_without_room_leave_the_model_as_it_was(tmp_path: Path, drive: Pa
         load_into(model, folder, budget(drive, nvme="2MiB"))
 
     assert model.weight.is_meta
-    assert list(drive.iterdir()) == []
+    assert unnamed_files(drive) == []
 
 
 def test_a_parameter_that_cannot_be_given_values_leaves_the_model_as_it_was(tmp_path: Path, drive: Path) -> None:
@@ -221,7 +222,7 @@ def test_a_parameter_that_cannot_be_given_values_leaves_the_model_as_it_was(tmp_
     assert alias.is_meta
     assert [name for name, _ in model.named_parameters()] == names
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert list(drive.iterdir()) == []
+    assert unnamed_files(drive) == []
 
 
 @pytest.mark.parametrize("requests", [Requests.READS, Requests.WRITES])
@@ -237,7 +238,7 @@ def test_a_drive_that_fails_is_told_and_the_model_is_as_it_was(
         load_into(model, folder, budget(drive))
 
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert list(drive.iterdir()) == []
+    assert unnamed_files(drive) == []
 
 
 def test_a_loading_that_is_interrupted_has_filled_the_model_or_left_it_as_it_was(tmp_path: Path, drive: Path) -> None:
@@ -253,7 +254,7 @@ def test_a_loading_that_is_interrupted_has_filled_the_model_or_left_it_as_it_was
             assert built is not None
             built.whole()
             assert torch.equal(model.halved, values()["halved"])
-        assert list(drive.iterdir()) == []
+        assert unnamed_files(drive) == []
         if not told[0]:
             break
 

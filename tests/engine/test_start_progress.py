@@ -12,6 +12,7 @@ import infinity_engine
 from deepnvme import write_safetensors
 from infinity_engine.engine import progress as module
 from infinity_engine.engine.progress import Progress
+from support.unnamed_files import unnamed_files
 
 WIDTH = 1024
 LAYERS = 3
@@ -134,7 +135,7 @@ def test_what_is_told_can_stop_the_work_and_the_model_is_as_it_was(tmp_path: Pat
         )
 
     assert all(torch.equal(each, old) for each, old in zip(model.parameters(), before, strict=True))
-    assert list(tmp_path.iterdir()) == []
+    assert unnamed_files(tmp_path) == []
 
 
 def test_what_cannot_be_called_is_refused_before_anything_happens(tmp_path: Path) -> None:

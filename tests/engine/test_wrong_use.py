@@ -25,6 +25,7 @@ from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import Rates, Tier
 from support.nvme_programs import output_of, run_program
+from support.unnamed_files import unnamed_files
 from support.wrong_uses import told
 
 RATES = Rates(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_update_params_per_s=1e8, device_update_params_per_s=1e9)
@@ -69,7 +70,7 @@ def test_what_fails_when_all_is_put_together_leaves_the_model_as_it_was(
         name: each.dtype for name, each in before.items()
     }
     assert all(torch.equal(each, before[name]) for name, each in net.state_dict().items())
-    assert list(tmp_path.iterdir()) == []
+    assert unnamed_files(tmp_path) == []
 
 
 def test_a_step_without_a_backward_says_so() -> None:
@@ -312,7 +313,7 @@ def test_a_budget_too_small_by_a_mebibyte_is_refused_before_anything_moves(
             opened(least - MEBIBYTE)
 
         assert device.memory().free == 64 * MEBIBYTE
-        assert list(tmp_path.iterdir()) == []
+        assert unnamed_files(tmp_path) == []
         assert [parameter.data_ptr() for parameter in net.parameters()] == before
         with opened(least) as made:
             made.backward(made(torch.ones(2, 700)).sum())

@@ -996,6 +996,28 @@ def raise_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("kind", ["create", "temporary"])
+def test_trimmed_volume_gives_back_what_lies_behind_its_bytes(tmp_path: Path, plain_queue: IOQueue, kind: str) -> None:
+    place = tmp_path / "0" if kind == "create" else tmp_path
+    data, back = pattern(MIB, seed=1), bytearray(MIB)
+    with getattr(Volume, kind)([place], 4 * MIB, queue=plain_queue) as volume:
+        extents = volume.allocate(MIB)
+        finish(volume.pwrite(extents, data))
+        assert volume.trim() == (3 * MIB,)
+        assert volume.trim() == (0,)
+        assert (volume.capacities, volume.free_bytes) == ((MIB,), 0)
+        assert volume._parts[0].member.length == PAGE + MIB
+        volume.grow(2 * MIB)
+        finish(volume.pread(extents, back))
+        assert_same(back, data)
+        volume.release(extents)
+        volume.trim()
+        assert volume.capacities == (PAGE,)
+    if kind == "create":
+        with Volume.open([place], queue=plain_queue) as volume:
+            assert volume.capacities == (PAGE,)
+
+
 def test_a_volume_grows_and_keeps_what_it_has(tmp_path: Path, plain_queue: IOQueue) -> None:
     data = pattern(3 * MIB, seed=1)
     with Volume.create(members(tmp_path, 1.0, 3.0), 4 * MIB, queue=plain_queue) as volume:

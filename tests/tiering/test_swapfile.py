@@ -181,6 +181,20 @@ def test_a_swap_file_grows_by_what_is_asked_of_each_directory_and_keeps_what_it_
     assert books.free(Tier.NVME, directory=second) == 1 << 20
 
 
+def test_trimmed_swap_file_frees_the_budget_behind_its_bytes(tmp_path: Path) -> None:
+    books = ledger(tmp_path)
+    with SwapFile({str(tmp_path): 100 * PAGE}, books) as swap:
+        swap.allocate(4 * PAGE, holder="w")
+        swap.grow({str(tmp_path): 10 * PAGE})
+
+        swap.trim()
+
+        [file] = unnamed_files(tmp_path)
+        assert file.stat().st_size == 5 * PAGE
+        assert books.free(Tier.NVME, directory=str(tmp_path)) == (1 << 20) - 5 * PAGE
+    assert books.free(Tier.NVME, directory=str(tmp_path)) == 1 << 20
+
+
 def test_growing_beyond_the_budget_changes_nothing(tmp_path: Path) -> None:
     books = ledger(tmp_path)
     with SwapFile({str(tmp_path): 3 * PAGE}, books) as swap:

@@ -86,6 +86,14 @@ class SpaceMapAgainstPages(RuleBasedStateMachine):
                 self.space.reserve(page * PAGE, nbytes)
 
     @rule()
+    def trim_and_extend(self) -> None:
+        last = max(self.used, default=FIRST)
+        assert self.space.trim() == (FIRST + PAGES - last - 1) * PAGE
+        assert self.space.end == (last + 1) * PAGE
+        if self.space.end < (FIRST + PAGES) * PAGE:
+            self.space.extend((FIRST + PAGES) * PAGE)
+
+    @rule()
     def give_everything(self) -> None:
         for page in sorted(self.used, key=lambda page: page * 29 % PAGES):
             self.space.give(page * PAGE, 1)
