@@ -227,24 +227,44 @@ def _init_world(timeout: timedelta, name: str) -> None:
     Raises:
         CollectiveError: not all have come in time.
     """
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]  # it is there
+    store, rank, size = _store_of_all(timeout, name)
     # torch would use the keys of a group that has ended again, with the addresses that are left there.
     turn = store.add(f"infinity/joins of rank {rank}", 1)
     own = dist.PrefixStore(f"infinity/join {turn}", store)  # type: ignore[attr-defined]  # likewise
     try:
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
-        missing = [each for each in range(size) if store.add(f"infinity/joins of rank {each}", 0) < turn]
+        try:
+            missing = [other for other in range(size) if store.add(f"infinity/joins of rank {other}", 0) < turn]
+        except RuntimeError:  # rank 0 has waited as long and has left, and its store with it
+            raise _not_met(timeout, name, rank, f"some of {size} ranks") from error
         if not missing:
             raise
-        raise CollectiveError(
-            group=name,
-            rank=rank,
-            op="meeting the others",
-            reason=f"of {size} ranks, {', '.join(map(str, missing))} did not come in {timeout.total_seconds():g} s. "
-            "All of them call initialize, init_context and load_into, as often as the others; a process that is to "
-            'train on its own has ranks={"stage": "alone"}',
-        ) from error
+        raise _not_met(timeout, name, rank, f"of {size} ranks, {', '.join(map(str, missing))}") from error
+
+
+def _store_of_all(timeout: timedelta, name: str) -> tuple[Any, int, int]:
+    """Return the store at which the ranks meet, which may be the first of them, with this one's rank and their number.
+
+    For one rank, rank 0 would wait in torch for all others, and could not tell who is missing.
+    """
+    found = dist.rendezvous("env://?world_size=1", timeout=timeout)  # type: ignore[attr-defined]  # it is there
+    try:
+        store, rank, _ = next(found)
+    except dist.DistError as error:
+        raise _not_met(timeout, name, int(os.environ["RANK"]), "rank 0, which holds the ranks' store,") from error
+    return store, rank, int(os.environ["WORLD_SIZE"])
+
+
+def _not_met(timeout: timedelta, name: str, rank: int, who: str) -> CollectiveError:
+    return CollectiveError(
+        group=name,
+        rank=rank,
+        op="meeting the others",
+        reason=f"{who} did not come in {timeout.total_seconds():g} s. All of them call initialize, init_context and "
+        "load_into, as often as the others; a process that is to train on its own has "
+        'ranks={"stage": "alone"}',
+    )
 
 
 def _others() -> bool:
@@ -696,7 +716,7 @@ class Collectives:
         """End everything, with an error that says who is to blame as far as that can be found out."""
         if self._failure is not None:
             return
-        known = [] if cause is None else [_brief(cause)]
+        known = [] if cause is None else [_first_sentence(cause)]
         self._failures.tell(f"has stopped in {': '.join([pending.op, *known])}")
         try:
             raise self._error(pending.op, "; ".join([*known, *self._failures.account()])) from cause
@@ -721,3 +741,8 @@ def _brief(error: BaseException) -> str:
     """Return what an error says, without where in torch's sources it was found."""
     lines = str(error).strip().splitlines()
     return re.sub(r"^\[\S+:\d+\] ", "", lines[0])[:200] if lines else type(error).__name__
+
+
+def _first_sentence(error: BaseException) -> str:
+    """Return the fact that an error of Gloo begins with: what follows are guesses, and sources of torch."""
+    return re.split(r"\.\s", _brief(error))[0].removesuffix(".")

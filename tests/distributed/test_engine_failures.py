@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -165,3 +169,34 @@ def on_drives(directory: Path) -> dict[str, Any]:
 def trained_alike(ranks: list[Rank]) -> bool:
     """Tell whether ranks have the same losses' steps and no error."""
     return all(rank.value["states"].keys() == ranks[0].value["states"].keys() for rank in ranks)
+
+
+MEETING = """
+import torch, infinity_engine
+from infinity_engine.errors import CollectiveError
+try:
+    together = {"stage": "optimizer", "timeout_s": 5}
+    infinity_engine.initialize(torch.nn.Linear(2, 2), "adamw", accelerator="cpu", calibration="off", ranks=together)
+except CollectiveError as error:
+    print(error)
+"""
+
+
+def test_ranks_that_wait_name_the_missing_one_and_not_each_other() -> None:
+    """Of three processes the last never starts; rank 0, at which the others meet, waits as well."""
+    with socket.socket() as port:
+        port.bind(("localhost", 0))
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port.getsockname()[1]), "WORLD_SIZE": "3"}
+    waiting = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEETING],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    told = [process.communicate(timeout=120)[0] for process in waiting]
+
+    assert "of 3 ranks, 2 did not come" in told[0]
+    assert re.search("(of 3 ranks, 2|some of 3 ranks) did not come", told[1])  # some: rank 0 was faster to leave
