@@ -114,7 +114,7 @@ class IOFuture(concurrent.futures.Future[_T]):
 
     def _wait(self, timeout: float | None) -> float | None:
         """Wait for the operation; return what is left of the time. The future may be completed a little later."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
         while self._state in _UNDER_WAY:  # else cancelled meanwhile, or completed by another thread
             left = _SLEEP_S if deadline is None else deadline - time.monotonic()
             if self._waiter.wait_for(self._ticket, max(0.0, min(left, _SLEEP_S))):

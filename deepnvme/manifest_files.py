@@ -7,6 +7,8 @@ a manifest says, `manifest` knows.
 from __future__ import annotations
 
 import errno
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +24,7 @@ __all__ = ["ManifestFiles"]
 _SLOTS = ("manifest.0", "manifest.1")
 _DRAFT = "manifest.new"
 _DAMAGED = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # of the drive, or of the file system's own checksums
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
 
 
 class ManifestFiles:
@@ -64,12 +67,15 @@ class ManifestFiles:
         for slot in _SLOTS:
             place = self.folder / slot
             try:
-                manifest = parse(place.read_bytes(), volume=volume, capacities=capacities, path=str(place))
+                manifest = parse(_content_of(place), volume=volume, capacities=capacities, path=str(place))
             except FileNotFoundError:
                 missing.append(place)
             except ManifestError as problem:
                 damaged.append(f"{place}: {problem.strerror}")
             except OSError as problem:
+                if problem.errno in _NO_FILE:
+                    damaged.append(f"{place}: it is a link, a pipe or a directory, and no file that deepnvme made")
+                    continue
                 if problem.errno not in _DAMAGED:
                     raise
                 damaged.append(f"{place}: it cannot be read: {problem.strerror}")
@@ -86,3 +92,16 @@ class ManifestFiles:
 
     def _slot(self, generation: int) -> Path:
         return self.folder / _SLOTS[generation % 2]
+
+
+def _content_of(place: Path) -> bytes:
+    """Return what is in a file.
+
+    Raises:
+        OSError: it cannot be read; with an errno of `_NO_FILE`, it is a link, or something that could block the reader.
+    """
+    descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor has no Path
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), str(place))
+        return file.read()

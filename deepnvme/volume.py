@@ -35,6 +35,7 @@ __all__ = ["Member", "MemberStats", "Volume"]
 
 _Verb = Callable[[MemberFile, Memory, int], IOFuture[int]]
 
+_LARGEST = (1 << 63) - 2 * PAGE  # what a file can hold beside the header
 _STRIPED = 1 << 20  # bytes per member from which on one piece of memory is split over all
 
 
@@ -578,8 +579,8 @@ def _check_asked(specs: Sequence[Member], capacity: int | None) -> None:
     for nbytes in [*own, *([] if capacity is None else [capacity])]:
         if not isinstance(nbytes, int):
             raise TypeError(f"a capacity is a whole number of bytes, such as 1 << 30; got {nbytes!r}")
-        if nbytes < 1:
-            raise ValueError(f"a capacity is at least one byte; got {nbytes}")
+        if not 1 <= nbytes <= _LARGEST:
+            raise ValueError(f"a capacity is at least one byte, and at most {_LARGEST}; got {nbytes}")
     rates = [spec.rate for spec in specs if spec.rate is not None]
     if len(rates) not in (0, len(specs)) or not all(math.isfinite(rate) and rate > 0 for rate in rates):
         raise ValueError(f"give every Member a positive rate, or none, to have them measured; got {rates}")

@@ -24,6 +24,7 @@ Imports nothing of the package; called by everybody.
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import os
 from collections.abc import Iterable
@@ -201,7 +202,8 @@ class TransferError(InfinityError, OSError):
     what: str = ""
 
     def __post_init__(self) -> None:
-        OSError.__init__(self, self.errno, os.strerror(self.errno), self.path)
+        told = "the file ends before that" if self.errno == errno.ENODATA else os.strerror(self.errno)
+        OSError.__init__(self, self.errno, told, self.path)
 
     def _message(self) -> str:
         what = f"{self.what}: " if self.what else ""
@@ -332,6 +334,7 @@ def _shown(value: object) -> str:
 def _size(nbytes: int) -> str:
     # units.format_bytes rounds and units imports this module; an error needs the exact number, with one to read beside.
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if round(1024 * nbytes / scale, 2) >= 1024:  # Not 1024.00 of the next smaller unit.
-            return f"{nbytes} B ({nbytes / scale:.2f} {unit})"
+        if nbytes >= scale or round(1024 * nbytes / scale, 2) >= 1024:  # Not 1024.00 of the next smaller unit.
+            hundredths = (100 * nbytes + scale // 2) // scale  # no float, as these end at 1e308
+            return f"{nbytes} B ({hundredths // 100}.{hundredths % 100:02} {unit})"
     return f"{nbytes} B"

@@ -305,3 +305,8 @@ def test_other_threads_run_while_one_waits_for_room(tmp_path: Path) -> None:
             assert began.wait(TIMEOUT_S)
             assert not first.done() or waiting.result(TIMEOUT_S) == 3  # this thread has the interpreter meanwhile
             assert waiting.result(TIMEOUT_S) == 3
+
+
+def test_any_whole_number_of_seconds_can_be_waited(tmp_path: Path, queue: IOQueue) -> None:
+    with queue.open(tmp_path / "file", "w") as file:
+        assert file.pwrite(b"x").result(10**400) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import re
 import threading
@@ -413,3 +414,23 @@ def test_a_store_whose_making_was_killed_says_what_to_do(place: Path) -> None:
 
     with pytest.raises(StoreError, match="Remove what is in its directories and make it anew"):
         save({"a": 1}, place)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_manifest_that_is_no_file_is_refused_unread(place: Path, kind: str) -> None:
+    save({"a": 1}, place)
+    secret = place.parent / "secret"
+    secret.write_text("hunter2\n")
+    for slot in ("manifest.0", "manifest.1"):
+        (place / slot).unlink(missing_ok=True)
+        {"link": lambda at: at.symlink_to(secret), "pipe": os.mkfifo, "directory": Path.mkdir}[kind](place / slot)
+
+    with pytest.raises(StoreError, match="no file that deepnvme made") as refused:
+        load(place)
+
+    assert "hunter2" not in str(refused.value)
+
+
+def test_capacity_beyond_any_file_is_refused_with_its_value(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a capacity is at least one byte, and at most"):
+        TensorStore.swap([tmp_path], 10**400)

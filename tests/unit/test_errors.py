@@ -313,3 +313,16 @@ def test_a_damage_error_is_a_transfer_error_that_names_the_place_both_sums_and_w
         "wte.weight: /a/data: 8192 B (8.00 KiB) at offset 4096, which go on in /b/data at offset 12288 are damaged: "
         "their crc32c is 0x0000dead, that of what was written was 0x0000beef. Try once more"
     )
+
+
+def test_truncated_file_is_told_as_one_that_ends() -> None:
+    error = TransferError(errno=errno.ENODATA, path="/mnt/a/x", offset=4096, asked=8192, done=512)
+
+    assert "the file ends before that" in str(error)
+    assert "No data available" not in f"{error} {error.strerror}"
+
+
+def test_sizes_beyond_floats_have_a_message() -> None:
+    error = CapacityError(tier="HOST", asked=10**400, free=1, limit=1, change="less")
+
+    assert f"{10**400} B" in str(error)
