@@ -130,11 +130,11 @@ class _Kind:
     read: Callable[[str, object], object]
 
 
-def _whole(at_least: int) -> _Kind:
-    words = f"a whole number, {at_least} or more"
+def _whole(at_least: int, at_most: int | None = None) -> _Kind:
+    words = f"a whole number, {at_least} {'or more' if at_most is None else f'to {at_most}'}"
 
     def read(place: str, given: object) -> int:
-        if isinstance(given, bool) or not isinstance(given, int) or given < at_least:
+        if isinstance(given, bool) or not isinstance(given, int) or not at_least <= given <= (at_most or given):
             raise ConfigError(field=place, value=given, expected=words)
         return given
 
@@ -316,11 +316,10 @@ class StorageConfig(_Settings):
         default=Backend.AUTO,
         metadata=_about(_member(Backend), "deepnvme's I/O backend; auto: the best that this machine allows"),
     )
-    checksum: Checksum | None = field(
-        default=None,
+    checksum: Checksum = field(
+        default=Checksum.CRC32C,
         metadata=_about(
-            _or_none(_member(Checksum)),
-            "how swapped bytes are checked when read back; None: off",
+            _member(Checksum), "how swapped bytes are checked when read back; off: a drive's wrong bytes are trained on"
         ),
     )
     small_bytes: int = field(
@@ -489,7 +488,7 @@ class EngineConfig(_Settings):
     update_threads: int | None = field(
         default=None,
         metadata=_about(
-            _or_none(_whole(1)),
+            _or_none(_whole(1, 1024)),
             "threads that update on the host; None: as many as this process has cores, which ranks divide",
         ),
     )

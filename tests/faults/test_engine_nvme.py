@@ -247,6 +247,16 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+def test_swapped_bytes_are_checked_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[BaseException] = []
+    with opened(replace(CASE, checksum=None), None, tmp_path) as (engine, task):
+        one_step(engine, task, 0, told)
+        BadRead("parameters", tmp_path, monkeypatch)
+        one_step(engine, task, 1, told)
+
+    assert [type(cause_of(error)) for error in told] == [DamageError]
+
+
 @pytest.mark.parametrize("accelerator", ["cpu", "emulated"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bit_that_a_drive_returns_flipped_is_told_and_training_goes_on_to_the_same_bits(

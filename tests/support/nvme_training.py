@@ -49,7 +49,7 @@ class Case:
     small_bytes: int = 256
     subgroup_numel: int = 4096
     early: bool = False
-    checksum: str = "off"
+    checksum: str | None = "off"  # None: the default
 
 
 STREAMED = Case(precision="bf16", clip=0.05, strategy=NvmeStreamed(), parameters="nvme", host=17_100_000, steps=3)
@@ -91,6 +91,9 @@ def opened(case: Case, on: Accelerator | None, drive: Path | None, **more: Any) 
     budget: dict[str, object] = {"host": case.host, "device": case.device}
     if drive is not None:
         budget["nvme"] = {str(drive): "64MiB"}
+    storage: dict[str, object] = {"small_bytes": case.small_bytes, "early_updates": case.early}
+    if case.checksum is not None:
+        storage["checksum"] = case.checksum
     with infinity_engine.initialize(
         task,
         optimizer,
@@ -104,7 +107,7 @@ def opened(case: Case, on: Accelerator | None, drive: Path | None, **more: Any) 
         subgroup_numel=case.subgroup_numel,
         update_threads=2,
         parameters=case.parameters,
-        storage={"small_bytes": case.small_bytes, "early_updates": case.early, "checksum": case.checksum},
+        storage=storage,
         budget=budget,
         **more,
     ) as engine:

@@ -76,7 +76,7 @@ CONFIGS = st.builds(
     storage=st.builds(
         StorageConfig,
         backend=st.sampled_from(Backend),
-        checksum=st.none() | st.sampled_from(Checksum),
+        checksum=st.sampled_from(Checksum),
         endurance=st.none() | WHOLE | st.dictionaries(st.sampled_from(["/mnt/a", "/mnt/b"]), WHOLE),
     ),
     ranks=st.builds(
@@ -127,7 +127,7 @@ def test_the_defaults_promise_nothing_that_was_not_asked_for() -> None:
 
     assert (config.budget, config.strategy, config.precision) == (None, Auto(), Precision.MODEL)
     assert (config.accelerator, config.accumulation_steps, config.max_grad_norm) == (Accelerator.AUTO, 1, None)
-    assert config.storage == StorageConfig(backend=Backend.AUTO, checksum=None)
+    assert config.storage == StorageConfig(backend=Backend.AUTO, checksum=Checksum.CRC32C)
 
 
 def test_the_default_subgroup_fits_small_devices_three_times() -> None:
@@ -363,6 +363,8 @@ def test_a_wrong_strategy_is_refused_by_its_dotted_path(value: object, message: 
         ("storage.backend", None, r"one of auto, liburing, uring, aio, threads"),
         ("storage.checksum", "crc", r"one of crc32c, off \(nearest: crc32c\)"),
         ("storage.checksum", False, r"one of crc32c, off"),
+        ("storage.checksum", None, r"one of crc32c, off"),
+        ("update_threads", 1025, r"a whole number, 1 to 1024"),
         ("telemetry.recording", ["off"], r"one of timeline, off"),
     ],
 )
