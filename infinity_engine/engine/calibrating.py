@@ -69,26 +69,26 @@ def with_rates(
     a policy of his own gives the rates that it needs. `auto` needs them where not everything fits into one place, and
     where a training is so large that measuring takes less than a good plan saves; it does without them where they
     cannot be had.
+    A calibration file that the settings name is read in any case, so that a wrong path never goes unnoticed.
 
     Raises:
-        ConfigError: the calibration that the settings name cannot be used; or one has to be measured, and the budget
+        ConfigError: the calibration file that the settings name cannot be used; or one has to be measured, and the budget
             or a directory does not allow it.
     """
+    given = None if config.calibration in ("auto", "off") else _read(Path(config.calibration))
     if wish.policy is not None or config.rates is not None or config.calibration == "off":
         return config
     if isinstance(config.strategy, Auto):
         worth = _bytes_of(sizing) >= _WORTH_MEASURING and not config.storage.early_updates
         if not worth or not _leaves_a_choice(wish, sizing, room, io_bytes):
             return config
-        return _with_rates_for_auto(config, rules, accelerator, budget, queue, ranks=ranks)
+        return _with_rates_for_auto(config, given, rules, accelerator, budget, queue, ranks=ranks)
     if accelerator.unified or not needs_rates(config.strategy):  # on one memory, nothing visits the device
         return config
     streams = isinstance(config.strategy, NvmeStreamed)
     directories = tuple(budget.nvme) if streams else ()
-    if config.calibration == "auto":
-        found = _calibration(accelerator, budget, directories, queue)
-    else:
-        found = _read(Path(config.calibration), accelerator)
+    found = given or _calibration(accelerator, budget, directories, queue)
+    _warn_of_another_machine(found, config.calibration, accelerator)
     rates = of_one_rank(
         found,
         ranks,
@@ -142,6 +142,7 @@ def _leaves_a_choice(wish: Wish, sizing: Sizing, room: ResolvedBudget, io_bytes:
 
 def _with_rates_for_auto(
     config: EngineConfig,
+    given: Calibration | None,
     rules: Sequence[Rule],
     accelerator: Accelerator,
     budget: ResolvedBudget,
@@ -152,10 +153,8 @@ def _with_rates_for_auto(
     directories = tuple(budget.nvme)
     try:
         optimizer = name_of(rules[0])
-        if config.calibration == "auto":
-            found = _calibration(accelerator, budget, directories, queue)
-        else:
-            found = _read(Path(config.calibration), accelerator)
+        found = given or _calibration(accelerator, budget, directories, queue)
+        _warn_of_another_machine(found, config.calibration, accelerator)
         rates = of_one_rank(
             found,
             ranks,
@@ -249,17 +248,26 @@ def _check(budget: ResolvedBudget, directories: Sequence[str]) -> None:
             raise ConfigError(field=f"budget.nvme[{directory!r}]", value=value, expected=expected)
 
 
-def _read(path: Path, accelerator: Accelerator) -> Calibration:
-    """Return the calibration in a file; warn where it is of another machine."""
+def _read(path: Path) -> Calibration:
+    """Return the calibration in a file.
+
+    Raises:
+        ConfigError: the file is missing, or `infinity calibrate` did not write it.
+    """
     try:
-        found = Calibration.from_mapping(json.loads(path.read_text(encoding="utf-8")))
+        return Calibration.from_mapping(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as problem:
-        expected = f"a file that `infinity calibrate --json` wrote ({problem})"
+        expected = f"auto, off, or a file that `infinity calibrate --json` wrote ({problem})"
         raise ConfigError(field="calibration", value=str(path), expected=expected) from problem
+
+
+def _warn_of_another_machine(found: Calibration, source: str, accelerator: Accelerator) -> None:
+    """Warn where rates are used that another machine was measured to have."""
     here = machine_identity(device_identity(accelerator))
     names = [*here, *(name for name in found.machine if name not in here)]
-    others = [name for name in names if here.get(name) != found.machine.get(name)]
-    if others:
-        told = "; ".join(f"{name}: {found.machine.get(name)}, here {here.get(name)}" for name in others)
-        warnings.warn(f"{path} is of another machine ({told}): its rates are used", CalibrationWarning, stacklevel=2)
-    return found
+    differing = [name for name in names if here.get(name) != found.machine.get(name)]
+    if differing:
+        listed = "; ".join(f"{name}: {found.machine.get(name)}, here {here.get(name)}" for name in differing)
+        warnings.warn(
+            f"{source} is of another machine ({listed}): its rates are used", CalibrationWarning, stacklevel=2
+        )

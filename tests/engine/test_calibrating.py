@@ -153,8 +153,33 @@ def test_a_file_that_is_no_calibration_is_refused(content: str | None, device: A
         file.write_text(content)
 
     with (
-        pytest.raises(ConfigError, match=r"^calibration: expected a file that `infinity calibrate --json` wrote"),
+        pytest.raises(ConfigError, match=r"^calibration: expected .*a file that `infinity calibrate --json` wrote"),
         engine(device, calibration=str(file)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("content", [None, "nonsense"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "host_only"},
+        {"strategy": "auto"},
+        {"rates": dataclasses.replace(DEVICE, host_update_params_per_s=1e9)},
+        {"policy": "host_only", "strategy": "auto"},
+    ],
+    ids=str,
+)
+def test_a_calibration_file_is_checked_where_no_plan_needs_it(
+    settings: dict[str, Any], content: str | None, device: Accelerator, tmp_path: Path
+) -> None:
+    file = tmp_path / "figures.json"
+    if content is not None:
+        file.write_text(content)
+
+    with (
+        pytest.raises(ConfigError, match=r"^calibration: expected auto, off, or a file that .*figures\.json"),
+        engine(device, calibration=file, **settings),
     ):
         pass
 
