@@ -291,6 +291,8 @@ class MemberFile:
 
     @contextmanager
     def _room_for(self, nbytes: int) -> Iterator[None]:
+        # Asked beforehand: a reservation that fails can leave the file system full of what it got.
+        free = shutil.disk_usage(self.directory).free
         try:
             yield
         except OSError as error:
@@ -298,7 +300,7 @@ class MemberFile:
                 raise
             raise VolumeError(
                 error.errno,
-                f"{nbytes} B cannot be reserved here, {shutil.disk_usage(self.directory).free} B are free "
+                f"{nbytes} B cannot be reserved here, {free} B are free "
                 f"({error.strerror}); ask for less capacity, or give each Member its own",
                 path=str(self.directory),
             ) from None

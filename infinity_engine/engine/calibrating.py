@@ -72,8 +72,8 @@ def with_rates(
     A calibration file that the settings name is read in any case, so that a wrong path never goes unnoticed.
 
     Raises:
-        ConfigError: the calibration file that the settings name cannot be used; or one has to be measured, and the budget
-            or a directory does not allow it.
+        ConfigError: the calibration file that the settings name cannot be used; or a calibration has to be measured,
+            and the budget or a directory does not allow it.
     """
     given = None if config.calibration in ("auto", "off") else _read(Path(config.calibration))
     if wish.policy is not None or config.rates is not None or config.calibration == "off":
@@ -82,7 +82,7 @@ def with_rates(
         worth = _bytes_of(sizing) >= _WORTH_MEASURING and not config.storage.early_updates
         if not worth or not _leaves_a_choice(wish, sizing, room, io_bytes):
             return config
-        return _with_rates_for_auto(config, given, rules, accelerator, budget, queue, ranks=ranks)
+        return _with_rates_for_auto(config, rules, accelerator, budget, queue, given=given, ranks=ranks)
     if accelerator.unified or not needs_rates(config.strategy):  # on one memory, nothing visits the device
         return config
     streams = isinstance(config.strategy, NvmeStreamed)
@@ -142,12 +142,12 @@ def _leaves_a_choice(wish: Wish, sizing: Sizing, room: ResolvedBudget, io_bytes:
 
 def _with_rates_for_auto(
     config: EngineConfig,
-    given: Calibration | None,
     rules: Sequence[Rule],
     accelerator: Accelerator,
     budget: ResolvedBudget,
     queue: IOQueue | None,
     *,
+    given: Calibration | None,
     ranks: Ranks | None,
 ) -> EngineConfig:
     directories = tuple(budget.nvme)

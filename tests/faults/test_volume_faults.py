@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
+import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -56,13 +58,16 @@ def test_a_drive_without_room_is_told_when_the_volume_is_made_and_nothing_is_lef
     tmp_path: Path, small_disk: Path, queue: IOQueue, make: Any, rates: tuple[float | None, ...]
 ) -> None:
     places = (tmp_path, small_disk) if make == Volume.temporary else (tmp_path / "large", small_disk / "small")
-    before = sorted(os.listdir(small_disk))
+    before, free = sorted(os.listdir(small_disk)), shutil.disk_usage(small_disk).free
     specs = [Member(place, rate=rate, capacity=20 * MIB) for place, rate in zip(places, rates, strict=True)]
     with pytest.raises(VolumeError, match="cannot be reserved here") as caught:
         make(specs, queue=queue)
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.path.startswith(str(small_disk))
     assert "the file system is full" in str(caught.value)
+    told = re.search(r"(\d+) B are free", str(caught.value))
+    assert told is not None
+    assert free - MIB / 4 < int(told[1]) <= free  # a new directory takes pages of its own
     assert not list(tmp_path.iterdir())
     assert sorted(os.listdir(small_disk)) == before
 
