@@ -470,7 +470,7 @@ class EngineConfig(_Settings):
     )
     subgroup_numel: int = field(
         default=2**24,
-        metadata=_about(_whole(1), "parameters that are moved and updated as one piece, at most"),
+        metadata=_about(_whole(4096), "parameters that are moved and updated as one piece, at most"),
     )
     rates: Rates | None = field(
         default=None,

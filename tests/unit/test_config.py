@@ -72,7 +72,7 @@ CONFIGS = st.builds(
     replanning=st.sampled_from(Replanning),
     accumulation_steps=WHOLE,
     max_grad_norm=st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
-    subgroup_numel=WHOLE,
+    subgroup_numel=st.integers(4096, 2**62),
     storage=st.builds(
         StorageConfig,
         backend=st.sampled_from(Backend),
@@ -306,7 +306,7 @@ def test_a_configuration_that_is_no_mapping_is_refused(value: object) -> None:
         EngineConfig.from_mapping(value)  # type: ignore[arg-type]
 
 
-COUNTS = ("accumulation_steps", "subgroup_numel", "telemetry.keep_steps", "telemetry.keep_spans")
+COUNTS = ("accumulation_steps", "telemetry.keep_steps", "telemetry.keep_spans")
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -317,6 +317,17 @@ def test_a_count_is_a_whole_number_from_1_and_no_bool(name: str, value: object) 
 
     assert (caught.value.field, caught.value.expected) == (name, "a whole number, 1 or more")
     assert caught.value.value is value
+
+
+def test_the_smallest_subgroup_is_one_block_of_the_gradient_norm() -> None:
+    from infinity_engine.optim import NORM_BLOCK
+
+    kinds = {row.name: row.kind for row in settings_table()}
+
+    assert kinds["subgroup_numel"] == f"a whole number, {NORM_BLOCK} or more"
+    assert EngineConfig(subgroup_numel=NORM_BLOCK).subgroup_numel == NORM_BLOCK
+    with pytest.raises(ConfigError, match=f"subgroup_numel: expected a whole number, {NORM_BLOCK} or more"):
+        EngineConfig(subgroup_numel=NORM_BLOCK - 1)
 
 
 @pytest.mark.parametrize("given", ["experts", 5, None, [5], {"experts": 1}])
@@ -439,5 +450,5 @@ def test_the_table_says_kinds_in_the_words_of_the_errors() -> None:
     kinds = {row.name: row.kind for row in settings_table()}
 
     assert kinds["precision"] == "one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast"
-    assert kinds["subgroup_numel"] == "a whole number, 1 or more"
+    assert kinds["accumulation_steps"] == "a whole number, 1 or more"
     assert kinds["max_grad_norm"] == "a positive number, or None"
