@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import env
+from infinity_engine.units import MiB, parse_bytes
 
 SCRIPT = env.ROOT / "scripts" / "demo"
 
@@ -20,7 +22,7 @@ def leftovers() -> set[Path]:
 
 def test_two_steps_train_and_end_with_the_report_on_one_rank_and_on_two() -> None:
     pytest.importorskip("torch", reason="the demo trains with torch")
-    environ = {**os.environ, env.THIS_PYTHON: "1", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, env.THIS_PYTHON: "1", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     before = leftovers()
 
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]):
@@ -38,6 +40,30 @@ def test_two_steps_train_and_end_with_the_report_on_one_rank_and_on_two() -> Non
         for said in ("where the bytes lived", "states", "nvme read", "update", "drive of this checkout", "peak memory"):
             assert said in done.stdout
         assert ("on 2 ranks" in done.stdout) == bool(launcher)
+        lines = done.stdout.splitlines()
+        assert any(re.match(r"parameters, gradients and states: .* host budget: \d+MiB$", line) for line in lines)
+        assert [line for line in lines if len(line) > 80] == []
+        told = re.search(r"peak memory of the process: (.*), of which (.*) before training", done.stdout)
+        assert told is not None
+        peak, before_training = map(parse_bytes, told.groups())
+        assert peak - before_training < 512 * MiB  # as much as the bandwidth test of memory takes alone
+        last_step = lines[lines.index("the last step:") + 1 :]
+        starts = (
+            "step",
+            "micro",
+            "time",
+            "wait",
+            "nvme",
+            "updates",
+            "busy",
+            "param",
+            "found",
+            "drive",
+            "wear",
+            "peak",
+            " ",
+        )
+        assert [line for line in last_step if line.strip() and not line.startswith(starts)] == []
         assert leftovers() == before
 
 
