@@ -191,13 +191,14 @@ def _check_devices(model: torch.nn.Module, persistent: Mapping[int, object]) -> 
         if not parameter.is_meta:
             expected = "on the meta device: build the model under `with torch.device('meta')`"
             raise ConfigError(field=f"parameter {name}", value=str(parameter.device), expected=expected)
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta and id(buffer) not in persistent:
-            expected = (
-                "with values, as it is not persistent and no file has them: make it outside of torch.device('meta'), "
-                "or build the model under init_context"
-            )
-            raise ConfigError(field=f"buffer {name}", value="on the meta device", expected=expected)
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in persistent]
+    if empty:
+        expected = (
+            "values, which no file has for buffers that are not persistent. Put only parameters on the meta device, as "
+            "accelerate.init_empty_weights(include_buffers=False) does; or make the modules of these buffers again "
+            "outside of torch.device('meta'), before load_into; or build the model under init_context"
+        )
+        raise ConfigError(field=f"buffer {_listed(empty)}", value="on the meta device", expected=expected)
 
 
 def _found(directory: Path) -> dict[str, _Source]:

@@ -195,9 +195,29 @@ def test_a_model_that_has_values_is_refused(tmp_path: Path, drive: Path) -> None
 def test_a_buffer_that_no_file_can_have_is_refused(tmp_path: Path, drive: Path) -> None:
     model = on_meta()
     model.register_buffer("own", torch.empty(5, device="meta"), persistent=False)
+    model.norm.register_buffer("angles", torch.empty(5, device="meta"), persistent=False)
 
-    with pytest.raises(ConfigError, match=r"buffer own: .*not persistent"):
+    with pytest.raises(ConfigError, match=r"buffer own, norm\.angles: .*not persistent.*include_buffers=False.*again"):
         load_into(model, written(tmp_path / "files", values()), budget(drive))
+
+
+class Rotary(nn.Module):
+    """Has a buffer that no file has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(5.0), persistent=False)
+
+
+def test_a_module_made_again_off_the_meta_device_brings_its_buffers(tmp_path: Path, drive: Path) -> None:
+    folder = written(tmp_path / "files", {"0.weight": torch.ones(4, 4)})
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4, bias=False), Rotary()))
+    model[1] = Rotary()
+
+    built = load_into(model, folder, budget(drive))
+
+    assert torch.equal(model[1].angles, torch.arange(5.0))
+    built.close()
 
 
 def test_drives_without_room_leave_the_model_as_it_was(tmp_path: Path, drive: Path) -> None:
