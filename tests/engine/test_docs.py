@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,20 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
 
 @pytest.mark.parametrize("name", ["building", "calibration", "checkpoints", "memory", "quickstart", "ranks"])
 def test_the_program_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
+    run_page(name, tmp_path)
+
+
+def test_the_program_of_the_page_on_hugging_face_runs_as_the_page_says(tmp_path: Path) -> None:
+    for package in ("transformers", "peft"):
+        if find_spec(package) is None:
+            pytest.skip(f"the page is about {package}, which is not installed")
+
+    names = ("gradient_checkpointing_enable", "is_gradient_checkpointing")  # peft and the page use the old names
+    run_page("huggingface", tmp_path, *(f"ignore:`{name}` is dep:FutureWarning" for name in names))
+
+
+def run_page(name: str, folder: Path, *allowed: str) -> None:
+    """Run the program of a page, where warnings but those `allowed` are errors, and compare what it prints."""
     page = (ROOT / f"docs/{name}.md").read_text()
     blocks = re.findall(r"^```(python|text)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     program = "\n".join(text for language, text in blocks if language == "python")
@@ -30,7 +45,8 @@ def test_the_program_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp
         comment.split(": ")[0].strip() for comment in re.findall(r"^\s*print\(.*\)  # (.*)$", program, re.MULTILINE)
     ]
 
-    printed = output_of(run_program(program, folder=tmp_path, python=["-W", "error"])).splitlines()
+    warnings = [option for warning in ("error", *allowed) for option in ("-W", warning)]
+    printed = output_of(run_program(program, folder=folder, python=warnings)).splitlines()
 
     assert sorted(printed) == sorted(said)
 
