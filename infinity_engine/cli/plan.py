@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from deepnvme.cli.report import Output, Rows
@@ -38,7 +39,8 @@ _QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take
 _LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e9
 _TOKENS = 2048
 _OPTIMIZERS = ("adamw", "adam", "lion", "adagrad", "sgd")
-_PRECISIONS = ("bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast")
+_PRECISIONS = ("bf16", "fp16", "fp32", "bf16_autocast", "fp16_autocast", "model")
+_OF_DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (default: 1)")
     what.add_argument("--sequence", type=int, metavar="TOKENS", help=f"tokens of one (default: {_TOKENS}, or its most)")
     what.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step (default: 1)")
-    what.add_argument("--precision", choices=_PRECISIONS, default="bf16", help="what modules compute in")
+    what.add_argument(
+        "--precision",
+        choices=_PRECISIONS,
+        default="bf16",
+        help="what parameters compute in; model: the dtype that the config.json states (default: bf16)",
+    )
     what.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw", help="sgd is the one with momentum")
     what.add_argument(
         "--checkpointing",
@@ -97,8 +104,10 @@ def _plan(options: argparse.Namespace) -> int:
     from infinity_engine.sim.remedies import explain_refusal
     from infinity_engine.sim.report import report_of
 
-    training = _training(options)
-    means, sources = _means(options)
+    model = _model(options.model)
+    precision = _precision(options.precision, model)
+    training = _training(options, model, precision)
+    means, sources = _means(options, precision)
     rated_bytes = None if options.tbw is None else _size(options.tbw, "--tbw")
     strategy = parse_strategy(_strategy(options.strategy), field="--strategy")
     tier = None if options.parameters == "auto" else Tier(options.parameters)
@@ -154,12 +163,23 @@ def _in_words(error: ConfigError) -> str:
     return str(ConfigError(field=names.get(error.field, error.field), value=error.value, expected=error.expected))
 
 
-def _training(options: argparse.Namespace) -> Training:
+def _precision(given: str, model: ModelShape) -> str:
+    """Return what parameters compute in, where that is left to the model."""
+    if given != "model":
+        return given
+    precision = _OF_DTYPES.get(model.dtype or "")
+    if precision is None:
+        stated = "states no dtype" if model.dtype is None else f"states {model.dtype}"
+        expected = f"bf16, fp16 or fp32, as {model.name} {stated}; model is for one of bfloat16, float16 or float32"
+        raise ConfigError(field="--precision", value=given, expected=expected)
+    return precision
+
+
+def _training(options: argparse.Namespace, model: ModelShape, precision: str) -> Training:
     from infinity_engine.config import StorageConfig
     from infinity_engine.optim import FloatFormat, Formats
     from infinity_engine.sim.training import Training
 
-    model = _model(options.model)
     formats = {"bf16": FloatFormat.BF16, "fp16": FloatFormat.FP16, "fp32": None}
     sequence = options.sequence
     return Training(
@@ -168,7 +188,7 @@ def _training(options: argparse.Namespace) -> Training:
         sequence=min(_TOKENS, model.positions or _TOKENS) if sequence is None else sequence,
         accumulation_steps=options.accumulation,
         checkpointing=options.checkpointing,
-        formats=Formats(parameter=formats[options.precision.removesuffix("_autocast")]),
+        formats=Formats(parameter=formats[precision.removesuffix("_autocast")]),
         state_names=_states(options.optimizer),
         small_bytes=StorageConfig().small_bytes,
         overlap={"auto": None, "on": True, "off": False}[options.overlap],
@@ -212,7 +232,7 @@ def _size(given: str, field: str) -> int:
     return nbytes
 
 
-def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
+def _means(options: argparse.Namespace, precision: str) -> tuple[Means, tuple[str, ...]]:
     """Return the means, and where their rates come from."""
     from infinity_engine.plan import ResolvedBudget
     from infinity_engine.sim.hardware import machine
@@ -230,7 +250,9 @@ def _means(options: argparse.Namespace) -> tuple[Means, tuple[str, ...]]:
     free = _free(device, host, drives)
     ranks = max(gpus, 1)
     assumed = machine(_ASSUMED) if known is None else known
-    rates, compute, sources = _rates(options, assumed, ranks=ranks, drives=bool(drives), named=known is not None)
+    rates, compute, sources = _rates(
+        options, assumed, precision, ranks=ranks, drives=bool(drives), named=known is not None
+    )
     if options.tflops is not None:
         if not _LEAST_TFLOPS <= options.tflops <= _MOST_TFLOPS:
             expected = f"a positive number, from {_LEAST_TFLOPS:g} to {_MOST_TFLOPS:g}"
@@ -278,10 +300,10 @@ class _Compute(NamedTuple):
 
 
 def _rates(
-    options: argparse.Namespace, assumed: Machine, *, ranks: int, drives: bool, named: bool
+    options: argparse.Namespace, assumed: Machine, precision: str, *, ranks: int, drives: bool, named: bool
 ) -> tuple[Rates, _Compute, tuple[str, ...]]:
     if options.rates is not None:
-        return _rates_of_file(options, ranks=ranks, drives=drives)
+        return _rates_of_file(options, precision, ranks=ranks, drives=drives)
     rates = replace(
         assumed.rates(min(ranks, assumed.gpus)),
         host_update_params_per_s=assumed.host.update_params_per_s / ranks,
@@ -308,7 +330,9 @@ def _shared(assumed: Machine, ranks: int) -> Mapping[str, DriveRates]:
     }
 
 
-def _rates_of_file(options: argparse.Namespace, *, ranks: int, drives: bool) -> tuple[Rates, _Compute, tuple[str, ...]]:
+def _rates_of_file(
+    options: argparse.Namespace, precision: str, *, ranks: int, drives: bool
+) -> tuple[Rates, _Compute, tuple[str, ...]]:
     from infinity_engine.plan import Rates
     from infinity_engine.plan.calibration import Calibration
 
@@ -334,7 +358,7 @@ def _rates_of_file(options: argparse.Namespace, *, ranks: int, drives: bool) -> 
         ).divided(ranks)
         for beside in (True, False)
     )
-    dtype = "fp32" if options.precision == "fp32" else "bf16"
+    dtype = "fp32" if precision == "fp32" else "bf16"
     note = f"rates were measured {calibration.date}, of one process; those of {path}"
     return rates, _Compute(calibration.flops_per_s(dtype), calibration.block_rates(dtype), alone), (note,)
 

@@ -65,7 +65,14 @@ def model_of_config(config: object, *, name: str) -> ModelShape:
         deepest_numel=max(module.numel for module in modules),
         activations=activations,
         positions=positions,
+        dtype=_dtype_of(config),
     )
+
+
+def _dtype_of(config: Mapping[str, object]) -> str | None:
+    """Return the dtype that a config.json states: as `dtype` since Transformers 5, as `torch_dtype` before."""
+    stated = config.get("dtype") or config.get("torch_dtype")
+    return None if stated is None else str(stated).removeprefix("torch.")
 
 
 class _Fields:

@@ -82,6 +82,8 @@ class ModelShape:
     """None where nothing is known of them."""
     positions: int | None = None
     """The longest sequence, None where there is no limit, or it is not known."""
+    dtype: str | None = None
+    """What its parameters are saved in, as torch calls it; None where that is not known."""
 
     @property
     def parameters(self) -> tuple[ParameterShape, ...]:

@@ -19,6 +19,15 @@ from support.calibrations import calibration
 
 DESKTOP = ("--gpus", "1", "--gpu-mem", "24GiB", "--ram", "64GiB", "--nvme", "2TB")
 
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 32000,
+}
+
 
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -186,20 +195,42 @@ def assert_drawn_within_its_box(chart: ElementTree.Element) -> None:
 
 
 def test_a_config_of_ones_own_is_planned(plan: Any, tmp_path: Path) -> None:
-    config = {
-        "model_type": "qwen2",
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "vocab_size": 32000,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
     status, out, _ = plan("--model", str(tmp_path), *DESKTOP)
 
     assert status == 0
     assert f"{tmp_path.name} fits" in out
+
+
+@pytest.mark.parametrize(
+    ("stated", "as_if"),
+    [
+        ({"dtype": "bfloat16"}, "bf16"),
+        ({"torch_dtype": "float16"}, "fp16"),
+        ({"dtype": "torch.float32"}, "fp32"),
+    ],
+)
+def test_precision_model_is_what_the_config_states(
+    plan: Any, tmp_path: Path, stated: dict[str, str], as_if: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **stated}))
+
+    _, out, _ = plan("--model", str(tmp_path), *DESKTOP, "--precision", "model")
+
+    assert out == plan("--model", str(tmp_path), *DESKTOP, "--precision", as_if)[1]
+
+
+@pytest.mark.parametrize(("stated", "said"), [({}, "states no dtype"), ({"dtype": "float8"}, "states float8")])
+def test_precision_model_is_refused_where_no_known_dtype_is_stated(
+    plan: Any, tmp_path: Path, stated: dict[str, str], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **stated}))
+
+    status, _, err = plan("--model", str(tmp_path), *DESKTOP, "--precision", "model")
+
+    assert status == 2
+    assert f"--precision: expected bf16, fp16 or fp32, as {tmp_path.name} {said}" in err
 
 
 def test_a_known_machine_brings_its_memory_and_its_rates(plan: Any) -> None:
