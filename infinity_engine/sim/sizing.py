@@ -253,18 +253,19 @@ class Sizing:
 
     def _staying(self, homes: Mapping[int, Home], *, drives: bool) -> int:
         """Return what gradients take that stay: of parameters, the pieces that are updated there."""
-        staying = [each for each in self.subgroups if self.gradient_stays(homes[each.index], drives=drives)]
+        staying = [subgroup for subgroup in self.subgroups if self.gradient_stays(homes[subgroup.index], drives=drives)]
         if self.sums:
-            sums = FloatFormat.FP32.nbytes * sum(each.numel for each in staying)
+            sums = FloatFormat.FP32.nbytes * sum(subgroup.numel for subgroup in staying)
             return sums + max(self.gradients_of(staying).values(), default=0)
-        return sum(self.wire(each) * each.numel for each in staying)
+        return sum(self.wire(subgroup) * subgroup.numel for subgroup in staying)
 
     def gradients_of(self, subgroups: Sequence[Subgroup]) -> dict[int, int]:
         """Return the bytes of the gradients of what these subgroups hold, by parameter."""
         found: dict[int, int] = {}
-        for each in subgroups:
-            for segment in each.segments:
-                found[segment.parameter] = found.get(segment.parameter, 0) + self.wire(each) * segment.numel
+        for subgroup in subgroups:
+            for segment in subgroup.segments:
+                nbytes = self.wire(subgroup) * segment.numel
+                found[segment.parameter] = found.get(segment.parameter, 0) + nbytes
         return found
 
     def of_backward(self, staying: int) -> int:

@@ -23,6 +23,7 @@ from infinity_engine.sim.planner import Candidate, decide
 from infinity_engine.sim.report import report_of
 from infinity_engine.sim.training import Means, Training
 from support.engine_bits import bits_of
+from support.mixed_models import Mixed
 from support.nvme_training import RATES, emulated
 from support.small_models import MODELS, Task
 
@@ -74,6 +75,33 @@ def test_a_live_model_is_described_to_the_byte(model: str, precision: str, unifi
     assert sum(each.numel for each in planned.subgroups) == sum(each.numel for each in actual.subgroups)
     if [each.numel for each in trained] == [each.numel for each in training_of(task, optimizer, "fp32").ordered()]:
         assert replace(planned, own=actual.own) == actual
+
+
+@pytest.mark.parametrize("device", [8 << 20, 220 << 10, 160 << 10])
+def test_a_mixed_model_is_planned_to_the_byte(device: int) -> None:
+    torch.manual_seed(0)
+    task = Mixed()
+    optimizer = torch.optim.AdamW(task.parameters(), lr=1e-3)
+    trained = collect_parameters(task, optimizer, Precision.MODEL)
+    config = EngineConfig.from_keywords(subgroup_numel=SUBGROUP)
+    frozen = collect_frozen(task, trained, config.precision)
+    sizing = sizing_of(task, trained, frozen, rules_of(optimizer), config, unified=False)
+    training = training_of(task, optimizer, "model")
+    training = replace(training, model=replace(training.model, deepest_numel=-(-sizing.deepest // sizing.width)))
+    budget = ResolvedBudget(device=device, host=64 << 20, nvme={})
+    decision = decide(training, Means(budget=budget, rates=RATES, for_all=False), subgroup_numel=SUBGROUP)
+    settings = dict(report_of(decision).settings)
+
+    with engine_of(task, optimizer, emulated(1), budget, **settings) as engine:
+        engine.backward(engine(task.batch(0).to(engine.device)))
+        engine.step()
+        measured = {each.tier: each.peak_reserved for each in engine.usage()}
+        plan = engine.plan
+
+    best = decision.best
+    assert plan == best.plan.steps
+    assert measured[Tier.DEVICE] == best.plan.demand.device + best.plan.demand.staying
+    assert measured[Tier.HOST] == best.plan.demand.host + best.plan.demand.window
 
 
 @contextmanager

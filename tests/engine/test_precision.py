@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 import infinity_engine
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
+from support.engine_bits import bits_of, differing
 from support.mixed_models import MIXED, Mixed
 from support.nvme_training import emulated
 from support.small_models import MODELS, Task
@@ -20,9 +23,9 @@ PRECISIONS = ["model", "fp32", "bf16", "fp16", "bf16_autocast", "fp16_autocast"]
 
 def opened(task: nn.Module, *, unified: bool = True, **settings: Any) -> Engine:
     optimizer = torch.optim.AdamW(task.parameters(), lr=1e-3)
-    budget = {"host": "64MiB", "device": "32MiB"}
+    settings = {"budget": {"host": "64MiB", "device": "32MiB"}, **settings}
     on = None if unified else emulated(1)
-    return infinity_engine.initialize(task, optimizer, accelerator="cpu", device=on, budget=budget, **settings)
+    return infinity_engine.initialize(task, optimizer, accelerator="cpu", device=on, **settings)
 
 
 class Rotary(Task):
@@ -79,6 +82,22 @@ def test_parameters_have_the_dtypes_that_they_had_once_closed() -> None:
         engine.backward(engine(task.batch(0).to(engine.device)))
         engine.step()
     assert {name: each.dtype for name, each in task.state_dict().items()} == before
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_mixed_model_that_was_built_on_drives_has_the_same_bits(unified: bool, tmp_path: Path) -> None:
+    budget = {"host": "64MiB", "device": "8MiB", "nvme": {str(tmp_path): "600MiB"}}
+    found = []
+    for context in (nullcontext(), infinity_engine.init_context(budget=budget, cache=1 << 16)):
+        torch.manual_seed(0)
+        with context as built:
+            task = Mixed()
+        settings = {} if built is None else {"strategy": "nvme_streamed", "parameters": "nvme"}
+        with opened(task, unified=unified, budget=budget, subgroup_numel=4096, **settings) as engine:
+            engine.backward(engine(task.batch(0).to(engine.device)))
+            engine.step()
+            found.append(bits_of(engine))
+    assert differing(*found) == []
 
 
 def test_masters_of_16_bit_parameters_are_fp32() -> None:
