@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity_engine.accel.base import Buffer, DeviceBytes, Stream, StreamKind
-from infinity_engine.accel.operation import Carrier, Copy, Failure, Operation, Submission, Work
+from infinity_engine.accel.operation import Copy, Failure, Operation, OperationOwner, Submission, Work
 from infinity_engine.accel.ordered import OrderedAccelerator
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 
@@ -29,7 +29,7 @@ __all__ = ["CudaAccelerator", "CudaOperation"]
 class CudaOperation(Operation):
     """An operation that was launched, or could not be."""
 
-    def __init__(self, owner: Carrier, submission: Submission) -> None:
+    def __init__(self, owner: OperationOwner, submission: Submission) -> None:
         super().__init__(owner, submission)
         self.nbytes = submission.action.nbytes if isinstance(submission.action, Copy) else None
         self.event: torch.cuda.Event | None = None

@@ -14,7 +14,7 @@ import torch
 from infinity_engine.accel.base import Cost, Event, Stream
 from infinity_engine.kept_errors import kept
 
-__all__ = ["Action", "Carrier", "Copy", "Failure", "Mark", "Operation", "Submission", "Work"]
+__all__ = ["Action", "Copy", "Failure", "Mark", "Operation", "OperationOwner", "Submission", "Work"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,7 @@ class Submission:
     after: Sequence[Operation]
 
 
-class Carrier(Protocol):
+class OperationOwner(Protocol):
     """The accelerator of an operation, as its event needs it."""
 
     def _has_ended(self, operation: Any) -> bool: ...
@@ -93,7 +93,7 @@ class Carrier(Protocol):
 class Operation(Event):
     """One operation of one accelerator. Numbers count its submissions from 0 on: an order that all streams keep."""
 
-    def __init__(self, owner: Carrier, submission: Submission) -> None:
+    def __init__(self, owner: OperationOwner, submission: Submission) -> None:
         self.owner = owner
         self.number = submission.number
         self.stream = submission.stream

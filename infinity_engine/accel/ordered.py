@@ -16,13 +16,13 @@ from infinity_engine.accel.base import Accelerator, Cost, Event, Stream, StreamK
 from infinity_engine.accel.operation import Action, Copy, Failure, Mark, Operation, Submission, Work
 from infinity_engine.kept_errors import again
 
-__all__ = ["Lane", "OrderedAccelerator"]
+__all__ = ["OrderedAccelerator", "StreamOrder"]
 
 _Op = TypeVar("_Op", bound=Operation)
 _RUNS_WORK = frozenset({StreamKind.COMPUTE, StreamKind.COLLECTIVE})
 
 
-class Lane(Generic[_Op]):
+class StreamOrder(Generic[_Op]):
     """What an accelerator knows of a stream: its newest operation, and what the next one is to wait for."""
 
     def __init__(self, stream: Stream) -> None:
@@ -49,7 +49,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
 
     def __init__(self, kind: type[_Op]) -> None:
         self._kind = kind
-        self._lanes: dict[Stream, Lane[_Op]] = {}
+        self._lanes: dict[Stream, StreamOrder[_Op]] = {}
         self._submitted = 0
         self._lock = threading.Lock()  # of the failures, which may come from other threads
         self._failures: list[tuple[int, Failure]] = []
@@ -58,7 +58,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
     def stream(self, kind: StreamKind) -> Stream:
         """Return a new stream."""
         stream = Stream(kind, f"{kind.value} {sum(other.kind is kind for other in self._lanes)}")
-        self._lanes[stream] = Lane(stream)
+        self._lanes[stream] = StreamOrder(stream)
         return stream
 
     def record(self, stream: Stream) -> Event:
@@ -166,7 +166,7 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
             self._failures = [item for item in self._failures if not item[1].told]
             return self._failures
 
-    def _lane(self, stream: Stream) -> Lane[_Op]:
+    def _lane(self, stream: Stream) -> StreamOrder[_Op]:
         lane = self._lanes.get(stream)
         if lane is None:
             raise ValueError(f"expected a stream of this accelerator ({self.name}), got {stream.name} of another one")

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 from infinity_engine.accel.base import Stream, StreamKind
 from infinity_engine.accel.emulated import EmulatedAccelerator, Emulation
-from infinity_engine.accel.operation import Carrier, Copy, Failure, Mark, Operation, Submission, Work
+from infinity_engine.accel.operation import Copy, Failure, Mark, Operation, OperationOwner, Submission, Work
 
 __all__ = ["PacedAccelerator", "PacedOperation"]
 
@@ -27,7 +27,7 @@ _NS_PER_S = 10**9
 class PacedOperation(Operation):
     """An operation that a thread carries out."""
 
-    def __init__(self, owner: Carrier, submission: Submission) -> None:
+    def __init__(self, owner: OperationOwner, submission: Submission) -> None:
         super().__init__(owner, submission)
         self.submitted_ns = time.perf_counter_ns()
         self.end_ns = 0

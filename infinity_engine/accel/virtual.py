@@ -16,7 +16,7 @@ import torch
 from infinity_engine.accel.base import Buffer, Stream, StreamKind
 from infinity_engine.accel.emulated import NAN_BYTE, EmulatedAccelerator, Emulation, ceil_ns
 from infinity_engine.accel.hazards import Footprint, carry_out_copy, carry_out_work
-from infinity_engine.accel.operation import Carrier, Copy, Failure, Mark, Operation, Submission, Work
+from infinity_engine.accel.operation import Copy, Failure, Mark, Operation, OperationOwner, Submission, Work
 
 __all__ = ["VirtualAccelerator", "VirtualOperation"]
 
@@ -24,7 +24,7 @@ __all__ = ["VirtualAccelerator", "VirtualOperation"]
 class VirtualOperation(Operation):
     """An operation with its time, what must be carried out before it, and what is known to come before it."""
 
-    def __init__(self, owner: Carrier, submission: Submission) -> None:
+    def __init__(self, owner: OperationOwner, submission: Submission) -> None:
         super().__init__(owner, submission)
         self.start_ns = self.end_ns = 0
         self.behind: Sequence[VirtualOperation] = ()

@@ -5,7 +5,7 @@ links and devices are measured, and only where it is installed. Used by engine/ 
 """
 
 from infinity_engine.calibration.cache import CalibrationCache, CalibrationWarning
-from infinity_engine.calibration.calibrate import Kept, calibrated, kept_calibration
+from infinity_engine.calibration.calibrate import KeptFigures, calibrated, kept_calibration
 from infinity_engine.calibration.effort import FULL, QUICK, Effort
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "CalibrationCache",
     "CalibrationWarning",
     "Effort",
-    "Kept",
+    "KeptFigures",
     "calibrated",
     "kept_calibration",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from infinity_engine.calibration.device import DTYPES
-from infinity_engine.calibration.effort import Part
+from infinity_engine.calibration.effort import MeasuringTime
 from infinity_engine.plan import BlockFigures, BlockShape, ComputeRate, Figure, Unit, block_flops
 
 __all__ = ["measure_blocks"]
@@ -30,7 +30,7 @@ _PASSES = 3  # forwards that one forward with its backward computes as much as
 
 
 def measure_blocks(
-    device: torch.device, products: Mapping[str, Figure], part: Part, nbytes: int
+    device: torch.device, products: Mapping[str, Figure], part: MeasuringTime, nbytes: int
 ) -> dict[str, dict[BlockShape, BlockFigures]]:
     """Measure blocks of several shapes, as far as that takes little time at the rates of these products, and memory."""
     points = [

@@ -19,7 +19,7 @@ from deepnvme.cli.scratch import usable_directory
 from deepnvme.profile import load_profile, settle
 from infinity_engine.calibration.cache import CalibrationCache
 from infinity_engine.calibration.drives import measure_drive
-from infinity_engine.calibration.effort import FULL, Effort, Part, thread_counts
+from infinity_engine.calibration.effort import FULL, Effort, MeasuringTime, thread_counts
 from infinity_engine.calibration.host import RULES, STATE_BYTES, HostPoint, HostUpdates
 from infinity_engine.calibration.identity import default_device, drive_identity, machine_identity, usable_cores
 from infinity_engine.plan import (
@@ -37,7 +37,7 @@ from infinity_engine.plan.mappings import Directories
 if TYPE_CHECKING:
     from infinity_engine.accel import Accelerator
 
-__all__ = ["Kept", "calibrated", "kept_calibration"]
+__all__ = ["KeptFigures", "calibrated", "kept_calibration"]
 
 _MATMUL_SHARE, _BLOCKS_SHARE, _HOST_SHARE = 0.05, 0.2, 0.25  # of the time
 _LINKS_SHARE, _DEVICE_SHARE, _DRIVES_SHARE = 0.1, 0.05, 0.35
@@ -46,7 +46,7 @@ _NO_DEVICE = "torch is not installed"
 _Report = Callable[[str], object]
 
 
-class Kept(Enum):
+class KeptFigures(Enum):
     """What becomes of figures that were kept."""
 
     USED = "used"  # only what is missing is measured
@@ -81,7 +81,7 @@ def calibrated(
     accelerator: Accelerator | None,
     queue: IOQueue | None = None,
     effort: Effort = FULL,
-    kept: Kept = Kept.USED,
+    kept: KeptFigures = KeptFigures.USED,
     cache: CalibrationCache | None = None,
     report: _Report = lambda _: None,
     waiting: Callable[[], object] = lambda: None,
@@ -105,7 +105,7 @@ def calibrated(
             queue = resources.enter_context(IOQueue())
         drives = {} if queue is None else {name: _drive(name, queue) for name in names}
         resources.enter_context(cache.alone(waiting))
-        uses = kept is Kept.USED
+        uses = kept is KeptFigures.USED
         found = {name: cache.drive(identity, drive) if uses else None for name, drive in drives.items()}
         missing = {  # looked at before anything takes its time
             name: usable_directory(Path(name), effort.file_bytes) for name, drive in found.items() if drive is None
@@ -163,7 +163,7 @@ class _Bench:
         )
 
     def drive(
-        self, directory: str, place: Path, identity: Mapping[str, str], queue: IOQueue, part: Part
+        self, directory: str, place: Path, identity: Mapping[str, str], queue: IOQueue, part: MeasuringTime
     ) -> DriveFigures:
         """Measure the drive of a directory, in `place`, which is its real path."""
         memory = self._taken()

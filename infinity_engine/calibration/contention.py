@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from infinity_engine.calibration.effort import Part
+from infinity_engine.calibration.effort import MeasuringTime
 from infinity_engine.calibration.host import HostPoint, HostUpdates
 from infinity_engine.plan import Figure, Unit
 
@@ -42,7 +42,7 @@ class Contention(Generic[_Result]):
 
 
 def measure_contention(
-    updates: HostUpdates, points: Sequence[HostPoint], work: Callable[[Stops], _Result], part: Part
+    updates: HostUpdates, points: Sequence[HostPoint], work: Callable[[Stops], _Result], part: MeasuringTime
 ) -> Contention[_Result]:
     """Measure the points beside `work`, which goes on until it is told to stop."""
     others: list[Pair[_Result]] = []

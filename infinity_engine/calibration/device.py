@@ -19,7 +19,7 @@ from infinity_engine.accel import (
     UpdateCost,
     VirtualAccelerator,
 )
-from infinity_engine.calibration.effort import Part, repeated
+from infinity_engine.calibration.effort import MeasuringTime, repeated
 from infinity_engine.calibration.host import RULES, STATE_BYTES, steps_of, updates_state
 from infinity_engine.calibration.identity import gpu_device
 from infinity_engine.errors import CapacityError, MissingDependencyError
@@ -43,7 +43,7 @@ def device_identity(accelerator: Accelerator) -> str:
     return gpu_device() if accelerator.name == "cuda" else accelerator.name
 
 
-def measure_matmul(device: torch.device, part: Part) -> dict[str, Figure]:
+def measure_matmul(device: torch.device, part: MeasuringTime) -> dict[str, Figure]:
     """Measure products of square matrices, as large as take some time and little memory."""
     products = {name: _product(device, dtype) for name, dtype in DTYPES.items()}
 
@@ -55,7 +55,7 @@ def measure_matmul(device: torch.device, part: Part) -> dict[str, Figure]:
     return {name: Figure.of(samples, Unit.FLOPS) for name, samples in found.items()}
 
 
-def measure_device_updates(accelerator: Accelerator, nbytes: int, part: Part) -> dict[str, Figure]:
+def measure_device_updates(accelerator: Accelerator, nbytes: int, part: MeasuringTime) -> dict[str, Figure]:
     """Measure the updates of each optimizer on the device, in up to so many bytes of its memory."""
     if accelerator.unified:
         return _missing("device and host are one memory, so the host updates")
@@ -77,7 +77,7 @@ def measure_device_updates(accelerator: Accelerator, nbytes: int, part: Part) ->
 _Update = Callable[[str, float], float]
 
 
-def _figures(rate: _Update, part: Part) -> dict[str, Figure]:
+def _figures(rate: _Update, part: MeasuringTime) -> dict[str, Figure]:
     found = part.in_turn(list(RULES), rate)
     return {name: Figure.of(samples, Unit.PARAMETERS) for name, samples in found.items()}
 

@@ -19,7 +19,7 @@ from deepnvme import File, IOQueue
 from deepnvme.cli.scratch import signals_are_exceptions
 from deepnvme.measure import Workload, cut, fill, pending_for, transfers
 from infinity_engine.calibration.contention import Stops, measure_contention, until
-from infinity_engine.calibration.effort import Effort, Part
+from infinity_engine.calibration.effort import Effort, MeasuringTime
 from infinity_engine.calibration.host import RULES, HostUpdates
 from infinity_engine.plan import DriveFigures, Figure, Unit
 from infinity_engine.units import MiB, format_bytes
@@ -67,7 +67,7 @@ def measure_drive(
     memory: memoryview,
     updates: HostUpdates,
     effort: Effort,
-    part: Part,
+    part: MeasuringTime,
     report: _Report,
 ) -> DriveFigures:
     """Measure a directory in `place`, its real path; what is moved lies in `memory`, which the queue's pool has.
@@ -98,13 +98,13 @@ def measure_drive(
     )
 
 
-def _alone(load: _DriveLoad, part: Part) -> dict[Workload, Figure]:
+def _alone(load: _DriveLoad, part: MeasuringTime) -> dict[Workload, Figure]:
     """Return what is read, written, and moved both ways at once, while nothing else is done here."""
     found = part.in_turn(tuple(Workload), lambda each, sample_s: load.bytes_per_s(each, until(sample_s)))
     return {workload: Figure.of(samples, Unit.BYTES) for workload, samples in found.items()}
 
 
-def _beside(load: _DriveLoad, updates: HostUpdates, part: Part) -> tuple[Figure, dict[str, dict[int, Figure]]]:
+def _beside(load: _DriveLoad, updates: HostUpdates, part: MeasuringTime) -> tuple[Figure, dict[str, dict[int, Figure]]]:
     """Return the parts that the drive, and that updates keep of their rates where both work."""
     points = updates.points(RULES)
     found = measure_contention(updates, points, partial(load.bytes_per_s, Workload.MIXED), part)

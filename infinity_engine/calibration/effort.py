@@ -14,7 +14,7 @@ from deepnvme.measure import in_turn
 from infinity_engine.errors import ConfigError
 from infinity_engine.units import GiB, MiB
 
-__all__ = ["FULL", "QUICK", "Effort", "Part", "repeated", "thread_counts"]
+__all__ = ["FULL", "QUICK", "Effort", "MeasuringTime", "repeated", "thread_counts"]
 
 _SAMPLING_SHARE = 0.8  # the rest is for what lies between samples, and for the last work of each
 _Point = TypeVar("_Point")
@@ -23,14 +23,14 @@ _EACH_UP_TO = 4  # threads; beyond, two numbers for each doubling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class MeasuringTime:
     """What some measuring may take: so many seconds, for so many rounds of samples that are not too short."""
 
     seconds: float
     rounds: int
     shortest_s: float
 
-    def share(self, share: float) -> Part:
+    def share(self, share: float) -> MeasuringTime:
         """Return a share of it."""
         return replace(self, seconds=self.seconds * share)
 
@@ -66,9 +66,9 @@ class Effort:
         """Host memory that is held at most."""
         return max(self.update_bytes + self.io_bytes, self.compute_bytes)
 
-    def part(self, share: float) -> Part:
+    def part(self, share: float) -> MeasuringTime:
         """Return what a share of the time allows."""
-        return Part(seconds=self.seconds * share, rounds=self.rounds, shortest_s=self.shortest_s)
+        return MeasuringTime(seconds=self.seconds * share, rounds=self.rounds, shortest_s=self.shortest_s)
 
 
 FULL = Effort(

@@ -14,7 +14,7 @@ import numpy as np
 
 from deepnvme import Pool
 from infinity_engine import _native
-from infinity_engine.calibration.effort import Part, repeated
+from infinity_engine.calibration.effort import MeasuringTime, repeated
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import (
     NORM_BLOCK,
@@ -118,7 +118,7 @@ class HostUpdates:
         """Return a point for each of these with each number of threads."""
         return [HostPoint(optimizer, count) for optimizer in optimizers for count in self.counts]
 
-    def measure(self, part: Part) -> dict[HostPoint, Figure]:
+    def measure(self, part: MeasuringTime) -> dict[HostPoint, Figure]:
         """Measure the sweep and every optimizer, with every number of threads."""
         found = part.in_turn(self.points([None, *RULES]), self.rate)
         return {

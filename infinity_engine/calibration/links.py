@@ -14,7 +14,7 @@ import torch
 
 from infinity_engine.accel import Accelerator, Event, StreamKind, VirtualAccelerator
 from infinity_engine.calibration.contention import Stops, measure_contention
-from infinity_engine.calibration.effort import Part
+from infinity_engine.calibration.effort import MeasuringTime
 from infinity_engine.calibration.host import RULES, HostPoint, HostUpdates
 from infinity_engine.errors import CapacityError
 from infinity_engine.plan import Figure, Unit
@@ -110,7 +110,7 @@ class Links:
         return self._clock_ns() - start_ns
 
 
-def measure_links(links: Links, part: Part) -> dict[tuple[StreamKind, ...], dict[StreamKind, Figure]]:
+def measure_links(links: Links, part: MeasuringTime) -> dict[tuple[StreamKind, ...], dict[StreamKind, Figure]]:
     """Measure each direction alone, and both at once; the keys say which were at work."""
     points: list[tuple[StreamKind, ...]] = [(_H2D,), (_D2H,), (_H2D, _D2H)]
     found = part.in_turn(points, links.rates)
@@ -121,7 +121,7 @@ def measure_links(links: Links, part: Part) -> dict[tuple[StreamKind, ...], dict
 
 
 def measure_beside_updates(
-    links: Links, updates: HostUpdates, part: Part
+    links: Links, updates: HostUpdates, part: MeasuringTime
 ) -> tuple[dict[HostPoint, Figure], dict[StreamKind, Figure]]:
     """Return the parts that updates, and that both directions keep of their rates where all of them are at work."""
     found = measure_contention(updates, updates.points(RULES), links.copy_until, part)

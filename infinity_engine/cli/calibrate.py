@@ -76,7 +76,13 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
     """Return what was measured, and where it is kept."""
     if options.json and options.json != _STANDARD_OUTPUT:
         _check_writable(Path(options.json))
-    from infinity_engine.calibration import FULL, QUICK, CalibrationCache, Kept, calibrated  # needs the native modules
+    from infinity_engine.calibration import (  # needs the native modules
+        FULL,
+        QUICK,
+        CalibrationCache,
+        KeptFigures,
+        calibrated,
+    )
 
     effort = QUICK if options.quick else FULL
     if options.seconds is not None:
@@ -92,7 +98,7 @@ def _measured(options: argparse.Namespace) -> tuple[Calibration, Path | None]:
             options.directories,
             accelerator=accelerator,
             effort=effort,
-            kept=Kept.REPLACED,
+            kept=KeptFigures.REPLACED,
             cache=cache,
             report=lambda part: _say(f"measuring {part}"),
             waiting=lambda: _say("another process measures this machine: waiting for it"),

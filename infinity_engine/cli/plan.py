@@ -21,7 +21,7 @@ from infinity_engine.units import GiB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from infinity_engine.plan import BlockRates, Capacity, DriveRates, Rates
-    from infinity_engine.sim.hardware import Machine
+    from infinity_engine.sim.hardware import MachineModel
     from infinity_engine.sim.models import ModelShape
     from infinity_engine.sim.remedies import Refusal, Remedy
     from infinity_engine.sim.report import PlanReport
@@ -277,7 +277,7 @@ def _free(device: int, host: int, drives: int) -> Capacity:
     return capacity_of(device=device, host=host, nvme={"NVMe": drives} if drives else {})
 
 
-def _given(given: str | None, known: Machine | None, field: str) -> int:
+def _given(given: str | None, known: MachineModel | None, field: str) -> int:
     if given is not None:
         return _size(given, field)
     if known is None:
@@ -300,7 +300,7 @@ class _Compute(NamedTuple):
 
 
 def _rates(
-    options: argparse.Namespace, assumed: Machine, precision: str, *, ranks: int, drives: bool, named: bool
+    options: argparse.Namespace, assumed: MachineModel, precision: str, *, ranks: int, drives: bool, named: bool
 ) -> tuple[Rates, _Compute, tuple[str, ...]]:
     if options.rates is not None:
         return _rates_of_file(options, precision, ranks=ranks, drives=drives)
@@ -317,7 +317,7 @@ def _rates(
     return rates, _Compute(flops_per_s), (note,)
 
 
-def _shared(assumed: Machine, ranks: int) -> Mapping[str, DriveRates]:
+def _shared(assumed: MachineModel, ranks: int) -> Mapping[str, DriveRates]:
     from infinity_engine.plan import DriveRates
 
     drives = assumed.drives

@@ -195,7 +195,7 @@ class PinnedPool(Lessor):
         self._held_pages += align_up(view.nbytes, PAGE)
         self._peak_held = max(self._peak_held, self._held)
         self._peak_pages = max(self._peak_pages, self._held_pages)
-        return _Piece(region, view, place)
+        return _PoolBytes(region, view, place)
 
     def _count_gone(self) -> None:
         while self._gone:
@@ -204,10 +204,10 @@ class PinnedPool(Lessor):
             self._held_pages -= align_up(nbytes, PAGE)
 
     def _memory(self, backing: Backing) -> object | None:
-        return backing.view.obj if isinstance(backing, _Piece) else None  # what parts of the view keep as well
+        return backing.view.obj if isinstance(backing, _PoolBytes) else None  # what parts of the view keep as well
 
     def _free(self, backing: Backing) -> None:
-        if isinstance(backing, _Piece):
+        if isinstance(backing, _PoolBytes):
             if self._freed is Freed.NAN:
                 backing.fill(0xFF)
             backing.let_go()
@@ -260,7 +260,7 @@ class _Region:
         weakref.finalize(self, reservation.release_soon, nbytes)
 
 
-class _Piece:
+class _PoolBytes:
     """Bytes of a pool, for as long as somebody has `view` or a tensor made of it."""
 
     __slots__ = ("_region", "_view", "nbytes", "place")
@@ -295,7 +295,7 @@ class _Piece:
 
 def _place_of(backing: Backing) -> Extent | None:
     """Return where the layout has it; None for what is not planned."""
-    return backing.place if isinstance(backing, _Piece) else None
+    return backing.place if isinstance(backing, _PoolBytes) else None
 
 
 def _shared_bytes(place: Extent, backing: Backing) -> int:

@@ -28,16 +28,16 @@ __all__ = [
     "HOST_AT_PEAK",
     "MACHINES",
     "Drives",
-    "Gpu",
+    "GpuModel",
     "Host",
     "HostLink",
-    "Machine",
+    "MachineModel",
     "machine",
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+class GpuModel:
     """One GPU. Work is of 16 bits, dense; `achieved_flops_per_s` is what training of large models gets of the peak."""
 
     name: str
@@ -100,7 +100,7 @@ class Drives:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class MachineModel:
     """One node, or many that are alike. `gpu_gpu_bytes_per_s` is one GPU's, `network_bytes_per_s` one node's, one way.
 
     `sources` says of each number, by its dotted name, where it is from and whose it is: one rank's or one node's.
@@ -109,7 +109,7 @@ class Machine:
     name: str
     title: str
     gpus: int
-    gpu: Gpu
+    gpu: GpuModel
     link: HostLink
     host: Host
     sources: Mapping[str, str]
@@ -163,7 +163,7 @@ class Machine:
         return f"{self.name} drives"
 
 
-def machine(name: str) -> Machine:
+def machine(name: str) -> MachineModel:
     """Return the machine of that name.
 
     Raises:
@@ -197,11 +197,11 @@ _H100_CLASS = "as measured on JLSE, whose CPUs have as much DRAM bandwidth; the 
 H100_PEAK_FLOPS_PER_S = 989.4 * _TERA
 H100_ACHIEVED_FLOPS_PER_S = 0.41 * H100_PEAK_FLOPS_PER_S
 
-H200_NODE = Machine(
+H200_NODE = MachineModel(
     name="h200_node",
     title="DGX H200 (8 H200 of 141 GB)",
     gpus=8,
-    gpu=Gpu(
+    gpu=GpuModel(
         name="H200 SXM 141 GB",
         memory_bytes=141 * GB,
         peak_flops_per_s=H100_PEAK_FLOPS_PER_S,
@@ -236,11 +236,11 @@ H200_NODE = Machine(
     ),
 )
 
-DESKTOP_4090 = Machine(
+DESKTOP_4090 = MachineModel(
     name="desktop_4090",
     title="desktop with one RTX 4090",
     gpus=1,
-    gpu=Gpu(
+    gpu=GpuModel(
         name="RTX 4090 24 GB",
         memory_bytes=24 * GiB,
         peak_flops_per_s=165.2 * _TERA,
@@ -269,11 +269,11 @@ DESKTOP_4090 = Machine(
     ),
 )
 
-GH200 = Machine(
+GH200 = MachineModel(
     name="gh200",
     title="GH200 Grace Hopper (96 GB HBM3, 480 GB LPDDR5X)",
     gpus=1,
-    gpu=Gpu(
+    gpu=GpuModel(
         name="H100 of a GH200, 96 GB",
         memory_bytes=96 * GB,
         peak_flops_per_s=H100_PEAK_FLOPS_PER_S,
@@ -307,4 +307,6 @@ GH200 = Machine(
     ),
 )
 
-MACHINES: Mapping[str, Machine] = MappingProxyType({known.name: known for known in (H200_NODE, DESKTOP_4090, GH200)})
+MACHINES: Mapping[str, MachineModel] = MappingProxyType(
+    {known.name: known for known in (H200_NODE, DESKTOP_4090, GH200)}
+)

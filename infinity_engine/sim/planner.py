@@ -33,7 +33,7 @@ from infinity_engine.plan import (
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
 from infinity_engine.sim.placing import Plan, Wish, place
-from infinity_engine.sim.room import Parts, Room
+from infinity_engine.sim.room import MemoryEdges, Parts
 from infinity_engine.sim.simulate import simulate
 from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_quickest_step, undisturbed
@@ -367,14 +367,14 @@ class _Search:
                 seen.append(parts)
                 yield _Form(family, name, parts), _Form(family, name, parts.towards(middle, _OFF * room.whole))
 
-    def _room(self, family: _Family, numel: int) -> Room | None:
+    def _room(self, family: _Family, numel: int) -> MemoryEdges | None:
         planner = self._planner
         sizing = planner.sizing(numel)
         try:
             budget = planner.left(sizing)
         except CapacityError:
             return None
-        return Room.of(sizing, self._means, budget, tier=family.tier, drives=family.drives)
+        return MemoryEdges.of(sizing, self._means, budget, tier=family.tier, drives=family.drives)
 
     def _split(self) -> Parts:
         """Return how states are divided where all would fit on the device: so that neither it nor the host waits."""

@@ -16,7 +16,7 @@ from infinity_engine.sim.planner import Candidate, Decision, Planner
 from infinity_engine.sim.timeline import StepTimeline, rates_of_update
 from infinity_engine.sim.training import Means, Training
 
-__all__ = ["Alternative", "Holding", "PhaseReport", "PlanReport", "Wear", "report_of", "resource"]
+__all__ = ["Alternative", "Holding", "PhaseReport", "PlanReport", "WearForecast", "report_of", "resource"]
 
 _S_PER_DAY = 86_400
 _DAYS_PER_YEAR = 365.25
@@ -45,7 +45,7 @@ class PhaseReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Wear:
+class WearForecast:
     """What a day of steps without a pause writes to all drives, and the years until so much is written."""
 
     written_per_day: float
@@ -93,7 +93,7 @@ class PlanReport:
     moved: Mapping[Lane, int]
     timeline: StepTimeline
     host_bytes_per_parameter: float
-    wear: Wear | None
+    wear: WearForecast | None
     alternatives: tuple[Alternative, ...]
     notes: tuple[str, ...]
 
@@ -243,13 +243,13 @@ def _io_bytes(best: Candidate, means: Means) -> int:
     return means.io_bytes if best.plan.demand.nvme else 0
 
 
-def _wear(best: Candidate, means: Means, rated_bytes: int | None) -> Wear | None:
+def _wear(best: Candidate, means: Means, rated_bytes: int | None) -> WearForecast | None:
     written = best.timeline.moved.get(Lane.NVME_WRITE, 0) * means.ranks
     if not written or not best.step_s:
         return None
     per_day = written * _S_PER_DAY / best.step_s
     years = None if rated_bytes is None else rated_bytes / per_day / _DAYS_PER_YEAR
-    return Wear(per_day, rated_bytes, years)
+    return WearForecast(per_day, rated_bytes, years)
 
 
 # --- phases ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.timeline import rates_of_update
 from infinity_engine.sim.training import Means
 
-__all__ = ["Parts", "Room"]
+__all__ = ["MemoryEdges", "Parts"]
 
 _AHEAD = 2  # of the largest modules at once: one computes, and the next one comes
 
@@ -80,7 +80,7 @@ _ALL = _Edge(1, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryEdges:
     """The edges of what fits, with parameters in a certain tier, and states on drives or not, and the best share."""
 
     edges: tuple[_Edge, ...]
@@ -91,7 +91,9 @@ class Room:
     may_visit: bool
 
     @classmethod
-    def of(cls, sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier, drives: bool) -> Room | None:
+    def of(
+        cls, sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier, drives: bool
+    ) -> MemoryEdges | None:
         """Return it for the budget that plans are made with; None where parameters do not fit."""
         try:
             limits = sizing.limits(budget, tier)

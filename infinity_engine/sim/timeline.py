@@ -19,7 +19,7 @@ from infinity_engine.plan.step import Home
 from infinity_engine.sim.placing import Plan
 from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.training import Means, Training
-from infinity_engine.sim.walking import Walk
+from infinity_engine.sim.walking import TimedWalk
 
 __all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_quickest_step", "time_step", "undisturbed"]
 
@@ -159,7 +159,7 @@ def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> S
     Raises:
         ConfigError: a rate is missing of something that the plan uses.
     """
-    return _Step(plan, sizing, training, means, _needs(plan, sizing, training)).run()
+    return _TimedStep(plan, sizing, training, means, _needs(plan, sizing, training)).run()
 
 
 def time_quickest_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> tuple[StepTimeline, bool]:
@@ -169,10 +169,10 @@ def time_quickest_step(plan: Plan, sizing: Sizing, training: Training, means: Me
     forward tell, so without a rate of computing nothing is changed.
     """
     modules = _needs(plan, sizing, training)
-    timeline = _Step(plan, sizing, training, means, modules).run()
+    timeline = _TimedStep(plan, sizing, training, means, modules).run()
     may_be_longer = plan.steps.staging_bytes and plan.steps.parameters is not Tier.DEVICE
     if training.overlap is None and may_be_longer and means.compute_rate(training) is not None:
-        apart = _Step(plan, sizing, replace(training, overlap=False), means, modules).run()
+        apart = _TimedStep(plan, sizing, replace(training, overlap=False), means, modules).run()
         if apart.ns < timeline.ns:
             return apart, False
     return timeline, training.overlap is not False
@@ -190,7 +190,7 @@ class _Needs(NamedTuple):
     subgroups: tuple[int, ...]
 
 
-class _Step:
+class _TimedStep:
     """The clocks of one step, and what has been written down."""
 
     def __init__(self, plan: Plan, sizing: Sizing, training: Training, means: Means, modules: Sequence[_Needs]) -> None:
@@ -324,7 +324,7 @@ class _Step:
         As the engine does it: who needs a parameter goes on with the walk until that has arrived. While one waits that
         stays on the device, what comes later is updated on the host; while one waits that is fetched, one subgroup.
         """
-        walk = Walk(self._plan.steps, self._clocks, self._note)
+        walk = TimedWalk(self._plan.steps, self._clocks, self._note)
         walk.poll()
         self._fetch_ahead(0, walk)
         end_ns = 0
@@ -341,7 +341,7 @@ class _Step:
         walk.finish()
         return max(end_ns, walk.now_ns)
 
-    def _provide(self, number: int, walk: Walk) -> None:
+    def _provide(self, number: int, walk: TimedWalk) -> None:
         """Let the thread wait until what a module needs has been updated, and is there."""
         needs = self._modules[number]
         walk.poll()
@@ -358,7 +358,7 @@ class _Step:
             self._fetch_now(number, walk)
         walk.wait_until(self._present[number][1])
 
-    def _fetch_ahead(self, start: int, walk: Walk) -> None:
+    def _fetch_ahead(self, start: int, walk: TimedWalk) -> None:
         """Begin to fetch what the modules from one on need, as far as there is room for it and it has been updated."""
         left = self._limit - self._held
         for number in range(start, min(start + _LOOK_AHEAD, len(self._modules))):
@@ -376,7 +376,7 @@ class _Step:
                     return
                 self._fetch_now(number, walk)
 
-    def _fetch_now(self, number: int, walk: Walk) -> None:
+    def _fetch_now(self, number: int, walk: TimedWalk) -> None:
         assert self._link is not None, "a device with memory of its own has links"
         needs, after_ns = self._modules[number], walk.now_ns
         if needs.read:
@@ -396,7 +396,7 @@ class _Step:
         self._leaving.append((nbytes, self._clocks.free_ns(self._compute)))
         return nbytes
 
-    def _has_room(self, nbytes: int, walk: Walk) -> bool:
+    def _has_room(self, nbytes: int, walk: TimedWalk) -> bool:
         """Tell whether staging sets leave the device room for so much; what is leaving is waited for."""
         while True:
             while self._leaving and self._leaving[0][1] <= walk.now_ns:

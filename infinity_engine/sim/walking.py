@@ -1,4 +1,4 @@
-"""`Walk`: the one thread that carries out an update beside the next forward, priced: the executor's walk without bytes.
+"""`TimedWalk`: the one thread that carries out an update beside the next forward, priced: the executor's walk without bytes.
 
 Pure. Goes along a plan's order of submission, as far as it is asked to, and is busy itself with what is in the HOST
 lane; everything else is submitted when it comes by. Called by timeline.py.
@@ -12,10 +12,10 @@ from infinity_engine.plan import Lane, LaneClocks, OpTime
 from infinity_engine.plan.ops import Op
 from infinity_engine.plan.step import StepPlan
 
-__all__ = ["Walk"]
+__all__ = ["TimedWalk"]
 
 
-class Walk:
+class TimedWalk:
     """A walk along `plan` on these clocks, and the time that its thread has come to. `note` is told of each op."""
 
     def __init__(self, plan: StepPlan, clocks: LaneClocks, note: Callable[[Op, OpTime], None]) -> None:

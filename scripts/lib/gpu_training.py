@@ -15,7 +15,7 @@ from torch import nn
 import bench
 import infinity_engine
 from infinity_engine.accel import Accelerator, open_accelerator
-from infinity_engine.calibration import QUICK, Kept, calibrated
+from infinity_engine.calibration import QUICK, KeptFigures, calibrated
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Rates, Strategy
 from tiny_gpt import VOCABULARY, TinyGPT
@@ -54,7 +54,7 @@ def gpu() -> Iterator[Accelerator]:
 
 def rates_of(device: Accelerator) -> Rates:
     """Measure what this machine does, updates and copies beside one another."""
-    return calibrated((), accelerator=device, effort=QUICK, kept=Kept.REPLACED).rates(beside_copies=True)
+    return calibrated((), accelerator=device, effort=QUICK, kept=KeptFigures.REPLACED).rates(beside_copies=True)
 
 
 def waited(device: Accelerator) -> float:

@@ -17,10 +17,10 @@ from infinity_engine.sim.hardware import (
     H100_UTILISATION,
     HOST_AT_PEAK,
     Drives,
-    Gpu,
+    GpuModel,
     Host,
     HostLink,
-    Machine,
+    MachineModel,
 )
 from infinity_engine.units import GB, GiB
 
@@ -32,7 +32,7 @@ _ZI = "ZeRO-Infinity"
 _DOS = "Deep Optimizer States"
 
 
-def wire_bytes_per_s(machine: Machine, nodes: int) -> float:
+def wire_bytes_per_s(machine: MachineModel, nodes: int) -> float:
     """Return what one GPU gets of the others' parts in a collective: inside its node, or over the network.
 
     A byte enters each node once, so all GPUs of a node get what its network carries.
@@ -47,7 +47,7 @@ def wire_bytes_per_s(machine: Machine, nodes: int) -> float:
     return rate
 
 
-def drive_bytes_per_s(machine: Machine, ranks: int) -> tuple[float, float]:
+def drive_bytes_per_s(machine: MachineModel, ranks: int) -> tuple[float, float]:
     """Return what one of so many ranks of a node reads and writes, over its own link at most.
 
     Raises:
@@ -60,11 +60,11 @@ def drive_bytes_per_s(machine: Machine, ranks: int) -> tuple[float, float]:
     return min(drives.read_bytes_per_s / ranks, up), min(drives.write_bytes_per_s / ranks, down)
 
 
-DGX2 = Machine(
+DGX2 = MachineModel(
     name="dgx2",
     title="DGX-2 (16 V100 of 32 GB)",
     gpus=16,
-    gpu=Gpu(
+    gpu=GpuModel(
         name="V100 SXM3 32 GB",
         memory_bytes=32 * GiB,
         peak_flops_per_s=125 * _TERA,
@@ -104,11 +104,11 @@ DGX2 = Machine(
     ),
 )
 
-JLSE_H100 = Machine(
+JLSE_H100 = MachineModel(
     name="jlse_h100",
     title="JLSE node (4 H100 of 80 GB)",
     gpus=4,
-    gpu=Gpu(
+    gpu=GpuModel(
         name="H100 SXM5 80 GB",
         memory_bytes=80 * GiB,
         peak_flops_per_s=H100_PEAK_FLOPS_PER_S,
@@ -152,11 +152,11 @@ JLSE_H100 = Machine(
     ),
 )
 
-V100_NODE = Machine(
+V100_NODE = MachineModel(
     name="v100_node",
     title="node with 4 V100 of 32 GB",
     gpus=4,
-    gpu=Gpu(
+    gpu=GpuModel(
         name="V100 32 GB",
         memory_bytes=32 * GiB,
         peak_flops_per_s=125 * _TERA,

@@ -1,7 +1,7 @@
 """One training iteration with optimizer states on the host, as Deep Optimizer States and its baselines make it.
 
 The update phase is a StepPlan, made by a policy and priced by the simulator; forward and backward are sums of work over
-rates. All rates come from a Machine and a Reading of the paper's Table 1. Pure.
+rates. All rates come from a MachineModel and a Reading of the paper's Table 1. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infinity_engine.plan.ops import Lane, Op, UpdateOnDevice, UpdateOnHost, Upl
 from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import Home, StepPlan, SubgroupSpec
 from infinity_engine.sim.bound import HOST_UPDATE_BYTES, VISIT_BYTES
-from infinity_engine.sim.hardware import Machine
+from infinity_engine.sim.hardware import MachineModel
 from infinity_engine.sim.simulate import Simulation, simulate
 from infinity_engine.units import GB
 from papers.machines import JLSE_H100, wire_bytes_per_s
@@ -74,7 +74,7 @@ class Job:
     subgroup: int = _SUBGROUP
     stride: int = 2
     cores: float = 1.0
-    machine: Machine = JLSE_H100
+    machine: MachineModel = JLSE_H100
     reading: Reading = TABLE_1
 
     @property

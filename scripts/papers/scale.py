@@ -1,6 +1,6 @@
 """Scale on paper: what a step takes on 1 to 1,024 nodes, for 10 B to 100 T parameters, and which resource binds.
 
-Sums of work and bytes over the rates of a Machine, no simulation: docs/scale.md says what is assumed. Pure.
+Sums of work and bytes over the rates of a MachineModel, no simulation: docs/scale.md says what is assumed. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan.tier import Tier
-from infinity_engine.sim.hardware import Machine
+from infinity_engine.sim.hardware import MachineModel
 from papers.charts import Chart, Series
 from papers.machines import drive_bytes_per_s, wire_bytes_per_s
 from papers.transformer import STATE_BYTES, Shape
@@ -76,7 +76,7 @@ class Point:
     `parameters` with their gradients, `states` and activation `checkpoints` are each in one tier.
     """
 
-    machine: Machine
+    machine: MachineModel
     shape: Shape
     nodes: int
     partitioning: Partitioning
@@ -159,14 +159,16 @@ class Point:
         return max(inside, between)
 
 
-def points(machine: Machine, scaling: Scaling, partitioning: Partitioning) -> Iterator[tuple[str, int, Point | None]]:
+def points(
+    machine: MachineModel, scaling: Scaling, partitioning: Partitioning
+) -> Iterator[tuple[str, int, Point | None]]:
     """Yield each model on each number of nodes, None where nothing holds it."""
     for name, shape in MODELS.items():
         for nodes in NODES:
             yield name, nodes, _point(machine, shape, nodes, scaling, partitioning)
 
 
-def tables(machine: Machine) -> str:
+def tables(machine: MachineModel) -> str:
     """Return the efficiency of each point and what binds it, as tables of text."""
     found = []
     for scaling in Scaling:
@@ -181,7 +183,7 @@ def tables(machine: Machine) -> str:
     return "\n\n".join(found)
 
 
-def charts(machine: Machine) -> tuple[Chart, ...]:
+def charts(machine: MachineModel) -> tuple[Chart, ...]:
     """Return a chart of efficiency by nodes for each scaling; broadcast is dashed, where it differs."""
     return tuple(
         Chart(
@@ -195,7 +197,7 @@ def charts(machine: Machine) -> tuple[Chart, ...]:
     )
 
 
-def _series(machine: Machine, scaling: Scaling) -> Iterator[Series]:
+def _series(machine: MachineModel, scaling: Scaling) -> Iterator[Series]:
     lines: dict[Partitioning, dict[str, list[tuple[float, float]]]] = {}
     for partitioning in Partitioning:
         lines[partitioning] = {name: [] for name in MODELS}
@@ -210,7 +212,9 @@ def _series(machine: Machine, scaling: Scaling) -> Iterator[Series]:
             yield Series(f"{name}, broadcast", other, dashed=True)
 
 
-def _point(machine: Machine, shape: Shape, nodes: int, scaling: Scaling, partitioning: Partitioning) -> Point | None:
+def _point(
+    machine: MachineModel, shape: Shape, nodes: int, scaling: Scaling, partitioning: Partitioning
+) -> Point | None:
     gpus = nodes * machine.gpus
     batch = _WEAK_BATCH if scaling is Scaling.WEAK else _GLOBAL_BATCH / gpus
     micro_batch = min(batch, _MICRO_BATCH)
@@ -231,7 +235,7 @@ def _point(machine: Machine, shape: Shape, nodes: int, scaling: Scaling, partiti
     )
 
 
-def _placed(machine: Machine, shape: Shape, nodes: int, micro_batch: float) -> tuple[Tier, Tier, Tier] | None:
+def _placed(machine: MachineModel, shape: Shape, nodes: int, micro_batch: float) -> tuple[Tier, Tier, Tier] | None:
     """Return the tiers of parameters with gradients, of states and of checkpoints: in turn, the fastest with room."""
     room: dict[Tier, float] = {
         Tier.DEVICE: nodes * machine.gpus * machine.gpu.memory_bytes,
@@ -250,7 +254,7 @@ def _placed(machine: Machine, shape: Shape, nodes: int, micro_batch: float) -> t
     return chosen[0], chosen[1], chosen[2]
 
 
-def _achieved(machine: Machine) -> float:
+def _achieved(machine: MachineModel) -> float:
     rate = machine.gpu.achieved_flops_per_s
     if rate is None:
         raise ConfigError(

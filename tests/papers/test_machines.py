@@ -6,27 +6,27 @@ import pytest
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.sim import update_bound
-from infinity_engine.sim.hardware import DESKTOP_4090, Machine
+from infinity_engine.sim.hardware import DESKTOP_4090, MachineModel
 from papers.machines import DGX2, JLSE_H100, V100_NODE, drive_bytes_per_s, wire_bytes_per_s
 
 ALL = pytest.mark.parametrize("known", [DGX2, JLSE_H100, V100_NODE], ids=lambda known: known.name)
 
 
 @ALL
-def test_each_number_has_a_source_and_each_source_a_number(known: Machine) -> None:
+def test_each_number_has_a_source_and_each_source_a_number(known: MachineModel) -> None:
     assert set(known.sources) == {name for name, _ in known.numbers()}
     assert all(known.sources.values())
 
 
 @ALL
-def test_each_rate_says_whether_it_is_of_a_gpu_a_rank_or_a_node(known: Machine) -> None:
+def test_each_rate_says_whether_it_is_of_a_gpu_a_rank_or_a_node(known: MachineModel) -> None:
     rates = [source for name, source in known.sources.items() if name.endswith("_per_s")]
 
     assert [source for source in rates if not any(of in source for of in ("one GPU", "one rank", "the node's"))] == []
 
 
 @ALL
-def test_its_rates_bound_an_update(known: Machine) -> None:
+def test_its_rates_bound_an_update(known: MachineModel) -> None:
     assert update_bound(known.rates()).speedup >= 1
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Tier
-from infinity_engine.sim.hardware import DESKTOP_4090, GH200, H200_NODE, Machine
+from infinity_engine.sim.hardware import DESKTOP_4090, GH200, H200_NODE, MachineModel
 from papers.charts import svg
 from papers.machines import DGX2
 from papers.scale import MODELS, NODES, Bottleneck, Partitioning, Point, Scaling, charts, points, tables
@@ -48,7 +48,7 @@ POINTS = st.builds(
 )
 
 
-def found(machine: Machine, scaling: Scaling, partitioning: Partitioning) -> dict[tuple[str, int], Point | None]:
+def found(machine: MachineModel, scaling: Scaling, partitioning: Partitioning) -> dict[tuple[str, int], Point | None]:
     return {(name, nodes): one for name, nodes, one in points(machine, scaling, partitioning)}
 
 
@@ -104,7 +104,7 @@ def test_a_step_is_no_shorter_than_what_binds_it_and_computing_is_part_of_it(one
 
 @SHOWN
 @SCALINGS
-def test_spreading_a_fetch_over_all_links_is_never_slower(machine: Machine, scaling: Scaling) -> None:
+def test_spreading_a_fetch_over_all_links_is_never_slower(machine: MachineModel, scaling: Scaling) -> None:
     spread, alone = (found(machine, scaling, partitioning) for partitioning in Partitioning)
 
     assert all(
@@ -115,7 +115,7 @@ def test_spreading_a_fetch_over_all_links_is_never_slower(machine: Machine, scal
 
 @SHOWN
 @SCALINGS
-def test_what_fits_on_some_nodes_fits_on_more(machine: Machine, scaling: Scaling) -> None:
+def test_what_fits_on_some_nodes_fits_on_more(machine: MachineModel, scaling: Scaling) -> None:
     by_model = found(machine, scaling, Partitioning.BANDWIDTH_CENTRIC)
 
     for name in MODELS:
@@ -124,7 +124,7 @@ def test_what_fits_on_some_nodes_fits_on_more(machine: Machine, scaling: Scaling
 
 
 @SHOWN
-def test_each_point_holds_what_it_places(machine: Machine) -> None:
+def test_each_point_holds_what_it_places(machine: MachineModel) -> None:
     for one in found(machine, Scaling.WEAK, Partitioning.BANDWIDTH_CENTRIC).values():
         if one is None:
             continue
@@ -154,13 +154,13 @@ def test_a_machine_whose_computing_is_not_known_is_refused() -> None:
 
 
 @SHOWN
-def test_the_page_has_the_tables_that_the_command_prints(machine: Machine) -> None:
+def test_the_page_has_the_tables_that_the_command_prints(machine: MachineModel) -> None:
     assert tables(machine) in (DOCS / "scale.md").read_text()
 
 
 @SHOWN
 @SCALINGS
-def test_the_page_has_the_plots_that_the_command_writes(machine: Machine, scaling: Scaling) -> None:
+def test_the_page_has_the_plots_that_the_command_writes(machine: MachineModel, scaling: Scaling) -> None:
     name = f"scale-{machine.name}-{scaling.value}.svg"
     text = (DOCS / "images" / name).read_text()
 

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from deepnvme import FaultPlan, IOQueue, Requests
 from deepnvme.cli.scratch import UnusableError
 from infinity_engine.accel import Clock, CpuAccelerator, Emulation, StreamKind, emulated_accelerator
-from infinity_engine.calibration import CalibrationCache, Effort, Kept, calibrated, identity, kept_calibration
+from infinity_engine.calibration import CalibrationCache, Effort, KeptFigures, calibrated, identity, kept_calibration
 from infinity_engine.calibration import calibrate as module
 from infinity_engine.calibration.contention import meanwhile
-from infinity_engine.calibration.effort import Part, repeated, thread_counts
+from infinity_engine.calibration.effort import MeasuringTime, repeated, thread_counts
 from infinity_engine.calibration.host import RULES, name_of
 from infinity_engine.calibration.links import Links, measure_links
 from infinity_engine.cli.main import main
@@ -160,7 +160,7 @@ def test_links_of_different_speeds_do_not_hold_one_another_up(d2h: float) -> Non
         emulated_accelerator(Emulation(rates=rates, capacity_bytes=8 * MiB)) as device,
         Links.open(device, memoryview(bytearray(8 * MiB))) as links,
     ):
-        found = measure_links(links, Part(seconds=1.0, rounds=1, shortest_s=0.1))
+        found = measure_links(links, MeasuringTime(seconds=1.0, rounds=1, shortest_s=0.1))
 
     for kinds, both in found.items():
         for kind in kinds:
@@ -220,7 +220,7 @@ def test_what_was_measured_is_not_measured_again(drive: Path) -> None:
 
 def test_what_is_to_be_replaced_is_measured_again(drive: Path) -> None:
     reported(drive)
-    _, lines = reported(drive, kept=Kept.REPLACED)
+    _, lines = reported(drive, kept=KeptFigures.REPLACED)
 
     assert any(line.startswith("updates of the host") for line in lines)
     assert any(line.startswith(str(drive)) for line in lines)
@@ -460,7 +460,7 @@ def test_work_is_done_once_at_least() -> None:
 
 
 def test_samples_are_no_shorter_than_what_can_be_measured() -> None:
-    part = Part(seconds=10.0, rounds=2, shortest_s=0.25)
+    part = MeasuringTime(seconds=10.0, rounds=2, shortest_s=0.25)
 
     assert part.sample_s(4) == pytest.approx(1.0)
     assert part.share(0.5).sample_s(4) == pytest.approx(0.5)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from infinity_engine.plan import Rates, ResolvedBudget, Tier
-from infinity_engine.sim.room import Parts, Room
+from infinity_engine.sim.room import MemoryEdges, Parts
 from infinity_engine.sim.training import Means
 from infinity_engine.units import GB
 from support.plannings import model_of, random_case, training_of
@@ -19,10 +19,10 @@ RATES = Rates(
 )
 
 
-def room_of(device: float, host: float, *, tier: Tier = Tier.DEVICE, rates: Rates = RATES) -> Room:
+def room_of(device: float, host: float, *, tier: Tier = Tier.DEVICE, rates: Rates = RATES) -> MemoryEdges:
     means = Means(budget=ResolvedBudget(device=round(device * GB), host=round(host * GB)), rates=rates)
     sizing = means.sizing(SMALL, 5_000_000)
-    found = Room.of(sizing, means, means.budget, tier=tier, drives=False)
+    found = MemoryEdges.of(sizing, means, means.budget, tier=tier, drives=False)
     assert found is not None
     return found
 
@@ -39,7 +39,7 @@ def test_corners_are_parts_of_all_for_which_there_is_room(seed: int, drives: boo
     training, means = random_case(seed)
     sizing = means.sizing(training, training.model.numel // 64)
     for tier in Tier if drives else (Tier.DEVICE, Tier.HOST):
-        room = Room.of(sizing, means, means.budget, tier=tier, drives=drives)
+        room = MemoryEdges.of(sizing, means, means.budget, tier=tier, drives=drives)
         corners = {} if room is None else room.corners()
         corners.pop("most", None)  # stages nothing
         corners.pop("nothing", None)  # is there whether or not it fits
@@ -65,8 +65,8 @@ def test_parameters_that_do_not_fit_leave_no_room() -> None:
     means = Means(budget=ResolvedBudget(device=GB // 2, host=100 * GB), rates=RATES)
     sizing = means.sizing(SMALL, 5_000_000)
 
-    assert Room.of(sizing, means, means.budget, tier=Tier.DEVICE, drives=False) is None
-    assert Room.of(sizing, means, means.budget, tier=Tier.HOST, drives=False) is not None
+    assert MemoryEdges.of(sizing, means, means.budget, tier=Tier.DEVICE, drives=False) is None
+    assert MemoryEdges.of(sizing, means, means.budget, tier=Tier.HOST, drives=False) is not None
 
 
 def test_without_rates_of_links_nothing_visits() -> None:

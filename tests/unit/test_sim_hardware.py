@@ -11,7 +11,7 @@ from infinity_engine.sim.hardware import (
     H200_NODE,
     MACHINES,
     HostLink,
-    Machine,
+    MachineModel,
     machine,
 )
 
@@ -19,20 +19,20 @@ ALL = pytest.mark.parametrize("known", MACHINES.values(), ids=list(MACHINES))
 
 
 @ALL
-def test_each_number_has_a_source_and_each_source_a_number(known: Machine) -> None:
+def test_each_number_has_a_source_and_each_source_a_number(known: MachineModel) -> None:
     assert set(known.sources) == {name for name, _ in known.numbers()}
     assert all(known.sources.values())
 
 
 @ALL
-def test_each_rate_says_whose_it_is(known: Machine) -> None:
+def test_each_rate_says_whose_it_is(known: MachineModel) -> None:
     rates = [source for name, source in known.sources.items() if name.endswith("_per_s")]
 
     assert [it for it in rates if not any(whose in it for whose in ("one GPU", "one rank", "the node's"))] == []
 
 
 @ALL
-def test_ranks_of_a_node_have_its_cpu_memory_and_drives_between_them(known: Machine) -> None:
+def test_ranks_of_a_node_have_its_cpu_memory_and_drives_between_them(known: MachineModel) -> None:
     one, all_ranks = known.rates(1), known.rates()
 
     for name in ("host_update_params_per_s", "dram_bytes_per_s"):
@@ -41,7 +41,7 @@ def test_ranks_of_a_node_have_its_cpu_memory_and_drives_between_them(known: Mach
 
 
 @ALL
-def test_its_rates_bound_an_update(known: Machine) -> None:
+def test_its_rates_bound_an_update(known: MachineModel) -> None:
     assert update_bound(known.rates()).speedup >= 1
 
 

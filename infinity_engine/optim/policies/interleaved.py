@@ -18,7 +18,7 @@ from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import Home, StepPlan, SubgroupSpec
 from infinity_engine.plan.timing import LaneClocks
 
-__all__ = ["INTERLEAVED", "TWO_ENDED", "Assignment", "Layout", "interleaved", "spread", "two_ended"]
+__all__ = ["INTERLEAVED", "TWO_ENDED", "Assignment", "UpdateLayout", "interleaved", "spread", "two_ended"]
 
 _FEW = 8  # Of so many subgroups, every choice of visitors is tried.
 _GRID = 8
@@ -33,7 +33,7 @@ class Assignment:
     residents: tuple[SubgroupSpec, ...]
 
 
-class Layout:
+class UpdateLayout:
     """An assignment as ops, and when they are done.
 
     States go up as soon as a staging set is free, and between them the parameters that the CPU has updated meanwhile.
@@ -137,15 +137,15 @@ def interleaved(share: Fraction | None = None, *, resident: float = 0.0, name: s
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
         others, residents = split_residents(subgroups, resident)
 
-        def spread_over(part: Fraction) -> Layout:
-            return Layout(_assigned(others, spread(others, part), residents), rates, limits)
+        def spread_over(part: Fraction) -> UpdateLayout:
+            return UpdateLayout(_assigned(others, spread(others, part), residents), rates, limits)
 
         if share is not None:
             return spread_over(share).plan()
         most = len(others) if limits.can_stage(subgroups) else 0
         if 0 < most <= _FEW:
             choices = (_assigned(others, visits, residents) for visits in itertools.product((False, True), repeat=most))
-            layouts = (Layout(assignment, rates, limits) for assignment in choices)
+            layouts = (UpdateLayout(assignment, rates, limits) for assignment in choices)
             return min(layouts, key=lambda layout: layout.end_ns).plan()
         return _earliest(lambda count: spread_over(Fraction(count, max(most, 1))), most).plan()
 
@@ -169,10 +169,10 @@ def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolic
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
         others, residents = split_residents(subgroups, resident)
 
-        def back(count: int) -> Layout:
+        def back(count: int) -> UpdateLayout:
             first = len(others) - count
             visiting = tuple(reversed(others[first:]))
-            return Layout(Assignment(host=others[:first], visiting=visiting, residents=residents), rates, limits)
+            return UpdateLayout(Assignment(host=others[:first], visiting=visiting, residents=residents), rates, limits)
 
         return _earliest(back, len(others) if limits.can_stage(subgroups) else 0).plan()
 
@@ -205,9 +205,9 @@ def _assigned(
     )
 
 
-def _earliest(layout: Callable[[int], Layout], most: int) -> Layout:
+def _earliest(layout: Callable[[int], UpdateLayout], most: int) -> UpdateLayout:
     """Return the layout that ends first, of those with 0 to `most` visitors: a grid first, then ever finer."""
-    tried: dict[int, Layout] = {}
+    tried: dict[int, UpdateLayout] = {}
 
     def end_ns(count: int) -> int:
         if count not in tried:
