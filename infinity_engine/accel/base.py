@@ -41,7 +41,7 @@ class StreamKind(Enum):
     COMPUTE = "compute"  # Device work. On cuda, the stream that modules compute in.
     H2D = "h2d"  # Copies from host to device.
     D2H = "d2h"  # Copies from device to host.
-    COLLECTIVE = "collective"  # Device work that waits for other ranks, so that it holds up nobody else.
+    COLLECTIVE = "collective"  # Device work that waits for other ranks, so that it holds up no other work.
 
 
 class Stream:
@@ -63,7 +63,7 @@ class Event(ABC):
     An operation that failed has ended: `done` says so and `wait` raises its error, each time. What depends on it does
     not run and carries the same error: whatever names it in `after` or was put behind it with `wait_for`, and what
     follows it in its stream until the host was told, which is when some `wait` or `synchronize` raised the error. So
-    nothing works on the results of a failure that nobody knows of, and a stream can be used again afterwards.
+    nothing works on the results of a failure that was not reported, and a stream can be used again afterwards.
     """
 
     __slots__ = ()
@@ -165,7 +165,7 @@ Cost = UpdateCost | TimeCost
 
 
 class DeviceBytes(NamedTuple):
-    """How much device memory there is, and how much of it nobody has taken."""
+    """How much device memory there is, and how much of it is free."""
 
     free: int
     total: int
@@ -228,9 +228,9 @@ class Accelerator(ABC):
         buffer.release()
 
     def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:  # noqa: B027  # where memory is freed at once
-        """Let a tensor's memory, which others allocated, be nobody's before `stream` has done what it was given.
+        """Let a tensor's memory, which others allocated, be free before `stream` has done what it was given.
 
-        Whoever submitted a copy of it need not keep it then.
+        The code that submitted a copy of it need not keep it then.
         """
 
     def forget_idle(self) -> None:  # noqa: B027  # most keep nothing
@@ -246,7 +246,7 @@ class Accelerator(ABC):
     def cap(self, nbytes: int | None) -> None:  # noqa: B027  # most cannot
         """Let torch take so many bytes of the device more than it has, at most, with all that is allocated here.
 
-        None: as many as before. What would be more is torch.OutOfMemoryError to whoever asks. Where the device allows
+        None: as many as before. What would be more raises torch.OutOfMemoryError in the caller. Where the device allows
         no cap, nothing.
         """
 

@@ -67,7 +67,7 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
         self._pages.keep_at_most(0)
 
     def memory(self) -> DeviceBytes:
-        """Return how much host memory this process may use, and how much of it nobody has taken."""
+        """Return how much host memory this process may use, and how much of it is free."""
         memory = probe_memory()
         free = memory.available_bytes
         if memory.cgroup is not None and memory.cgroup.used_bytes is not None:

@@ -3,9 +3,9 @@
 Copies are asynchronous where the host's side is page-locked; one warning says where it is not. Imports no CUDA until an
 accelerator is made. tests/gpu/test_accel_cuda.py is what has to pass on a machine with a GPU.
 
-[Note: why no record_stream for buffers] torch's allocator gives a freed block away at once to whoever allocates on the
-same stream, and knows nothing of other streams that still use it. Buffers are allocated on a stream of their own that
-runs nothing, so they share blocks with nobody else's tensors, and `free` comes when every event of their use has
+[Note: why no record_stream for buffers] torch's allocator gives a freed block away at once to the next allocation on
+the same stream, and knows nothing of other streams that still use it. Buffers are allocated on a stream of their own
+that runs nothing, so they share blocks with no other tensors, and `free` comes when every event of their use has
 passed. So a block that is given away is in use nowhere, and the allocator has nothing to watch. What others allocated
 in their own streams, as autograd does gradients, is another matter: `outlives` is for that.
 """

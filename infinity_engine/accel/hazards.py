@@ -4,7 +4,7 @@ Two operations are unordered when neither waits for the other and the host waite
 other. Used by the virtual clock alone, in one thread; touches device memory and the targets of copies, nothing else.
 
 [Note: why no host memory is filled in passing] While a work is carried out, the targets of unordered uploads are NaN;
-afterwards their bytes are put back. Nobody else looks at device memory meanwhile. Host memory may be a drive's by then,
+afterwards their bytes are put back. Nothing else reads device memory meanwhile. Host memory may be a drive's by then,
 as the host may have seen the end of a download and gone on: of it, only what a copy itself writes is touched.
 """
 

@@ -2,8 +2,8 @@
 
 An operation takes its time when it is submitted: it starts when its stream and its link are free, all that it waits for
 has ended and the host has come so far, and takes its bytes over the link's rate, rounded up to whole nanoseconds. It is
-carried out when the host learns that it or something behind it has ended, and not before. So whoever reads, changes or
-frees too early works with NaN or the wrong bytes every time; hazards.py sees to what streams owe one another.
+carried out when the host learns that it or something behind it has ended, and not before. So code that reads, changes
+or frees too early works with NaN or the wrong bytes every time; hazards.py sees to what streams owe one another.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
             self._now_ns += ceil_ns(params, self._host_ratio)
 
     def free(self, buffer: Buffer) -> None:
-        """Give a buffer back; whoever still reads it sees NaN, whatever is still written there."""
+        """Give a buffer back; a later read of it sees NaN, whatever is still written there."""
         memory = buffer.release()
         self._memory.free(memory)
         self._freed.append((self._submitted, memory))

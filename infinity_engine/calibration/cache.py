@@ -30,7 +30,7 @@ class CalibrationWarning(RuntimeWarning):
 
 
 def cache_folder() -> Path | None:
-    """Return where calibrations are kept; None where nobody's home is known.
+    """Return where calibrations are kept; None where the user's home is not known.
 
     That is infinity_engine/calibration under XDG_CACHE_HOME, or under ~/.cache.
     """

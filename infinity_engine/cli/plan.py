@@ -34,7 +34,7 @@ HELP = "Tell whether a model can be trained with certain means, where its bytes 
 SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
 
 _ASSUMED = "desktop_4090"
-_OF_PEAK = 0.4  # of its peak a GPU computes, where nobody has published what it achieves
+_OF_PEAK = 0.4  # of its peak a GPU computes, where no achieved rate is published
 _QUEUE_BYTES = 16 << 20  # of the host for each drive, as deepnvme's queues take them
 _LEAST_TFLOPS, _MOST_TFLOPS = 1e-6, 1e9
 _TOKENS = 2048

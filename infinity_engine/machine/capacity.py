@@ -1,7 +1,7 @@
 """What a machine has to give: the Capacity that a Budget's percentages and defaults are of, less room for the rest.
 
-Asks the system and reserves nothing. Free memory of the accelerator is told by whoever has its context: no torch here.
-Called when an engine starts, before anything is planned.
+Asks the system and reserves nothing. The caller that has the accelerator's context knows its free memory: no
+torch here. Called when an engine starts, before anything is planned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infinity_engine.units import GiB, MiB
 
 __all__ = ["capacity_of", "free_for_copies", "probe_capacity"]
 
-# File cache that nobody used lately, as version 2 writes it, and version 1 with that of the groups below.
+# File cache that was not used lately, as version 2 writes it, and version 1 with that of the groups below.
 _RECLAIMABLE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
 
 
@@ -71,7 +71,7 @@ def _free_host_bytes(roots: SystemRoots) -> int:
 
 
 def _used_for_good(cgroup: CgroupMemory) -> int:
-    """Return what the group uses, less the file cache that the kernel drops for whoever needs memory.
+    """Return what the group uses, less the file cache that the kernel drops when a process needs memory.
 
     Without this, a group that has read as many bytes of files as its limit would have nothing left.
     """

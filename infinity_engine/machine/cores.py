@@ -1,7 +1,7 @@
 """Which of a machine's cores each of its ranks has for itself, near one another.
 
 `divide_cores` decides, and is pure: ranks that give it the same get the same. `read_nodes` says how cores lie. Nothing
-here binds a thread. Called by whoever starts threads that update.
+here binds a thread. Called by code that starts threads for updates.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def divide_cores(allowed: Sequence[Collection[int]], nodes: Sequence[Sequence[in
 
 
 def read_nodes(roots: SystemRoots = HOST_ROOTS) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of each NUMA node, those of one physical core next to each other; nothing where nobody knows."""
+    """Return the cores of each NUMA node, those of one core side by side; empty where the system does not say."""
     found = (roots.sys / "devices/system/node").glob("node[0-9]*")
     nodes = [
         _numbers(read_kernel_file(each / "cpulist")) for each in sorted(found, key=lambda each: int(each.name[4:]))

@@ -1,6 +1,6 @@
 """How much host memory this process may use: the machine's, cut by the control groups around it.
 
-Facts only. Called by doctor, and by whoever needs a default for a host budget.
+Facts only. Called by doctor, and by engine and calibration for a default host budget.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Views(Enum):
 
 
 class SharedBacking(Backing, Protocol):
-    """Memory that can be shared with whoever has views of it."""
+    """Memory that can be shared with views of it."""
 
     def shared(self) -> tuple[torch.Tensor, object]:
         """Return all bytes as a flat tensor, and what lives until the last view of that is gone. Keep neither."""
@@ -67,10 +67,10 @@ class Allocator(Protocol[_Buffer]):
 
 
 class Cache(Protocol):
-    """Whoever has leases whose views keep them, of what can be given up where others need the memory."""
+    """Holds leases that views keep and that it can give up where another holder needs the memory."""
 
     def give(self) -> bool:
-        """Close a lease that nobody uses; tell whether there was one."""
+        """Close a lease that is not in use; return whether there was one."""
 
     def used(self) -> Event:
         """Return the end of all that the device was given so far that may use views of its leases."""
@@ -105,7 +105,7 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
                     raise
 
     def spare(self, nbytes: int, *, holder: str, views: Views = Views.DIE) -> Lease | None:
-        """Return a buffer as `lease` does, but None where somebody would have to give something back."""
+        """Return a buffer as `lease` does, but None where another holder would have to give something back."""
         try:
             return self._take_lease(nbytes, holder, views)
         except CapacityError:

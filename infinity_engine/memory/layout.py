@@ -78,7 +78,7 @@ def layout(requests: Iterable[Request], *, alignment: int = PAGE) -> Layout:
     _check_names(ordered)
     places = {each.name: Extent(0, 0) for each in ordered if not each.nbytes}
     filled = [each for each in ordered if each.nbytes]
-    # What lives in all steps stands at the bottom, where it is in nobody's way; the search is for the others.
+    # What lives in all steps stands at the bottom, out of the way; the search is for the others.
     end = max((each.last for each in filled), default=0)
     always = [each for each in filled if (each.first, each.last) == (filled[0].first, end)]
     bottom = 0
@@ -151,7 +151,7 @@ class _Buffers:
         sizes, begins, ends = self.sizes.tolist(), self.begins.tolist(), self.ends.tolist()
         offsets = np.zeros(len(order), np.int64)
         tops = np.zeros(len(order), np.int64)
-        placed_until = np.zeros(len(order), np.int64)  # the end in time; 0, and so in nobody's way, until placed
+        placed_until = np.zeros(len(order), np.int64)  # the end in time; 0, and so out of the way, until placed
         for index in order.tolist():
             short = self._short_begin[index]
             rivals = np.flatnonzero(placed_until[short : self._short_end[index]] > begins[index]) + short

@@ -1,7 +1,7 @@
-"""`Lease`: one buffer that somebody holds, and `Lessor`, the part of a pool that gives leases out and takes them back.
+"""`Lease`: one buffer with its one holder, and `Lessor`, the part of a pool that gives leases out and takes them back.
 
-A buffer goes back when its lease is closed, the events attached to it have passed, and no view of it is left. Nobody
-waits in `close`: who needs memory and finds none waits for the oldest of those events.
+A buffer goes back when its lease is closed, the events attached to it have passed, and no view of it is left. `close`
+never waits: a request that finds no memory waits for the oldest of those events.
 
 [Note: what the collector may do] It runs `Lease.__del__` and the ends of views wherever something is allocated, also in
 the middle of what a pool or the ledger does under its lock. So these take no lock: they only add to a deque or take out
@@ -123,7 +123,7 @@ class Lease:
         return self.tensor(torch.uint8)
 
     def memory(self) -> memoryview:
-        """Return its bytes for I/O. They stay for as long as somebody has this view.
+        """Return its bytes for I/O. They stay for as long as this view exists.
 
         Raises:
             TypeError: they are on the device, where no I/O can reach them.
@@ -188,7 +188,9 @@ class _Given:
 
     def wait(self) -> None:
         for event in self.events:
-            with suppress(Exception):  # what failed belongs to whoever started it; the buffer is free all the same
+            with suppress(
+                Exception
+            ):  # the code that started the work reports its failure; the buffer is free all the same
                 event.wait()
         self.events = ()
 
@@ -202,8 +204,8 @@ class Lessor(ABC):
         self._lock = threading.RLock()
         self._open: dict[int, _Given] = {}  # by the backing's id: not the lease, which may then be dropped
         self._closing: deque[_Given] = deque()  # oldest first
-        self._views: set[_Given] = set()  # what went back but for views that somebody still has
-        self._dropped: deque[tuple[Backing, Sequence[Event]]] = deque()  # of leases that nobody closed
+        self._views: set[_Given] = set()  # what went back but for views that still exist
+        self._dropped: deque[tuple[Backing, Sequence[Event]]] = deque()  # of leases that were dropped without a close
         self._waits = 0
         self._ending = self._closed = False
 
@@ -240,8 +242,8 @@ class Lessor(ABC):
                 if oldest is None:
                     raise refusal()
                 self._waits += 1
-            # Without the lock, as what it waits for may have to close leases. It stays where it is meanwhile: whoever
-            # looks first gives it back, also when this wait is interrupted.
+            # Without the lock, as what it waits for may have to close leases. It stays where it is meanwhile: the first
+            # look gives it back, also when this wait is interrupted.
             oldest.wait()
 
     def _take_back(self, _lease: Lease, backing: Backing, events: Sequence[Event]) -> None:
@@ -310,7 +312,7 @@ class Lessor(ABC):
         """
         while True:
             with self._lock:
-                self._ending = True  # nobody takes what is being given back
+                self._ending = True  # no request takes what is being given back
                 self._catch_up()
                 self._settle()
                 if not self._closing:

@@ -1,4 +1,4 @@
-"""`Ledger`: the limit of each tier, and who was promised what of it. The only place where limits are compared.
+"""`Ledger`: the limit of each tier, and the bytes promised to each holder. The only place where limits are compared.
 
 Takes no memory itself: pools and swap files hold bytes within their `Reservation`, taken when things are planned, so
 that what does not fit is refused before anything moves. Any thread may call; from where no lock may be waited for, as
@@ -196,7 +196,7 @@ class Reservation:
             self._take_off(nbytes)
 
     def release_soon(self, nbytes: int) -> None:
-        """Count `nbytes`, which must be held, as no longer in use when somebody looks next. Takes no lock."""
+        """Count `nbytes`, which must be held, as no longer in use from the next reading of the books. Takes no lock."""
         self._books.late.append((self, nbytes))
 
     def _take_off(self, nbytes: int) -> None:

@@ -34,8 +34,8 @@ __all__ = ["Freed", "PinnedPool", "PoolStats"]
 class Freed(Enum):
     """What becomes of the bytes of a buffer that goes back."""
 
-    KEPT = "kept"  # nothing: they stay until somebody writes others
-    NAN = "nan"  # they are NaN in every float type, so that whoever uses them after that is seen
+    KEPT = "kept"  # nothing: they stay until the next holder writes others
+    NAN = "nan"  # they are NaN in every float type, so that a use after that is seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,10 +131,10 @@ class PinnedPool(Lessor):
         )
 
     def lease_planned(self, slot: str, *, holder: str | None = None) -> Lease:
-        """Return the buffer that the layout calls `slot`, waiting for the events of whoever had its place.
+        """Return the buffer that the layout calls `slot`, waiting for the events of the lease that had its place.
 
         Raises:
-            CapacityError: somebody still holds some of its place: what runs is not what was planned.
+            CapacityError: another lease still holds some of its place: the step differs from its plan.
             ConfigError: the layout has no such slot.
         """
         places = {} if self._layout is None else self._layout.places
@@ -246,7 +246,7 @@ class PinnedPool(Lessor):
 
 
 class _Region:
-    """A run of memory, held until its pool is closed and nobody has a piece of it."""
+    """A run of memory, held until its pool is closed and no piece of it is in use."""
 
     __slots__ = ("__weakref__", "pool")
 
@@ -261,7 +261,7 @@ class _Region:
 
 
 class _PoolBytes:
-    """Bytes of a pool, for as long as somebody has `view` or a tensor made of it."""
+    """Bytes of a pool, for as long as `view` or a tensor made of it exists."""
 
     __slots__ = ("_region", "_view", "nbytes", "place")
 
@@ -286,7 +286,7 @@ class _PoolBytes:
         return torch.frombuffer(self.view, dtype=dtype, count=count, offset=offset).reshape(shape)
 
     def fill(self, byte: int) -> None:
-        """Set every byte; whoever has a view sees it."""
+        """Set every byte; every view shows it."""
         ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(self.view)), byte, self.nbytes)
 
     def let_go(self) -> None:

@@ -4,7 +4,7 @@ Carries out rounds that others have laid out, in the order in which they were st
 data of a collective moves, the ranks tell one another which one it is: where they do not agree, or one does not answer
 in time, everyone gets a CollectiveError that says who, and nothing works after that. One thread calls it.
 
-[Note: what is under way goes on while somebody looks] Data of a collective starts to move when its rank polls or waits
+[Note: what is under way goes on while a rank polls] Data of a collective starts to move when its rank polls or waits
 and sees the headers. So a rank must not block in other communication, of the user's own, while another waits for ours:
 ranks that run one program do both in one order, and do not.
 
@@ -222,7 +222,7 @@ class _Groups:
 
 
 def _init_world(timeout: timedelta, name: str) -> None:
-    """Meet the processes that the environment names; each time under keys of the store that nobody has used.
+    """Meet the processes that the environment names; each time under keys of the store that no meeting has used.
 
     Raises:
         CollectiveError: not all have come in time.
@@ -347,7 +347,7 @@ class Collectives:
 
     @classmethod
     def alone(cls) -> Collectives:
-        """Return the only rank of a group: nothing of torch.distributed is started, and nobody is asked anything."""
+        """Return the only rank of a group: it starts nothing of torch.distributed and asks no other process."""
         return cls(_Alone(), name="one rank", rank=0, size=1, timeout_s=math.inf)
 
     @classmethod
@@ -591,7 +591,7 @@ class Collectives:
         how many collectives it has started in the order of all ranks; who waits for one beyond that starts the reduce.
         Nothing that belongs to it can come any more: in that order, it is past where the other is. Of a mesh, a rank
         that waits among its shards' ranks looks at these only, as it may be anywhere past where others are; what is of
-        all ranks waits for all, so nothing can come then, whoever asks.
+        all ranks waits for all, so nothing can come then.
         """
         everybody = self._sequences[0]
         if self._related.own_order:

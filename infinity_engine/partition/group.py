@@ -1,7 +1,7 @@
 """`ShardGroup`: the shards of several parameters that one collective gathers, and whose gradients one reduces.
 
-Lays out what goes over the wire; `Collectives` carries it. Owns no memory: whoever calls gives the buffers, and what
-does not fit into them goes in several rounds. Called by whoever fetches parameters and keeps gradients.
+Lays out what goes over the wire; `Collectives` carries it. Owns no memory: the caller gives the buffers, and what
+does not fit into them goes in several rounds. Called by the engine, which gathers parameters and reduces gradients.
 
 [Note: the order of sums] A rank gets each other's gradient of its own shards as it is, in the dtype in which it was
 made, and adds them up in fp32 in the order of the ranks, beginning with rank 0's. So the sum of an element is one chain

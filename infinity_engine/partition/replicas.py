@@ -3,8 +3,9 @@
 Lays out what goes over the wire; `Collectives` carries it. Owns no memory. `HybridReduce` puts it behind a reduce.
 
 [Note: the order of sums on a mesh] Each replica of the model sums its ranks' gradients first, as [Note: the order of
-sums] says; then whoever owns the same adds these fp32 sums up, beginning with the first replica's. One rank adds up a
-part of them and all get its bits, so replicas hold the same bits, which no bucket and no round changes.
+sums] says; then the ranks that own the same shards add these fp32 sums up, beginning with the first
+replica's. One rank adds up a part of them and all get its bits, so replicas hold the same bits, which
+no bucket and no round changes.
 """
 
 from __future__ import annotations

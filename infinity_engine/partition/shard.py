@@ -75,7 +75,7 @@ class ShardSpec:
 class Partitioner:
     """Cuts parameters over `ranks`, one after another, so that each rank owns about as many elements.
 
-    The cut of a parameter depends on those before it and on nothing else, so whoever builds a model can cut while it
+    The cut of a parameter depends on those before it and on nothing else, so code that builds a model can cut while it
     grows. BANDWIDTH_CENTRIC: at any time no rank owns more than a block (NORM_BLOCK elements) more than another.
     BROADCAST: none more than the largest parameter.
     """

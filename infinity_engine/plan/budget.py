@@ -1,7 +1,7 @@
 """How much of each tier may be taken: Budget as it was asked for, ResolvedBudget in bytes of one machine.
 
-Pure data: asks no machine what it has and looks at no path on disk. Budgets come from users and config; whoever knows
-the machine's Capacity resolves them before anything is planned.
+Pure data: asks no machine what it has and looks at no path on disk. Budgets come from users and config; engine
+and command line resolve them with the machine's Capacity before anything is planned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mappings as plans and settings read them: frozen, with keys that are known, or of directories, each in one spelling.
 
-Pure data; looks at no path on disk. Called by whatever reads or holds a mapping that somebody else wrote.
+Pure data; looks at no path on disk. Called by code that reads or holds a mapping from a user or a file.
 """
 
 from __future__ import annotations

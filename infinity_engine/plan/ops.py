@@ -93,7 +93,7 @@ class UpdateOp(Op):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadStates(CopyOp):
-    """What of a subgroup rests on the drives comes into a host buffer: none of its bytes, where it only leaves some."""
+    """Read the offloaded part of a subgroup into a host buffer: no bytes, where the subgroup only leaves some there."""
 
     lane: ClassVar[Lane] = Lane.NVME_READ
     buffer: int
@@ -105,7 +105,7 @@ class LoadStates(CopyOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreStates(CopyOp):
-    """What of a subgroup rests on the drives goes back there, updated; its host buffer is empty then."""
+    """Write the offloaded part of a subgroup back to the drives, updated; its host buffer is empty then."""
 
     lane: ClassVar[Lane] = Lane.NVME_WRITE
     buffer: int

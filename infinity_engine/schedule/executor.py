@@ -33,7 +33,7 @@ _DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAI
 
 
 class Carrier(Protocol):
-    """Whoever carries out ops."""
+    """Carries out ops: the engine with real copies and updates, or a stand-in of a test or bench."""
 
     def carry_out(self, op: Op, after: Sequence[StreamEvent]) -> Event | None:
         """Submit an op, to begin when `after` have passed; None where it has ended on return."""

@@ -1,7 +1,7 @@
 """`ModuleTrace`: the order in which a step asks for parameters. Recorded in one step, it says what comes in the next.
 
-Pure: knows uses by name and parameters by number. What it says is a guess: whoever asks for something else than it has
-next gets that all the same, and only what is fetched ahead is less good until the new order is known.
+Pure: knows uses by name and parameters by number. It is a guess: a module that asks for another parameter than the next
+one gets that one all the same, and only prefetching is less good until the new order is known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["NEVER", "ModuleTrace", "TraceFollower", "Use"]
 NEVER = sys.maxsize
 """The position of what does not come any more."""
 
-_MOST_USES = 1 << 20  # of a step; whoever never ends one runs the model for something else
+_MOST_USES = 1 << 20  # of a step; a caller that never ends one runs the model for something else
 
 _Key = TypeVar("_Key", bound=Hashable)
 

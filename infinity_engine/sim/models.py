@@ -1,6 +1,6 @@
 """What planning has to know of a model: its parameters module by module, its arithmetic, and what autograd keeps.
 
-Pure numbers, put together of a Hugging Face config.json (configs.py), or by whoever has a live model. Called by the
+Pure numbers, put together of a Hugging Face config.json (configs.py), or of a live model by the engine. Called by the
 planner, the command line and the engine.
 """
 

@@ -2,7 +2,7 @@
 
 Pure. Each candidate is placed as the engine would place it, by the same policies and the same bytes, and its StepPlan
 is simulated; nothing is taken from a formula alone. What does not fit is for remedies.py to explain. Called by the
-command line, and by whoever has rates.
+command line, and by the engine.
 """
 
 from __future__ import annotations

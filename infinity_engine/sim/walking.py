@@ -1,4 +1,4 @@
-"""`TimedWalk`: the one thread that carries out an update beside the next forward, priced: the executor's walk without bytes.
+"""`TimedWalk`: times the one thread that updates beside the next forward: the executor's walk without bytes.
 
 Pure. Goes along a plan's order of submission, as far as it is asked to, and is busy itself with what is in the HOST
 lane; everything else is submitted when it comes by. Called by timeline.py.

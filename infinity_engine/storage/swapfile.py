@@ -196,7 +196,7 @@ class SwapFile:
         return place
 
     def release(self, place: Place) -> None:
-        """Give room back, all of what was taken at once. Whoever reads or writes it has ended."""
+        """Give room back, all of what was taken at once. Every read and write of it has ended."""
         self._volume.release(place.extents)
         self._holders.pop(place, None)
 

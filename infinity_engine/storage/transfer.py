@@ -72,7 +72,7 @@ class IOHop:
         return moved
 
     def _look(self) -> None:
-        """Check what was read, once: whoever has waited may change it."""
+        """Check what was read, once: after that, the caller may change it."""
         if self._check is not None:
             self._wrong = self._check()
             self._check = None  # after it: an interrupted one is done again
@@ -95,7 +95,7 @@ class Hops:
 
 
 class IOEvent:
-    """The end of several reads and writes, for whoever waits for events."""
+    """The end of several reads and writes, as an event to wait for."""
 
     def __init__(self, hops: Sequence[Hop]) -> None:
         self._hops = list(hops)
@@ -178,7 +178,7 @@ class Transfer:
 
     @property
     def untold(self) -> BaseException | None:
-        """What stopped it, as long as nobody was told by `result`."""
+        """What stopped it, as long as `result` has not raised it."""
         return None if self._told else self._error
 
     def done(self) -> bool:

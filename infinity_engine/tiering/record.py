@@ -1,7 +1,7 @@
 """`ShardRecord`: all that is known of one shard: where its current version is, and which copies of it there are.
 
-`advance` is the only way to another residency. Starts no I/O and knows no policy; called by the Mover, and by whoever
-changed the shard's bytes, from one thread.
+`advance` is the only way to another residency. Starts no I/O and knows no policy; called by the Mover, and by the code
+that changed the shard's bytes, from one thread.
 """
 
 from __future__ import annotations
