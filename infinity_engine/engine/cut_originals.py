@@ -17,11 +17,12 @@ from contextlib import contextmanager
 
 import torch
 
-from infinity_engine.engine.original import Original, digest_of, nbytes_of, plainly
+from infinity_engine.engine.original import Original, nbytes_of, plainly
 from infinity_engine.engine.originals import CACHE_PART, Originals
 from infinity_engine.engine.ranks import Ranks, wire_of
 from infinity_engine.memory import Ledger
 from infinity_engine.partition import GroupMember, Partitioner, ShardGroup, ShardSpec
+from infinity_engine.partition.digest import digest_of
 from infinity_engine.plan import Tier
 from infinity_engine.storage import Place, SwapFile
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 
 import numpy as np
@@ -32,11 +30,13 @@ from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Lease, PinnedPool, Reservation
 from infinity_engine.optim import FloatFormat, GradientNorm, GradientSums, HostKernels
 from infinity_engine.optim import Stream as Values
+from infinity_engine.plan import Tier
 from infinity_engine.plan.ops import Lane
+from infinity_engine.sim.pieces import GradientPiece
 from infinity_engine.storage import Hop, IOEvent, Place
 from infinity_engine.units import align_up
 
-__all__ = ["GradientKeeper", "Kept", "Piece", "Taker", "added_up"]
+__all__ = ["GradientKeeper", "Taker", "added_up"]
 
 Taker = Callable[[int, int, torch.Tensor, FloatFormat, int], bool]
 """Tells whether it has taken a piece of a gradient: (parameter, piece, bytes, format, how many came before it)."""
@@ -45,23 +45,6 @@ _Coming = tuple[Event, Callable[[], None]]
 """What the device was given to sum, and what puts the sums once the event has passed."""
 _ADDING = "addition of gradients"
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Kept(Enum):
-    """Where a piece of a gradient is kept until it is used."""
-
-    DEVICE = "device"  # Where modules compute.
-    HOST = "host"  # In the host's own memory.
-    DRIVES = "drives"  # On NVMe.
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of a parameter that one subgroup holds, and where its gradient is kept."""
-
-    first_element: int
-    numel: int
-    kept: Kept
 
 
 class GradientKeeper:
@@ -76,7 +59,7 @@ class GradientKeeper:
         self,
         names: Sequence[str],
         numels: Sequence[int],
-        pieces: Sequence[Sequence[Piece]],
+        pieces: Sequence[Sequence[GradientPiece]],
         lanes: Lanes,
         outgoing: Outgoing | None = None,
         *,
@@ -96,7 +79,7 @@ class GradientKeeper:
         self._lost: str | None = None  # whose gradient was refused
         self.keep_in(pieces)
 
-    def keep_in(self, pieces: Sequence[Sequence[Piece]]) -> None:
+    def keep_in(self, pieces: Sequence[Sequence[GradientPiece]]) -> None:
         """Keep the gradients to come in these pieces of each parameter, while there are none."""
         assert not self.any, "gradients that came are where they were kept"
         self._slots = tuple(
@@ -261,7 +244,7 @@ class _Slots:
         self,
         name: str,
         numel: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[GradientPiece],
         lanes: Lanes,
         outgoing: Outgoing | None,
         *,
@@ -271,9 +254,9 @@ class _Slots:
     ) -> None:
         self.count = 0
         self._pieces = pieces
-        stay = [number for number, piece in enumerate(pieces) if piece.kept is Kept.DEVICE]
+        stay = [number for number, piece in enumerate(pieces) if piece.kept is Tier.DEVICE]
         if stay and len(stay) == len(pieces):
-            whole = _DeviceSlot(Piece(0, numel, Kept.DEVICE), stay, lanes, staying, is_whole=True)
+            whole = _DeviceSlot(GradientPiece(0, numel, Tier.DEVICE), stay, lanes, staying, is_whole=True)
             self._on_device = dict.fromkeys(stay, whole)
         else:
             self._on_device = {
@@ -282,9 +265,9 @@ class _Slots:
         self._device_slots = tuple(dict.fromkeys(self._on_device.values()))
         self._on_host: dict[int, _HostSlot | _DriveSlot] = {}
         for number, piece in enumerate(pieces):
-            if piece.kept is Kept.HOST:
+            if piece.kept is Tier.HOST:
                 self._on_host[number] = _HostSlot(piece, lanes, sum_memory)
-            elif piece.kept is Kept.DRIVES:
+            elif piece.kept is Tier.NVME:
                 assert outgoing is not None, "there is a way to the drives"
                 self._on_host[number] = _DriveSlot(name, piece, lanes, outgoing, sum_memory, sums_early=sums_early)
 
@@ -370,7 +353,7 @@ class _DeviceSlot:
     """A gradient, or a piece of it, where modules compute, until the pieces of these numbers are used."""
 
     def __init__(
-        self, part: Piece, pieces: Sequence[int], lanes: Lanes, staying: Reservation, *, is_whole: bool
+        self, part: GradientPiece, pieces: Sequence[int], lanes: Lanes, staying: Reservation, *, is_whole: bool
     ) -> None:
         self._part = part
         self._is_whole = is_whole
@@ -439,21 +422,21 @@ class _DeviceSlot:
             self._staying.release_soon(self._tensor.nbytes)
             self._tensor = None
 
-    def values(self, piece: Piece) -> Values:
+    def values(self, piece: GradientPiece) -> Values:
         assert self._tensor is not None, "a gradient has come, and was not used"
         whole = Values.of(self._tensor)
         if piece.numel == whole.numel:
             return whole
         return whole.part(piece.first_element - self._part.first_element, piece.numel)
 
-    def sums(self, piece: Piece, put: Callable[[_Sums], None]) -> _Coming:
+    def sums(self, piece: GradientPiece, put: Callable[[_Sums], None]) -> _Coming:
         values, kernels = self.values(piece), self._lanes.device_kernels
         made: list[object] = []
         work = lambda: made.append(kernels.block_sums(values))  # noqa: E731
         event = self._lanes.on_device(work, piece.numel, name="norm of gradients")
         return event, lambda: put(kernels.on_host(made.pop()))
 
-    def copy_into(self, piece: Piece, into: torch.Tensor) -> bool:
+    def copy_into(self, piece: GradientPiece, into: torch.Tensor) -> bool:
         if self._tensor is None:
             return False
         self._lanes.accelerator.record(self._lanes.compute).wait()  # where it may still be added to
@@ -470,7 +453,7 @@ class _DeviceSlot:
 class _HostSlot:
     """A piece of a gradient in pinned memory, or on its way there."""
 
-    def __init__(self, piece: Piece, lanes: Lanes, sum_memory: _SumMemory) -> None:
+    def __init__(self, piece: GradientPiece, lanes: Lanes, sum_memory: _SumMemory) -> None:
         self._piece = piece
         self._lanes = lanes
         self._sum_memory = sum_memory
@@ -554,7 +537,7 @@ class _DriveSlot:
     def __init__(
         self,
         name: str,
-        piece: Piece,
+        piece: GradientPiece,
         lanes: Lanes,
         outgoing: Outgoing,
         sum_memory: _SumMemory,

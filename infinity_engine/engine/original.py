@@ -19,11 +19,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.weak import TensorWeakRef
 
 from deepnvme.buffers import memory_of
-from deepnvme.checksum import crc32c
 from infinity_engine.partition import Shard, ShardSpec
+from infinity_engine.partition.digest import digest_of
 from infinity_engine.storage import Place, SwapFile
 
-__all__ = ["Original", "absent", "digest_of", "is_plain", "nbytes_of", "plainly"]
+__all__ = ["Original", "absent", "is_plain", "nbytes_of", "plainly"]
 
 _LONGEST_WAIT = 1024  # so often at most a parameter is passed over after it could not leave
 
@@ -198,12 +198,6 @@ class Original:
 
 def _raw(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-
-
-def digest_of(values: torch.Tensor) -> str:
-    """Return words that differ where values do."""
-    bytes_ = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return f"values of checksum {crc32c(bytes_.data):08x}" if bytes_.size else "no values"
 
 
 def nbytes_of(parameter: torch.Tensor) -> int:

@@ -22,7 +22,6 @@ from infinity_engine.engine.built import BuiltModel
 from infinity_engine.engine.calibrating import with_rates, with_rates_of_machine
 from infinity_engine.engine.choosing import choose, choose_together, what_fits
 from infinity_engine.engine.modules import check_modules
-from infinity_engine.engine.original import digest_of
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
 from infinity_engine.engine.previous import PreviousStates
 from infinity_engine.engine.ranks import Ranks
@@ -35,6 +34,7 @@ from infinity_engine.machine.cores import CoreShare
 from infinity_engine.optim import NORM_BLOCK, Rule, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.partition import ShardSpec
+from infinity_engine.partition.digest import digest_of
 from infinity_engine.plan import Budget, Capacity, ResolvedBudget, Tier
 from infinity_engine.sim.placing import Plan, place
 from infinity_engine.sim.sizing import Sizing
@@ -94,7 +94,7 @@ def check_and_plan(
     frozen = collect_frozen(model, trained, config.precision)
     cut = None
     if ranks is not None:
-        check_cut(model, config, built)
+        check_cut(model, config, built_alone=built is not None and built.ranks is None)
         ranks.agree_on_run(config, _named(accelerator, policy), rules, (*trained, *frozen), partial(_digest, built))
         cut = ranks.cut(trained, frozen, partial(_spec, built))
         previous.cut(cut)

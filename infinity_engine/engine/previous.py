@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from infinity_engine.engine.original import digest_of
 from infinity_engine.engine.parameters import TrainedParameter
 from infinity_engine.engine.ranks import Cut
 from infinity_engine.errors import ConfigError
 from infinity_engine.optim import Rule
+from infinity_engine.partition.digest import digest_of
 
 __all__ = ["PreviousStates"]
 

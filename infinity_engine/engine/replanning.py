@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 from types import MappingProxyType
 
-from infinity_engine.engine.gradients import Piece
 from infinity_engine.engine.meter import busy, updated
 from infinity_engine.engine.sizing import pieces_of
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import HostOnly, Interleaved, Lane, Rates, StaticSplit, Strategy, Tier
 from infinity_engine.plan.ops import UpdateOnDevice, UpdateOnHost
 from infinity_engine.plan.step import Home
+from infinity_engine.sim.pieces import GradientPiece
 from infinity_engine.sim.placing import Plan, Wish, place
 from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.timeline import rates_of_update, time_step
@@ -67,7 +67,7 @@ class Replan:
     """Another plan, the pieces in which it needs gradients, and why it is better."""
 
     plan: Plan
-    pieces: Sequence[Sequence[Piece]]
+    pieces: Sequence[Sequence[GradientPiece]]
     why: str
 
 

@@ -14,14 +14,12 @@ import torch
 
 from infinity_engine.config import EngineConfig, ParametersAt, Stage
 from infinity_engine.engine.accumulation import Accumulation
-from infinity_engine.engine.built import BuiltModel
 from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.engine.gathering import WIRES, CutParameter, ParameterGatherer, room_of_wires
 from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.hooks import Hooks
 from infinity_engine.engine.lanes import Lanes
 from infinity_engine.engine.modules import ModuleParameters, leaves_of
-from infinity_engine.engine.original import digest_of
 from infinity_engine.engine.parameters import ModelParameter
 from infinity_engine.engine.providing import Provider
 from infinity_engine.engine.ranks import Cut, Ranks
@@ -32,6 +30,7 @@ from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import DeviceMemory, Ledger
 from infinity_engine.optim import GradientNorm, Rule
 from infinity_engine.partition import GroupMember
+from infinity_engine.partition.digest import digest_of
 from infinity_engine.plan import ResolvedBudget, Tier
 from infinity_engine.sim.placing import Wish
 from infinity_engine.sim.sizing import Sizing
@@ -42,8 +41,8 @@ _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel"})
 _LARGEST_SMALL_PART = 4  # of the room for whole parameters, small ones that stay whole take at most one in so many
 
 
-def check_cut(model: torch.nn.Module, config: EngineConfig, built: BuiltModel | None) -> None:
-    """Refuse what this version does not do on several ranks.
+def check_cut(model: torch.nn.Module, config: EngineConfig, *, built_alone: bool) -> None:
+    """Refuse what this version does not do on several ranks; `built_alone`: this rank has built the model by itself.
 
     Raises:
         ConfigError: it is something of that.
@@ -61,7 +60,7 @@ def check_cut(model: torch.nn.Module, config: EngineConfig, built: BuiltModel | 
                 "its operations communicate. Let one of the two cut the model"
             )
             raise ConfigError(field=f"parameter {name}", value=type(parameter).__name__, expected=expected)
-    if built is not None and built.ranks is None:
+    if built_alone:
         expected = (
             "one in memory, or one that all ranks have built or loaded together: init_context and load_into do that "
             'where they find the others, unless they are given ranks={"stage": "alone"}'

@@ -8,12 +8,12 @@ from types import MappingProxyType
 import torch
 
 from infinity_engine.config import EngineConfig, ParametersAt
-from infinity_engine.engine.gradients import Kept, Piece
 from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
 from infinity_engine.optim import FloatFormat, Rule
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.plan import Rates, Tier
 from infinity_engine.sim.models import ModelShape, ModuleShape, ParameterShape
+from infinity_engine.sim.pieces import GradientPiece
 from infinity_engine.sim.placing import Plan, Wish
 from infinity_engine.sim.sizing import Sizing, cut
 
@@ -109,18 +109,18 @@ def shape_of(
     )
 
 
-def pieces_of(sizing: Sizing, plan: Plan, trained: int) -> list[list[Piece]]:
+def pieces_of(sizing: Sizing, plan: Plan, trained: int) -> list[list[GradientPiece]]:
     """Return the pieces that each trained parameter's gradient is needed in."""
     homes = plan.steps.homes()
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[GradientPiece]] = {}
     for subgroup in sizing.subgroups:
         layout = plan.layouts.get(subgroup.index)
         stays = sizing.gradient_stays(homes[subgroup.index], drives=plan.resting.any)
         for number, segment in enumerate(subgroup.segments):
-            kept = Kept.DEVICE if stays else Kept.HOST
+            kept = Tier.DEVICE if stays else Tier.HOST
             if layout is not None and number in layout.gradients:
-                kept = Kept.DRIVES
-            piece = Piece(segment.first_element, segment.numel, kept)
+                kept = Tier.NVME
+            piece = GradientPiece(segment.first_element, segment.numel, kept)
             pieces.setdefault(segment.parameter, []).append(piece)
     return [pieces.get(number, []) for number in range(trained)]
 
