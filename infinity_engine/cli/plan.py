@@ -20,12 +20,12 @@ from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.units import GiB, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from infinity_engine.placement.models import ModelShape
+    from infinity_engine.placement.training import Means, Training
     from infinity_engine.plan import BlockRates, Capacity, DriveRates, Rates
     from infinity_engine.sim.hardware import MachineModel
-    from infinity_engine.sim.models import ModelShape
     from infinity_engine.sim.remedies import Refusal, Remedy
     from infinity_engine.sim.report import PlanReport
-    from infinity_engine.sim.training import Means, Training
 
 __all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
 
@@ -178,7 +178,7 @@ def _precision(given: str, model: ModelShape) -> str:
 def _training(options: argparse.Namespace, model: ModelShape, precision: str) -> Training:
     from infinity_engine.config import StorageConfig
     from infinity_engine.optim import FloatFormat, Formats
-    from infinity_engine.sim.training import Training
+    from infinity_engine.placement.training import Training
 
     formats = {"bf16": FloatFormat.BF16, "fp16": FloatFormat.FP16, "fp32": None}
     sequence = options.sequence
@@ -234,9 +234,9 @@ def _size(given: str, field: str) -> int:
 
 def _means(options: argparse.Namespace, precision: str) -> tuple[Means, tuple[str, ...]]:
     """Return the means, and where their rates come from."""
+    from infinity_engine.placement.training import Means
     from infinity_engine.plan import ResolvedBudget
     from infinity_engine.sim.hardware import machine
-    from infinity_engine.sim.training import Means
 
     known = None if options.machine is None else machine(options.machine)
     gpus = options.gpus if options.gpus is not None else 1 if known is None else known.gpus

@@ -16,9 +16,9 @@ from infinity_engine.plan import Lane, Tier
 from infinity_engine.units import format_bytes
 
 if TYPE_CHECKING:
+    from infinity_engine.placement.training import Training
     from infinity_engine.sim.report import Holding, PlanReport
     from infinity_engine.sim.timeline import Span
-    from infinity_engine.sim.training import Training
 
 __all__ = ["page"]
 

@@ -2,7 +2,6 @@
 
 from infinity_engine.engine.api import initialize
 from infinity_engine.engine.init_context import init_context, load_into
-from infinity_engine.engine.outcome import Outcome, StepResult
 from infinity_engine.errors import (
     CapacityError,
     CheckpointError,
@@ -12,6 +11,7 @@ from infinity_engine.errors import (
     MissingDependencyError,
     TransferError,
 )
+from infinity_engine.outcome import Outcome, StepResult
 from infinity_engine.plan import Budget, Tier
 
 __all__ = [

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from deepnvme import IOQueue
     from infinity_engine.accel import Accelerator
     from infinity_engine.engine.engine import Engine
-    from infinity_engine.engine.progress import Progress
     from infinity_engine.optim import Rule
     from infinity_engine.optim.policy import OffloadPolicy
+    from infinity_engine.progress import Progress
 
 __all__ = ["initialize"]
 

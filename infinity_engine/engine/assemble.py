@@ -18,45 +18,45 @@ from deepnvme import IOQueue
 from deepnvme.extents import PAGE
 from deepnvme.probing import find_mount, read_mounts
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
+from infinity_engine.build.built import originals_of
+from infinity_engine.build.homes import Originals, bring_home, model_kept, move_buffers, release_originals
 from infinity_engine.config import EngineConfig, Overlap, Precision, Recording
-from infinity_engine.engine.awaiting import AwaitedParameters
-from infinity_engine.engine.built import originals_of
-from infinity_engine.engine.deferred import Follower, parts_of
-from infinity_engine.engine.device_kernels import device_kernels
-from infinity_engine.engine.drives import DriveMeter
-from infinity_engine.engine.early import EarlyUpdates
 from infinity_engine.engine.engine import Engine, EngineParts
-from infinity_engine.engine.fetching import ParameterFetcher
-from infinity_engine.engine.gradients import GradientKeeper
-from infinity_engine.engine.homes import Originals, bring_home, model_kept, move_buffers, release_originals
-from infinity_engine.engine.hooks import Hooks
-from infinity_engine.engine.lanes import Lanes
-from infinity_engine.engine.meter import Meter, clock_of
-from infinity_engine.engine.modules import ModuleParameters
-from infinity_engine.engine.outgoing import Outgoing
-from infinity_engine.engine.parameters import TrainedParameter
-from infinity_engine.engine.planning import Planned, check_and_plan, refusing_beside
-from infinity_engine.engine.precision import asked_dtype
-from infinity_engine.engine.progress import Progress, Teller
-from infinity_engine.engine.ranks import Ranks
-from infinity_engine.engine.scaling import LossScale
-from infinity_engine.engine.sharding import Shards
-from infinity_engine.engine.signals import HeldSignals
-from infinity_engine.engine.sizing import pieces_of
-from infinity_engine.engine.states import StateKeeper, piece_numbers
-from infinity_engine.engine.swapping import SwappedStates
-from infinity_engine.engine.updating import Deferral
 from infinity_engine.errors import CapacityError
+from infinity_engine.gradients.keeper import GradientKeeper
+from infinity_engine.gradients.outgoing import Outgoing
+from infinity_engine.gradients.scaling import LossScale
+from infinity_engine.lanes.kernels import device_kernels
+from infinity_engine.lanes.lanes import Lanes
+from infinity_engine.lanes.meter import Meter, clock_of
 from infinity_engine.memory import DeviceMemory, Ledger, PinnedPool, Reservation, return_freed_memory
 from infinity_engine.optim import FloatFormat, HostKernels, UpdateThreads
 from infinity_engine.optim.policy import OffloadPolicy
+from infinity_engine.parameters.awaiting import AwaitedParameters
+from infinity_engine.parameters.deferred import Follower, parts_of
+from infinity_engine.parameters.describing import pieces_of
+from infinity_engine.parameters.fetching import ParameterFetcher
+from infinity_engine.parameters.hooks import Hooks
+from infinity_engine.parameters.modules import ModuleParameters
+from infinity_engine.parameters.parameters import TrainedParameter
+from infinity_engine.parameters.precision import asked_dtype
+from infinity_engine.placement.placing import Plan
+from infinity_engine.placement.sizing import Demand, Sizing
 from infinity_engine.plan import DriveRates, ResolvedBudget, Tier
-from infinity_engine.sim.placing import Plan
-from infinity_engine.sim.sizing import Demand, Sizing
+from infinity_engine.planning.planning import Planned, check_and_plan, refusing_beside
+from infinity_engine.progress import Progress, Teller
+from infinity_engine.ranks.ranks import Ranks
+from infinity_engine.ranks.sharding import Shards
+from infinity_engine.reporting.drives import DriveMeter
+from infinity_engine.signals import HeldSignals
 from infinity_engine.storage import SwapFile
 from infinity_engine.telemetry import NullTelemetry, Telemetry
 from infinity_engine.tiering import ShardRecord
 from infinity_engine.units import align_up
+from infinity_engine.update.early import EarlyUpdates
+from infinity_engine.update.states import StateKeeper, piece_numbers
+from infinity_engine.update.swapping import SwappedStates
+from infinity_engine.update.updating import Deferral
 
 __all__ = ["assemble"]
 

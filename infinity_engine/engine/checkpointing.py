@@ -25,15 +25,15 @@ from infinity_engine.checkpoint.directory import tag_of_step
 from infinity_engine.checkpoint.objects import objects_file, read_objects, write_objects
 from infinity_engine.checkpoint.streams import Slice
 from infinity_engine.checkpoint.writer import write_shard
-from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
-from infinity_engine.engine.providing import Provider
-from infinity_engine.engine.scaling import LossScale
-from infinity_engine.engine.sharding import Whole
-from infinity_engine.engine.states import StateKeeper
 from infinity_engine.errors import CheckpointError, CollectiveError, ConfigError, ManifestMismatch
+from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.memory import Ledger
 from infinity_engine.optim import Segment
+from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
+from infinity_engine.parameters.providing import Provider
 from infinity_engine.plan import Tier
+from infinity_engine.ranks.sharding import Whole
+from infinity_engine.update.states import StateKeeper
 
 __all__ = ["Checkpoints", "Loaded", "Run", "Stateful"]
 

@@ -23,38 +23,38 @@ import torch
 from deepnvme import IOQueue
 from infinity_engine.accel import Accelerator
 from infinity_engine.checkpoint.directory import LATEST
-from infinity_engine.engine.accumulation import Accumulation
-from infinity_engine.engine.awaiting import AwaitedParameters
 from infinity_engine.engine.checkpointing import Checkpoints, Loaded, Run, Stateful
-from infinity_engine.engine.device_full import no_room_for_modules
-from infinity_engine.engine.drives import DriveMeter
-from infinity_engine.engine.early import EarlyUpdates
-from infinity_engine.engine.gradients import GradientKeeper
 from infinity_engine.engine.guards import Guards
-from infinity_engine.engine.hooks import Hooks
-from infinity_engine.engine.meter import Meter
-from infinity_engine.engine.modules import ModuleParameters
-from infinity_engine.engine.outcome import Outcome, StepResult
-from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
-from infinity_engine.engine.providing import FetchingStats, Provider
-from infinity_engine.engine.replanning import Replanner
-from infinity_engine.engine.report import StepReport, report_of
-from infinity_engine.engine.scaling import LossScale
-from infinity_engine.engine.sharding import Whole
-from infinity_engine.engine.signals import HeldEnd
-from infinity_engine.engine.states import StateKeeper, StepInputs
-from infinity_engine.engine.taken import TakenGradients, dropped_by_somebody
-from infinity_engine.engine.updating import Deferral, Updates
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.gradients.accumulation import Accumulation
+from infinity_engine.gradients.keeper import GradientKeeper
+from infinity_engine.gradients.scaling import LossScale
+from infinity_engine.gradients.taken import TakenGradients, dropped_by_somebody
 from infinity_engine.kept_errors import again, kept
+from infinity_engine.lanes.meter import Meter
 from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
+from infinity_engine.outcome import Outcome, StepResult
+from infinity_engine.parameters.awaiting import AwaitedParameters
+from infinity_engine.parameters.hooks import Hooks
+from infinity_engine.parameters.modules import ModuleParameters
+from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
+from infinity_engine.parameters.providing import FetchingStats, Provider
 from infinity_engine.plan import Tier
 from infinity_engine.plan.step import StepPlan
+from infinity_engine.ranks.sharding import Whole
+from infinity_engine.reporting.device_full import no_room_for_modules
+from infinity_engine.reporting.drives import DriveMeter
+from infinity_engine.reporting.report import StepReport, report_of
 from infinity_engine.schedule import Executor
+from infinity_engine.signals import HeldEnd
 from infinity_engine.telemetry import Telemetry, Timeline
+from infinity_engine.update.early import EarlyUpdates
+from infinity_engine.update.replanning import Replanner
+from infinity_engine.update.states import StateKeeper, StepInputs
+from infinity_engine.update.updating import Deferral, Updates
 
 __all__ = ["Engine", "EngineParts"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from infinity_engine.engine.hooks import Hooks
-from infinity_engine.engine.parameters import ModelParameter, TrainedParameter
+from infinity_engine.parameters.hooks import Hooks
+from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 
 __all__ = ["Guards"]
 

@@ -20,8 +20,8 @@ from infinity_engine.units import parse_bytes
 if TYPE_CHECKING:
     import torch
 
-    from infinity_engine.engine.built import BuiltModel
-    from infinity_engine.engine.progress import Progress
+    from infinity_engine.build.built import BuiltModel
+    from infinity_engine.progress import Progress
 
 __all__ = ["init_context", "load_into"]
 
@@ -54,9 +54,9 @@ def init_context(
     require_torch("infinity_engine.init_context")
     size = None if cache is None else parse_bytes(cache, field="cache of init_context")
     chosen = _ranks(ranks)
-    from infinity_engine.engine.building import building
-    from infinity_engine.engine.progress import Teller
-    from infinity_engine.engine.ranks import together
+    from infinity_engine.build.building import building
+    from infinity_engine.progress import Teller
+    from infinity_engine.ranks.ranks import together
 
     teller = Teller(progress)
     with together(chosen, partial(_resolved, budget)) as (others, mine), building(mine, size, teller, others) as built:
@@ -90,9 +90,9 @@ def load_into(
     """
     require_torch("infinity_engine.load_into")
     chosen = _ranks(ranks)
-    from infinity_engine.engine.loading import load
-    from infinity_engine.engine.progress import Teller
-    from infinity_engine.engine.ranks import together
+    from infinity_engine.build.loading import load
+    from infinity_engine.progress import Teller
+    from infinity_engine.ranks.ranks import together
 
     with together(chosen, partial(_resolved, budget)) as (others, mine):
         return load(model, directory, mine, Teller(progress), others)

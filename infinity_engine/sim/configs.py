@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.sim.models import Activations, ModelShape, ModuleShape, ParameterShape
+from infinity_engine.placement.models import Activations, ModelShape, ModuleShape, ParameterShape
 
 __all__ = ["FAMILIES", "model_of_config", "read_config"]
 

@@ -18,6 +18,9 @@ from deepnvme.extents import PAGE
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim import NORM_BLOCK
 from infinity_engine.optim.policy import HOST_BUFFERS
+from infinity_engine.placement.placing import Plan, Wish, place
+from infinity_engine.placement.sizing import Sizing
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import (
     Auto,
     DeviceOnly,
@@ -32,12 +35,9 @@ from infinity_engine.plan import (
 )
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
-from infinity_engine.sim.placing import Plan, Wish, place
 from infinity_engine.sim.room import MemoryEdges, Parts
 from infinity_engine.sim.simulate import simulate
-from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_quickest_step, undisturbed
-from infinity_engine.sim.training import Means, Training
 
 __all__ = ["Candidate", "Choice", "Decision", "Planner", "decide"]
 

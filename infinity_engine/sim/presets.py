@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from infinity_engine.errors import ConfigError
+from infinity_engine.placement.models import ModelShape
 from infinity_engine.sim.configs import model_of_config
-from infinity_engine.sim.models import ModelShape
 
 __all__ = ["PRESETS", "preset"]
 

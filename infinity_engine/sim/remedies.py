@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from infinity_engine.errors import CapacityError
 from infinity_engine.optim import NORM_BLOCK, FloatFormat, Formats
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Auto, DeviceOnly, HostOnly, NvmeStreamed, Strategy, Tier
 from infinity_engine.sim.planner import Choice, Planner
-from infinity_engine.sim.training import Means, Training
 from infinity_engine.units import format_bytes
 
 __all__ = ["Needs", "Refusal", "Remedy", "explain_refusal"]

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Lane, Tier
 from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.sim.planner import Candidate, Decision, Planner
 from infinity_engine.sim.timeline import StepTimeline, rates_of_update
-from infinity_engine.sim.training import Means, Training
 
 __all__ = ["Alternative", "Holding", "PhaseReport", "PlanReport", "WearForecast", "report_of", "resource"]
 

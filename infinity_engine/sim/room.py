@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policy import HOST_BUFFERS
+from infinity_engine.placement.sizing import Sizing
+from infinity_engine.placement.training import Means
 from infinity_engine.plan import ResolvedBudget, Tier
 from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
-from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.timeline import rates_of_update
-from infinity_engine.sim.training import Means
 
 __all__ = ["MemoryEdges", "Parts"]
 

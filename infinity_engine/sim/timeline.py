@@ -13,12 +13,12 @@ from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
+from infinity_engine.placement.placing import Plan
+from infinity_engine.placement.sizing import Sizing
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import DriveRates, Lane, LaneClocks, OpTime, Rates, Tier
 from infinity_engine.plan.ops import CopyOp, Op, UpdateOp
 from infinity_engine.plan.step import Home
-from infinity_engine.sim.placing import Plan
-from infinity_engine.sim.sizing import Sizing
-from infinity_engine.sim.training import Means, Training
 from infinity_engine.sim.walking import TimedWalk
 
 __all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_quickest_step", "time_step", "undisturbed"]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from infinity_engine.accel import Stream, VirtualAccelerator
     from infinity_engine.engine.engine import Engine
+    from infinity_engine.placement.models import ModuleShape
     from infinity_engine.plan import Rates
-    from infinity_engine.sim.models import ModuleShape
 
 __all__ = ["Emulated", "train_emulated"]
 

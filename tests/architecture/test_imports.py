@@ -25,7 +25,7 @@ WITHOUT_TORCH = (
     "infinity_engine.optim.policies",
     "infinity_engine.plan",
     "infinity_engine.sim",
-    "infinity_engine.sim.placing",
+    "infinity_engine.placement.placing",
     "infinity_engine.sim.planner",
     "infinity_engine.sim.presets",
     "infinity_engine.sim.remedies",

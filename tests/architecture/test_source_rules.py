@@ -23,27 +23,56 @@ ROWS = (
     {"cli"},
     {"infinity_engine"},
     {"engine"},
-    {"calibration"},
-    {"sim"},
+    {"planning"},
+    {"update"},
+    {"build"},
+    {"ranks"},
+    {"gradients"},
+    {"parameters", "reporting"},
+    {"lanes", "calibration", "sim"},
+    {"placement"},
     {"schedule", "optim", "activation", "tiling", "checkpoint"},
     {"tiering"},
     {"memory", "storage", "partition", "accel", "machine"},
     {"config"},
     {"plan"},
-    {"errors", "kept_errors", "units", "telemetry", "_native"},
+    {"errors", "kept_errors", "outcome", "progress", "signals", "units", "telemetry", "_native"},
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 STRANGERS = ROWS[ROW["optim"]]
-IMPORTED_ONLY_BY = {"config": {"engine", "cli"}}
+IMPORTED_ONLY_BY = {"config": {"engine", "cli", "planning", "ranks", "parameters"}}
 
-TORCH_AT_TOP = {"engine", "calibration", "accel", "activation", "tiling", "checkpoint", "partition"}
-TORCH_NOWHERE = {"sim", "plan", "machine", "errors", "kept_errors", "units", "telemetry", "config"}
+ENGINE_ROOMS = {"engine", "planning", "update", "build", "ranks", "gradients", "parameters", "lanes"}
+TORCH_AT_TOP = {
+    *ENGINE_ROOMS,
+    "reporting",
+    "calibration",
+    "accel",
+    "activation",
+    "tiling",
+    "checkpoint",
+    "partition",
+    "signals",
+}
+TORCH_NOWHERE = {
+    "sim",
+    "placement",
+    "outcome",
+    "progress",
+    "plan",
+    "machine",
+    "errors",
+    "kept_errors",
+    "units",
+    "telemetry",
+    "config",
+}
 
 # What a dotted name matches, and the only files that may use it.
 ONLY = (
     (r"torch\.distributed\b.*", ("infinity_engine/partition/collectives.py",)),
-    (r"(.*\.)?register_\w*hook\w*", ("infinity_engine/engine/hooks.py",)),
-    (r"(.*\.)?saved_tensors_hooks", ("infinity_engine/engine/hooks.py",)),
+    (r"(.*\.)?register_\w*hook\w*", ("infinity_engine/parameters/hooks.py",)),
+    (r"(.*\.)?saved_tensors_hooks", ("infinity_engine/parameters/hooks.py",)),
     (r"mmap\.mmap|(.*\.)?(madvise|cudaHostRegister|cuMemHostRegister|O_DIRECT)", ("deepnvme/",)),
     (r"print", ("infinity_engine/cli/", "deepnvme/cli.py", "deepnvme/cli/")),
 )
@@ -51,7 +80,7 @@ ONLY = (
 # What code that may hold a parameter can set: its own objects' attributes, and of a tensor what torch means to be set.
 OWN = {"self", "cls"}
 SET_ON_TENSORS = {"data", "grad", "requires_grad"}
-WATCHES_READS = "infinity_engine/engine/hooks.py"  # puts a watched mapping in place of a module's own, decision 0009
+WATCHES_READS = "infinity_engine/parameters/hooks.py"  # in place of a module's own mapping, decision 0009
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "vars"}
 
 PURE = {"isinstance", "issubclass", "len", "all", "any", "type", "getattr", "hasattr", "callable", "id", "set"}
@@ -326,7 +355,7 @@ ENGINE, DEEP = "infinity_engine", "deepnvme"
 VIOLATIONS: tuple[tuple[Rule, str, str, str], ...] = (
     (imports_go_down_only, f"{ENGINE}/plan/step.py", "import infinity_engine.tiering.mover", "down only"),
     (imports_go_down_only, f"{ENGINE}/plan/step.py", "from infinity_engine import engine", "down only"),
-    (imports_go_down_only, f"{ENGINE}/engine/hooks.py", "from infinity_engine import initialize", "down only"),
+    (imports_go_down_only, f"{ENGINE}/parameters/hooks.py", "from infinity_engine import initialize", "down only"),
     (imports_go_down_only, f"{ENGINE}/plan/step.py", "def f():\n    from infinity_engine.cli import main", "down only"),
     (
         imports_go_down_only,
@@ -377,8 +406,8 @@ VIOLATIONS: tuple[tuple[Rule, str, str, str], ...] = (
     *(
         (nothing_is_pasted_onto_parameters, f"{ENGINE}/{file}", source, f":{source.count(chr(10)) + 1} ")
         for file, source in (
-            ("engine/hooks.py", "param.ds_status = 1"),
-            ("engine/hooks.py", "p: Any\nself.module.weight.seen = True"),
+            ("parameters/hooks.py", "param.ds_status = 1"),
+            ("parameters/hooks.py", "p: Any\nself.module.weight.seen = True"),
             ("partition/shard.py", "for p in params:\n    p.shard = s"),
             ("partition/shard.py", "for group.open in groups: ..."),
             ("tiering/mover.py", "def f(p):\n    p.nvme_path, x = path, 1"),
@@ -438,14 +467,14 @@ INNOCENT: tuple[tuple[Rule, str, str], ...] = (
     (torch_is_imported_late, f"{ENGINE}/accel/cuda.py", "import torch"),
     (torch_is_imported_late, f"{DEEP}/store.py", "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch"),
     (only_the_named_files_use_it, f"{ENGINE}/partition/collectives.py", "import torch.distributed"),
-    (only_the_named_files_use_it, f"{ENGINE}/engine/hooks.py", "module.register_forward_hook(f)"),
+    (only_the_named_files_use_it, f"{ENGINE}/parameters/hooks.py", "module.register_forward_hook(f)"),
     (only_the_named_files_use_it, f"{DEEP}/file.py", "import mmap, os\nmmap.mmap(os.O_DIRECT, 1)"),
     (only_the_named_files_use_it, f"{ENGINE}/cli/plan.py", "print('a plan')"),
     (only_the_named_files_use_it, f"{DEEP}/report.py", "console.print('a plan')"),
     (nothing_is_pasted_onto_torch, f"{ENGINE}/tiling/t.py", "import torch\nx = torch.ones(1)\nx.data = y"),
-    (nothing_is_pasted_onto_parameters, f"{ENGINE}/engine/hooks.py", "p.data = view\np.grad = None\ndel p.grad"),
-    (nothing_is_pasted_onto_parameters, f"{ENGINE}/engine/hooks.py", "p.requires_grad = False\nx = p.shape"),
-    (nothing_is_pasted_onto_parameters, f"{ENGINE}/engine/hooks.py", "records[id(p)] = r\np[0] = 1\np.copy_(q)"),
+    (nothing_is_pasted_onto_parameters, f"{ENGINE}/parameters/hooks.py", "p.data = view\np.grad = None\ndel p.grad"),
+    (nothing_is_pasted_onto_parameters, f"{ENGINE}/parameters/hooks.py", "p.requires_grad = False\nx = p.shape"),
+    (nothing_is_pasted_onto_parameters, f"{ENGINE}/parameters/hooks.py", "records[id(p)] = r\np[0] = 1\np.copy_(q)"),
     (nothing_is_pasted_onto_parameters, f"{ENGINE}/engine/engine.py", "class E:\n def f(self):\n  self.x = cls.y = 1"),
     (
         nothing_is_pasted_onto_parameters,

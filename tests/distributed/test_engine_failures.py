@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from infinity_engine.engine.outcome import Outcome
+from infinity_engine.outcome import Outcome
 from support import rank_training as programs
 from support.rank_training import Run
 from support.ranks import Rank, launch

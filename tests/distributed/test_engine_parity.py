@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity_engine.engine.outcome import Outcome
 from infinity_engine.machine.cores import divide_cores, read_nodes
+from infinity_engine.outcome import Outcome
 from support import rank_training as programs
 from support.rank_training import RATES, Run
 from support.ranks import launched

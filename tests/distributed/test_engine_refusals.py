@@ -11,10 +11,10 @@ from torch import nn
 
 from infinity_engine.config import EngineConfig
 from infinity_engine.engine.init_context import init_context
-from infinity_engine.engine.modules import leaves_of
-from infinity_engine.engine.sharding import check_cut
 from infinity_engine.errors import ConfigError
+from infinity_engine.parameters.modules import leaves_of
 from infinity_engine.plan import Budget
+from infinity_engine.ranks.sharding import check_cut
 from support.small_models import MODELS
 
 
@@ -29,7 +29,7 @@ def test_a_parameter_that_tensor_parallelism_has_cut_is_refused() -> None:
     model.weight = Placed(torch.zeros(4, 4))
 
     with pytest.raises(ConfigError, match=r"^parameter weight: expected an ordinary tensor: a DTensor is a shard"):
-        check_cut(model, EngineConfig(), built=None)
+        check_cut(model, EngineConfig(), built_alone=False)
 
 
 def test_a_model_that_torch_cuts_or_averages_itself_is_refused() -> None:
@@ -38,7 +38,9 @@ def test_a_model_that_torch_cuts_or_averages_itself_is_refused() -> None:
 
     told = r"^module 1: expected the model itself, without it: .*, got 'DistributedDataParallel'$"
     with pytest.raises(ConfigError, match=told):
-        check_cut(nn.Sequential(nn.Linear(2, 2), DistributedDataParallel(nn.Linear(2, 2))), EngineConfig(), built=None)
+        check_cut(
+            nn.Sequential(nn.Linear(2, 2), DistributedDataParallel(nn.Linear(2, 2))), EngineConfig(), built_alone=False
+        )
 
 
 def test_a_model_that_one_rank_has_built_alone_is_refused(tmp_path: Path) -> None:
@@ -46,7 +48,7 @@ def test_a_model_that_one_rank_has_built_alone_is_refused(tmp_path: Path) -> Non
         model = nn.Linear(40, 40)
 
     with pytest.raises(ConfigError, match=r"^model: expected one in memory, or one that all ranks have built"):
-        check_cut(model, EngineConfig(), built)
+        check_cut(model, EngineConfig(), built_alone=built.ranks is None)
     built.close()
 
 
@@ -66,7 +68,7 @@ def test_a_model_that_one_rank_has_built_alone_is_refused(tmp_path: Path) -> Non
 )
 def test_settings_that_do_not_go_with_several_ranks_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        check_cut(nn.Linear(1, 1), EngineConfig.from_mapping(settings), built=None)
+        check_cut(nn.Linear(1, 1), EngineConfig.from_mapping(settings), built_alone=False)
 
 
 def test_leaf_modules_are_named_or_of_a_named_class_and_none_is_within_another() -> None:

@@ -12,8 +12,8 @@ import torch
 
 from infinity_engine import Outcome
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.meter import MICRO_BATCHES
 from infinity_engine.errors import CapacityError
+from infinity_engine.lanes.meter import MICRO_BATCHES
 from infinity_engine.plan import HostOnly, NvmeStreamed
 from infinity_engine.telemetry import Timeline
 from support.engine_bits import Bits, bits_of, differing

@@ -20,12 +20,12 @@ from infinity_engine.calibration import CalibrationCache, CalibrationWarning, Ef
 from infinity_engine.calibration.device import device_identity
 from infinity_engine.calibration.identity import machine_identity
 from infinity_engine.config import EngineConfig
-from infinity_engine.engine import calibrating
-from infinity_engine.engine.calibrating import needs_rates, of_one_rank, with_rates_of_machine
-from infinity_engine.engine.choosing import choose
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Calibration, Rates, parse_strategy
+from infinity_engine.planning import calibrating
+from infinity_engine.planning.calibrating import needs_rates, of_one_rank, with_rates_of_machine
+from infinity_engine.planning.choosing import choose
 from infinity_engine.units import GiB, MiB
 from support.calibrations import calibration
 
@@ -347,7 +347,7 @@ def test_auto_plans_with_what_was_kept(
         seen.append(config.rates)
         return choose(*given, config=config, **more)
 
-    monkeypatch.setattr("infinity_engine.engine.planning.choose", noted)
+    monkeypatch.setattr("infinity_engine.planning.planning.choose", noted)
     with engine(device, **AUTO):
         pass
 

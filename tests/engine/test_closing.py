@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import infinity_engine.engine.engine as engine_module
-from infinity_engine.engine import fetching
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError
 from infinity_engine.machine import capacity
 from infinity_engine.machine.capacity import free_for_copies
+from infinity_engine.parameters import fetching
 from infinity_engine.storage import SwapFile
 from infinity_engine.units import GiB
 from support.kernel_files import fake_roots, mount_line, write_tree

@@ -11,8 +11,8 @@ import torch
 
 import infinity_engine
 from infinity_engine.accel import Emulation, VirtualAccelerator
-from infinity_engine.engine.planning import check_device
 from infinity_engine.errors import ConfigError, MissingDependencyError
+from infinity_engine.planning.planning import check_device
 from support.nvme_training import RATES
 
 

@@ -12,11 +12,11 @@ import pytest
 
 import infinity_engine
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.meter import Cargo
-from infinity_engine.engine.report import StepReport
 from infinity_engine.errors import ConfigError
+from infinity_engine.lanes.meter import Cargo
 from infinity_engine.plan import DriveRates
 from infinity_engine.plan.ops import Lane
+from infinity_engine.reporting.report import StepReport
 from infinity_engine.units import TB
 from support.nvme_training import RATES, STREAMED, made
 from support.small_models import Task

@@ -17,8 +17,8 @@ import infinity_engine
 from deepnvme import FaultPlan, IOQueue
 from deepnvme.faults import Requests
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.meter import Cargo
 from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.lanes.meter import Cargo
 from infinity_engine.plan import NvmeStreamed
 from infinity_engine.plan.ops import Lane
 from support.engine_bits import Bits, bits_of
@@ -80,7 +80,7 @@ class Roomy(Task):
         return x.float().pow(2).mean()
 
 
-FILES = ("engine/early.py", "engine/swapping.py")
+FILES = ("update/early.py", "update/swapping.py")
 
 
 @contextmanager
@@ -228,7 +228,7 @@ def test_a_forward_that_is_interrupted_while_values_come_can_be_run_again(host: 
     case = replace(EARLY, steps=2, host=host)
     for line in range(3, 5000, 41):
         with early(case, tmp_path) as (engine, task):
-            with interrupted_at(line, ("engine/fetching.py",), "receive") as told:
+            with interrupted_at(line, ("parameters/fetching.py",), "receive") as told:
                 engine(task.batch(7))
             train(engine, task, replace(case, steps=1), first=1)
             assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
@@ -244,7 +244,7 @@ def test_an_update_that_is_interrupted_at_its_end_writes_nothing_from_buffers_th
     for line in range(1, 500, 7):
         with opened(case, None, tmp_path) as (engine, task):
             train(engine, task, case)
-            with interrupted_at(line, ("engine/swapping.py",), name) as told:
+            with interrupted_at(line, ("update/swapping.py",), name) as told:
                 engine.zero_grad()
             engine.zero_grad()
             assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
@@ -252,7 +252,7 @@ def test_an_update_that_is_interrupted_at_its_end_writes_nothing_from_buffers_th
             return
 
 
-@pytest.mark.parametrize("files", [("engine/early.py", "engine/swapping.py"), ("engine/engine.py",)])
+@pytest.mark.parametrize("files", [("update/early.py", "update/swapping.py"), ("engine/engine.py",)])
 @pytest.mark.parametrize("first", range(1, 23, 4))
 def test_a_step_that_is_interrupted_anywhere_goes_on_where_it_stopped(
     first: int, files: tuple[str, ...], tmp_path: Path

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import infinity_engine
 from infinity_engine.accel import Emulation, StreamKind, VirtualAccelerator
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.errors import CapacityError, TransferError
+from infinity_engine.parameters.fetching import ParameterFetcher
 from infinity_engine.plan import Rates, Tier
 from support.engine_bits import bits_of, differing
 

@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepnvme import FaultPlan, IOQueue, Requests
-from infinity_engine.engine import originals
-from infinity_engine.engine.built import BuiltModel, originals_of
+from infinity_engine.build import originals
+from infinity_engine.build.built import BuiltModel, originals_of
 from infinity_engine.engine.init_context import init_context
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.memory import Usage
@@ -894,7 +894,7 @@ def test_making_a_model_whole_can_be_interrupted_and_tried_again(drive: Path) ->
             torch.manual_seed(0)
             model = nn.Linear(60, 60)
         assert built.is_absent(model.weight)
-        with interrupted_at(line, ("engine/originals.py", "engine/original.py")) as told:
+        with interrupted_at(line, ("build/originals.py", "build/original.py")) as told:
             built.whole()
         built.whole()
 

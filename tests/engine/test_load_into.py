@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepnvme import FaultPlan, IOQueue, Requests, write_safetensors
-from infinity_engine.engine.built import originals_of
+from infinity_engine.build.built import originals_of
 from infinity_engine.engine.init_context import load_into
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.plan import Budget
@@ -265,7 +265,7 @@ def test_a_loading_that_is_interrupted_has_filled_the_model_or_left_it_as_it_was
     folder, found = written(tmp_path / "files", values()), []
     for line in range(1, 3000, 23):
         model = on_meta()
-        with interrupted_at(line, ("engine/loading.py", "engine/originals.py", "engine/built.py")) as told:
+        with interrupted_at(line, ("build/loading.py", "build/originals.py", "build/built.py")) as told:
             load_into(model, folder, budget(drive))
 
         found.append({each.is_meta for each in (*model.parameters(), *model.buffers())})

@@ -21,12 +21,12 @@ from infinity_engine.accel import Accelerator
 from infinity_engine.config import EngineConfig, ParametersAt, Precision, StorageConfig
 from infinity_engine.engine.engine import Engine
 from infinity_engine.engine.optimizers import Lion
-from infinity_engine.engine.sizing import wish_of
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.optim import FloatFormat, Formats, cut_into_subgroups
+from infinity_engine.parameters.describing import wish_of
+from infinity_engine.placement.placing import Plan, place
+from infinity_engine.placement.sizing import Sizing, cut
 from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, ResolvedBudget, Tier
-from infinity_engine.sim.placing import Plan, place
-from infinity_engine.sim.sizing import Sizing, cut
 from infinity_engine.storage import Hop, Place, SwapFile
 from support.engine_bits import Bits, bits_of, differing
 from support.nvme_training import RATES, Case, emulated, opened

@@ -485,7 +485,13 @@ def test_a_failure_is_told_by_whoever_meets_it_and_modules_are_not_shown_a_mixtu
         assert differing(expected, bits_of(made)) == []
 
 
-FILES = ("engine/awaiting.py", "engine/deferred.py", "engine/hooks.py", "schedule/executor.py", "engine/engine.py")
+FILES = (
+    "parameters/awaiting.py",
+    "parameters/deferred.py",
+    "parameters/hooks.py",
+    "schedule/executor.py",
+    "engine/engine.py",
+)
 
 
 @pytest.mark.parametrize("first", [1, 12, 23, 34, 45, 56])

@@ -15,13 +15,13 @@ import infinity_engine
 from infinity_engine.accel import Accelerator
 from infinity_engine.config import EngineConfig, Precision
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.parameters import collect_frozen, collect_parameters
-from infinity_engine.engine.sizing import shape_of, sizing_of
 from infinity_engine.optim import FloatFormat, Formats, rules_of
+from infinity_engine.parameters.describing import shape_of, sizing_of
+from infinity_engine.parameters.parameters import collect_frozen, collect_parameters
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Budget, Rates, ResolvedBudget, Tier
 from infinity_engine.sim.planner import Candidate, decide
 from infinity_engine.sim.report import report_of
-from infinity_engine.sim.training import Means, Training
 from support.engine_bits import bits_of
 from support.mixed_models import Mixed
 from support.nvme_training import RATES, emulated

@@ -18,13 +18,13 @@ import infinity_engine
 from infinity_engine.accel import Emulation, Stream, TimeCost, VirtualAccelerator
 from infinity_engine.config import Precision
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.parameters import collect_parameters
-from infinity_engine.engine.sizing import shape_of
 from infinity_engine.optim import FloatFormat, Formats
+from infinity_engine.parameters.describing import shape_of
+from infinity_engine.parameters.parameters import collect_parameters
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import HostOnly, Interleaved, Rates, ResolvedBudget, StaticSplit, Strategy, Tier
 from infinity_engine.sim.planner import Decision, decide
 from infinity_engine.sim.report import report_of
-from infinity_engine.sim.training import Means, Training
 
 RATES = Rates(h2d_bytes_per_s=55e6, d2h_bytes_per_s=55e6, host_update_params_per_s=2e6, device_update_params_per_s=25e6)
 WIDTH = 64

@@ -14,13 +14,13 @@ import torch
 import infinity_engine
 from infinity_engine.accel import Emulation, VirtualAccelerator, emulated_accelerator
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.replanning import Question, Replanner
 from infinity_engine.errors import CapacityError
 from infinity_engine.optim import FloatFormat, Formats
+from infinity_engine.placement.placing import Wish, place
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Auto, HostOnly, Interleaved, Rates, ResolvedBudget, Strategy, Tier
 from infinity_engine.plan.step import Home, StepPlan
-from infinity_engine.sim.placing import Wish, place
-from infinity_engine.sim.training import Means, Training
+from infinity_engine.update.replanning import Question, Replanner
 from support.engine_bits import bits_of
 from support.plannings import model_of
 

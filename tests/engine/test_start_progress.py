@@ -10,8 +10,8 @@ from torch import nn
 
 import infinity_engine
 from deepnvme import write_safetensors
-from infinity_engine.engine import progress as module
-from infinity_engine.engine.progress import Progress
+from infinity_engine import progress as module
+from infinity_engine.progress import Progress
 from support.unnamed_files import unnamed_files
 
 WIDTH = 1024

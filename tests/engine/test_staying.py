@@ -20,9 +20,9 @@ from infinity_engine.errors import CapacityError
 from infinity_engine.memory import Reservation, Usage
 from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.optim.policies import DEVICE_ONLY
+from infinity_engine.placement.placing import Wish, place
+from infinity_engine.placement.sizing import Sizing, cut
 from infinity_engine.plan import Rates, ResolvedBudget, Tier
-from infinity_engine.sim.placing import Wish, place
-from infinity_engine.sim.sizing import Sizing, cut
 
 RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
 WIDTH, LAYERS = 64, 4

@@ -16,11 +16,11 @@ import torch
 import infinity_engine
 from infinity_engine.accel import Clock, Emulation, StreamKind, emulated_accelerator
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.meter import Cargo, Wait
-from infinity_engine.engine.outcome import Outcome
-from infinity_engine.engine.report import LinkUse, Over, UpdateUse, report_of
+from infinity_engine.lanes.meter import Cargo, Wait
+from infinity_engine.outcome import Outcome
 from infinity_engine.plan import Rates, Tier
 from infinity_engine.plan.ops import CopyOp, Lane, UpdateOnHost
+from infinity_engine.reporting.report import LinkUse, Over, UpdateUse, report_of
 from infinity_engine.telemetry import StepRecord, trace_events
 
 RATES = Rates(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_update_params_per_s=1e9, device_update_params_per_s=1e9)

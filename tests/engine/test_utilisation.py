@@ -13,8 +13,8 @@ import torch
 import infinity_engine
 from infinity_engine.accel import Emulation, emulated_accelerator
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.report import UpdatePhase
 from infinity_engine.plan import DriveRates, Lane, Rates
+from infinity_engine.reporting.report import UpdatePhase
 from infinity_engine.sim import simulate
 
 # As published for one GPU of the paper's node, a million times slower: so long do its subgroups of 4096 take.

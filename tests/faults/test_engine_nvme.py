@@ -21,8 +21,8 @@ import infinity_engine
 from deepnvme import FaultPlan, IOQueue
 from deepnvme.faults import Requests
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.fetching import ParameterFetcher
 from infinity_engine.errors import CapacityError, ConfigError, DamageError, TransferError
+from infinity_engine.parameters.fetching import ParameterFetcher
 from infinity_engine.storage import IOHop, Place, SwapFile
 from support.engine_bits import bits_of
 from support.nvme_disks import DiskUnavailableError, tmpfs

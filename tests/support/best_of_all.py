@@ -13,6 +13,7 @@ from math import inf
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policies.interleaved import spread
 from infinity_engine.optim.policy import split_residents
+from infinity_engine.placement.sizing import Sizing
 from infinity_engine.plan import (
     DeviceOnly,
     HostOnly,
@@ -26,7 +27,6 @@ from infinity_engine.plan import (
 )
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.planner import Candidate, Choice, Planner
-from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.timeline import undisturbed
 
 __all__ = ["Bounds", "best_of_all", "everything"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from infinity_engine.optim import FloatFormat, Formats
+from infinity_engine.placement.models import Activations, ModelShape, ModuleShape, ParameterShape
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import DriveRates, Rates, ResolvedBudget
-from infinity_engine.sim.models import Activations, ModelShape, ModuleShape, ParameterShape
-from infinity_engine.sim.training import Means, Training
 
 
 def model_of(*numels: int, activations: Activations | None = None) -> ModelShape:

@@ -23,18 +23,18 @@ import infinity_engine
 from deepnvme import FaultPlan, IOQueue, Requests
 from infinity_engine.accel import Accelerator, Emulation, emulated_accelerator
 from infinity_engine.config import EngineConfig
-from infinity_engine.engine import planning
-from infinity_engine.engine.choosing import choose_together
 from infinity_engine.engine.engine import Engine
-from infinity_engine.engine.sharding import Sharding
-from infinity_engine.engine.sizing import shape_of, wish_of
 from infinity_engine.errors import CapacityError, CollectiveError, ConfigError, TransferError
+from infinity_engine.parameters.describing import shape_of, wish_of
+from infinity_engine.placement.placing import Plan, place
+from infinity_engine.placement.sizing import Sizing
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import Rates, ResolvedBudget
 from infinity_engine.plan.step import Home
-from infinity_engine.sim.placing import Plan, place
+from infinity_engine.planning import planning
+from infinity_engine.planning.choosing import choose_together
+from infinity_engine.ranks.sharding import Sharding
 from infinity_engine.sim.planner import decide
-from infinity_engine.sim.sizing import Sizing
-from infinity_engine.sim.training import Means, Training
 from support.determinism import deterministic_compute
 from support.mixed_models import Mixed
 from support.small_models import MODELS, Task

@@ -16,13 +16,13 @@ pytest.importorskip("torch", reason="models are torch's")
 import torch
 
 from infinity_engine.config import EngineConfig
-from infinity_engine.engine.choosing import choose_together, what_fits
-from infinity_engine.engine.parameters import collect_parameters
-from infinity_engine.engine.sizing import sizing_of, wish_of
 from infinity_engine.optim import rules_of
+from infinity_engine.parameters.describing import sizing_of, wish_of
+from infinity_engine.parameters.parameters import collect_parameters
+from infinity_engine.placement.placing import Plan
 from infinity_engine.plan import Rates, ResolvedBudget
 from infinity_engine.plan.step import Home
-from infinity_engine.sim.placing import Plan
+from infinity_engine.planning.choosing import choose_together, what_fits
 
 MIB = 1 << 20
 # What is on the device is updated 100 times as fast on the first, 100 times as slowly on the second.

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity_engine.optim import NORM_BLOCK, FloatFormat, Formats, Subgroup, cut_into_subgroups
-from infinity_engine.sim.sizing import cut
+from infinity_engine.placement.sizing import cut
 
 FORMATS = (Formats(), Formats(parameter=FloatFormat.BF16), Formats(parameter=FloatFormat.FP16))
 PARAMETERS = st.lists(st.tuples(st.integers(0, 5 * NORM_BLOCK), st.sampled_from(FORMATS)), min_size=1, max_size=12)

@@ -12,8 +12,8 @@ from types import FrameType
 import pytest
 import torch
 
-from infinity_engine.engine import signals as signals_module
-from infinity_engine.engine.signals import HeldEnd, HeldSignals
+from infinity_engine import signals as signals_module
+from infinity_engine.signals import HeldEnd, HeldSignals
 from support.interrupts import interruptions
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from infinity_engine.errors import ConfigError
+from infinity_engine.placement.models import ModelShape
 from infinity_engine.sim.configs import model_of_config, read_config
-from infinity_engine.sim.models import ModelShape
 from infinity_engine.sim.presets import PRESETS, preset
 
 # As their authors publish them, with each shared parameter counted once.

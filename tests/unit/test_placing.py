@@ -12,9 +12,9 @@ from infinity_engine.errors import CapacityError
 from infinity_engine.optim import Formats
 from infinity_engine.optim.policies import HOST_ONLY, interleaved, static_split
 from infinity_engine.optim.policy import OffloadPolicy
+from infinity_engine.placement.placing import Plan, Wish, place
+from infinity_engine.placement.sizing import Sizing
 from infinity_engine.plan import NvmeStreamed, ResolvedBudget, Tier
-from infinity_engine.sim.placing import Plan, Wish, place
-from infinity_engine.sim.sizing import Sizing
 from infinity_engine.sim.timeline import rates_of_update
 from support.plannings import random_case
 

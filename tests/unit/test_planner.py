@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, algorithm1, static_split
 from infinity_engine.optim.policy import Limits
+from infinity_engine.placement.buffers import Resting
+from infinity_engine.placement.training import Means, Training
 from infinity_engine.plan import (
     BlockRates,
     BlockShape,
@@ -32,13 +34,11 @@ from infinity_engine.plan import (
 )
 from infinity_engine.plan.step import Home
 from infinity_engine.sim import simulate
-from infinity_engine.sim.buffers import Resting
 from infinity_engine.sim.planner import Choice, Planner, decide
 from infinity_engine.sim.presets import preset
 from infinity_engine.sim.remedies import explain_refusal
 from infinity_engine.sim.report import report_of
 from infinity_engine.sim.timeline import rates_of_update, time_step
-from infinity_engine.sim.training import Means, Training
 from infinity_engine.units import GB, TB, GiB
 from support.best_of_all import Bounds, best_of_all, everything
 from support.plannings import model_of, random_case, training_of

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from infinity_engine.config import Precision
-from infinity_engine.engine.parameters import collect_frozen, collect_parameters
-from infinity_engine.engine.precision import dtypes_of
 from infinity_engine.errors import ConfigError
+from infinity_engine.parameters.parameters import collect_frozen, collect_parameters
+from infinity_engine.parameters.precision import dtypes_of
 
 CASTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_autocast": torch.bfloat16}
 EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from infinity_engine.engine.progress import Progress, Teller
 from infinity_engine.errors import ConfigError
+from infinity_engine.progress import Progress, Teller
 from infinity_engine.units import GiB, MiB
 
 

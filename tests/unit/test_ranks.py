@@ -15,10 +15,10 @@ pytest.importorskip("torch", reason="ranks train with torch")
 import torch.distributed as dist
 
 from infinity_engine.config import RanksConfig, Stage
-from infinity_engine.engine.ranks import Ranks
 from infinity_engine.errors import ConfigError
 from infinity_engine.partition import Collectives
 from infinity_engine.plan import ResolvedBudget
+from infinity_engine.ranks.ranks import Ranks
 
 GIB = 1 << 30
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from infinity_engine.placement.training import Means
 from infinity_engine.plan import Rates, ResolvedBudget, Tier
 from infinity_engine.sim.room import MemoryEdges, Parts
-from infinity_engine.sim.training import Means
 from infinity_engine.units import GB
 from support.plannings import model_of, random_case, training_of
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from infinity_engine.engine.wear import Wear
+from infinity_engine.reporting.wear import Wear
 from infinity_engine.units import TB
 
 DAY = 86400.0

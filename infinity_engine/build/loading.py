@@ -1,0 +1,431 @@
+"""`load`: the values of a model on the meta device, from safetensors files to the drives, piece by piece.
+
+Checks all names and shapes first, moves the bytes, and touches the model last. Called by `load_into`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from deepnvme import Returns, SafetensorsError, safetensors_header
+from deepnvme.arrays import empty
+from deepnvme.buffers import memory_of
+from deepnvme.checksum import crc32c
+from deepnvme.queue import File
+from deepnvme.safetensors import SafetensorsEntry
+from infinity_engine.build.building import opened
+from infinity_engine.build.built import BuiltModel
+from infinity_engine.build.cut_originals import CutOriginals
+from infinity_engine.build.original import absent
+from infinity_engine.errors import ConfigError, TransferError
+from infinity_engine.partition import Partitioner, Shard, ShardSpec
+from infinity_engine.plan import ResolvedBudget, Tier
+from infinity_engine.progress import Teller
+from infinity_engine.ranks.ranks import Ranks
+from infinity_engine.signals import HeldSignals
+from infinity_engine.storage import IOHop, Place, SwapFile
+
+__all__ = ["load"]
+
+_INDEX = ".safetensors.index.json"
+_PIECE_BYTES = 4 << 20
+_SLOTS = 4
+_SLOTS_BYTES = 2 * _SLOTS * _PIECE_BYTES
+_SHOWN = 8  # names
+_SAMPLE_BYTES = 4096  # in the middle of a tensor, which all ranks read
+_MOST_SAMPLES = 4096  # tensors, evenly among all where there are more
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the values of a tensor are."""
+
+    path: Path
+    name: str
+    entry: SafetensorsEntry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = empty(self.entry.dtype, (0,), Returns.TORCH).dtype
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A tensor of the model, by all of its names, and where its values come from; of several ranks, how it is cut."""
+
+    tensor: torch.Tensor
+    names: tuple[str, ...]
+    source: _Source
+    spec: ShardSpec | None = None
+    rank: int = 0
+
+    @property
+    def part(self) -> Shard:
+        """The elements that go to the drives of this rank, if it is streamed."""
+        return Shard(0, self.tensor.numel()) if self.spec is None else self.spec.shards[self.rank]
+
+    @property
+    def nbytes(self) -> int:
+        """What of it goes to the drives."""
+        return self.part.numel * self.tensor.element_size() if self.is_streamed else 0
+
+    @property
+    def nbytes_whole(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it is a parameter that can be absent."""
+        return isinstance(self.tensor, torch.nn.Parameter) and not self.is_small
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it has one element at most, and so stays in host memory."""
+        return self.tensor.numel() < 2
+
+
+def load(
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    budget: ResolvedBudget,
+    teller: Teller,
+    ranks: Ranks | None,
+) -> BuiltModel:
+    """Fill `model`; of several `ranks`, with this one's slices. See `load_into` for what is raised."""
+    targets = _targets(model, _found(Path(directory)), str(directory))
+    if ranks is not None:
+        _agree(ranks, targets)
+        targets = _cut(ranks, targets)
+    with ExitStack() as failed:
+        built, originals = opened(budget, 0, failed, lambda _: None, ranks)
+        places = [originals.allocate(each.nbytes, each.names[0]) if each.nbytes else None for each in targets]
+        originals.settle(room=sum(each.nbytes_whole for each in targets if each.is_small))
+        queue = built.swap.queue
+        with ExitStack() as opens:
+            own = queue.settings_for(directory).inflight_bytes
+            opens.enter_context(built.ledger.reserve(Tier.HOST, own + _SLOTS_BYTES, holder="pieces of files"))
+            files = {path: opens.enter_context(queue.open(path)) for path in {each.source.path for each in targets}}
+            total = sum(each.nbytes for each in targets)
+            with teller.part("loading values", total) as written:
+                _stream(_pieces(targets, places, files), built.swap, written)
+            values = [
+                absent(each.tensor) if each.is_streamed else _read(each, files[each.source.path]) for each in targets
+            ]
+        if ranks is not None:
+            ranks.collectives.agree("the end of loading")  # the model is as it was until all have the values
+        with HeldSignals():  # all of the model is taken over, or nothing of it
+            _give(targets, values, failed)
+            for target, place in zip(targets, places, strict=True):
+                if target.spec is not None:
+                    assert isinstance(originals, CutOriginals), "there are several ranks"
+                    originals.adopt_part(target.tensor, target.names[0], target.spec, place)
+                elif place is not None:
+                    originals.adopt_absent(target.tensor, target.names[0], place)
+                elif isinstance(target.tensor, torch.nn.Parameter):
+                    originals.adopt(target.tensor, target.names[0])
+            built.guard(each for each in model.modules() if any(mine in originals for mine in each.parameters()))
+            failed.pop_all()
+    return built
+
+
+# --- what belongs to what ----------------------------------------------------------------------------------------
+
+
+def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -> list[_Target]:
+    """Return each of the model's tensors once.
+
+    Raises:
+        ConfigError: names or shapes are others, or a tensor cannot be filled.
+    """
+    named = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
+    names: dict[int, list[str]] = {}
+    for name, tensor in named.items():
+        names.setdefault(id(tensor), []).append(name)
+    _check_devices(model, names)
+    missing = [each[0] for each in names.values() if not any(name in found for name in each)]
+    unexpected = [name for name in found if name not in named]
+    if missing or unexpected:
+        said = [f"{len(those)} {what}: {_listed(those)}" for what, those in _kinds(missing, unexpected) if those]
+        raise ConfigError(field=f"tensors in {where}", value="; ".join(said), expected="exactly those of the model")
+    targets = []
+    for each in names.values():
+        source = found[[name for name in each if name in found][-1]]  # what torch's load_state_dict takes, too
+        target = _Target(named[each[0]], tuple(each), source)
+        if target.source.entry.shape != tuple(target.tensor.shape):
+            raise ConfigError(
+                field=f"tensor {source.name} in {source.path}",
+                value=source.entry.shape,
+                expected=f"the shape {tuple(target.tensor.shape)}, which the model has",
+            )
+        if not torch.can_cast(source.dtype, target.tensor.dtype):
+            raise ConfigError(
+                field=f"tensor {source.name} in {source.path}",
+                value=source.dtype,
+                expected=f"numbers of the kind of {target.tensor.dtype}, which the model has",
+            )
+        targets.append(target)
+    return targets
+
+
+def _kinds(missing: list[str], unexpected: list[str]) -> Sequence[tuple[str, list[str]]]:
+    return ("missing", missing), ("that the model does not have", unexpected)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _check_devices(model: torch.nn.Module, persistent: Mapping[int, object]) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            expected = "on the meta device: build the model under `with torch.device('meta')`"
+            raise ConfigError(field=f"parameter {name}", value=str(parameter.device), expected=expected)
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in persistent]
+    if empty:
+        expected = (
+            "values, which no file has for buffers that are not persistent. Put only parameters on the meta device, as "
+            "accelerate.init_empty_weights(include_buffers=False) does; or make the modules of these buffers again "
+            "outside of torch.device('meta'), before load_into; or build the model under init_context"
+        )
+        raise ConfigError(field=f"buffer {_listed(empty)}", value="on the meta device", expected=expected)
+
+
+def _found(directory: Path) -> dict[str, _Source]:
+    """Return what the files have, by name.
+
+    Raises:
+        ConfigError: there are none, one is not valid, or two have the same name.
+    """
+    found: dict[str, _Source] = {}
+    for path in _files(directory):
+        try:
+            header = safetensors_header(path)
+        except (SafetensorsError, OSError) as error:
+            raise ConfigError(field="file", value=str(path), expected=f"a safetensors file ({error})") from error
+        for name, entry in header.tensors.items():
+            if name in found:
+                expected = f"in one file; both {found[name].path.name} and {path.name} have it, and no index says which"
+                raise ConfigError(field=f"files in {directory}", value=name, expected=expected)
+            found[name] = _Source(path, name, entry)
+    return found
+
+
+def _files(directory: Path) -> list[Path]:
+    indices = sorted(directory.glob(f"*{_INDEX}"))
+    if len(indices) == 1:
+        try:
+            return sorted({directory / name for name in json.loads(indices[0].read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            expected = f"an index with a weight_map from names to files ({error!r})"
+            raise ConfigError(field="index", value=str(indices[0]), expected=expected) from error
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(field="directory of the values", value=str(directory), expected="one with .safetensors files")
+    return files
+
+
+# --- several ranks -----------------------------------------------------------------------------------------------
+
+
+def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
+    """Make sure that all ranks load the same into the same.
+
+    Raises:
+        CollectiveError: they do not.
+    """
+    kinds = {each.names[0]: f"{each.tensor.dtype} {list(each.tensor.shape)}" for each in targets}
+    ranks.agree_on("the model to load into", kinds)
+    entries: dict[Path, dict[str, str]] = {}
+    for each in targets:
+        entries.setdefault(each.source.path, {})[each.source.name] = str(each.source.entry)
+    headers = {path.name: crc32c(json.dumps(said, sort_keys=True).encode()) for path, said in entries.items()}
+    ranks.agree_on(
+        "the files of values",
+        {path.name: f"{path.stat().st_size} B, header {headers[path.name]:08x}" for path in entries},
+    )
+    ranks.agree_again_on("samples of the values in files", _samples([each.source for each in targets]))
+
+
+def _samples(sources: Sequence[_Source]) -> dict[str, str]:
+    """Return checksums of a little of each tensor: each rank reads only its slices of the rest.
+
+    Raises:
+        TransferError: a file could not be read.
+    """
+    every = -(-len(sources) // _MOST_SAMPLES)
+    by_file: dict[Path, list[_Source]] = {}
+    for each in sources[::every]:
+        if each.entry.nbytes:
+            by_file.setdefault(each.path, []).append(each)
+    found = {}
+    for path, those in by_file.items():
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            for each in those:
+                found[f"{each.name} in {path.name}"] = f"values of checksum {crc32c(_sample(file.fileno(), each)):08x}"
+    return found
+
+
+def _sample(descriptor: int, source: _Source) -> bytes:
+    """Return what is in the middle of a tensor."""
+    nbytes = min(source.entry.nbytes, _SAMPLE_BYTES)
+    offset = source.entry.offset + (source.entry.nbytes - nbytes) // 2
+    error, values = errno.EIO, b""
+    try:
+        values = os.pread(descriptor, nbytes, offset)
+    except OSError as problem:
+        error = problem.errno or error
+    if len(values) < nbytes:
+        asked, done = nbytes, len(values)
+        raise TransferError(
+            errno=error, path=str(source.path), offset=offset, asked=asked, done=done, what=source.name
+        ) from None
+    return values
+
+
+def _cut(ranks: Ranks, targets: Sequence[_Target]) -> list[_Target]:
+    """Return how the ranks share what is streamed."""
+    partitioner = Partitioner(ranks.shards.size, ranks.partitioning)
+    return [
+        replace(each, spec=partitioner.cut(each.tensor.numel()), rank=ranks.shards.rank) if each.is_streamed else each
+        for each in targets
+    ]
+
+
+# --- bytes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements of a file, and where on the drives they belong."""
+
+    name: str
+    file: File
+    offset: int
+    numel: int
+    source: torch.dtype
+    target: torch.dtype
+    place: Place
+
+
+class _Slot:
+    """Memory for a piece, as it is in the file and as the model has it, and what is under way with it."""
+
+    def __init__(self) -> None:
+        self._raw, self._cast = (torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2))
+        self._hop: IOHop | None = None
+        self._piece: _Piece | None = None
+
+    def read(self, piece: _Piece) -> None:
+        """Begin to read a piece, once what was under way has ended."""
+        self.wait()
+        self._piece = piece
+        self._hop = _begin(piece.file, self._values(piece), piece.offset, piece.name)
+
+    def write(self, swap: SwapFile) -> int:
+        """Begin to write the piece, if one was read; return its bytes."""
+        piece, self._piece = self._piece, None
+        if piece is None:
+            return 0
+        self.wait()
+        values = self._values(piece)
+        if piece.target != piece.source:
+            values = self._cast[: piece.place.nbytes].view(piece.target).copy_(values)
+        self._hop = swap.write(piece.place, memory_of(values, writable=False), what=piece.name)
+        return piece.place.nbytes
+
+    def wait(self) -> None:
+        """Wait for what is under way."""
+        hop, self._hop = self._hop, None
+        if hop is not None:
+            hop.wait()
+
+    def _values(self, piece: _Piece) -> torch.Tensor:
+        return self._raw[: piece.numel * piece.source.itemsize].view(piece.source)
+
+
+def _stream(pieces: Iterable[_Piece], swap: SwapFile, written: Callable[[int], None]) -> None:
+    """Move pieces to their places: half of the slots are read into while the others are written.
+
+    `written` is told of the bytes of each.
+
+    Raises:
+        TransferError: a file could not be read, or a drive not be written.
+    """
+    slots = deque(_Slot() for _ in range(_SLOTS))
+    try:
+        for piece in pieces:
+            slots[0].read(piece)
+            written(slots[_SLOTS // 2].write(swap))
+            slots.rotate(1)
+        for slot in reversed(slots):
+            written(slot.write(swap))
+        for slot in slots:
+            slot.wait()
+    finally:
+        for slot in slots:
+            with suppress(TransferError):  # of what a failure, which is what is told, has left behind
+                slot.wait()
+
+
+def _begin(file: File, values: torch.Tensor, offset: int, what: str) -> IOHop:
+    return IOHop([file.pread(memory_of(values, writable=True), offset)], what)
+
+
+def _pieces(targets: Sequence[_Target], places: Sequence[Place | None], files: Mapping[Path, File]) -> Iterator[_Piece]:
+    """Yield pieces that begin on a page of their places."""
+    for target, place in zip(targets, places, strict=True):
+        if place is None:
+            continue
+        source, dtype = target.source, target.tensor.dtype
+        most = _PIECE_BYTES // max(source.dtype.itemsize, dtype.itemsize)
+        part = target.part
+        for first in range(0, part.numel, most):
+            numel = min(most, part.numel - first)
+            yield _Piece(
+                name=source.name,
+                file=files[source.path],
+                offset=source.entry.offset + (part.first_element + first) * source.dtype.itemsize,
+                numel=numel,
+                source=source.dtype,
+                target=dtype,
+                place=place.part(first * dtype.itemsize, numel * dtype.itemsize),
+            )
+
+
+def _read(target: _Target, file: File) -> torch.Tensor:
+    """Return the values of a tensor that is small, or no parameter."""
+    values = torch.empty(target.source.entry.shape, dtype=target.source.dtype, device="cpu")
+    _begin(file, values, target.source.entry.offset, target.source.name).wait()
+    return values.to(target.tensor.dtype)
+
+
+# --- the model ---------------------------------------------------------------------------------------------------
+
+
+def _give(targets: Sequence[_Target], values: Sequence[torch.Tensor], failed: ExitStack) -> None:
+    """Let the model's tensors, which stay the objects that they are, have these values; `failed` takes them back."""
+    for target, each in zip(targets, values, strict=True):
+        tensor = target.tensor
+        if not tensor.is_meta:  # a buffer
+            failed.callback(tensor.copy_, tensor.clone())
+            tensor.copy_(each)
+            continue
+        fresh = each
+        if isinstance(tensor, torch.nn.Parameter):
+            # As torch makes one of other data, with what else there is of this one.
+            make, (_, *others) = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+            fresh = make(each, *others)
+        torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
+        failed.callback(torch.utils.swap_tensors, tensor, fresh)

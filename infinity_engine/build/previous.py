@@ -1,0 +1,103 @@
+"""`PreviousStates`: the states that an optimizer has made before the engine, which the engine goes on with.
+
+Checks them and lets the engine's own be filled from them. The optimizer keeps them until the engine is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.optim import Rule
+from infinity_engine.parameters.parameters import TrainedParameter
+from infinity_engine.partition.digest import digest_of
+from infinity_engine.ranks.ranks import Cut
+
+__all__ = ["PreviousStates"]
+
+_STEP = "step"
+
+
+class PreviousStates:
+    """Those of `trained`, the parameters of the model, of which each has the rule of its group."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, trained: Sequence[TrainedParameter], rules: Sequence[Rule]
+    ) -> None:
+        self._optimizer = optimizer
+        self._cut: Cut | None = None
+        self._states: dict[int, Mapping[str, Any]] = {}
+        for known in trained:
+            state = optimizer.state.get(known.parameter, {})
+            if _has_stepped(state):
+                self._states[known.number] = _checked(known, state, rules[known.group])
+
+    def cut(self, cut: Cut) -> None:
+        """Fill the shards of this rank from here on.
+
+        Raises:
+            CollectiveError: the ranks have other states.
+        """
+        cut.ranks.agree_on(
+            "the optimizer's states",
+            {
+                f"{name} of {known.name}": digest_of(value) if isinstance(value, torch.Tensor) else value
+                for known in cut.wholes
+                for name, value in self._states.get(known.number, {}).items()
+            },
+        )
+        self._cut = cut
+
+    def steps_of(self, number: int) -> int:
+        """Return how many updates a parameter has had. torch does not count those of SGD: one stands for all."""
+        state = self._states.get(number)
+        return 0 if state is None else int(state.get(_STEP, 1))
+
+    def fill(self, number: int, name: str, first_element: int, values: torch.Tensor) -> bool:
+        """Fill flat `values` with a state of a parameter, or of its shard, from one element on; False: it has none."""
+        state = self._states.get(number)
+        if state is None:
+            return False
+        flat = state[name].detach().reshape(-1)
+        if self._cut is not None:
+            flat = self._cut.ranks.own(self._cut.specs[number], flat)
+        values.copy_(flat[first_element : first_element + values.numel()])
+        return True
+
+    def release(self, trained: Sequence[TrainedParameter]) -> None:
+        """Let the optimizer have none of them any more: the engine has."""
+        for known in trained:
+            if known.number in self._states:
+                del self._optimizer.state[known.of_model]
+        self._states.clear()
+
+
+def _has_stepped(state: Mapping[str, object]) -> bool:
+    """Tell whether a parameter's states in an optimizer are of steps: Adagrad makes some before its first one."""
+    step = state.get(_STEP, 1)
+    return any(value is not None for value in state.values()) and bool(step != 0)
+
+
+def _checked(known: TrainedParameter, state: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
+    """Return a parameter's states, of which all are known to its rule."""
+    found = {name: value for name, value in state.items() if value is not None}
+    numel, shape = known.parameter.numel(), tuple(known.parameter.shape)
+    if set(found) - {_STEP} != set(rule.states):
+        raise ConfigError(
+            field=f"optimizer's states of {known.name}",
+            value=", ".join(sorted(found)) or "nothing",
+            expected=f"{', '.join(rule.states) or 'nothing'}, as {type(rule).__name__} has them with the options of "
+            "its group. To begin with new states, call optimizer.state.clear()",
+        )
+    for name in rule.states:
+        value = found[name]
+        if not isinstance(value, torch.Tensor) or value.numel() != numel or tuple(value.shape) != shape:
+            raise ConfigError(
+                field=f"optimizer's {name} of {known.name}",
+                value=f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value,
+                expected=f"a tensor of the parameter's shape {shape}",
+            )
+    return found

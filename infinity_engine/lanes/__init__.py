@@ -1,0 +1,3 @@
+"""What one engine works with: its streams, copies, kernels and pools; and the meter that counts what they do."""
+
+__all__ = ()

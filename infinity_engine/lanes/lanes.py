@@ -1,0 +1,67 @@
+"""`Lanes`: what one engine moves and works with, and the one place where its copies between host and device begin.
+
+Every copy is counted, and holds the leases of both its sides until it has ended. Decides nothing. Called by whoever
+keeps gradients, states or fetched parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity_engine.accel import Accelerator, Event, Stream, UpdateCost
+from infinity_engine.lanes.kernels import DeviceKernels
+from infinity_engine.lanes.meter import Cargo, Meter
+from infinity_engine.memory import DeviceMemory, Lease, PinnedPool
+from infinity_engine.optim import HostKernels
+from infinity_engine.plan.ops import Lane
+
+__all__ = ["Lanes"]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What gradients and states move and are worked on with."""
+
+    accelerator: Accelerator
+    compute: Stream
+    upload: Stream | None  # None where DEVICE and HOST are one memory
+    download: Stream | None
+    kernels: HostKernels
+    device_kernels: DeviceKernels  # for work that the device is given
+    host: PinnedPool
+    device: DeviceMemory[Any]
+    meter: Meter
+
+    def copy(
+        self,
+        lane: Lane,
+        cargo: Cargo,
+        target: torch.Tensor | Lease,
+        source: torch.Tensor | Lease,
+        *,
+        name: str,
+        after: Sequence[Event] = (),
+        **fields: object,
+    ) -> Event:
+        """Copy bytes up or down once all of `after` have passed; `name` and `fields` are for the timeline."""
+        stream = self.upload if lane is Lane.H2D else self.download
+        assert stream is not None, "copies are between two memories"
+        bytes_of = [each.flat() if isinstance(each, Lease) else each for each in (target, source)]
+        event = self.accelerator.copy(*bytes_of, stream=stream, after=after)
+        for each in (target, source):
+            if isinstance(each, Lease):
+                each.until(event)
+        self.meter.copies(lane, cargo, bytes_of[0].numel(), event, name=name, **fields)
+        return event
+
+    def on_device(
+        self, work: Callable[[], object], params: int, *, name: str, after: Sequence[Event] = (), **fields: object
+    ) -> Event:
+        """Let the device do work on so many parameters, after all that it was given before."""
+        event = self.accelerator.run(work, stream=self.compute, cost=UpdateCost(params), after=after)
+        self.meter.works(event, name=name, params=params, **fields)
+        return event

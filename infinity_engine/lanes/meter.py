@@ -1,0 +1,319 @@
+"""`Meter`: what is counted of a step: what went over each link and was updated where, and what the host waited for.
+
+One for each engine; counts in its Telemetry, and knows what is called how there. Decides nothing. When a device was at
+work is asked of the device, where it knows: emulated ones do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+
+from infinity_engine.accel import Accelerator, Event, OperationRecord, PacedAccelerator, VirtualAccelerator
+from infinity_engine.accel.operation import Operation
+from infinity_engine.memory import Ledger, Usage
+from infinity_engine.outcome import StepResult
+from infinity_engine.plan.ops import (
+    DownloadParameters,
+    DownloadStates,
+    Lane,
+    LoadStates,
+    StoreStates,
+    UpdateOnDevice,
+    UpdateOp,
+    UploadParameters,
+    UploadStates,
+)
+from infinity_engine.schedule.executor import WAIT_FOR_OPS, WAIT_FOR_READS, WAIT_FOR_WRITES
+from infinity_engine.telemetry import NullTelemetry, Telemetry
+
+__all__ = [
+    "FOUND",
+    "IN_TIME",
+    "LATE",
+    "MICRO_BATCHES",
+    "MISSING",
+    "UPDATE_NS",
+    "Cargo",
+    "Meter",
+    "Wait",
+    "busy",
+    "carried",
+    "clock_of",
+    "needed",
+    "of_update",
+    "peak_of",
+    "updated",
+]
+
+MICRO_BATCHES = "micro-batches"
+IN_TIME = "parameters in time"
+LATE = "parameters late"
+FOUND = "found in memory"
+MISSING = "read from drives"
+UPDATE_NS = "ns of the update"  # from its first op until its last one has ended
+
+
+_DRIVES = (Lane.NVME_READ, Lane.NVME_WRITE)
+_SUBMITTED = (
+    UploadStates,
+    UploadParameters,
+    UpdateOnDevice,
+    DownloadStates,
+    DownloadParameters,
+    LoadStates,
+    StoreStates,
+)
+_OPS = frozenset(kind.__name__ for kind in _SUBMITTED)  # what is called so is an update's
+
+
+class Cargo(Enum):
+    """What a copy carries."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    STATES = "states"
+
+
+class Wait(Enum):
+    """What the host waits for; the span of that time is called so."""
+
+    PARAMETERS = "wait for parameters"  # that a module needs, or for room for them
+    GRADIENTS = "wait for gradients"  # on their way to where they are added up or used, or for room for them
+    READS = WAIT_FOR_READS  # from the drives, of what the update needs
+    WRITES = WAIT_FOR_WRITES  # to them, of what it has made
+    OPS = WAIT_FOR_OPS  # of the update, other ones, or for room for what they move
+
+
+def carried(lane: Lane, cargo: Cargo) -> str:
+    """Return what the counter of the bytes is called that a link was given of one kind."""
+    return f"{lane.value} bytes of {cargo.value}"
+
+
+def needed(cargo: Cargo, found: str) -> str:
+    """Return what the counter of bytes is called that were needed and were `FOUND` in memory, or `MISSING` there."""
+    return f"bytes of {cargo.value} {found}"
+
+
+def busy(lane: Lane, unit: str) -> str:
+    """Return what the counter of the ns is called in which a link was busy, or of the bytes that it carried in them."""
+    return f"{lane.value} busy {unit}"
+
+
+def updated(op: type[UpdateOp], unit: str) -> str:
+    """Return what the counter of the params is called that ops of a kind have updated, or of the ns that they took."""
+    return f"{op.__name__} {unit}"
+
+
+def of_update(lane: Lane, unit: str) -> str:
+    """Return what the counter of the ns is called in which a lane was busy with an update, or of a drive's bytes."""
+    return f"{lane.value} {unit} of the update"
+
+
+def peak_of(usage: Usage) -> str:
+    """Return what the gauge of a tier, or of a directory of NVMe, is called."""
+    return f"peak of {usage.directory or usage.tier.name}"
+
+
+def clock_of(accelerator: Accelerator) -> Callable[[], int]:
+    """Return the clock that an accelerator's own times are on: that of the device, where it computes its time."""
+    if isinstance(accelerator, VirtualAccelerator):
+        return lambda: accelerator.now_ns
+    return time.perf_counter_ns
+
+
+@dataclass(slots=True)
+class _Update:
+    """What is known of one update: when its ops were at work, and of how many that is not known yet."""
+
+    begin_ns: int
+    end_ns: int
+    busy_ns: Counter[Lane] = field(default_factory=Counter)
+    nbytes: Counter[Lane] = field(default_factory=Counter)  # of drives, which do not tell when they were busy
+    unknown: Counter[Lane] = field(default_factory=Counter)
+
+    def works(self, lane: Lane, start_ns: int, end_ns: int) -> None:
+        """Note that an op was at work from here to there."""
+        self.busy_ns[lane] += end_ns - start_ns
+        self.end_ns = max(self.end_ns, end_ns)
+
+    def know(self, lane: Lane, start_ns: int, end_ns: int) -> None:
+        """Note the same of one of which it was not known."""
+        self.unknown[lane] -= 1
+        self.works(lane, start_ns, end_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """What the device was given to do, as it is to be shown once it is known when that was."""
+
+    name: str
+    lane: Lane
+    fields: Mapping[str, object]
+    nbytes: int | None = None  # None: it is no copy
+    update: _Update | None = None  # that it is an op of
+
+
+class Meter:
+    """Counts for one engine. Where `telemetry` records nothing, this does next to nothing."""
+
+    def __init__(self, telemetry: Telemetry, accelerator: Accelerator, ledger: Ledger) -> None:
+        self._telemetry = telemetry
+        self._accelerator = accelerator
+        self._ledger = ledger
+        self._on = not isinstance(telemetry, NullTelemetry)
+        self._device_times = _device_times(accelerator) if self._on else None
+        self._submitted: dict[str, _Submitted] = {}
+        self._left: dict[str, _Submitted] = {}  # what had not ended when its step did
+        self._in_time = self._late = 0
+        self._update: _Update | None = None  # that is under way
+        self._ended: tuple[_Update, int] | None = None  # in this step, and when all of it was known to have
+
+    # --- as it happens --------------------------------------------------------------------------------------------
+
+    def waits(self, wait: Wait) -> AbstractContextManager[None]:
+        """Return what the host is in while it waits for that."""
+        return self._telemetry.timed(wait.value)
+
+    def copies(
+        self, lane: Lane, cargo: Cargo, nbytes: int, event: Event | None, *, name: str, **fields: object
+    ) -> None:
+        """Count a copy that a link was given; `event` is its end, None where it has ended."""
+        if self._on:
+            self._telemetry.counter(carried(lane, cargo)).add(nbytes)
+            update = self._update_of(name)
+            if update is not None and lane in _DRIVES:
+                update.nbytes[lane] += nbytes
+            elif update is not None:
+                update.unknown[lane] += 1
+            self._note(event, _Submitted(name, lane, fields, nbytes, update))
+
+    def needs(self, cargo: Cargo, nbytes: int, *, found: bool) -> None:
+        """Count what could rest on drives and was needed: it was in memory already, or had to be read."""
+        self._telemetry.counter(needed(cargo, FOUND if found else MISSING)).add(nbytes)
+
+    def works(self, event: Event, *, name: str, **fields: object) -> None:
+        """Note work that the device was given, whose end is `event`."""
+        if self._on:
+            update = None if self._accelerator.unified else self._update_of(name)
+            if update is not None:
+                update.unknown[Lane.DEVICE] += 1
+            self._note(event, _Submitted(name, Lane.DEVICE, fields, update=update))
+
+    def updates(self, op: UpdateOp, update: Callable[[], None]) -> None:
+        """Make an update and count it, and its time where that is the host's own."""
+        if op.lane is Lane.HOST or self._accelerator.unified:
+            with self._telemetry.timed(op.name, track=op.lane.value, subgroup=op.subgroup, params=op.params):
+                start_ns = self._telemetry.now_ns()
+                update()
+                if op.lane is Lane.HOST:
+                    self._accelerator.host_updated(op.params)
+                if self._on and self._update is not None:
+                    self._update.works(op.lane, start_ns, self._telemetry.now_ns())
+        else:
+            update()
+        self._telemetry.counter(updated(type(op), "params")).add(op.params)
+
+    def micro_batch(self) -> None:
+        """Count a micro-batch."""
+        self._telemetry.counter(MICRO_BATCHES).add(1)
+
+    def begin_update(self) -> None:
+        """Note that an update begins; one that was interrupted goes on."""
+        if self._on and self._update is None:
+            now_ns = self._telemetry.now_ns()
+            self._update = _Update(now_ns, now_ns)
+
+    def end_update(self) -> None:
+        """Note that every op of the update has ended."""
+        if self._update is not None:
+            self._ended, self._update = (self._update, self._telemetry.now_ns()), None
+
+    # --- at the end of a step -------------------------------------------------------------------------------------
+
+    def end_step(self, result: StepResult, *, in_time: int, late: int) -> None:
+        """End the step that is recorded: `in_time` and `late` are the fetched parameters since the beginning."""
+        if not self._on:
+            return
+        telemetry = self._telemetry
+        self._ask_the_device()
+        self._count_update()
+        telemetry.counter(IN_TIME).add(in_time - self._in_time)
+        telemetry.counter(LATE).add(late - self._late)
+        self._in_time, self._late = in_time, late
+        for usage in self._ledger.usage():
+            telemetry.gauge(peak_of(usage)).set(usage.peak_held)
+        telemetry.note(
+            device=_described(self._accelerator),
+            outcome=result.outcome.value,
+            loss_scale=result.loss_scale,
+            gradient_norm=result.gradient_norm,
+        )
+        telemetry.end_step()
+
+    def _update_of(self, name: str) -> _Update | None:
+        """Return the update that what is called so belongs to."""
+        return self._update if name in _OPS else None
+
+    def _count_update(self) -> None:
+        """Count when the lanes were busy with the update that has ended in this step, as far as that is known."""
+        if self._ended is None:
+            return
+        (update, ended_ns), self._ended = self._ended, None
+        unknown = {lane for lane, ops in update.unknown.items() if ops}
+        end_ns = ended_ns if unknown or update.nbytes else update.end_ns
+        self._telemetry.counter(UPDATE_NS).add(end_ns - update.begin_ns)
+        for lane, ns in update.busy_ns.items():
+            if lane not in unknown:
+                self._telemetry.counter(of_update(lane, "ns")).add(ns)
+        for lane, nbytes in update.nbytes.items():
+            self._telemetry.counter(of_update(lane, "bytes")).add(nbytes)
+
+    def _note(self, event: Event | None, submitted: _Submitted) -> None:
+        if self._device_times is not None and isinstance(event, Operation):
+            self._submitted[event.name] = submitted
+
+    def _ask_the_device(self) -> None:
+        """Record when the device did what it was given, as far as it has. It remembers the newest only."""
+        if self._device_times is None:
+            return
+        wanted, known = {**self._left, **self._submitted}, []
+        for record in reversed(self._device_times()):
+            if not wanted:
+                break
+            if record.name in wanted:
+                known.append((record, wanted.pop(record.name)))
+        for record, submitted in reversed(known):
+            self._record(submitted, record.start_ns, record.end_ns)
+        self._left = {name: each for name, each in wanted.items() if name in self._submitted}
+        self._submitted = {}
+
+    def _record(self, submitted: _Submitted, start_ns: int, end_ns: int) -> None:
+        lane, nbytes, fields = submitted.lane, submitted.nbytes, submitted.fields
+        counted_as = f"{submitted.name} ns"
+        if nbytes is not None:
+            fields = {**fields, "nbytes": nbytes}
+            counted_as = busy(lane, "ns")
+            self._telemetry.counter(busy(lane, "bytes")).add(nbytes)
+        self._telemetry.counter(counted_as).add(end_ns - start_ns)
+        if submitted.update is not None:
+            submitted.update.know(lane, start_ns, end_ns)
+        self._telemetry.record(submitted.name, track=lane.value, start_ns=start_ns, end_ns=end_ns, **fields)
+
+
+def _device_times(accelerator: Accelerator) -> Callable[[], Sequence[OperationRecord]] | None:
+    """Return what tells when the device was at work with what, None where it does not know."""
+    if isinstance(accelerator, VirtualAccelerator | PacedAccelerator):
+        return accelerator.timeline
+    return None
+
+
+def _described(accelerator: Accelerator) -> str:
+    """Return what times of this accelerator are worth: an emulated one is a test instrument, and says so."""
+    if isinstance(accelerator, VirtualAccelerator):
+        return "emulated, on its virtual clock"
+    return "emulated, on the real clock" if isinstance(accelerator, PacedAccelerator) else accelerator.name

@@ -1,0 +1,132 @@
+"""`AwaitedParameters`: parameters that stay on the device, and show NaN until an update beside a forward has made them.
+
+Modules that run, and whoever reads `module.weight`, wait for their own; who lists or copies parameters ends the update.
+Leaves to the forward only what modules were seen to ask for: what somebody holds in a variable is made in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from infinity_engine.parameters.deferred import DeferredUpdate
+from infinity_engine.parameters.hooks import Hooks
+from infinity_engine.parameters.modules import is_compiled
+from infinity_engine.parameters.parameters import TrainedParameter, absent
+
+__all__ = ["AwaitedParameters"]
+
+
+class AwaitedParameters:
+    """The trained parameters of a model; `updated` tells whether a step changes one, by its number.
+
+    Hooks are there from one step to the end of its update, and before the first step.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        trained: Sequence[TrainedParameter],
+        updated: Callable[[int], bool],
+        hooks: Hooks,
+    ) -> None:
+        self._model = model
+        self._trained = trained
+        self._updated = updated
+        self._hooks = hooks
+        self._numbers = {id(each.parameter): each.number for each in trained if each.numel}
+        self._asked: set[int] = set()  # what a module has asked for, of those that run in Python
+        self._unseen: set[int] = set()  # what modules use and nobody sees them read
+        self._absent: dict[int, torch.Tensor] = {}
+        self._hidden: dict[int, torch.Tensor] = {}  # the values that are to be shown, of the parameters that are not
+        self._update: DeferredUpdate | None = None
+        self._watch()
+
+    def register_external(self, parameter: torch.nn.Parameter) -> None:
+        """Leave a parameter to no forward: it is used where nobody sees it."""
+        if id(parameter) in self._numbers:
+            self._unseen.add(self._numbers[id(parameter)])
+
+    def follow(self, update: DeferredUpdate | None) -> None:
+        """Let nobody see from here on what this update has not made yet; None: show all, and take all hooks off.
+
+        Raises:
+            RuntimeError: an op of the update failed.
+        """
+        if update is None:
+            self._show(list(self._hidden))
+            self._hooks.remove()
+            self._update = None
+            return
+        self._hooks.remove()
+        self._update = update
+        if any(map(is_compiled, self._model.modules())):
+            update.end()
+            return
+        waits = self._asked - self._unseen
+        update.make(number for number in set(self._numbers.values()) - waits if self._updated(number))
+        for number in self._numbers.values():
+            if self._updated(number) and number not in self._hidden and not update.has_made(number):
+                self._hide(number)
+        self._watch()
+
+    def _watch(self) -> None:
+        for module in self._model.modules():
+            own = [self._numbers[id(each)] for each in module._parameters.values() if id(each) in self._numbers]
+            if own and not is_compiled(module):
+                self._hooks.before_call(module, self._before(tuple(own)))
+                self._hooks.on_any_use(module, self._read, self._listed, self._copied)
+
+    def _before(self, numbers: Sequence[int]) -> Callable[[torch.nn.Module, object], None]:
+        return lambda _module, _inputs: self._need(numbers)
+
+    def _read(self, parameter: object) -> None:
+        number = self._numbers.get(id(parameter))
+        if number is not None:
+            self._need((number,))
+
+    def _need(self, numbers: Iterable[int]) -> None:
+        """Let these be shown, once they are made; the host makes updates of what comes later in that time."""
+        if torch.compiler.is_compiling():  # who reads them then is the compiler: what it makes has no hooks
+            return
+        self._asked.update(numbers)
+        update = self._update
+        missing = [number for number in numbers if number in self._hidden]
+        if update is None or not missing:
+            return
+        self._hooks.signals.holding(self._await)(update, missing)
+
+    def _await(self, update: DeferredUpdate, missing: Sequence[int]) -> None:
+        while not all(map(update.has_made, missing)):
+            if not update.go_on():
+                update.make(missing)
+        self._show(missing)
+
+    def _listed(self) -> None:
+        with self._hooks.signals:
+            if self._update is not None:
+                self._update.end()
+
+    def _copied(self) -> None:
+        self._listed()
+        with self._hooks.signals:
+            self._hooks.remove()
+
+    def _hide(self, number: int) -> None:
+        each = self._trained[number]
+        values = each.parameter.data
+        if number not in self._absent:
+            self._absent[number] = absent(each.dtype, each.parameter.shape, values.device)
+        self._hidden[number] = values
+        each.live_at(values.view(-1))
+        each.show(self._absent[number])
+
+    def _show(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            each = self._trained[number]
+            if each.parameter.data_ptr() == self._absent[number].data_ptr():  # else `step` refuses what somebody set
+                each.show(self._hidden[number])
+                each.note_values()  # copies of the update may have moved the version meanwhile
+            each.live_at(None)
+            del self._hidden[number]

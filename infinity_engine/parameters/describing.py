@@ -1,0 +1,148 @@
+"""Describes a model, its optimizer and the settings in sizes, which is all that planning sees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+
+from infinity_engine.config import EngineConfig, ParametersAt
+from infinity_engine.optim import FloatFormat, Rule
+from infinity_engine.optim.policy import OffloadPolicy
+from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
+from infinity_engine.placement.models import ModelShape, ModuleShape, ParameterShape
+from infinity_engine.placement.pieces import GradientPiece
+from infinity_engine.placement.placing import Plan, Wish
+from infinity_engine.placement.sizing import Sizing, cut
+from infinity_engine.plan import Rates, Tier
+
+__all__ = ["deepest_of", "pieces_of", "shape_of", "sizing_of", "wish_of"]
+
+_TIERS = MappingProxyType(
+    {
+        ParametersAt.AUTO: (Tier.DEVICE, Tier.HOST, Tier.NVME),
+        ParametersAt.DEVICE: (Tier.DEVICE,),
+        ParametersAt.HOST: (Tier.HOST,),
+        ParametersAt.NVME: (Tier.NVME,),
+    }
+)
+_LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
+
+
+def sizing_of(
+    model: torch.nn.Module,
+    trained: Sequence[TrainedParameter],
+    frozen: Sequence[ModelParameter],
+    rules: Sequence[Rule],
+    config: EngineConfig,
+    *,
+    unified: bool,
+    in_memory: bool = True,
+) -> Sizing:
+    """Return what there is to be held of a model whose parameters these are, or shards of them, in memory or not."""
+    everything = (*trained, *frozen)
+    nbytes = {id(each.of_model): each.nbytes for each in everything}
+    is_cut = any(each.part_of is not None for each in everything)
+    is_cast = any(each.dtype != each.parameter.dtype for each in everything)
+    has_copies = any(each.formats.parameter is not None for each in trained)
+    on_drives = config.budget is not None and config.budget.nvme
+    return Sizing(
+        subgroups=cut(
+            [(each.numel, each.formats) for each in trained],
+            config.subgroup_numel,
+            small_bytes=config.storage.small_bytes if on_drives else None,
+        ),
+        state_names=max((rules[group].states for group in {each.group for each in trained}), key=len),
+        parameters=tuple(nbytes.values()),
+        deepest=deepest_of(model, nbytes),
+        unified=unified,
+        sums=config.accumulation_steps > 1,
+        activations=config.activation_bytes,
+        own=in_memory and unified and not (has_copies or is_cast or is_cut),
+        gradient_width=FloatFormat.FP32.nbytes if is_cut else None,  # sums of all ranks'
+    )
+
+
+def deepest_of(model: torch.nn.Module, nbytes: Mapping[int, int], leaves: Collection[str] = ()) -> int:
+    """Return the most bytes that modules within one another need at one time, of parameters by their ids.
+
+    Modules of `leaves` need all that is within them.
+    """
+    modules = dict(model.named_modules())
+    return _deepest(
+        model, lambda parameter: nbytes.get(id(parameter), 0), frozenset(id(modules[name]) for name in leaves)
+    )
+
+
+def shape_of(
+    model: torch.nn.Module, trained: Iterable[TrainedParameter], frozen: Iterable[ModelParameter]
+) -> ModelShape:
+    """Return a live model as the planner sees one that need not exist; a module's arithmetic is that of its weights."""
+    ours = {id(each.of_model) for each in trained}
+    widths = {id(each.of_model): each.dtype.itemsize for each in (*trained, *frozen)}
+    seen: set[int] = set()
+    modules = []
+    for name, module in model.named_modules():
+        own = [
+            (key, each)
+            for key, each in module.named_parameters(name, recurse=False, remove_duplicate=False)
+            if each.numel()
+        ]
+        first = [(key, each) for key, each in own if id(each) not in seen]
+        seen.update(id(each) for _, each in own)
+        multiplies = not isinstance(module, torch.nn.Embedding)
+        shape = ModuleShape(
+            name=name,
+            parameters=tuple(
+                ParameterShape(key, each.numel(), id(each) in ours, widths[id(each)]) for key, each in first
+            ),
+            flops_per_token=sum(2 * each.numel() for _, each in own if multiplies and each.ndim > 1),
+            shared_numel=sum(each.numel() for _, each in own) - sum(each.numel() for _, each in first),
+        )
+        if own:
+            modules.append(shape)
+    return ModelShape(
+        name=type(model).__name__,
+        modules=tuple(modules),
+        deepest_numel=_deepest(model, lambda parameter: parameter.numel()),
+    )
+
+
+def pieces_of(sizing: Sizing, plan: Plan, trained: int) -> list[list[GradientPiece]]:
+    """Return the pieces that each trained parameter's gradient is needed in."""
+    homes = plan.steps.homes()
+    pieces: dict[int, list[GradientPiece]] = {}
+    for subgroup in sizing.subgroups:
+        layout = plan.layouts.get(subgroup.index)
+        stays = sizing.gradient_stays(homes[subgroup.index], drives=plan.resting.any)
+        for number, segment in enumerate(subgroup.segments):
+            kept = Tier.DEVICE if stays else Tier.HOST
+            if layout is not None and number in layout.gradients:
+                kept = Tier.NVME
+            piece = GradientPiece(segment.first_element, segment.numel, kept)
+            pieces.setdefault(segment.parameter, []).append(piece)
+    return [pieces.get(number, []) for number in range(trained)]
+
+
+def wish_of(config: EngineConfig, policy: OffloadPolicy | None) -> Wish:
+    """Return what the settings ask for, and the policy that takes the place of the strategy's."""
+    return Wish(
+        strategy=config.strategy,
+        tiers=_TIERS[config.parameters],
+        accumulation_steps=config.accumulation_steps,
+        small_bytes=config.storage.small_bytes,
+        rates=config.rates or Rates(),
+        early_updates=config.storage.early_updates,
+        policy=policy,
+    )
+
+
+def _deepest(module: torch.nn.Module, nbytes: Callable[[torch.nn.Parameter], int], leaves: Collection[int] = ()) -> int:
+    """Return what the module needs at most at one time. Lists of parameters are not called: whoever has them reads."""
+    own = sum(nbytes(each) for each in module.parameters(recurse=id(module) in leaves))
+    if id(module) in leaves:
+        return own
+    within = [child for child in module.children() if not isinstance(child, _LISTS)]
+    own += sum(nbytes(each) for child in module.children() if isinstance(child, _LISTS) for each in child.parameters())
+    return own + max((_deepest(child, nbytes, leaves) for child in within), default=0)

@@ -1,0 +1,245 @@
+"""The only registrar of hooks: whatever the engine hangs on the user's objects is hung here, and taken off again.
+
+Hooks call what they are given, with signals held back, and decide nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, ItemsView, Mapping, ValuesView
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from infinity_engine.signals import HeldSignals
+
+__all__ = ["Hooks"]
+
+
+class Hooks:
+    """The hooks of one engine, or of one model that is being built."""
+
+    def __init__(self, signals: HeldSignals | None = None) -> None:
+        self.signals = HeldSignals() if signals is None else signals
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._watched: list[tuple[torch.nn.Module, dict[str, torch.nn.Parameter | None]]] = []
+
+    def on_gradient(self, parameter: torch.nn.Parameter, take: Callable[[torch.Tensor], None]) -> None:
+        """Call `take` with each gradient of a parameter, which then has none."""
+
+        @self.signals.holding
+        def hook(owner: torch.Tensor) -> None:
+            gradient, owner.grad = owner.grad, None
+            if gradient is not None:
+                take(gradient)
+
+        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch is
+        self._handles.append(handle)
+
+    @staticmethod
+    def takes_gradients(parameter: torch.nn.Parameter) -> bool:
+        """Tell whether somebody is called with the gradients of a parameter, of this engine or another one."""
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        ours = f"{Hooks.on_gradient.__qualname__}.<locals>.hook"
+        return any((each.__module__, getattr(each, "__qualname__", "")) == (__name__, ours) for each in hooks.values())
+
+    def before_accumulating(self, parameter: torch.nn.Parameter, call: Callable[[], None]) -> None:
+        """Call `call` before a gradient is added to what a parameter has."""
+
+        @self.signals.holding
+        def hook(_gradient: torch.Tensor) -> None:
+            call()
+
+        self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]  # torch is
+
+    def on_optimizer_step(self, optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:
+        """Call `check` before each of the optimizer's own steps."""
+
+        def hook(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            check()
+
+        self._handles.append(optimizer.register_step_pre_hook(hook))
+
+    def on_optimizer_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        saved: Callable[[dict[str, Any]], None],
+        loaded: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """Call `saved` with a state dict that the optimizer has made of itself, `loaded` before it loads one."""
+
+        def saved_hook(_optimizer: Any, state_dict: dict[str, Any]) -> None:
+            saved(state_dict)
+
+        def loaded_hook(_optimizer: Any, state_dict: dict[str, Any]) -> None:
+            loaded(state_dict)
+
+        self._handles.append(optimizer.register_state_dict_post_hook(saved_hook))
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(loaded_hook))
+
+    def on_call(
+        self,
+        module: torch.nn.Module,
+        before: Callable[[torch.nn.Module], None],
+        after: Callable[[torch.nn.Module, object], None],
+    ) -> None:
+        """Call `before` when a module is about to run, and `after`, with what it returns, also where it raises."""
+
+        @self.signals.holding
+        def pre_hook(owner: torch.nn.Module, _args: Any) -> None:
+            before(owner)
+
+        @self.signals.holding
+        def hook(owner: torch.nn.Module, _args: Any, output: Any) -> None:
+            after(owner, output)
+
+        self._handles.append(module.register_forward_pre_hook(pre_hook))
+        self._handles.append(module.register_forward_hook(hook, always_call=True))
+
+    def before_backward(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
+        """Call `call` when the gradient of a tensor is there, before that of what it was made of is computed."""
+
+        @self.signals.holding
+        def hook(_gradient: torch.Tensor) -> None:
+            call()
+
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch is; it goes with the tensor
+
+    def before_call(self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any], None]) -> None:
+        """Call `hook` itself, which so can be found again among the module's, when the module is about to run.
+
+        It is called as it is, also by compilers; nor does `on_any_use` hold signals back.
+        """
+        self._handles.append(module.register_forward_pre_hook(hook))
+
+    def on_registration(
+        self,
+        parameter: Callable[[torch.nn.Module, str, object], None],
+        submodule: Callable[[torch.nn.Module, str, object], None],
+    ) -> None:
+        """Tell of every parameter and submodule, in any thread, that a module is about to have, and under which name.
+
+        A submodule's own `__init__` has run by then. Either may be None.
+        """
+        self._handles.append(register_module_parameter_registration_hook(parameter))
+        self._handles.append(register_module_module_registration_hook(submodule))
+
+    def on_read(self, module: torch.nn.Module, read: Callable[[object], None]) -> None:
+        """Call `read` with a parameter of the module's own before anybody gets it as an attribute."""
+        parameters = module._parameters
+        self._watched.append((module, parameters))
+        module.__dict__["_parameters"] = _WatchedParameters(parameters, self.signals.holding(read))
+
+    def on_any_use(
+        self,
+        module: torch.nn.Module,
+        read: Callable[[object], None],
+        listed: Callable[[], None],
+        copied: Callable[[], None],
+    ) -> None:
+        """As `on_read`; and call `listed` before all of the module's own are listed, `copied` before it is copied."""
+        parameters = module._parameters
+        self._watched.append((module, parameters))
+        module.__dict__["_parameters"] = _AwaitedParameters(parameters, read, listed, copied)
+
+    def on_state_dict(self, module: torch.nn.Module, check: Callable[[], None]) -> None:
+        """Call `check` before a state dict of the module is made."""
+
+        def hook(*_: Any) -> None:
+            check()
+
+        self._handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]  # torch is
+
+    def on_load_state_dict(self, module: torch.nn.Module, check: Callable[[], None]) -> None:
+        """Call `check` before values of a state dict are taken over by the module."""
+
+        def hook(*_: Any) -> None:
+            check()
+
+        self._handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]  # torch is
+
+    def saving(
+        self, pack: Callable[[torch.Tensor], object], unpack: Callable[[Any], torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Return what lets autograd save what `pack` returns, in this thread and within its body."""
+        return torch.autograd.graph.saved_tensors_hooks(self.signals.holding(pack), self.signals.holding(unpack))
+
+    def nobody_saves(self) -> bool:
+        """Tell whether no such hooks are set: those of checkpointing see what is saved, and ours would hide it."""
+        try:
+            with torch.autograd.graph.disable_saved_tensors_hooks("asked whether there are any"):
+                return True
+        except RuntimeError:
+            return False
+
+    def remove(self) -> None:
+        """Take all hooks off. Interrupted, it can be done again."""
+        while self._handles:
+            self._handles[-1].remove()
+            self._handles.pop()
+        while self._watched:
+            module, before = self._watched[-1]
+            now = module._parameters
+            if now is not before:
+                before.clear()
+                before.update(now)  # what was added or taken away meanwhile
+                module.__dict__["_parameters"] = before
+            self._watched.pop()
+
+
+class _WatchedParameters(dict[str, "torch.nn.Parameter | None"]):
+    """The parameters of a module by name; tells when one is read. All of them at once may be listed untold."""
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter | None], read: Callable[[object], None]) -> None:
+        super().__init__(parameters)
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        self._read(parameter)
+        return parameter
+
+    def __reduce_ex__(self, _protocol: object) -> Any:
+        raise TypeError(
+            "a model whose parameters an engine fetches cannot be copied or pickled, as its values are not there: take "
+            "engine.state_dict(), or close the engine first"
+        )
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self.__reduce_ex__(memo)
+
+
+class _AwaitedParameters(_WatchedParameters):
+    """Such that can be listed, copied and pickled as well, once that was told."""
+
+    def __init__(
+        self,
+        parameters: dict[str, torch.nn.Parameter | None],
+        read: Callable[[object], None],
+        listed: Callable[[], None],
+        copied: Callable[[], None],
+    ) -> None:
+        super().__init__(parameters, read)
+        self._listed = listed
+        self._copied = copied
+
+    def items(self) -> ItemsView[str, torch.nn.Parameter | None]:  # type: ignore[override]  # dict's own view
+        self._listed()
+        return super().items()
+
+    def values(self) -> ValuesView[torch.nn.Parameter | None]:  # type: ignore[override]  # dict's own view
+        self._listed()
+        return super().values()
+
+    def __reduce_ex__(self, _protocol: object) -> Any:
+        self._copied()
+        return dict, (dict(super().items()),)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._copied()
+        return copy.deepcopy(dict(super().items()), memo)

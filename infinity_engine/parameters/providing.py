@@ -1,0 +1,105 @@
+"""`Provider`: what modules and the engine ask of whoever brings parameters to modules, and takes them away.
+
+The fetcher is one, for parameters that this process has whole. Of those that are cut over ranks, the gatherer has whole
+what modules need, and replicas are whole all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from infinity_engine.errors import TraceMismatch
+from infinity_engine.parameters.deferred import DeferredUpdate
+from infinity_engine.schedule import Use
+from infinity_engine.storage import Place
+from infinity_engine.units import format_bytes
+
+__all__ = ["FetchingStats", "ModuleProvider", "Provider", "stay_absent"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchingStats:
+    """What was fetched since the beginning: in time is what was under way or there when it was asked for."""
+
+    fetched: int
+    fetched_bytes: int
+    in_time: int
+    late: int
+
+
+class Provider(Protocol):
+    """Has parameters where modules compute, as far as they are not at home there, and takes changes of them home."""
+
+    def gathered(self, numbers: Iterable[int]) -> AbstractContextManager[None]:
+        """Have these shown and held within the body."""
+
+    def give_up(self) -> None:
+        """Release everything: an update is about to change the values at home."""
+
+    def follow(self, update: DeferredUpdate | None) -> None:
+        """Fetch nothing from here on that this update has not made yet; None: all of it is made."""
+
+    def moved(self, places: Mapping[int, Place]) -> None:
+        """Note that the current values of these rest at other places."""
+
+    def changed(self, numbers: Iterable[int]) -> None:
+        """Note that the values of these are others now, at home."""
+
+    def write_home(self, number: int) -> None:
+        """Take what somebody wrote into a parameter that is shown home, as its values."""
+
+    def copy_of(self, number: int) -> torch.Tensor:
+        """Return a flat copy, on the host, of the values at home."""
+
+    def end_step(self) -> TraceMismatch | None:
+        """Begin with the next step; return where this one went another way than the one before."""
+
+    @property
+    def stats(self) -> FetchingStats:
+        """What was fetched."""
+
+    def leave_absent(self) -> None:
+        """Let parameters show no values after `close`, which then reads and copies nothing."""
+
+    def close(self) -> None:
+        """Give all values their own ordinary memory, and all leases back."""
+
+
+class ModuleProvider(Provider, Protocol):
+    """Shows parameters to modules while they are needed."""
+
+    def need(self, use: Use) -> None:
+        """Let the parameters of `use` be where modules compute, and shown."""
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        """Keep parameters there, once they are there, until they are let go as often."""
+
+    def let_go(self, numbers: Iterable[int]) -> None:
+        """Let go of parameters that were held."""
+
+    def is_shown(self, number: int) -> bool:
+        """Tell whether modules see its values."""
+
+    def number_at(self, address: int) -> int | None:
+        """Return which parameter's values begin at this address; None where no shown one's do."""
+
+    def fetched(self, number: int) -> torch.Tensor:
+        """Return the values of a parameter that is shown."""
+
+    def version_of(self, number: int) -> int:
+        """Return how often the values of a parameter were changed."""
+
+
+def stay_absent(nbytes: int, free: int) -> str:
+    """Return what is said where a close finds no memory for copies of so many bytes of parameters."""
+    return (
+        f"After close() the model's parameters show NaN. They take {nbytes} B ({format_bytes(nbytes)}), and the "
+        f"machine or its memory group has {free} B ({format_bytes(free)}) left for copies. Save what you need before "
+        "close(): with engine.state_dict(), or parameter by parameter under engine.gathered(). If you have, call "
+        "close(restore=False)"
+    )

@@ -1,0 +1,338 @@
+"""Which plan a budget allows, and what of it rests on the drives: what is best is tried first.
+
+Pure: asks policies and adds up bytes. Called by the engine, which carries out what it says, and by the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.kept_errors import again
+from infinity_engine.optim import Subgroup
+from infinity_engine.optim.policies import DEVICE_ONLY, HOST_ONLY, policy_for
+from infinity_engine.optim.policy import HOST_BUFFERS, OffloadPolicy
+from infinity_engine.placement.buffers import BufferLayout, Resting
+from infinity_engine.placement.sizing import Demand, Sizing
+from infinity_engine.plan import Auto, NvmeStreamed, Rates, ResolvedBudget, Strategy, Tier
+from infinity_engine.plan.step import Home, StepPlan
+
+__all__ = ["Plan", "Wish", "place"]
+
+_MOST_TRIES = 4  # to find a plan whose buffers fit what it lets be updated where
+_MOST_BUFFERS = 8  # small ones are done with before a module ends, so more of them are filled ahead,
+_MOST_BUFFER_BYTES = 256 << 20  # within so much
+_NOTHING = Resting()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What is asked for, as settings say it: EngineConfig has the defaults."""
+
+    strategy: Strategy
+    tiers: tuple[Tier, ...]
+    """Where parameters may stay, what is best first."""
+    accumulation_steps: int
+    small_bytes: int
+    """Parameters of fewer bytes stay in memory."""
+    rates: Rates
+    early_updates: bool = False
+    """Whether subgroups that rest on drives are updated in a backward."""
+    policy: OffloadPolicy | None = None
+    """Takes the place of the strategy's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A plan, what it takes, and what of it rests on the drives."""
+
+    steps: StepPlan
+    demand: Demand
+    resting: Resting = field(default_factory=Resting)
+    layouts: Mapping[int, BufferLayout] = field(default_factory=lambda: MappingProxyType({}))
+    """Of the subgroups of which some does."""
+
+
+def place(sizing: Sizing, wish: Wish, budget: ResolvedBudget, *, io_bytes: int) -> Plan:
+    """Return the plan that the policy or the strategy makes, what it takes, and what rests on drives.
+
+    Where that is left open, parameters stay on the device if all fits with them there, else on the host; and nothing
+    rests on drives that has room elsewhere. `io_bytes` of the host are what using the drives takes.
+
+    Raises:
+        CapacityError: a tier cannot hold what it would have to.
+        ConfigError: something is to rest on drives, and the budget has none; or the policy makes no sound plan.
+    """
+    return _Placing(sizing, wish, budget, io_bytes).plan()
+
+
+@dataclass(frozen=True, slots=True)
+class _Placing:
+    """The search for one plan."""
+
+    sizing: Sizing
+    wish: Wish
+    budget: ResolvedBudget
+    io_bytes: int
+    _layouts: dict[Hashable, BufferLayout] = field(default_factory=dict, init=False, compare=False)
+
+    def plan(self) -> Plan:
+        wish, budget = self.wish, self.budget
+        streams = isinstance(wish.strategy, NvmeStreamed)
+        if (streams or wish.tiers == (Tier.NVME,)) and not budget.nvme:
+            raise ConfigError(
+                field="budget.nvme",
+                value=None,
+                expected='directories of drives and their sizes, such as {"/mnt/nvme": "400GiB"}, for what rests there',
+            )
+        refused: CapacityError | None = None
+        for parameters, on_drives in self._choices():
+            try:
+                if on_drives or parameters is Tier.NVME:
+                    return self._plan_with_drives(parameters, states=on_drives)
+                plan = self._plan(parameters)
+                self._check_host(plan.demand)
+            except CapacityError as error:
+                refused = refused or error.with_traceback(None)
+            else:
+                return plan
+        assert refused is not None, "there is a choice"
+        raise again(refused)
+
+    def _choices(self) -> Iterator[tuple[Tier, bool]]:
+        """Yield where parameters and states may be, what is best first: parameters' tier, and states on the drives."""
+        wish = self.wish
+        tiers = [tier for tier in wish.tiers if tier is not Tier.HOST or not self.sizing.unified] or [Tier.DEVICE]
+        may_rest = isinstance(wish.strategy, NvmeStreamed)
+        must_rest = may_rest or (isinstance(wish.strategy, Auto) and wish.policy is None)
+        for on_drives in (False, True):
+            for tier in tiers:
+                drives = on_drives or tier is Tier.NVME
+                if (may_rest and not on_drives) or (drives and not self.budget.nvme) or (on_drives and not must_rest):
+                    continue
+                yield tier, on_drives
+
+    def _plan(
+        self,
+        parameters: Tier,
+        *,
+        resting: Resting = _NOTHING,
+        layouts: Mapping[int, BufferLayout] = MappingProxyType({}),
+        buffers: int = 0,
+    ) -> Plan:
+        sizing, wish = self.sizing, self.wish
+        limits = replace(sizing.limits(self.budget, parameters), host_buffers=buffers)
+        specs = [sizing.spec(each, layouts.get(each.index)) for each in sizing.subgroups]
+
+        def made(by: OffloadPolicy) -> Plan:
+            steps = by(specs, wish.rates, limits)
+            try:
+                demand = sizing.demand(steps, self.budget, resting, layouts)
+            except CapacityError as error:  # policies know nothing of gradients, and stage as much as there is room
+                refused = error.with_traceback(None)
+            else:
+                return Plan(steps=steps, demand=demand, resting=resting, layouts=layouts)
+            for visit in (True, False):
+                left = sizing.beside_gradients(limits, steps, drives=resting.any, visit=visit)
+                with suppress(CapacityError):  # not of a policy that could do with more
+                    fewer = by(specs, wish.rates, left)
+                    try:
+                        demand = sizing.demand(fewer, self.budget, resting, layouts)
+                    except CapacityError as error:
+                        refused = error.with_traceback(None)
+                    else:
+                        return Plan(steps=fewer, demand=demand, resting=resting, layouts=layouts)
+            raise again(refused)
+
+        if wish.policy is not None:
+            return made(wish.policy)
+        if not isinstance(wish.strategy, Auto):
+            return made(policy_for(wish.strategy))
+        if not sizing.unified and not resting.states:
+            try:
+                return made(DEVICE_ONLY)
+            except CapacityError:
+                pass
+        return made(HOST_ONLY)
+
+    # --- drives ---------------------------------------------------------------------------------------------------
+
+    def _plan_with_drives(self, parameters: Tier, *, states: bool) -> Plan:
+        """Return the plan that keeps as much in memory as there is room for, what is needed first before the rest."""
+        sizing, budget = self.sizing, self.budget
+        small = max(self.wish.small_bytes, 1)
+        values = frozenset(
+            number for number, nbytes in enumerate(sizing.parameters) if parameters is Tier.NVME and nbytes >= small
+        )
+        resting = Resting(
+            states=frozenset(each.index for each in sizing.subgroups) if states else frozenset(),
+            values=values,
+            small_bytes=small,
+        )
+        micro_batches = self.wish.accumulation_steps
+        early = self.wish.early_updates and states
+        most = self._most_buffers()
+        choices = [] if early else [(buffers, 0) for buffers in range(most, 1, -1)]
+        if states:
+            choices += [(buffers, micro_batches) for buffers in range(most, 0, -1)]
+        refused: CapacityError | None = None
+        said = self._homes()
+        homes = said or {each.index: Home.HOST for each in sizing.subgroups}
+        least: dict[int, Callable[[int], int]] = {}  # of the host, by gradients: with so many buffers
+        if said:
+            for gradients in {gradients for _, gradients in choices}:
+                least[gradients] = self._least_of_any_plan(parameters, said, replace(resting, gradients=gradients))
+        for buffers, gradients in choices:
+            is_last = (buffers, gradients) == choices[-1]  # which says what is missing
+            if not is_last and not early and gradients in least and least[gradients](buffers) > budget.host:
+                continue
+            tried = replace(resting, gradients=gradients, early=max(buffers, HOST_BUFFERS) if early else 0)
+            try:
+                plan = self._settled(parameters, homes, resting=tried, buffers=buffers)
+                homes = plan.steps.homes()
+                least[gradients] = partial(self._least_of_host, plan)
+                self._check_host(plan.demand, self.io_bytes)
+            except CapacityError as error:
+                refused = error.with_traceback(None)
+                continue
+            if not states:
+                return self._with_room(plan)
+            left = budget.host - self.io_bytes - sizing.held_on_host(plan.demand)
+            kept = self._kept(
+                plan, left - (plan.demand.fetched if sizing.unified else 0)
+            )  # room to compute with, first
+            fewer_by = 1
+            while kept:
+                fewer = replace(tried, states=tried.states - frozenset(kept))
+                plan_of_fewer = self._settled(parameters, homes, resting=fewer, buffers=buffers)
+                if sizing.held_on_host(plan_of_fewer.demand) + self.io_bytes <= budget.host:
+                    plan = plan_of_fewer
+                    break
+                # The policy lets others be updated where this takes more; or nothing rests, which takes more as well.
+                kept, fewer_by = kept[:-fewer_by], 2 * fewer_by
+            return self._with_room(plan)
+        assert refused is not None, "there is a choice"
+        raise again(refused)
+
+    def _homes(self) -> dict[int, Home] | None:
+        """Return where subgroups will be updated, if the policy can say it without a plan."""
+        wish, sizing = self.wish, self.sizing
+        policy = wish.policy
+        if policy is None and not isinstance(wish.strategy, Auto):
+            policy = policy_for(wish.strategy)
+        return None if policy is None else policy.homes_of([sizing.spec(each, None) for each in sizing.subgroups])
+
+    def _most_buffers(self) -> int:
+        """Return how many buffers there are where the host has room for them."""
+        sizing = self.sizing
+        each = 4 * (1 + len(sizing.state_names)) * max((each.numel for each in sizing.subgroups), default=0)
+        return max(HOST_BUFFERS, min(_MOST_BUFFERS, _MOST_BUFFER_BYTES // max(each, 1)))
+
+    def _least_of_any_plan(self, parameters: Tier, homes: Mapping[int, Home], resting: Resting) -> Callable[[int], int]:
+        """Return what of the host all plans take at least that update there, however many buffers they have."""
+        rests = replace(resting, states=self.sizing.with_states(resting.states, homes, parameters))
+        nbytes = self.sizing.all_beside_drives(homes, parameters, rests) + self.io_bytes if rests.any else 0
+        return lambda buffers: nbytes
+
+    def _least_of_host(self, plan: Plan, buffers: int) -> int:
+        """Return what of the host a plan takes at least that has so many buffers instead, and no more of them."""
+        there = plan.steps.buffer_bytes
+        held = self.sizing.held_on_host(plan.demand) + self.io_bytes
+        return held - (len(there) - buffers) * there[0] if there else held
+
+    def _settled(self, parameters: Tier, homes: Mapping[int, Home], *, resting: Resting, buffers: int) -> Plan:
+        """Return the plan whose buffers fit what it lets be updated where, which decides what passes them.
+
+        `homes` is where that may be: what another plan of the same wish does.
+        """
+        sizing = self.sizing
+        for _ in range(_MOST_TRIES):
+            rests = replace(resting, states=sizing.with_states(resting.states, homes, parameters))
+            layouts = {
+                each.index: self._layout(each, rests, homes[each.index], parameters) for each in sizing.subgroups
+            }
+            passing = MappingProxyType({index: each for index, each in layouts.items() if each.nbytes})
+            plan = self._plan(parameters, resting=rests.of(passing.values()), layouts=passing, buffers=buffers)
+            found = plan.steps.homes()
+            if found == homes:
+                return plan
+            homes = found
+        raise ConfigError(
+            field="strategy",
+            value=self.wish.strategy.name,
+            expected="one that says which part visits the device, such as "
+            "NvmeStreamed(update=Interleaved(share=0.5)): what is best changes with what passes the host",
+        )
+
+    def _layout(self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier) -> BufferLayout:
+        """Return where the things of a subgroup lie in a buffer; a search asks for the same ones many times."""
+        rests = subgroup.index in resting.states
+        known = subgroup.index, rests, resting.gradients, resting.values, resting.small_bytes, home, parameters
+        if known not in self._layouts:
+            self._layouts[known] = self.sizing.layout(subgroup, resting, home, parameters)
+        return self._layouts[known]
+
+    def _kept(self, plan: Plan, left: int) -> list[int]:
+        """Return the subgroups whose states have room in so many bytes of the host.
+
+        What is needed first, first; with early updates they are spread among those that rest on the drives, so that
+        in a backward the drives have as much to do at each time as at any other.
+        """
+        homes = plan.steps.homes()
+        sizes: dict[int, int] = {}
+        for each in self.sizing.subgroups:
+            if each.index in plan.resting.states:
+                there, here = (
+                    self.sizing.on_host_beside_drives(
+                        each, homes[each.index], plan.steps.parameters, plan.resting, rests=rests
+                    )
+                    for rests in (True, False)
+                )
+                sizes[each.index] = here - there
+        early = [index for index in sizes if plan.resting.early and plan.layouts[index].may_be_early]
+        first = [index for index in sizes if index not in early]
+        kept: list[int] = []
+        for index in first:
+            left -= sizes[index]
+            if left < 0:
+                return kept
+            kept.append(index)
+        return kept + _spread({index: sizes[index] for index in early}, left)
+
+    def _with_room(self, plan: Plan) -> Plan:
+        """Return the plan with what the host has left as room for parameters that come from the drives."""
+        sizing = self.sizing
+        if not sizing.unified or not plan.resting.values:
+            return plan
+        left = self.budget.host - self.io_bytes - sizing.held_on_host(plan.demand)
+        passing = sum(nbytes for number, nbytes in enumerate(sizing.parameters) if number in plan.resting.values)
+        more = max(min(left, passing - plan.demand.fetched), 0)
+        demand = replace(plan.demand, device=plan.demand.device + more, fetched=plan.demand.fetched + more)
+        return replace(plan, demand=demand)
+
+    def _check_host(self, demand: Demand, io_bytes: int = 0) -> None:
+        if self.sizing.held_on_host(demand) + io_bytes > self.budget.host:
+            raise self.sizing.refusal(
+                Tier.HOST,
+                demand,
+                self.budget.host,
+                beside=io_bytes,
+                change="lower subgroup_numel, or let more rest on drives: give the budget "
+                'nvme directories, and set strategy="nvme_streamed" and parameters="nvme"',
+            )
+
+
+def _spread(sizes: Mapping[int, int], left: int) -> list[int]:
+    """Return which of these have room in so many bytes, evenly among them."""
+    total = sum(sizes.values())
+    chosen, owed = [], 0  # in 1/total of a byte
+    for index, nbytes in sizes.items():
+        owed += min(left, total) * nbytes
+        if owed >= total * nbytes:
+            owed -= total * nbytes
+            chosen.append(index)
+    return chosen

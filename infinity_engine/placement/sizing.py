@@ -1,0 +1,482 @@
+"""What there is to be held for one model and one optimizer, and the bytes that a plan takes of each tier: arithmetic.
+
+Pure: of sizes, before anything is made or moved. The engine makes its memory by it, the planner answers with it. Which
+plan is taken is for placing.py to say.
+
+[Note: gradients that stay] Where modules compute stay the gradients of what is updated there, in one memory without
+drives all of them: each as it came, or, of several micro-batches, its fp32 sum; a new sum has its first gradient beside
+it. They come as a backward lets go of activations, and go as updates are made, before the next forward has new ones in
+their place: where activations are known, both take what the larger one does. Sums stay through forwards, beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+
+from deepnvme.extents import PAGE
+from infinity_engine.errors import CapacityError
+from infinity_engine.memory.layout import Layout, Request, layout
+from infinity_engine.optim import FloatFormat, Formats, Segment, Subgroup, cut_into_subgroups
+from infinity_engine.optim.policy import Limits
+from infinity_engine.placement.buffers import (
+    GRADIENT_SLOTS,
+    SCRATCH,
+    SUM,
+    BufferLayout,
+    Resting,
+    buffer_slot,
+    early_slot,
+    gradient_slot,
+)
+from infinity_engine.plan import ResolvedBudget, Tier
+from infinity_engine.plan.step import BytesPerParameter, Home, StepPlan, SubgroupSpec
+from infinity_engine.units import align_up
+
+__all__ = ["Demand", "Sizing", "cut"]
+
+_BEFORE, _BACKWARD, _UPDATE = range(3)  # when buffers live
+_PASSING = 4  # of the largest parameters, so many pass the host at once
+_MOST_SCRATCH = 8 << 20
+_SPARE = 8 * PAGE  # for each place on the drives, of which there may be up to eight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """The bytes that a plan takes of each tier.
+
+    `fetched` of the device's are for parameters that modules fetch, `window` beside the host's for those that pass it.
+    `staying`, beside the device's, is what gradients take that stay there: [Note: gradients that stay].
+    `slots` has the places of the host's buffers, which are those of `buffer_slot`, `gradient_slot` and SCRATCH.
+    """
+
+    host: int
+    device: int
+    fetched: int
+    staying: int
+    window: int = 0
+    nvme: int = 0
+    slots: Layout | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """What there is to be held for one model and one optimizer."""
+
+    subgroups: tuple[Subgroup, ...]
+    state_names: tuple[str, ...]
+    parameters: tuple[int, ...]
+    """The bytes that modules compute with, of each parameter, those that are frozen at the end."""
+    deepest: int
+    """The most of these bytes that modules within one another need at the same time."""
+    unified: bool
+    sums: bool = True
+    """Whether gradients of several micro-batches are added up."""
+    own: bool = False
+    """Whether modules go on with the memory that parameters have already, which is their user's."""
+    gradient_width: int | None = None
+    """Bytes of one element of every gradient; None: as many as modules compute with its parameter."""
+    activations: int = 0
+    """What autograd keeps of a forward, where that is of the budget; 0: it is not, or it is not known."""
+
+    @cached_property
+    def formats(self) -> Formats:
+        """How most of what is trained is stored, for estimates that know one format only."""
+        numels: dict[Formats, int] = {}
+        for subgroup in self.subgroups:
+            numels[subgroup.formats] = numels.get(subgroup.formats, 0) + subgroup.numel
+        return max(numels, key=lambda formats: numels[formats], default=Formats())
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of one element as modules compute with most of what is trained, for such estimates."""
+        return self.formats.width
+
+    def wire(self, subgroup: Subgroup) -> int:
+        """Return the bytes of one element of a gradient."""
+        return subgroup.formats.width if self.gradient_width is None else self.gradient_width
+
+    @cached_property
+    def subgroups_of(self) -> Mapping[int, tuple[int, ...]]:
+        """The subgroups that parameters are parts of, by the parameter's number."""
+        found: dict[int, list[int]] = {}
+        for each in self.subgroups:
+            for segment in each.segments:
+                found.setdefault(segment.parameter, []).append(each.index)
+        return MappingProxyType({number: tuple(indices) for number, indices in found.items()})
+
+    # --- what plans are made of -------------------------------------------------------------------------------------
+
+    def spec(self, subgroup: Subgroup, layout: BufferLayout | None) -> SubgroupSpec:
+        """Return a subgroup as plans see it, where it passes a buffer laid out so, or none."""
+        spec = SubgroupSpec(
+            index=subgroup.index,
+            numel=subgroup.numel,
+            first_use=subgroup.index,
+            parameter_bytes=subgroup.formats.width,
+        )
+        if layout is None:
+            return spec
+        return replace(
+            spec,
+            buffer_bytes=layout.nbytes,
+            load_bytes=layout.load_bytes,
+            store_bytes=layout.store_bytes,
+        )
+
+    def limits(self, budget: ResolvedBudget, parameters: Tier) -> Limits:
+        """Return what a plan may take of the device where its parameters stay in that tier."""
+        weights = BytesPerParameter(states=4 * (1 + len(self.state_names)), parameter=self.width)
+        if self.unified:  # Nothing visits another memory, so nothing is staged.
+            everything = sum(subgroup.numel for subgroup in self.subgroups) * weights.states
+            return Limits(
+                resident_bytes=everything,
+                staging_bytes=3 * everything,
+                per_parameter=weights,
+                parameters=parameters,
+            )
+        at_home = parameters is not Tier.DEVICE
+        left = budget.device - self.activations - self.on_their_way - (0 if at_home else sum(self.parameters))
+        resident = left - self.deepest if at_home else left
+        if resident < 0:
+            change = "raise the budget's device, or take a smaller model: modules compute with all parameters there"
+            if at_home:
+                change = "raise the budget's device: modules that run within one another need so much at once"
+            raise CapacityError(
+                tier=Tier.DEVICE.name,
+                asked=budget.device - resident,
+                free=budget.device,
+                limit=budget.device,
+                change=change,
+            )
+        return Limits(
+            resident_bytes=resident,
+            staging_bytes=left,
+            per_parameter=weights,
+            parameters=parameters,
+            update_bytes=max((self._copied(each) // each.numel for each in self.subgroups if at_home), default=0),
+        )
+
+    def with_states(self, indices: Set[int], homes: Mapping[int, Home], parameters: Tier) -> frozenset[int]:
+        """Return those of these subgroups that have states on the host, which may rest on drives."""
+        return frozenset(
+            each.index
+            for each in self.subgroups
+            if each.index in indices
+            and homes[each.index] is not Home.RESIDENT
+            and self.states_bytes(each, homes[each.index], parameters)
+        )
+
+    def layout(self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier) -> BufferLayout:
+        """Return where the things of a subgroup lie in a host buffer, of which so much rests on the drives."""
+        on_host = home is Home.HOST or self.unified
+        in_place = self.in_place(subgroup, home, parameters)
+        copies = subgroup.formats.parameter is not None and parameters is Tier.DEVICE and not self.unified
+        return BufferLayout.of(
+            subgroup,
+            resting if on_host else replace(resting, gradients=0),
+            streams=len(self.state_names) + (0 if in_place else 1),
+            gradient_width=self.wire(subgroup),
+            in_place=in_place,
+            copies=copies and home is Home.HOST,
+        )
+
+    def in_place(self, subgroup: Subgroup, home: Home, parameters: Tier) -> bool:
+        """Tell whether values are the masters of a subgroup; StateKeeper goes by the same rule."""
+        here = Home.RESIDENT if parameters is Tier.DEVICE else Home.HOST
+        return subgroup.formats.parameter is None and (self.unified or home is here)
+
+    def beside_gradients(self, limits: Limits, plan: StepPlan, *, drives: bool, visit: bool) -> Limits:
+        """Return what a plan may take beside the gradients that stay where another one lets updates run.
+
+        And what it may stage beside as many residents: where some are to visit, one set at least.
+        """
+        homes = plan.homes()
+        gradients = self.of_backward(self._staying(homes, drives=drives)) - self.activations
+        resident = sum(
+            self.states_bytes(each, Home.RESIDENT, plan.parameters)
+            + (0 if plan.parameters is Tier.DEVICE else self._copied(each))
+            for each in self.subgroups
+            if homes[each.index] is Home.RESIDENT
+        )
+        one_set = limits.device_bytes(max((each.numel for each in self.subgroups), default=0)) if visit else 0
+        return replace(
+            limits,
+            resident_bytes=max(limits.resident_bytes - gradients, 0),
+            staging_bytes=min(max(limits.staging_bytes - gradients - resident, one_set), limits.staging_bytes),
+        )
+
+    # --- bytes ------------------------------------------------------------------------------------------------------
+
+    def demand(
+        self, plan: StepPlan, budget: ResolvedBudget, resting: Resting, layouts: Mapping[int, BufferLayout]
+    ) -> Demand:
+        """Return what a plan takes of each tier.
+
+        Raises:
+            CapacityError: the device cannot hold what it would have to.
+        """
+        if resting.any:
+            return self._demand_with_drives(plan, budget, resting, layouts)
+        at_home = plan.parameters is not Tier.DEVICE and not self.unified
+        homes = plan.homes()
+        device = sum(
+            self._states(each, in_place=not at_home) + (self._copied(each) if at_home else 0)
+            for each in self.subgroups
+            if homes[each.index] is Home.RESIDENT and not self.unified
+        )
+        host = sum(self._on_host(each, homes[each.index], at_home=at_home) for each in self.subgroups)
+        if at_home:
+            host += sum(align_up(nbytes, PAGE) for nbytes in self.parameters)
+        fetched = 0
+        staying = self._staying(homes, drives=False)
+        if self.unified:
+            device = 0 if self.own else sum(self.parameters)  # beside the masters
+        else:
+            device += self.on_their_way
+            left = budget.device - device - self.of_backward(staying)
+            fetched = max(min(left, sum(self.parameters)), self.deepest) if at_home else 0
+            staged = sum(plan.staging_bytes)
+            device += max(staged, fetched) if at_home else staged + sum(self.parameters)
+        demand = Demand(host=align_up(max(host, 1), PAGE), device=device, fetched=fetched, staying=staying)
+        self._check_device(demand, budget)
+        return demand
+
+    def gradient_stays(self, home: Home, *, drives: bool) -> bool:
+        """Tell whether the gradients of what is updated there stay where modules compute.
+
+        `drives`: the plan has something on them.
+        """
+        return not drives if self.unified else home is not Home.HOST
+
+    def _staying(self, homes: Mapping[int, Home], *, drives: bool) -> int:
+        """Return what gradients take that stay: of parameters, the pieces that are updated there."""
+        staying = [subgroup for subgroup in self.subgroups if self.gradient_stays(homes[subgroup.index], drives=drives)]
+        if self.sums:
+            sums = FloatFormat.FP32.nbytes * sum(subgroup.numel for subgroup in staying)
+            return sums + max(self.gradients_of(staying).values(), default=0)
+        return sum(self.wire(subgroup) * subgroup.numel for subgroup in staying)
+
+    def gradients_of(self, subgroups: Sequence[Subgroup]) -> dict[int, int]:
+        """Return the bytes of the gradients of what these subgroups hold, by parameter."""
+        found: dict[int, int] = {}
+        for subgroup in subgroups:
+            for segment in subgroup.segments:
+                nbytes = self.wire(subgroup) * segment.numel
+                found[segment.parameter] = found.get(segment.parameter, 0) + nbytes
+        return found
+
+    def of_backward(self, staying: int) -> int:
+        """Return what gradients that stay and activations take where modules compute: [Note: gradients that stay]."""
+        return self.activations + staying if self.sums else max(self.activations, staying)
+
+    def held_on_host(self, demand: Demand) -> int:
+        """Return what the budget of the host is for, with a demand: its part of that, and where it has to, the rest."""
+        return demand.host + demand.window + (self._where_modules_compute(demand) if self.unified else 0)
+
+    def _where_modules_compute(self, demand: Demand) -> int:
+        return demand.device + self.of_backward(demand.staying)
+
+    def refusal(self, tier: Tier, demand: Demand, limit: int, *, beside: int = 0, change: str) -> CapacityError:
+        """Return the error that a tier, or where it is the only memory the host, has too little for a demand.
+
+        `beside` is what the host has to have for drives. The error says how much would do; `change` is what else would.
+        """
+        computes_here = tier is Tier.DEVICE or self.unified
+        asked = self._where_modules_compute(demand) if tier is Tier.DEVICE else self.held_on_host(demand) + beside
+        parts = {
+            "states, with what passes the host": demand.host + demand.window + beside if tier is Tier.HOST else 0,
+            "parameters" if self.unified else "parameters and states": demand.device if computes_here else 0,
+            "gradients that stay": demand.staying if computes_here else 0,
+            "activations": self.activations if computes_here else 0,
+        }
+        return CapacityError(
+            tier=tier.name,
+            asked=asked,
+            free=limit,
+            limit=limit,
+            holders=tuple((name, nbytes) for name, nbytes in parts.items() if nbytes),
+            change=change,
+            budget=tier.value,
+        )
+
+    def _check_device(self, demand: Demand, budget: ResolvedBudget) -> None:
+        if not self.unified and self._where_modules_compute(demand) > budget.device:
+            change = "let less be updated there: states that are resident, and gradients of what is updated there, stay"
+            raise self.refusal(Tier.DEVICE, demand, budget.device, change=change)
+
+    def states_bytes(self, subgroup: Subgroup, home: Home, parameters: Tier) -> int:
+        """Return the bytes of a subgroup's masters, where they are not in place, and moments."""
+        return 4 * subgroup.numel * (len(self.state_names) + (0 if self.in_place(subgroup, home, parameters) else 1))
+
+    def on_host_beside_drives(
+        self, subgroup: Subgroup, home: Home, parameters: Tier, resting: Resting, *, rests: bool
+    ) -> int:
+        """Return what a subgroup that is no resident takes of the host, where its states do or do not rest on drives.
+
+        That is its states, its gradients, and what its update writes for a device that has memory of its own.
+        """
+        nbytes = 0 if rests else align_up(self.states_bytes(subgroup, home, parameters), PAGE)
+        if home is Home.HOST or self.unified:
+            nbytes += sum(self._gradient_on_host(subgroup, each, resting, rests=rests) for each in subgroup.segments)
+            copied = parameters is Tier.DEVICE and not self.unified and not rests
+            nbytes += align_up(self._copied(subgroup), PAGE) if copied else 0
+        return nbytes
+
+    def all_beside_drives(self, homes: Mapping[int, Home], parameters: Tier, resting: Resting) -> int:
+        """Return what all that rests on no drive takes of the host: buffers come on top of it."""
+        nbytes = 0
+        for each in self.subgroups:
+            home = homes[each.index]
+            if not self._is_on_device(home):
+                rests = each.index in resting.states
+                nbytes += self.on_host_beside_drives(each, home, parameters, resting, rests=rests)
+        if parameters is not Tier.DEVICE and not self.unified:
+            staying = (each for number, each in enumerate(self.parameters) if number not in resting.values)
+            nbytes += sum(align_up(each, PAGE) for each in staying)
+        return nbytes
+
+    def _is_on_device(self, home: Home) -> bool:
+        return home is Home.RESIDENT and not self.unified
+
+    def _demand_with_drives(
+        self, plan: StepPlan, budget: ResolvedBudget, resting: Resting, layouts: Mapping[int, BufferLayout]
+    ) -> Demand:
+        homes = plan.homes()
+        at_home = plan.parameters is not Tier.DEVICE
+        host = self.all_beside_drives(homes, plan.parameters, resting)
+        device = 0
+        for each in self.subgroups:
+            if self._is_on_device(homes[each.index]):
+                states = self.states_bytes(each, Home.RESIDENT, plan.parameters)
+                device += states + (self._copied(each) if at_home else 0)
+        nvme = sum(
+            self._on_drives(each, layouts[each.index], resting) for each in self.subgroups if each.index in layouts
+        )
+        passing = [nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values]
+        nvme += sum(align_up(nbytes, PAGE) + _SPARE for nbytes in passing)
+        early = [each for each in self.subgroups if each.index in layouts and layouts[each.index].may_be_early]
+        if resting.early:
+            nvme += sum(align_up(layouts[each.index].states_bytes, PAGE) + _SPARE for each in early)
+            again = {segment.parameter for each in early for segment in each.segments}
+            nvme += sum(align_up(self.parameters[number], PAGE) + _SPARE for number in again)
+        staying = sum(nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values)
+        largest = max((layouts[each.index].nbytes for each in early), default=0)
+        slots = self._slots(plan, resting, largest_value=max(passing, default=0), largest_early=largest)
+        host += slots.nbytes
+        fetched = window = 0
+        gradients = self._staying(homes, drives=True)
+        if self.unified:
+            device += 0 if self.own else staying
+        else:
+            device += self.on_their_way
+        if at_home:
+            every = sum(passing) if self.unified else sum(self.parameters)
+            room = 2 * self.deepest if self.unified else budget.device - device - self.of_backward(gradients)
+            fetched = max(min(room, every), min(self.deepest, every))
+            if not self.unified and passing:
+                window = sum(sorted(align_up(nbytes, PAGE) for nbytes in passing)[-_PASSING:])
+        staged = sum(plan.staging_bytes)
+        device += max(staged, fetched) if at_home else staged + (0 if self.unified else staying)
+        demand = Demand(
+            host=align_up(max(host, 1), PAGE),
+            device=device,
+            fetched=fetched,
+            staying=gradients,
+            window=window,
+            nvme=align_up(nvme, PAGE),
+            slots=slots,
+        )
+        self._check_device(demand, budget)
+        return demand
+
+    def _slots(self, plan: StepPlan, resting: Resting, *, largest_value: int, largest_early: int) -> Layout:
+        """Return the places of buffers: those of an update are where gradients pass in a backward."""
+        requests = [
+            Request(buffer_slot(number), nbytes, first=_UPDATE, last=_UPDATE)
+            for number, nbytes in enumerate(plan.buffer_bytes)
+        ]
+        if resting.gradients:
+            segments = [(self.wire(each), segment.numel) for each in self.subgroups for segment in each.segments]
+            numel = max((numel for _, numel in segments), default=1)
+            wire = align_up(max((wire * numel for wire, numel in segments), default=1), PAGE)
+            count = max(GRADIENT_SLOTS, resting.gradients)
+            requests += [
+                Request(gradient_slot(number), wire, first=_BACKWARD, last=_BACKWARD) for number in range(count)
+            ]
+            if resting.gradients > 1:
+                requests.append(Request(SUM, align_up(4 * numel, PAGE), first=_BACKWARD, last=_BACKWARD))
+        if largest_early:
+            requests += [
+                Request(early_slot(number), largest_early, first=_BACKWARD, last=_BACKWARD)
+                for number in range(resting.early)
+            ]
+        if largest_value:
+            scratch = min(align_up(largest_value, PAGE), _MOST_SCRATCH)
+            requests.append(Request(SCRATCH, scratch, first=_BEFORE, last=_BEFORE))
+        return layout(requests)
+
+    def _gradient_on_host(self, subgroup: Subgroup, segment: Segment, resting: Resting, *, rests: bool) -> int:
+        """Return what a piece of a gradient takes of the host, with the sum of several."""
+        numel = segment.numel
+        if rests and resting.gradients and subgroup.formats.width * numel >= resting.small_bytes:
+            return 0
+        return align_up(self.wire(subgroup) * numel, PAGE) + (align_up(4 * numel, PAGE) if self.sums else 0)
+
+    def _on_drives(self, subgroup: Subgroup, layout: BufferLayout, resting: Resting) -> int:
+        """Return what states and gradients take there, in whole pages; a place may be in pieces on several drives."""
+        gradients = sum(
+            resting.gradients * (align_up(self.wire(subgroup) * subgroup.segments[number].numel, PAGE) + _SPARE)
+            for number in layout.gradients
+        )
+        return align_up(layout.states_bytes, PAGE) + _SPARE + gradients
+
+    def _on_host(self, subgroup: Subgroup, home: Home, *, at_home: bool) -> int:
+        if self.unified:
+            return align_up(self._states(subgroup, in_place=True), PAGE)
+        if home is Home.RESIDENT:
+            return 0
+        if home is Home.VISITING:
+            return align_up(self._states(subgroup, in_place=False), PAGE)
+        # Its gradient, the sum of several, what its update writes for the device; pieces begin on pages of their own.
+        each = (self.wire(subgroup) + 4 + (0 if at_home else subgroup.formats.width)) * subgroup.numel
+        states = align_up(self._states(subgroup, in_place=at_home), PAGE)
+        return states + each + PAGE * (1 + 2 * len(subgroup.segments))
+
+    def _copied(self, subgroup: Subgroup) -> int:
+        """Return what an update writes for modules in another memory: fp32 parameters are the masters."""
+        return 0 if subgroup.formats.parameter is None else subgroup.formats.width * subgroup.numel
+
+    def _states(self, subgroup: Subgroup, *, in_place: bool) -> int:
+        """Return the bytes of states; where masters may be in place, fp32 parameters are the masters."""
+        masters = 0 if in_place and subgroup.formats.parameter is None else 1
+        return 4 * subgroup.numel * (len(self.state_names) + masters)
+
+    @property
+    def on_their_way(self) -> int:
+        """Bytes of gradients that are on the device until they have gone down."""
+        return 2 * max((self.wire(subgroup) * subgroup.numel for subgroup in self.subgroups), default=0)
+
+
+def cut(
+    parameters: Sequence[tuple[int, Formats]], subgroup_numel: int, *, small_bytes: int | None = None
+) -> tuple[Subgroup, ...]:
+    """Return the subgroups of parameters, given by their elements and formats: those of one are of one format.
+
+    Where drives may be used, those of parameters of fewer than `small_bytes`, which stay in memory, come first. Others
+    follow in the order of their first parameters.
+    """
+
+    def is_small(numel: int, formats: Formats) -> bool:
+        return small_bytes is not None and formats.width * numel < small_bytes
+
+    kinds = dict.fromkeys((is_small(numel, formats), formats) for numel, formats in parameters)
+    found: list[tuple[bool, Segment, Subgroup]] = []
+    for kind in kinds:
+        numels = [numel if (is_small(numel, formats), formats) == kind else 0 for numel, formats in parameters]
+        of_kind = cut_into_subgroups(numels, subgroup_numel, kind[1])
+        found += [(not kind[0], each.segments[0], each) for each in of_kind]
+    found.sort(key=lambda each: (each[0], each[1].parameter, each[1].first_element))
+    return tuple(replace(each, index=index) for index, (_, _, each) in enumerate(found))

@@ -1,0 +1,316 @@
+"""What an engine is to be, checked and planned before anything is touched: budgets, drives, ranks, a plan that fits.
+
+Refuses what cannot be. Reserves nothing but the queue for the drives; what it opens closes with the `resources` given.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from deepnvme import IOQueue
+from deepnvme.checksum import CHECKSUM_BYTES
+from infinity_engine.accel import Accelerator
+from infinity_engine.build.built import BuiltModel
+from infinity_engine.build.previous import PreviousStates
+from infinity_engine.config import Checksum, EngineConfig, Recording, Replanning
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.machine.capacity import probe_capacity
+from infinity_engine.machine.cores import CoreShare
+from infinity_engine.optim import NORM_BLOCK, Rule, rules_of
+from infinity_engine.optim.policy import OffloadPolicy
+from infinity_engine.parameters.describing import sizing_of, wish_of
+from infinity_engine.parameters.modules import check_modules
+from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
+from infinity_engine.partition import ShardSpec
+from infinity_engine.partition.digest import digest_of
+from infinity_engine.placement.placing import Plan, place
+from infinity_engine.placement.sizing import Sizing
+from infinity_engine.plan import Budget, Capacity, ResolvedBudget, Tier
+from infinity_engine.planning.calibrating import with_rates, with_rates_of_machine
+from infinity_engine.planning.choosing import choose, choose_together, what_fits
+from infinity_engine.ranks.ranks import Ranks
+from infinity_engine.ranks.sharding import Sharding, check_cut
+from infinity_engine.storage import SwapFile
+from infinity_engine.update.replanning import Question, Replanner
+
+__all__ = ["Planned", "check_and_plan", "check_device", "refusing_beside"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What is to be put together, checked and planned; the model is as it was."""
+
+    accelerator: Accelerator
+    rules: Sequence[Rule]
+    trained: Sequence[TrainedParameter]
+    """The model's; of several ranks, this one's shards of them."""
+    frozen: Sequence[ModelParameter]
+    previous: PreviousStates
+    built: BuiltModel | None
+    sizing: Sizing
+    sharding: Sharding | None
+    """None where there is one rank."""
+    budget: ResolvedBudget
+    rated: Mapping[str, int]
+    update_threads: int
+    cores: CoreShare | None
+    """Where they run; None: anywhere."""
+    queue: IOQueue | None
+    sums_bytes: int
+    plan: Plan
+    replanner: Replanner | None
+
+    @property
+    def everything(self) -> tuple[ModelParameter, ...]:
+        """All parameters, or shards."""
+        return (*self.trained, *self.frozen)
+
+
+def check_and_plan(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: EngineConfig,
+    accelerator: Accelerator,
+    resources: ExitStack,
+    *,
+    policy: OffloadPolicy | None,
+    queue: IOQueue | None,
+    ranks: Ranks | None,
+    built: BuiltModel | None,
+) -> Planned:
+    """Check what can be wrong, and return the plan; or refuse."""
+    rules = rules_of(optimizer)
+    trained = collect_parameters(model, optimizer, config.precision)
+    check_device(accelerator, alone=ranks is None)
+    _check_early_updates(config, trained, unified=accelerator.unified)
+    previous = PreviousStates(optimizer, trained, rules)
+    frozen = collect_frozen(model, trained, config.precision)
+    cut = None
+    if ranks is not None:
+        check_cut(model, config, built_alone=built is not None and built.ranks is None)
+        ranks.agree_on_run(config, _named(accelerator, policy), rules, (*trained, *frozen), partial(_digest, built))
+        cut = ranks.cut(trained, frozen, partial(_spec, built))
+        previous.cut(cut)
+        trained, frozen = cut.trained, cut.frozen
+    replanner = None
+    sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
+    sharding = None
+    if cut is not None:
+        sharding = Sharding.of(model, cut, config.accumulation_steps, unified=accelerator.unified)
+        sizing = sharding.sized(sizing)
+    budget = _budget(config, accelerator, built, ranks)
+    endurance = _endurance(config, budget)
+    queue = _queue(config, budget, queue, resources)
+    sums_bytes = _sums_bytes(config, sizing)
+    io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
+    update_threads = config.update_threads or (len(os.sched_getaffinity(0)) if ranks is None else ranks.cores.threads)
+    if ranks is not None:
+        ranks.tell_of_shared_cores()
+    room, asked = budget, wish_of(config, policy)
+    if sharding is not None:
+        room, asked = sharding.left_of(budget, unified=accelerator.unified), sharding.wish(asked)
+    rated = partial(
+        with_rates,
+        config if ranks is None else replace(config, update_threads=update_threads),
+        asked,
+        rules,
+        accelerator=accelerator,
+        budget=budget,
+        room=room,
+        queue=queue,
+        sizing=sizing,
+        io_bytes=io_bytes,
+        ranks=ranks,
+    )
+    rated_config = rated() if ranks is None else with_rates_of_machine(config, ranks, budget.nvme, rated)
+    with refusing_beside(built):
+        if sharding is None:
+            wish, question = choose(
+                model, trained, frozen, sizing, config=rated_config, policy=policy, budget=budget, io_bytes=io_bytes
+            )
+            plan = place(sizing, wish, budget, io_bytes=io_bytes)
+            replanner = _replanner(config, question, sizing, plan, trained=len(trained))
+        else:
+            chosen = choose_together(
+                model, sizing, sharding, config=rated_config, policy=policy, budget=room, io_bytes=io_bytes
+            )
+            wish = sharding.wish(wish_of(rated_config, policy))
+            plan = chosen or what_fits(sizing, wish, sharding, room, io_bytes=io_bytes)
+    if plan.steps.parameters is not Tier.DEVICE or (sharding is not None and sharding.by_module):
+        check_modules(model)
+    return Planned(
+        accelerator=accelerator,
+        rules=rules,
+        trained=trained,
+        frozen=frozen,
+        previous=previous,
+        built=built,
+        sizing=sizing,
+        sharding=sharding,
+        budget=budget,
+        rated=endurance,
+        update_threads=update_threads,
+        cores=None if ranks is None else ranks.cores,
+        queue=queue,
+        sums_bytes=sums_bytes,
+        plan=plan,
+        replanner=replanner,
+    )
+
+
+def check_device(accelerator: Accelerator, *, alone: bool) -> None:
+    """Refuse what does not work on a device yet, and warn of what was not tried; `alone`: without other ranks.
+
+    Raises:
+        ConfigError: several ranks on a device other than the CPU.
+    """
+    kind = accelerator.torch_device.type
+    if kind != "cpu" and not alone:
+        raise ConfigError(
+            field="accelerator",
+            value=accelerator.name,
+            expected="cpu: this version trains on one GPU, or on several ranks of the CPU (CHANGELOG.md, Known gaps)",
+        )
+    if kind == "cuda":
+        warnings.warn(
+            "the engine has not run on a GPU yet: it was tested on other devices only. Compare a short training with "
+            "one of accelerator='cpu', and run scripts/gpu_check of the project",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def _replanner(
+    config: EngineConfig, question: Question | None, sizing: Sizing, plan: Plan, *, trained: int
+) -> Replanner | None:
+    """Return who looks for a better plan while training, None where there is nothing to look at or to change."""
+    wanted = config.replanning is Replanning.AUTO and config.telemetry.recording is not Recording.OFF
+    if question is None or not wanted or not Replanner.can_watch(question, sizing, plan):
+        return None
+    return Replanner(question, sizing, plan, trained=trained)
+
+
+def _named(accelerator: Accelerator, policy: OffloadPolicy | None) -> dict[str, object]:
+    """Return the names of what was given as an object, and is no setting."""
+    return {"accelerator in use": accelerator.name, "policy": None if policy is None else policy.name}
+
+
+def _queue(config: EngineConfig, budget: ResolvedBudget, queue: IOQueue | None, resources: ExitStack) -> IOQueue | None:
+    """Return the queue for the budget's drives, None where it has none."""
+    if not budget.nvme:
+        return None
+    return queue or resources.enter_context(IOQueue(config.storage.backend.value))
+
+
+def _sums_bytes(config: EngineConfig, sizing: Sizing) -> int:
+    """Return what the checksums of all that could rest on drives take of the host at most; 0 where there are none."""
+    if config.storage.checksum is not Checksum.CRC32C:
+        return 0
+    versions = 2 if config.storage.early_updates else 1
+    smallest = NORM_BLOCK * min(subgroup.formats.width for subgroup in sizing.subgroups)
+    blocks = versions * sum(-(-nbytes // smallest) for nbytes in sizing.parameters)
+    for subgroup in sizing.subgroups:
+        states = 4 * (1 + len(sizing.state_names)) * subgroup.numel
+        gradients = sizing.wire(subgroup) * subgroup.numel
+        blocks += versions * (states // CHECKSUM_BYTES + 1)
+        blocks += config.accumulation_steps * (gradients // CHECKSUM_BYTES + len(subgroup.segments))
+    return 4 * blocks
+
+
+def _check_early_updates(config: EngineConfig, trained: Sequence[TrainedParameter], *, unified: bool) -> None:
+    """Refuse updates in a backward where they would not be exact, or cannot be made."""
+    if not config.storage.early_updates:
+        return
+    expected = None
+    dtypes = {parameter.dtype for parameter in trained}
+    if torch.bfloat16 not in dtypes or torch.float16 in dtypes:
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        expected = (
+            f'False with precision "{config.precision.value}" of this model, whose trained parameters are {found}: '
+            "only bf16 parameters are updated in the backward, and none where there are fp16 ones"
+        )
+    elif config.max_grad_norm is not None:
+        expected = "False with max_grad_norm: the norm of gradients is not known before the last of them has come"
+    elif not unified:
+        expected = "False with an accelerator that has memory of its own: this version updates early on the cpu only"
+    if expected is not None:
+        raise ConfigError(field="storage.early_updates", value=True, expected=expected)
+
+
+def _budget(
+    config: EngineConfig, accelerator: Accelerator, built: BuiltModel | None, ranks: Ranks | None
+) -> ResolvedBudget:
+    """Return this rank's budget in bytes, less what a model takes of it that was built on drives.
+
+    That is until it is taken over.
+    """
+    wanted = config.budget or Budget()
+    capacity = probe_capacity(wanted.nvme, device_free_bytes=0 if accelerator.unified else accelerator.memory().free)
+    if accelerator.unified:
+        capacity = Capacity(device=capacity.host, host=capacity.host, nvme=capacity.nvme)
+    elif accelerator.name == "emulated":  # Nothing else lives there that room would have to be left for.
+        capacity = Capacity(device=accelerator.memory().free, host=capacity.host, nvme=capacity.nvme)
+    on_host, on_drives = (0, {}) if built is None else _held_by(built)
+    every = None if ranks is None or built is None else ranks.held_here(on_host, on_drives)
+    budget = wanted.resolve(
+        replace(
+            capacity,
+            host=capacity.host + (on_host if every is None else every.host),
+            nvme={
+                name: free + (on_drives.get(name, 0) if every is None else every.in_directory(name))
+                for name, free in capacity.nvme.items()
+            },
+        )
+    )
+    if ranks is not None:
+        budget = ranks.share_budget(budget, device_is_shared=accelerator.unified, held=every)
+    left = {name: max(limit - on_drives.get(name, 0), 0) for name, limit in budget.nvme.items()}
+    return replace(budget, host=max(budget.host - on_host, 0), nvme=left)
+
+
+@contextmanager
+def refusing_beside(built: BuiltModel | None) -> Iterator[None]:
+    """Let a refusal in the body count what a model takes of the budget that was built on drives."""
+    try:
+        yield
+    except CapacityError as error:
+        on_host, on_drives = (0, {}) if built is None else _held_by(built)
+        held = on_host if error.tier == Tier.HOST.name else sum(on_drives.values())
+        if error.tier == Tier.DEVICE.name or not held:
+            raise
+        raise error.beside("the model as it was built", held) from None
+
+
+def _held_by(built: BuiltModel) -> tuple[int, dict[str, int]]:
+    """Return the bytes of host memory, and of each directory, that a model takes that was built on drives."""
+    used = built.ledger.usage()
+    on_host = sum(each.held for each in used if each.tier is Tier.HOST)
+    return on_host, {each.directory: each.held for each in used if each.directory is not None}
+
+
+def _spec(built: BuiltModel | None, parameter: torch.nn.Parameter) -> ShardSpec | None:
+    """Return how a parameter was cut when it was built; None where it is to be cut."""
+    return built.spec_of(parameter) if built is not None and parameter in built else None
+
+
+def _digest(built: BuiltModel | None, parameter: torch.nn.Parameter) -> str:
+    """Return words that differ where values do."""
+    return built.digest_of(parameter) if built is not None and parameter in built else digest_of(parameter)
+
+
+def _endurance(config: EngineConfig, budget: ResolvedBudget) -> Mapping[str, int]:
+    """Return what may be written to each directory of the budget of which that was stated."""
+    stated = config.storage.endurance
+    if not isinstance(stated, Mapping):
+        return {} if stated is None else dict.fromkeys(budget.nvme, stated)
+    unknown = [directory for directory in stated if directory not in budget.nvme]
+    if unknown:
+        raise ConfigError.unknown_name(field="storage.endurance", name=unknown[0], known=budget.nvme)
+    return {directory: stated[directory] for directory in budget.nvme if directory in stated}

@@ -1,0 +1,110 @@
+"""`DriveMeter`: what one engine reads from and writes to each of its directories, counted step by step.
+
+Asks the swap file, which counts all that it submits; moves nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from infinity_engine.plan import DriveRates, Lane, Rates
+from infinity_engine.reporting.wear import Endurance, Wear
+from infinity_engine.sim.timeline import rates_of_update
+from infinity_engine.storage import SwapFile, Traffic
+from infinity_engine.telemetry import StepRecord, Telemetry
+
+__all__ = ["DriveMeter", "DriveUse"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriveUse:
+    """What one directory had to do in a step, and what the engine has written there in all, its beginning included.
+
+    `calibrated_share` is how much of the step's time the bytes take at the drive's calibrated rates, None where these
+    are not known: near 1, the step takes as long as the drive does.
+    """
+
+    read_bytes: int
+    written_bytes: int
+    written_in_all: int
+    calibrated_share: float | None
+    endurance: Endurance | None  # None: it was not stated
+
+
+class DriveMeter:
+    """Counts for one engine, whose `swap` is None where nothing rests on drives.
+
+    Of directories, `rates` has what they can do, and `rated` how much may be written to them: of some, or none.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        swap: SwapFile | None,
+        *,
+        rates: Mapping[str, DriveRates],
+        rated: Mapping[str, int],
+    ) -> None:
+        self._telemetry = telemetry
+        self._swap = swap
+        self._rates = rates
+        self._counted: dict[str, Traffic] = {}
+        self.count()
+        self._wear = Wear(rated, self._written())
+
+    def count(self) -> None:
+        """Count what was read and written since this was called last, in the step that is recorded."""
+        for directory, now in self._traffic().items():
+            before = self._counted.get(directory, Traffic(0, 0))
+            self._telemetry.counter(_read_from(directory)).add(now.read_bytes - before.read_bytes)
+            self._telemetry.counter(_written_to(directory)).add(now.written_bytes - before.written_bytes)
+            self._counted[directory] = now
+
+    def warn_of_wear(self) -> None:
+        """Warn where much was written of what a drive is rated for."""
+        self._wear.warn(self._written())
+
+    def uses(self, step: StepRecord) -> dict[str, DriveUse]:
+        """Return what each directory had to do in a step that has ended."""
+        return {directory: self._use(directory, now, step) for directory, now in self._counted.items()}
+
+    def rates_of_update(self) -> dict[Lane, float]:
+        """Return the bytes per second of all drives together in an update, where these are known of each."""
+        drives = rates_of_update(Rates(nvme=self._rates)).nvme
+        known = [drives[directory] for directory in self._counted if directory in drives]
+        found = {}
+        for lane, rates in (
+            (Lane.NVME_READ, [each.read_bytes_per_s for each in known]),
+            (Lane.NVME_WRITE, [each.write_bytes_per_s for each in known]),
+        ):
+            total = sum(rate for rate in rates if rate is not None)
+            if rates and len(rates) == len(self._counted) and None not in rates:
+                found[lane] = total
+        return found
+
+    def _use(self, directory: str, now: Traffic, step: StepRecord) -> DriveUse:
+        read, written = (step.counters.get(name(directory), 0) for name in (_read_from, _written_to))
+        rates, ns = self._rates.get(directory), (step.end_ns or step.start_ns) - step.start_ns
+        takes = None if rates is None else rates.seconds(read, written)
+        return DriveUse(
+            read_bytes=read,
+            written_bytes=written,
+            written_in_all=now.written_bytes,
+            calibrated_share=None if takes is None or not ns else takes * 1e9 / ns,
+            endurance=self._wear.endurance(directory, now.written_bytes),
+        )
+
+    def _written(self) -> dict[str, int]:
+        return {directory: traffic.written_bytes for directory, traffic in self._counted.items()}
+
+    def _traffic(self) -> Mapping[str, Traffic]:
+        return {} if self._swap is None else self._swap.traffic()
+
+
+def _read_from(directory: str) -> str:
+    return f"bytes read from {directory}"
+
+
+def _written_to(directory: str) -> str:
+    return f"bytes written to {directory}"

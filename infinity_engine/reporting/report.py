@@ -1,0 +1,276 @@
+"""`StepReport`: what a step did, in figures, and as a small table for people.
+
+Read out of what telemetry recorded of the step; measures nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import cast
+
+from infinity_engine.lanes.meter import (
+    FOUND,
+    IN_TIME,
+    LATE,
+    MICRO_BATCHES,
+    MISSING,
+    UPDATE_NS,
+    Cargo,
+    Wait,
+    busy,
+    carried,
+    needed,
+    of_update,
+    peak_of,
+    updated,
+)
+from infinity_engine.memory import Usage
+from infinity_engine.outcome import Outcome
+from infinity_engine.plan.ops import Lane, UpdateOnDevice, UpdateOnHost, UpdateOp
+from infinity_engine.reporting.drives import DriveUse
+from infinity_engine.telemetry import StepRecord
+from infinity_engine.units import format_bytes, format_decimal_bytes, format_rate
+
+__all__ = ["Hits", "LinkUse", "Over", "Peak", "StepReport", "UpdatePhase", "UpdateUse", "report_of"]
+
+_PHASES = ("forward", "backward", "update")
+_LINKS = (Lane.H2D, Lane.D2H, Lane.NVME_READ, Lane.NVME_WRITE)
+_UPDATES: tuple[type[UpdateOp], ...] = (UpdateOnHost, UpdateOnDevice)
+
+
+class Over(Enum):
+    """Which time a link's rate is counted over."""
+
+    BUSY = "while busy"  # In which it carried something, as the device knows.
+    STEP = "over the step"  # All of the step: the device does not know.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkUse:
+    """What went over one link, and how fast; the rate is None where no bytes did, or in no time."""
+
+    nbytes: Mapping[Cargo, int]
+    bytes_per_s: float | None
+    over: Over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateUse:
+    """How many parameters the subgroups have that were updated in one place, and the seconds that their updates took.
+
+    Seconds are None where the device does not know.
+    """
+
+    params: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdatePhase:
+    """An update, from its first op until its last one has ended, and the part of that in which lanes were at its ops.
+
+    A lane of which nobody knows when it was busy is not there; a drive's part is what its bytes take at its calibrated
+    rates, where there are any.
+    """
+
+    seconds: float
+    utilisation: Mapping[Lane, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hits:
+    """Of the bytes that were needed and could rest on drives, those in memory already, and those read from drives."""
+
+    found: int
+    missing: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The most that a tier, or a directory of NVMe, ever held until the step's end, against its budget."""
+
+    name: str
+    nbytes: int
+    limit: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """One step in figures; as text, a table. `device` says what the times are worth: an emulated device has its own.
+
+    `waits` are the seconds in which the host waited, and are within the phases' own. `links` has those that carried
+    something. `update` is the one that has ended in this step: with overlap, that of the step before. Of the fetched
+    parameters, those in time were there or under way when they were asked for. `hits` are of what could rest on drives,
+    where something does; `drives` is by directory.
+    """
+
+    index: int
+    device: str
+    outcome: Outcome
+    micro_batches: int
+    loss_scale: float
+    gradient_norm: float | None
+    seconds: float
+    phases: Mapping[str, float]
+    waits: Mapping[Wait, float]
+    links: Mapping[Lane, LinkUse]
+    updates: Mapping[Lane, UpdateUse]
+    update: UpdatePhase | None
+    planned_again: str | None
+    """Why this step's update is the first of another plan; None: it is not."""
+    parameters_in_time: int
+    parameters_late: int
+    hits: Mapping[Cargo, Hits]
+    drives: Mapping[str, DriveUse]
+    peaks: tuple[Peak, ...]
+
+    def __str__(self) -> str:
+        """Return a table of two columns: what, and how much."""
+        rows = [
+            (f"step {self.index}", f"{self.outcome.value} in {_time(self.seconds)} on {self.device}"),
+            ("micro-batches", self._scaled()),
+            ("time", ", ".join(f"{name} {_time(seconds)}" for name, seconds in self.phases.items())),
+            *((wait.value, _time(seconds)) for wait, seconds in self.waits.items() if seconds),
+            *((lane.value, _link(use)) for lane, use in self.links.items()),
+            *((f"updates on {lane.value}", _update(use)) for lane, use in self.updates.items() if use.params),
+            *self._busy(),
+            *([("planned again", self.planned_again)] if self.planned_again else []),
+            *self._fetched(),
+            *self._found(),
+            *((f"drive {directory}", _drive(use)) for directory, use in self.drives.items()),
+            *((f"wear of {directory}", _wear(use)) for directory, use in self.drives.items()),
+            *(
+                (f"peak of {peak.name}", f"{format_bytes(peak.nbytes)} of {format_bytes(peak.limit)}")
+                for peak in self.peaks
+            ),
+        ]
+        width = max(len(what) for what, _ in rows)
+        return "\n".join(f"{what:<{width}}  {how_much}" for what, how_much in rows)
+
+    def _scaled(self) -> str:
+        norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
+        scale = "" if self.loss_scale == 1.0 else f", loss scale {self.loss_scale:g}"
+        return f"{self.micro_batches}{norm}{scale}"
+
+    def _busy(self) -> list[tuple[str, str]]:
+        if self.update is None or not self.update.utilisation:
+            return []
+        parts = ", ".join(f"{lane.value} {part:.0%}" for lane, part in self.update.utilisation.items())
+        return [("busy in the update", f"{parts} of {_time(self.update.seconds)}")]
+
+    def _fetched(self) -> list[tuple[str, str]]:
+        if not self.parameters_in_time + self.parameters_late:
+            return []
+        return [("parameters fetched", f"{self.parameters_in_time} in time, {self.parameters_late} late")]
+
+    def _found(self) -> list[tuple[str, str]]:
+        each = ", ".join(f"{cargo.value} {_share(hits)}" for cargo, hits in self.hits.items())
+        return [("found in memory", each)] if each else []
+
+
+def report_of(
+    step: StepRecord,
+    usage: Sequence[Usage],
+    drives: Mapping[str, DriveUse] = MappingProxyType({}),
+    drive_rates: Mapping[Lane, float] = MappingProxyType({}),
+) -> StepReport:
+    """Return the figures of a step that has ended; `usage` has the budgets, `drives` what each directory did in it.
+
+    `drive_rates` are the bytes per second of all drives together in an update, as far as they were calibrated.
+    """
+    assert step.end_ns is not None, "the step has ended"
+    seconds = (step.end_ns - step.start_ns) / 1e9
+    notes, counted = step.notes, step.counters
+    return StepReport(
+        index=step.index,
+        device=str(notes["device"]),
+        outcome=Outcome(notes["outcome"]),
+        micro_batches=counted.get(MICRO_BATCHES, 0),
+        loss_scale=cast(float, notes["loss_scale"]),
+        gradient_norm=cast("float | None", notes["gradient_norm"]),
+        seconds=seconds,
+        phases={name: counted.get(f"{name} ns", 0) / 1e9 for name in _PHASES},
+        waits={wait: counted.get(f"{wait.value} ns", 0) / 1e9 for wait in Wait},
+        links={lane: _link_use(lane, counted, seconds) for lane in _LINKS if _carried(lane, counted)},
+        updates={op.lane: _update_use(op, counted) for op in _UPDATES},
+        update=_update_phase(counted, drive_rates),
+        planned_again=cast("str | None", notes.get("planned_again")),
+        parameters_in_time=counted.get(IN_TIME, 0),
+        parameters_late=counted.get(LATE, 0),
+        hits={cargo: hits for cargo in Cargo if (hits := _hits(cargo, counted)) is not None},
+        drives=drives,
+        peaks=tuple(_peak(step, each) for each in usage),
+    )
+
+
+def _carried(lane: Lane, counted: Mapping[str, int]) -> dict[Cargo, int]:
+    names = {cargo: carried(lane, cargo) for cargo in Cargo}
+    return {cargo: counted[name] for cargo, name in names.items() if name in counted}
+
+
+def _hits(cargo: Cargo, counted: Mapping[str, int]) -> Hits | None:
+    found, missing = (counted.get(needed(cargo, where), 0) for where in (FOUND, MISSING))
+    return Hits(found=found, missing=missing) if found + missing else None
+
+
+def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse:
+    nbytes = _carried(lane, counted)
+    over, moved = Over.STEP, sum(nbytes.values())
+    if busy(lane, "ns") in counted:
+        over, moved, seconds = Over.BUSY, counted[busy(lane, "bytes")], counted[busy(lane, "ns")] / 1e9
+    return LinkUse(nbytes=nbytes, bytes_per_s=moved / seconds if moved and seconds else None, over=over)
+
+
+def _update_use(op: type[UpdateOp], counted: Mapping[str, int]) -> UpdateUse:
+    params, ns = counted.get(updated(op, "params"), 0), counted.get(updated(op, "ns"))
+    return UpdateUse(params=params, seconds=None if ns is None and params else (ns or 0) / 1e9)
+
+
+def _update_phase(counted: Mapping[str, int], drive_rates: Mapping[Lane, float]) -> UpdatePhase | None:
+    whole_ns = counted.get(UPDATE_NS, 0)
+    if not whole_ns:
+        return None
+    busy_ns: dict[Lane, float] = {}
+    for lane in Lane:
+        if of_update(lane, "ns") in counted:
+            busy_ns[lane] = counted[of_update(lane, "ns")]
+        elif lane in drive_rates and of_update(lane, "bytes") in counted:
+            busy_ns[lane] = counted[of_update(lane, "bytes")] / drive_rates[lane] * 1e9
+    utilisation = {lane: ns / whole_ns for lane, ns in busy_ns.items() if ns}
+    return UpdatePhase(seconds=whole_ns / 1e9, utilisation=MappingProxyType(utilisation))
+
+
+def _peak(step: StepRecord, usage: Usage) -> Peak:
+    name = usage.directory or usage.tier.name
+    return Peak(name=name, nbytes=step.peaks.get(peak_of(usage), 0), limit=usage.limit)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+
+
+def _link(use: LinkUse) -> str:
+    carried = ", ".join(f"{cargo.value} {format_bytes(nbytes)}" for cargo, nbytes in use.nbytes.items() if nbytes)
+    rate = "" if use.bytes_per_s is None else f"; {format_rate(use.bytes_per_s)} {use.over.value}"
+    return f"{carried or 'nothing'}{rate}"
+
+
+def _drive(use: DriveUse) -> str:
+    share = "" if use.calibrated_share is None else f"; {use.calibrated_share:.0%} of its calibrated bandwidth"
+    return f"{format_bytes(use.read_bytes)} read, {format_bytes(use.written_bytes)} written{share}"
+
+
+def _wear(use: DriveUse) -> str:
+    endurance = "" if use.endurance is None else f", {use.endurance}"
+    return f"{format_decimal_bytes(use.written_in_all)} written in all{endurance}"
+
+
+def _share(hits: Hits) -> str:
+    return f"{format_bytes(hits.found)} of {format_bytes(hits.found + hits.missing)}"
+
+
+def _update(use: UpdateUse) -> str:
+    return f"{use.params} parameters" + (f" in {_time(use.seconds)}" if use.seconds else "")

@@ -1,0 +1,281 @@
+"""`Replanner`: whether another plan would be better at the rates that were measured while training.
+
+Plans that it proposes leave every state where it is and need no memory that was not taken; who visits the device, and
+in which order, is what they change. Looks at counters and simulates; adopting a plan is the engine's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from types import MappingProxyType
+
+from infinity_engine.errors import CapacityError, ConfigError
+from infinity_engine.lanes.meter import busy, updated
+from infinity_engine.parameters.describing import pieces_of
+from infinity_engine.placement.pieces import GradientPiece
+from infinity_engine.placement.placing import Plan, Wish, place
+from infinity_engine.placement.sizing import Sizing
+from infinity_engine.placement.training import Means, Training
+from infinity_engine.plan import HostOnly, Interleaved, Lane, Rates, StaticSplit, Strategy, Tier
+from infinity_engine.plan.ops import UpdateOnDevice, UpdateOnHost
+from infinity_engine.plan.step import Home
+from infinity_engine.sim.timeline import rates_of_update, time_step
+from infinity_engine.units import format_rate
+
+__all__ = ["Question", "Replan", "Replanner"]
+
+_WARMING_UP = 2  # steps after a change of plan that are not looked at
+_FIRST_LOOK = 5  # steps whose median counts
+_LAST_LOOK = 1000
+_VAGUE = 0.03  # of a median, that it may be off by
+_OTHER_RATE = 1.1  # times: less is not worth a look
+_WORTH_IT = 0.95  # of the time with the plan that there is
+_PARTS = 8  # of all that is not resident, from which the search begins
+_LEAST_PART = 1 / 64
+_AMOUNTS = MappingProxyType(
+    {
+        "host_update_params_per_s": (updated(UpdateOnHost, "params"), updated(UpdateOnHost, "ns")),
+        "device_update_params_per_s": (updated(UpdateOnDevice, "params"), updated(UpdateOnDevice, "ns")),
+        "h2d_bytes_per_s": (busy(Lane.H2D, "bytes"), busy(Lane.H2D, "ns")),
+        "d2h_bytes_per_s": (busy(Lane.D2H, "bytes"), busy(Lane.D2H, "ns")),
+    }
+)
+_SAID = MappingProxyType(
+    {
+        "host_update_params_per_s": "updates on the host",
+        "device_update_params_per_s": "updates on the device",
+        "h2d_bytes_per_s": "the link to the device",
+        "d2h_bytes_per_s": "the link to the host",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What the planner was asked, and what it said: `wish` has its choice."""
+
+    training: Training
+    means: Means
+    wish: Wish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replan:
+    """Another plan, the pieces in which it needs gradients, and why it is better."""
+
+    plan: Plan
+    pieces: Sequence[Sequence[GradientPiece]]
+    why: str
+
+
+class Replanner:
+    """Watches the steps of one engine, whose plan answered `question`; the memory that it takes is all there will be.
+
+    A look is at the medians of some steps, more where these differ much, and at rates that are off by more than that.
+    Each change of plan doubles how many they are at least. So noise does not have it change forth and back.
+    """
+
+    def __init__(self, question: Question, sizing: Sizing, plan: Plan, *, trained: int) -> None:
+        self._question = question
+        self._sizing = sizing
+        self._plan = plan
+        self._trained = trained
+        self._resident = _resident_part(question.wish.strategy)
+        self._lost = 0  # bytes of the host between leases: what made room for others, and may be too small for them
+        self._rates = rates_of_update(question.means.rates)  # that the plan was made or looked at with
+        self._before: dict[str, int] = {}
+        self._samples: dict[str, list[float]] = {name: [] for name in _AMOUNTS}
+        self._steps = -_WARMING_UP
+        self._look_after = self._wanted = _FIRST_LOOK
+
+    @staticmethod
+    def can_watch(question: Question, sizing: Sizing, plan: Plan) -> bool:
+        """Tell whether there is anything to be changed about a plan: whether states on the host could visit or not."""
+        homes = set(plan.steps.homes().values())
+        parameters = plan.steps.parameters
+        return (
+            not sizing.unified
+            and not plan.layouts
+            and not plan.demand.nvme
+            and _resident_part(question.wish.strategy) is not None
+            and homes != {Home.RESIDENT}
+            and all(
+                sizing.in_place(each, Home.HOST, parameters) == sizing.in_place(each, Home.VISITING, parameters)
+                for each in sizing.subgroups
+            )
+        )
+
+    def note_step(self, totals: Mapping[str, int]) -> Replan | None:
+        """Take the totals of all counters after a step; return a better plan, if it is time to look and there is one.
+
+        The engine is to say when it goes by that.
+        """
+        before, self._before = self._before, dict(totals)
+        self._steps += 1
+        if self._steps <= 0:
+            return None
+        for name, (amount, ns) in _AMOUNTS.items():
+            taken_ns = totals.get(ns, 0) - before.get(ns, 0)
+            if taken_ns > 0:
+                self._samples[name].append((totals.get(amount, 0) - before.get(amount, 0)) * 1e9 / taken_ns)
+        if self._steps < self._wanted:
+            return None
+        if self._wanted < _LAST_LOOK and any(map(_is_vague, self._samples.values())):
+            self._wanted *= 2
+            return None
+        self._steps, self._wanted = 0, self._look_after
+        others = {
+            name: median(each) for name, each in self._samples.items() if _differs(each, getattr(self._rates, name))
+        }
+        for each in self._samples.values():
+            each.clear()
+        return self._look(others) if others else None
+
+    def adopt(self, replan: Replan) -> None:
+        """Note that its plan is the engine's from now on."""
+        self._lost += self._copies_that_go(replan.plan)
+        self._plan = replan.plan
+        self._steps = -_WARMING_UP
+        self._look_after = self._wanted = min(2 * self._look_after, _LAST_LOOK)
+
+    def _look(self, others: Mapping[str, float]) -> Replan | None:
+        """Look for a better plan where these rates are others than they were."""
+        said = "; ".join(
+            f"{_SAID[name]} at {_shown(name, rate)}, not {_shown(name, getattr(self._rates, name))}"
+            for name, rate in others.items()
+        )
+        self._rates = measured = _with(self._rates, others)
+        now_ns = self._ns(self._plan, measured)
+        best, best_ns = self._best(measured)
+        if best is None or best_ns > _WORTH_IT * now_ns:
+            return None
+        numel = sum(each.numel for each in self._sizing.subgroups)
+        was, is_ = (each.steps.params_at(Home.VISITING) / numel for each in (self._plan, best))
+        why = f"{said}: {is_:.0%} visit, before {was:.0%}; updates and moves take {1 - best_ns / now_ns:.0%} less time"
+        return Replan(plan=best, pieces=pieces_of(self._sizing, best, self._trained), why=why)
+
+    # --- plans ----------------------------------------------------------------------------------------------------
+
+    def _best(self, rates: Rates) -> tuple[Plan | None, int]:
+        """Return the plan that takes least of those that can be adopted, and what it takes: from coarse to fine."""
+        tried: dict[float, tuple[Plan | None, int]] = {}
+
+        def ns_with(share: float) -> float:
+            if share not in tried:
+                plan = self._plan_with(share, rates)
+                tried[share] = plan, 0 if plan is None else self._ns(plan, rates)
+            plan, ns = tried[share]
+            return float("inf") if plan is None else ns
+
+        best = min((part / _PARTS for part in range(_PARTS + 1)), key=ns_with)
+        step = 1 / _PARTS
+        while step > _LEAST_PART:
+            step /= 2
+            best = min((share for share in (best, best - step, best + step) if 0 <= share <= 1), key=ns_with)
+        return tried[best]
+
+    def _plan_with(self, share: float, rates: Rates) -> Plan | None:
+        """Return the plan in which so much visits of what is not resident, None where it cannot be adopted."""
+        assert self._resident is not None, "the strategy says how much is resident"
+        wish = replace(
+            self._question.wish,
+            strategy=Interleaved(share=share, resident=self._resident),
+            tiers=(self._plan.steps.parameters,),
+            rates=rates,
+        )
+        try:
+            plan = place(self._sizing, wish, self._question.means.budget, io_bytes=0)
+        except (CapacityError, ConfigError):
+            return None
+        there, taken = self._plan.demand, plan.demand
+        staying = max(taken.staying, there.staying)  # for which the budget may have more
+        fits = (
+            taken.host + self._lost + self._copies_that_go(plan) <= there.host
+            and _device_with(plan, there.fetched) <= there.device
+            and there.device + staying <= self._question.means.budget.device
+        )
+        if not fits or _residents(plan) != _residents(self._plan):
+            return None
+        # What it takes less stays taken.
+        return replace(plan, demand=replace(there, staying=staying))
+
+    def _copies_that_go(self, plan: Plan) -> int:
+        """Return the bytes of new parameters on the host of subgroups that would visit from now on."""
+        before, after = self._plan.steps.homes(), plan.steps.homes()
+        leaving = (
+            each
+            for each in self._sizing.subgroups
+            if before[each.index] is Home.HOST and after[each.index] is Home.VISITING
+        )
+        return sum(each.formats.width * each.numel + _PAGE for each in leaving if each.formats.parameter is not None)
+
+    def _ns(self, plan: Plan, rates: Rates) -> int:
+        """Return what updates and moves of a step take."""
+        means = replace(self._question.means, rates=rates)
+        return time_step(plan, self._sizing, self._question.training, means).ns
+
+
+_PAGE = 4096
+
+
+def _device_with(plan: Plan, fetched: int) -> int:
+    """Return what a plan takes of the device, with room for so many bytes of parameters that are fetched."""
+    demand, staged = plan.demand, sum(plan.steps.staging_bytes)
+    if plan.steps.parameters is Tier.DEVICE:
+        return demand.device
+    return demand.device - max(staged, demand.fetched) + max(staged, fetched)
+
+
+def _with(rates: Rates, found: Mapping[str, float]) -> Rates:
+    """Return the rates with those that were found."""
+    return replace(
+        rates,
+        host_update_params_per_s=found.get("host_update_params_per_s", rates.host_update_params_per_s),
+        device_update_params_per_s=found.get("device_update_params_per_s", rates.device_update_params_per_s),
+        h2d_bytes_per_s=found.get("h2d_bytes_per_s", rates.h2d_bytes_per_s),
+        d2h_bytes_per_s=found.get("d2h_bytes_per_s", rates.d2h_bytes_per_s),
+        duplex_h2d_bytes_per_s=found.get("h2d_bytes_per_s", rates.duplex_h2d_bytes_per_s),
+        duplex_d2h_bytes_per_s=found.get("d2h_bytes_per_s", rates.duplex_d2h_bytes_per_s),
+    )
+
+
+def _resident_part(strategy: Strategy) -> float | None:
+    """Return how much a strategy keeps resident, None where that is all that it says or more than it says."""
+    if isinstance(strategy, HostOnly):
+        return 0.0
+    if isinstance(strategy, StaticSplit):
+        return float(strategy.ratio)
+    return float(strategy.resident) if isinstance(strategy, Interleaved) else None
+
+
+def _residents(plan: Plan) -> frozenset[int]:
+    return frozenset(index for index, home in plan.steps.homes().items() if home is Home.RESIDENT)
+
+
+def _differs(samples: Sequence[float], rate: float | None) -> bool:
+    """Tell whether a rate is another one than its samples say: by more than is worth a look, and than they differ."""
+    if rate is None or not samples:
+        return False
+    middle, (low, high) = median(samples), _middle_half(samples)
+    return max(rate, middle) > _OTHER_RATE * min(rate, middle) and not low <= rate <= high
+
+
+def _is_vague(samples: Sequence[float]) -> bool:
+    """Tell whether samples are too few for as much as they differ."""
+    if not samples:
+        return False
+    low, high = _middle_half(samples)
+    return bool(high - low > _VAGUE * median(samples) * math.sqrt(len(samples)))
+
+
+def _middle_half(samples: Sequence[float]) -> tuple[float, float]:
+    """Return what half of the samples lie between."""
+    ordered, quarter = sorted(samples), len(samples) // 4
+    return ordered[quarter], ordered[-1 - quarter]
+
+
+def _shown(name: str, rate: float) -> str:
+    return format_rate(rate) if name.endswith("bytes_per_s") else f"{rate / 1e9:.3g} G/s"

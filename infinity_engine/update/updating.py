@@ -1,0 +1,218 @@
+"""`Updates`: the update that is under way, from its first op until its last, and the plan that it goes by.
+
+What of it can wait until modules need it is handed to who lets them wait. One that fails is gone on with by whoever
+asks next. Between two updates, a better plan takes the place of theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from infinity_engine.errors import CapacityError
+from infinity_engine.gradients.keeper import GradientKeeper
+from infinity_engine.lanes.meter import Meter
+from infinity_engine.parameters.deferred import DeferredUpdate, Follower, Part
+from infinity_engine.plan.step import StepPlan
+from infinity_engine.schedule import Executor, Walk
+from infinity_engine.update.replanning import Replan, Replanner
+from infinity_engine.update.states import StateKeeper
+
+__all__ = ["Deferral", "Updates"]
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deferral:
+    """What of an update can wait until modules need it: all but the subgroups that `now` names."""
+
+    now: Collection[int]
+    parts: Mapping[int, Sequence[Part]]  # of each parameter
+    follower: Follower  # who lets modules wait
+
+
+class Updates:
+    """Makes the updates of an engine, one after the other."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        executor: Executor,
+        *,
+        states: StateKeeper,
+        gradients: GradientKeeper,
+        meter: Meter,
+        deferral: Deferral | None,
+        replanner: Replanner | None,
+    ) -> None:
+        self.deferral = deferral  # None: an update ends in its step
+        self._executor = executor
+        self._states = states
+        self._gradients = gradients
+        self._meter = meter
+        self._replanner = replanner
+        self._plan = plan
+        self._replan: Replan | None = None  # which the next update is to go by
+        self._planned_again: str | None = None
+        self._walk: Walk | None = None  # along the plan, of the update that is under way
+        self._made = 0
+        self._counted = False  # whether the step that was begun was counted already
+
+    @property
+    def plan(self) -> StepPlan:
+        """What the next update goes by, or the one that is under way."""
+        return self._plan
+
+    @property
+    def made(self) -> int:
+        """How many were made, or will be whatever happens."""
+        return self._made
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one goes on after its step."""
+        return self._walk is not None
+
+    def begin(self) -> None:
+        """Make what the states have begun, but for what can wait.
+
+        Raises:
+            RuntimeError: an op failed: whoever asks next goes on from there.
+        """
+        walk = self._begin_walk()
+        if self.deferral is None:
+            self.end()
+        else:
+            with self._failing_ends():
+                walk.arrive(self.deferral.now)
+
+    def leave_rest(self) -> None:
+        """Let what is left of it wait until modules need it."""
+        walk = self._walk
+        if walk is not None:
+            with self._failing_ends():
+                self._defer(walk)  # first: who follows it is handed what is in buffers. It may end it
+                walk.poll()
+
+    def end_step(self) -> None:
+        """Count the update as made, and use the gradients up, unless it still needs them."""
+        if self._walk is None:
+            self._gradients.clear()
+            self._counted = False
+        else:
+            self._count()
+
+    def resume(self) -> None:
+        """Begin again with what a deferred update that failed has left; let no walk of an interrupted step go on."""
+        self._drop_failed_walk()
+        if self._walk is not None and not self._counted:
+            with self._failing_ends():
+                self._walk.finish()
+            self._leave_walk()
+        if self._walk is None and self._counted and not self._states.begun:
+            self._forget_gradients()
+        elif self._walk is None and self._counted:
+            self._states.resume_step()
+            self._defer(self._begin_walk())
+
+    def end(self) -> None:
+        """Do all that is left of it.
+
+        Raises:
+            RuntimeError: an op failed: whoever asks next goes on from there.
+        """
+        walk = self._walk
+        if walk is None:
+            return
+        with self._failing_ends():
+            walk.finish()
+        self._meter.end_update()
+        self._count()
+        self._walk = None
+        self._states.note_arrivals()
+        self._states.end_step()
+        self.follow_no_more()
+        self._forget_gradients()
+        self._adopt_plan()
+
+    def follow_no_more(self) -> None:
+        """Let modules have all parameters: there is no update under way."""
+        if self.deferral is not None:
+            self.deferral.follower.follow(None)
+
+    def continue_from(self, made: int) -> None:
+        """Go on as if so many updates had been made, which a checkpoint says."""
+        self._made = made
+
+    def look_for_a_plan(self, counters: Callable[[], Mapping[str, int]]) -> None:
+        """See whether the step that has ended shows that another plan is better."""
+        if self._replanner is not None and self._replan is None:
+            self._replan = self._replanner.note_step(counters())
+        if self._walk is None:
+            self._adopt_plan()
+
+    def why_planned_again(self) -> str | None:
+        """Return why there is another plan since this was asked for the last time, None where there is none."""
+        why, self._planned_again = self._planned_again, None
+        return why
+
+    def _begin_walk(self) -> Walk:
+        """Begin to walk along the plan."""
+        self._meter.begin_update()
+        self._walk = self._executor.begin(self._plan)
+        return self._walk
+
+    def _defer(self, walk: Walk) -> None:
+        assert self.deferral is not None, "this engine defers"
+        update = DeferredUpdate(walk, self.deferral.parts, self.end, self._states.made_early)
+        self.deferral.follower.follow(update)
+
+    def _count(self) -> None:
+        """Count a step whose update will be made whatever happens: interrupted from here on, it is not made again."""
+        if not self._counted:
+            self._made, self._counted = self._made + 1, True
+
+    def _forget_gradients(self) -> None:
+        """Drop the gradients of an update that was deferred, and is made."""
+        self.follow_no_more()
+        self._gradients.clear()
+        self._counted = False
+
+    @contextmanager
+    def _failing_ends(self) -> Iterator[None]:
+        """Leave a walk that fails in the body."""
+        try:
+            yield
+        finally:
+            self._drop_failed_walk()
+
+    def _drop_failed_walk(self) -> None:
+        if self._walk is not None and self._walk.failed:
+            self._leave_walk()
+
+    def _leave_walk(self) -> None:
+        """Forget a walk that has ended before its step has. Who asks for what it has not made is told so again."""
+        self._walk = None
+        self._states.note_arrivals()
+
+    def _adopt_plan(self) -> None:
+        """Go by a better plan, if there is one: between two updates, while there are no gradients."""
+        replan, gradients = self._replan, self._gradients
+        if self._replanner is None or replan is None or gradients.any or self._states.begun:
+            return
+        self._replan = None
+        before = gradients.room
+        try:
+            gradients.make_room(replan.plan.demand.staying)
+            self._states.follow(replan.plan.steps)
+        except CapacityError as problem:  # what is free is in pieces
+            gradients.make_room(before)
+            _LOG.warning("not planned again, as there is no room for that: %s", problem)
+            return
+        gradients.keep_in(replan.pieces)
+        self._replanner.adopt(replan)
+        self._plan, self._planned_again = replan.plan.steps, replan.why
+        _LOG.info("planned again: %s", replan.why)
