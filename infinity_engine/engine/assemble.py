@@ -18,8 +18,8 @@ from deepnvme import IOQueue
 from deepnvme.extents import PAGE
 from deepnvme.probing import find_mount, read_mounts
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
-from infinity_engine.build.built import originals_of
-from infinity_engine.build.homes import Originals, bring_home, model_kept, move_buffers, release_originals
+from infinity_engine.building.built import originals_of
+from infinity_engine.building.homes import Originals, bring_home, model_kept, move_buffers, release_originals
 from infinity_engine.config import EngineConfig, Overlap, Precision, Recording
 from infinity_engine.engine.engine import Engine, EngineParts
 from infinity_engine.errors import CapacityError

@@ -20,7 +20,7 @@ from infinity_engine.units import parse_bytes
 if TYPE_CHECKING:
     import torch
 
-    from infinity_engine.build.built import BuiltModel
+    from infinity_engine.building.built import BuiltModel
     from infinity_engine.progress import Progress
 
 __all__ = ["init_context", "load_into"]
@@ -54,7 +54,7 @@ def init_context(
     require_torch("infinity_engine.init_context")
     size = None if cache is None else parse_bytes(cache, field="cache of init_context")
     chosen = _ranks(ranks)
-    from infinity_engine.build.building import building
+    from infinity_engine.building.building import building
     from infinity_engine.progress import Teller
     from infinity_engine.ranks.ranks import together
 
@@ -90,7 +90,7 @@ def load_into(
     """
     require_torch("infinity_engine.load_into")
     chosen = _ranks(ranks)
-    from infinity_engine.build.loading import load
+    from infinity_engine.building.loading import load
     from infinity_engine.progress import Teller
     from infinity_engine.ranks.ranks import together
 

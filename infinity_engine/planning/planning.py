@@ -17,8 +17,8 @@ import torch
 from deepnvme import IOQueue
 from deepnvme.checksum import CHECKSUM_BYTES
 from infinity_engine.accel import Accelerator
-from infinity_engine.build.built import BuiltModel
-from infinity_engine.build.previous import PreviousStates
+from infinity_engine.building.built import BuiltModel
+from infinity_engine.building.previous import PreviousStates
 from infinity_engine.config import Checksum, EngineConfig, Recording, Replanning
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity

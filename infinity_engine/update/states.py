@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from infinity_engine.accel import Event, Stream
-from infinity_engine.build.previous import PreviousStates
+from infinity_engine.building.previous import PreviousStates
 from infinity_engine.errors import CapacityError
 from infinity_engine.gradients.keeper import GradientKeeper, added_up
 from infinity_engine.lanes.lanes import Lanes

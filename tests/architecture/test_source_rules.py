@@ -25,7 +25,7 @@ ROWS = (
     {"engine"},
     {"planning"},
     {"update"},
-    {"build"},
+    {"building"},
     {"ranks"},
     {"gradients"},
     {"parameters", "reporting"},
@@ -42,7 +42,7 @@ ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 STRANGERS = ROWS[ROW["optim"]]
 IMPORTED_ONLY_BY = {"config": {"engine", "cli", "planning", "ranks", "parameters"}}
 
-ENGINE_ROOMS = {"engine", "planning", "update", "build", "ranks", "gradients", "parameters", "lanes"}
+ENGINE_ROOMS = {"engine", "planning", "update", "building", "ranks", "gradients", "parameters", "lanes"}
 TORCH_AT_TOP = {
     *ENGINE_ROOMS,
     "reporting",

@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepnvme import FaultPlan, IOQueue, Requests
-from infinity_engine.build import originals
-from infinity_engine.build.built import BuiltModel, originals_of
+from infinity_engine.building import originals
+from infinity_engine.building.built import BuiltModel, originals_of
 from infinity_engine.engine.init_context import init_context
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.memory import Usage

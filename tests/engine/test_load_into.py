@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepnvme import FaultPlan, IOQueue, Requests, write_safetensors
-from infinity_engine.build.built import originals_of
+from infinity_engine.building.built import originals_of
 from infinity_engine.engine.init_context import load_into
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 from infinity_engine.plan import Budget

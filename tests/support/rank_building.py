@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity_engine
 from deepnvme import FaultPlan, IOQueue, Requests, write_safetensors
-from infinity_engine.build.built import BuiltModel, originals_of
+from infinity_engine.building.built import BuiltModel, originals_of
 from infinity_engine.errors import CapacityError, CollectiveError, ConfigError, TransferError
 from infinity_engine.memory import ResidentMemory, return_freed_memory
 from infinity_engine.plan import Tier

@@ -22,10 +22,10 @@ from deepnvme.buffers import memory_of
 from deepnvme.checksum import crc32c
 from deepnvme.queue import File
 from deepnvme.safetensors import SafetensorsEntry
-from infinity_engine.build.building import opened
-from infinity_engine.build.built import BuiltModel
-from infinity_engine.build.cut_originals import CutOriginals
-from infinity_engine.build.original import absent
+from infinity_engine.building.building import opened
+from infinity_engine.building.built import BuiltModel
+from infinity_engine.building.cut_originals import CutOriginals
+from infinity_engine.building.original import absent
 from infinity_engine.errors import ConfigError, TransferError
 from infinity_engine.partition import Partitioner, Shard, ShardSpec
 from infinity_engine.plan import ResolvedBudget, Tier

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 
 import torch
 
-from infinity_engine.build.original import Original, nbytes_of, plainly
-from infinity_engine.build.originals import CACHE_PART, Originals
+from infinity_engine.building.original import Original, nbytes_of, plainly
+from infinity_engine.building.originals import CACHE_PART, Originals
 from infinity_engine.memory import Ledger
 from infinity_engine.partition import GroupMember, Partitioner, ShardGroup, ShardSpec
 from infinity_engine.partition.digest import digest_of

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 
 from deepnvme.buffers import memory_of
-from infinity_engine.build.original import Original, is_plain, nbytes_of, plainly
+from infinity_engine.building.original import Original, is_plain, nbytes_of, plainly
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Ledger, return_freed_memory
 from infinity_engine.partition import ShardSpec

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from infinity_engine.build.built import BuiltModel
-from infinity_engine.build.cut_originals import CutOriginals
-from infinity_engine.build.originals import Originals, first_sizes
+from infinity_engine.building.built import BuiltModel
+from infinity_engine.building.cut_originals import CutOriginals
+from infinity_engine.building.originals import Originals, first_sizes
 from infinity_engine.memory import Ledger
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.plan import ResolvedBudget

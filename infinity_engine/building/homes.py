@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from deepnvme.checksum import CHECKSUM_BYTES
-from infinity_engine.build.built import BuiltModel
+from infinity_engine.building.built import BuiltModel
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.memory import Lease, Views
 from infinity_engine.optim import NORM_BLOCK

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from infinity_engine.build.originals import Originals
+from infinity_engine.building.originals import Originals
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory import Ledger
 from infinity_engine.parameters.hooks import Hooks
