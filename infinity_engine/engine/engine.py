@@ -19,6 +19,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 
 from deepnvme import IOQueue
 from infinity_engine.accel import Accelerator
@@ -431,6 +432,7 @@ class Engine:
         if parts.modules is not None and parts.fetcher is not None:
             parts.modules.let_go()
             parts.fetcher.give_up()
+        self._refuse_older_graphs()
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
         self._adopt_early()
         self._updates.begin()
@@ -440,6 +442,16 @@ class Engine:
         parts.scale.step_made()
         self._clip_to = parts.max_grad_norm
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
+
+    def _refuse_older_graphs(self) -> None:
+        """Let PyTorch refuse the backward of a graph that has saved values which this update replaces.
+
+        Kernels write without telling autograd. Parameters that modules fetch are refused when they are fetched again.
+        """
+        parts = self._parts
+        if parts.modules is None:
+            cut = parts.whole is not None  # other ranks may have gradients of what this one has none of
+            increment_version([known.parameter for known in parts.trained if cut or parts.gradients.has(known.number)])
 
     def _begin_gradients(self, *, averaged: bool) -> None:
         """Refuse gradients that this step cannot take, before any comes; begin early updates if it is time."""

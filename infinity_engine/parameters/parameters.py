@@ -106,7 +106,7 @@ class ModelParameter:
             )
 
     def _state(self) -> tuple[int, int]:
-        # The kernels write without telling torch, so what moves the version is somebody else.
+        # Kernels do not raise the version. An update does so once, and notes it: any other change is somebody else's.
         return self.parameter.data_ptr(), self.parameter._version
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import infinity_engine
+from infinity_engine import Outcome
 from infinity_engine.accel import Emulation, StreamKind, VirtualAccelerator
 from infinity_engine.engine.engine import Engine
 from infinity_engine.optim import host
@@ -556,3 +557,23 @@ def test_ctrl_c_when_the_kernel_has_returned_updates_nothing_twice(parameters: s
 
     assert stepped(0)
     assert all(stepped(nth) or nth > 2 for nth in range(1, 12))
+
+
+@pytest.mark.parametrize("parameters", WHERE)
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_a_backward_of_a_graph_made_before_a_step_is_refused(parameters: str, overlap: str) -> None:
+    with opened(parameters=parameters, overlap=overlap) as made:
+        older = loss_of(made, 1)
+        train(made)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|before"):
+            made.backward(older)
+        made.zero_grad()
+        train(made)
+
+
+def test_a_graph_stays_usable_where_a_step_is_skipped() -> None:
+    with opened(parameters="device", precision="fp16") as made:
+        older = loss_of(made, 1)
+        made.backward(loss_of(made, 0) * 1e30)
+        assert made.step().outcome is Outcome.SKIPPED
+        made.backward(older)

@@ -697,3 +697,13 @@ def test_a_backward_in_another_thread_is_as_good() -> None:
         train(untroubled)
 
         assert torch.equal(weights(made), weights(untroubled))
+
+
+def test_a_backward_of_a_graph_made_before_a_step_is_refused_on_the_cpu() -> None:
+    with engine() as made:
+        older = made(torch.randn(4, 20)).pow(2).mean()
+        train(made)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            made.backward(older)
+        made.zero_grad()
+        train(made)
