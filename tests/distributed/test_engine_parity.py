@@ -141,7 +141,7 @@ def test_mixed_shards_at_home_on_the_host_have_the_same_bits() -> None:
 def test_parameters_stay_nan_on_all_ranks_where_one_machine_has_no_room_for_those_of_its_ranks() -> None:
     for warned in launched(2, programs.close_crowded, 1):
         assert len(warned) == 1
-        assert "as a rank has 0 B for them" in warned[0]
+        assert "has 0 B (0 B) left for copies" in warned[0]
 
 
 def test_closing_leaves_whole_parameters_on_every_rank() -> None:

@@ -97,7 +97,7 @@ def test_a_report_without_drives_has_none_and_one_with_drives_shows_each(tmp_pat
 
 
 def test_states_that_an_update_needs_were_in_memory_or_had_to_be_read(tmp_path: Path) -> None:
-    with on_drives(tmp_path / "a", host=17_400_000, parameters="device") as (engine, task):
+    with on_drives(tmp_path / "a", host=17_500_000, parameters="device") as (engine, task):
         for seed in range(2):
             report = step(engine, task, seed)
 

@@ -894,7 +894,7 @@ def test_making_a_model_whole_can_be_interrupted_and_tried_again(drive: Path) ->
             torch.manual_seed(0)
             model = nn.Linear(60, 60)
         assert built.is_absent(model.weight)
-        with interrupted_at(line, ("build/originals.py", "build/original.py")) as told:
+        with interrupted_at(line, ("building/originals.py", "building/original.py")) as told:
             built.whole()
         built.whole()
 

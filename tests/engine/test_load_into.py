@@ -265,7 +265,7 @@ def test_a_loading_that_is_interrupted_has_filled_the_model_or_left_it_as_it_was
     folder, found = written(tmp_path / "files", values()), []
     for line in range(1, 3000, 23):
         model = on_meta()
-        with interrupted_at(line, ("build/loading.py", "build/originals.py", "build/built.py")) as told:
+        with interrupted_at(line, ("building/loading.py", "building/originals.py", "building/built.py")) as told:
             load_into(model, folder, budget(drive))
 
         found.append({each.is_meta for each in (*model.parameters(), *model.buffers())})

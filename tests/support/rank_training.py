@@ -626,7 +626,7 @@ def close_crowded(rank: int) -> list[str]:
             assert whole is not None
             if where()[0] == rank:
                 whole.ranks.neighbours = 1 << 60
-    return [str(each.message) for each in caught if "stay NaN" in str(each.message)]
+    return [str(each.message) for each in caught if "show NaN" in str(each.message)]
 
 
 def begin_alike() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from infinity_engine.errors import (
     ChecksumError,
     CollectiveError,
     ConfigError,
+    DamagedCheckpoint,
     DamageError,
     IllegalTransition,
     IncompleteCheckpoint,
@@ -37,6 +38,7 @@ EXAMPLES = (
     ManifestMismatch(path="/ckpt", entry="wte.weight shape", expected=(4, 8), found=(4, 9)),
     IncompleteCheckpoint(path="/ckpt", missing=("rank0.bin", "rank1.bin")),
     ChecksumError(path="/ckpt", entry="wte.weight", offset=4096, expected=0xBEEF, found=0xDEAD),
+    DamagedCheckpoint(path="/ckpt", entry="manifest", flaw="it was cut"),
     DamageError(errno=errno.EBADMSG, path="/mnt/a/swap", offset=4096, asked=8192, done=8192, expected=1, found=2),
 )
 

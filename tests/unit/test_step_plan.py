@@ -99,7 +99,17 @@ def test_a_plan_is_written_as_json() -> None:
     plain = json.loads(json.dumps(plan_of(*HOST_OPS, staging_bytes=()).to_mapping()))
 
     assert plain == {
-        "subgroups": [{"index": 0, "numel": 10, "first_use": 0, "buffer_bytes": 0, "load_bytes": 0, "store_bytes": 0}],
+        "subgroups": [
+            {
+                "index": 0,
+                "numel": 10,
+                "first_use": 0,
+                "parameter_bytes": None,
+                "buffer_bytes": 0,
+                "load_bytes": 0,
+                "store_bytes": 0,
+            }
+        ],
         "ops": [
             {"op": "UpdateOnHost", "subgroup": 0, "after": [], "params": 10},
             {"op": "UploadParameters", "subgroup": 0, "after": [0], "nbytes": 20},
