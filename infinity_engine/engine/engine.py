@@ -40,7 +40,7 @@ from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
 from infinity_engine.outcome import Outcome, StepResult
 from infinity_engine.parameters.awaiting import AwaitedParameters
 from infinity_engine.parameters.hooks import Hooks
-from infinity_engine.parameters.modules import ModuleParameters
+from infinity_engine.parameters.modules import ModuleParameters, tensors_in
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 from infinity_engine.parameters.providing import FetchingStats, Provider
 from infinity_engine.plan import Tier
@@ -58,6 +58,8 @@ from infinity_engine.update.states import StateKeeper, StepInputs
 from infinity_engine.update.updating import Deferral, Updates
 
 __all__ = ["Engine", "EngineParts"]
+
+_MOST_NAMED = 5  # parameters in a message
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -230,7 +232,9 @@ class Engine:
                     # Without its cache: the casts that it keeps would stay saved, and parameters need none.
                     kind = self.device.type
                     around.enter_context(torch.autocast(kind, dtype=parts.autocast, cache_enabled=False))
-            return call(*args, **kwargs)
+            output = call(*args, **kwargs)
+        self._check_output(output)
+        return output
 
     def backward(self, loss: torch.Tensor, *, scale: bool = True, **kwargs: Any) -> None:
         """Compute the gradients of `loss`. With fp16, the engine multiplies it by the loss scale first.
@@ -277,11 +281,54 @@ class Engine:
             expected = "a tensor of one element, as Tensor.backward() needs"
             raise ConfigError(field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected)
         if loss.device.type == "cpu" and not math.isfinite(loss.item()):
-            warnings.warn(
-                f"the loss is {loss.item()} in step {self.steps}: what it depends on will be NaN after this. If it is "
-                "not so without the engine, a module may use a parameter that nobody sees it read: register_external",
-                RuntimeWarning,
-                stacklevel=3,
+            said = (
+                f"The loss is {loss.item()} in step {self.steps}. An update would turn every parameter that it depends "
+                "on into NaN. If the same batch gives a finite loss in plain PyTorch, your code uses a parameter where "
+                "the engine cannot see it, such as a penalty over model.parameters() or a weight that is kept in a "
+                "list: use it under `with engine.gathered(parameter)`, or call engine.register_external(module, "
+                "parameter) for the module that uses it"
+            )
+            if math.isnan(loss.item()) and self._shows_nan:
+                raise RuntimeError(f"{said}. No gradient was computed")
+            warnings.warn(said, RuntimeWarning, stacklevel=3)
+
+    @property
+    def _shows_nan(self) -> bool:
+        """Whether modules and the caller may read NaN in place of parameters, and a NaN may be the engine's own."""
+        return self._parts.modules is not None and not self._parts.scale.dynamic
+
+    def _check_output(self, output: object) -> None:
+        """Refuse NaN from a model of which no module has asked for some parameters: it may have read them as NaN.
+
+        Raises:
+            RuntimeError: that is so; names the parameters.
+        """
+        modules = self._parts.modules
+        unseen = [] if modules is None else modules.never_asked()
+        if unseen and any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors_in(output)):
+            named = ", ".join(unseen[:_MOST_NAMED]) + (" and others" if len(unseen) > _MOST_NAMED else "")
+            raise RuntimeError(
+                f"The model returned NaN, and no module has asked for {named} yet. If plain PyTorch returns other "
+                "values, your code uses them where the engine cannot see it, such as through a list: they read as NaN. "
+                "Call engine.register_external(module, parameter) once for the module that uses each, or call the "
+                "model under `with engine.gathered(parameters)`"
+            )
+
+    def _check_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        """Refuse a gradient that begins with NaN, of a loss that was finite, where parameters are fetched.
+
+        Raises:
+            RuntimeError: that is so; no step can be made before zero_grad().
+        """
+        if self._shows_nan and gradient.device.type == "cpu" and gradient.numel():
+            if not math.isnan(gradient.reshape(-1)[0].item()):
+                return
+            name = self._parts.trained[number].name
+            self._parts.gradients.lose(number)
+            raise RuntimeError(
+                f"The gradient of {name} is NaN. If it is finite in plain PyTorch, a torch.autograd.Function in your "
+                "model keeps a parameter as an attribute of its ctx, and its backward reads NaN there: let it call "
+                "ctx.save_for_backward(parameter). No parameter was updated. Call zero_grad() before the next backward"
             )
 
     @_held
@@ -532,6 +579,7 @@ class Engine:
         whole, modules = self._parts.whole, self._parts.modules
         if modules is not None:
             modules.check_asked(number)
+        self._check_gradient(number, gradient)
         self._accumulation.note_gradient()
         (self._parts.gradients if whole is None else whole.reducer).take(number, gradient)
         self._taken.show(self._parts.trained[number])
@@ -569,9 +617,24 @@ class Engine:
         if changing:
             around.enter_context(self._without_early())
         if self._parts.fetcher is not None:
-            around.enter_context(self._parts.fetcher.gathered([each.number for each in known]))
+            around.enter_context(self._gathered_with_room([parameter.number for parameter in known]))
         if self._parts.modules is not None:
             self._parts.modules.gathered(each.number for each in known)
+
+    @contextmanager
+    def _gathered_with_room(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Have these in the body; what the caller has read outside of modules makes way where room is short."""
+        fetcher, modules = self._parts.fetcher, self._parts.modules
+        assert fetcher is not None, "parameters are fetched"
+        with ExitStack() as held:
+            while True:
+                try:
+                    held.enter_context(fetcher.gathered(numbers))
+                    break
+                except CapacityError:
+                    if modules is None or not modules.let_go_of_oldest_read(numbers):
+                        raise
+            yield
 
     def _take_over(self, known: Sequence[ModelParameter]) -> None:
         """Keep what somebody has made of parameters that are gathered."""

@@ -150,6 +150,10 @@ class GradientKeeper:
                 "the losses of one batch",
             ) from None
 
+    def lose(self, parameter: int) -> None:
+        """Let no step be made of what has come, as a gradient of this parameter cannot be used, until it is cleared."""
+        self._lost = self._names[parameter]
+
     def values(self, parameter: int, piece: int) -> Values | None:
         """Return a piece of a gradient where its update runs, None where none has come or it is `read`."""
         slots = self._slots[parameter]

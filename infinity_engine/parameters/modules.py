@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from infinity_engine.errors import ConfigError
+from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.parameters.providing import ModuleProvider
 from infinity_engine.schedule import Use
 
-__all__ = ["ModuleParameters", "check_modules", "is_compiled", "leaves_of"]
+__all__ = ["ModuleParameters", "check_modules", "is_compiled", "leaves_of", "tensors_in"]
 
 
 def check_modules(model: torch.nn.Module) -> None:
@@ -72,17 +72,17 @@ class _Frame:
 
     module: torch.nn.Module | None
     saving: AbstractContextManager[None] | None = None
-    held: set[int] = field(default_factory=set)
+    held: dict[int, None] = field(default_factory=dict)  # in the order in which they came
 
     def save_with(self, saving: AbstractContextManager[None]) -> None:
         """Let these hooks be the ones that count until the frame's end."""
         saving.__enter__()
         self.saving = saving
 
-    def take(self) -> tuple[AbstractContextManager[None] | None, set[int]]:
+    def take(self) -> tuple[AbstractContextManager[None] | None, dict[int, None]]:
         """Return what is to be ended, and have nothing more."""
         saving, held = self.saving, self.held
-        self.saving, self.held = None, set()
+        self.saving, self.held = None, {}
         return saving, held
 
 
@@ -188,6 +188,12 @@ class ModuleParameters:
         if number in self._parameters and number not in self._asked:
             raise self._unseen(number)
 
+    def never_asked(self) -> list[str]:
+        """Return the names of the parameters that neither a module nor the caller has asked for so far."""
+        if len(self._asked) >= len(self._parameters):
+            return []
+        return [self._names[number] for number in self._parameters if number not in self._asked]
+
     def saving(self) -> AbstractContextManager[None]:
         """Let nothing in the body save parameters for the backward, which fetches them again instead.
 
@@ -210,6 +216,18 @@ class ModuleParameters:
         self._end_frames(1)
         self._end(self._outside)
         self.end_backward()
+
+    def let_go_of_oldest_read(self, wanted: Collection[int] = ()) -> bool:
+        """Let go of the parameter that was read outside of modules first, unless it is wanted; tell if there is one.
+
+        Nothing says when the caller's code has done with such a read: the value stays until its room is needed.
+        """
+        for number in self._outside.held:
+            if number not in wanted:
+                del self._outside.held[number]
+                self._fetcher.let_go((number,))
+                return True
+        return False
 
     def end_backward(self) -> None:
         """Let go of what the backward of a leaf has held: no backward is running."""
@@ -238,13 +256,13 @@ class ModuleParameters:
             self._end_frames(at)
         use = self._leaf_uses.get(id(module))
         if use is not None:
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     self._hooks.before_backward(tensor, partial(self._before_backward, use))
 
     def _before_backward(self, use: Use) -> None:
         """Have all of a leaf, on every rank, until the backward of another begins."""
-        if not self._leaf.held.issuperset(use.parameters):
+        if not self._leaf.held.keys() >= set(use.parameters):
             self._end(self._leaf)
             self._ask(use, self._leaf)
 
@@ -267,14 +285,20 @@ class ModuleParameters:
         self._ask(self._read_uses[number], frame)
 
     def _ask(self, use: Use, frame: _Frame) -> None:
-        self._fetcher.need(use)
+        while True:
+            try:
+                self._fetcher.need(use)
+                break
+            except CapacityError:
+                if not self.let_go_of_oldest_read(use.parameters):
+                    raise
         self._asked.update(use.parameters)
         for number in use.parameters:
             self._hold(number, frame)
 
     def _hold(self, number: int, frame: _Frame) -> None:
         if number not in frame.held:
-            frame.held.add(number)
+            frame.held[number] = None
             self._fetcher.hold((number,))
 
     def _returned(self, output: object) -> Iterable[int]:
@@ -353,13 +377,13 @@ class ModuleParameters:
         return values.as_strided(saved.size, saved.stride, saved.offset)
 
 
-def _tensors(output: object) -> Iterator[torch.Tensor]:
+def tensors_in(output: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in what a module returns."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
         for each in output.values():
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(output, list | tuple):
         for each in output:
-            yield from _tensors(each)
+            yield from tensors_in(each)

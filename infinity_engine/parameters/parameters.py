@@ -6,7 +6,7 @@ Sees when somebody else changed one. Takes no gradients, moves and updates nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,14 @@ from infinity_engine.optim import Formats
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.precision import dtypes_of, formats_of
 
-__all__ = ["ModelParameter", "TrainedParameter", "absent", "collect_frozen", "collect_parameters"]
+__all__ = [
+    "ModelParameter",
+    "TrainedParameter",
+    "absent",
+    "check_memory_of_their_own",
+    "collect_frozen",
+    "collect_parameters",
+]
 
 
 @dataclass(eq=False)
@@ -166,6 +173,40 @@ def collect_parameters(
         TrainedParameter(number, name, parameter, dtypes[id(parameter)], groups[id(parameter)])
         for number, (name, parameter) in enumerate(listed)
     )
+
+
+def check_memory_of_their_own(parameters: Iterable[ModelParameter], buffers: Mapping[str, torch.Tensor]) -> None:
+    """Refuse parameters that share elements with one another or with a buffer, where one of them is trained.
+
+    Each would get its own gradient and its own copy on another tier, so what was one tensor would become two.
+
+    Raises:
+        ConfigError: two share elements; it names both.
+    """
+    ranges = [(*_range_of(known.parameter), known.name, isinstance(known, TrainedParameter)) for known in parameters]
+    ranges += [(*_range_of(buffer), f"buffer {name}", False) for name, buffer in buffers.items()]
+    end, of, is_trained = 0, "", False  # of the range that reaches furthest so far
+    for start, stop, name, trained in sorted(found for found in ranges if found[0] < found[1]):
+        if start < end and (trained or is_trained):
+            raise ConfigError(
+                field=f"parameter {name}",
+                value=f"one that shares memory with {of}",
+                expected="memory of its own. As two parameters of one memory they would come apart on drives and in "
+                "16 bits. To tie them, let both modules have the same Parameter: second.weight = first.weight. To keep "
+                "both, give one its own values: parameter.data = parameter.data.clone()",
+            )
+        if stop > end:
+            end, of, is_trained = stop, name, trained
+
+
+def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses that a tensor's elements fill; nothing where they have gaps, as columns of a matrix have."""
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if last + 1 != tensor.numel():  # an expanded tensor has fewer elements in memory, which are no values of its own
+        return 0, 0
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
 def collect_frozen(

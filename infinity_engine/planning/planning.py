@@ -27,7 +27,13 @@ from infinity_engine.optim import NORM_BLOCK, Rule, rules_of
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.parameters.describing import sizing_of, wish_of
 from infinity_engine.parameters.modules import check_modules
-from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter, collect_frozen, collect_parameters
+from infinity_engine.parameters.parameters import (
+    ModelParameter,
+    TrainedParameter,
+    check_memory_of_their_own,
+    collect_frozen,
+    collect_parameters,
+)
 from infinity_engine.partition import ShardSpec
 from infinity_engine.partition.digest import digest_of
 from infinity_engine.placement.placing import Plan, place
@@ -92,6 +98,7 @@ def check_and_plan(
     _check_early_updates(config, trained, unified=accelerator.unified)
     previous = PreviousStates(optimizer, trained, rules)
     frozen = collect_frozen(model, trained, config.precision)
+    check_memory_of_their_own((*trained, *frozen), dict(model.named_buffers()))
     cut = None
     if ranks is not None:
         check_cut(model, config, built_alone=built is not None and built.ranks is None)

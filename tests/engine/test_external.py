@@ -78,11 +78,13 @@ def train(engine: Engine) -> list[float]:
     return losses
 
 
-@pytest.mark.filterwarnings("ignore:the loss is nan")
+@pytest.mark.filterwarnings("ignore:The loss is nan")
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_parameter_that_nobody_saw_used_is_named_with_what_to_do(saves: bool) -> None:
     with opened(fetched=True, saves=saves) as (engine, _):
-        with pytest.raises(RuntimeError, match=r"^owner\.weight was used where nobody could see .*register_external"):
+        with pytest.raises(
+            RuntimeError, match=r"owner\.weight (was used where nobody could see|yet\. If plain) .*register_external"
+        ):
             train(engine)
         engine.zero_grad()
 

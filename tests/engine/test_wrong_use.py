@@ -126,7 +126,7 @@ def test_gradients_that_are_not_finite_are_told_where_their_norm_is_known(value:
 
 
 def test_a_loss_that_is_not_a_number_is_told_with_the_step() -> None:
-    with engine() as made, pytest.warns(RuntimeWarning, match="the loss is nan in step 0"):
+    with engine() as made, pytest.warns(RuntimeWarning, match="The loss is nan in step 0"):
         made.backward(made(torch.full((4, 20), torch.nan)).sum())
 
 
