@@ -33,7 +33,7 @@ def frozen_beside_trained(model: nn.Sequential) -> None:
 
 
 def buffer_of_a_weight(model: nn.Sequential) -> None:
-    model.register_buffer("view", model[0].weight.detach()[3])
+    model.register_buffer("view", model.get_parameter("0.weight").detach()[3])
 
 
 def engine_of(model: nn.Module) -> Engine:
