@@ -89,6 +89,8 @@ class Checkpoints:
 
     def save(self, path: Path, tag: str | None, steps: int, extra: Mapping[str, Stateful], *, keep: int | None) -> str:
         """Save the run as it is; return the tag. See `Engine.save`."""
+        if keep is not None and keep < 1:
+            raise ConfigError(field="keep", value=keep, expected="how many checkpoints to keep, 1 or more; None: all")
         tag = tag_of_step(steps) if tag is None else tag
         directory = CheckpointDirectory(path)
         self._agree("where the checkpoint is saved", {"path": str(path.resolve()), "tag": tag, "keep": keep})
@@ -202,7 +204,7 @@ class Checkpoints:
                 self._run.provider.changed(parameter.number for parameter in self._run.trained)
             self._read_others(reader, wanted)
             if objects is not None:
-                self._restore(objects, extra)
+                self._restore(objects, extra, reader.manifest.ranks)
         return loaded
 
     def _compare(
@@ -227,7 +229,9 @@ class Checkpoints:
                 raise ManifestMismatch(path=str(reader.path), entry=name, expected=expected, found=seen)
             else:
                 missing.append(name)
-        unexpected = [tensor.name for tensor in reader.manifest.tensors if tensor.name not in mine]
+        unexpected = [
+            tensor.name for tensor in reader.manifest.tensors if mine.keys().isdisjoint((tensor.name, *tensor.aliases))
+        ]
         if strict and unexpected:
             raise ManifestMismatch(
                 path=str(reader.path), entry=unexpected[0], expected="no tensor of that name", found="one"
@@ -298,14 +302,15 @@ class Checkpoints:
                     _read_weight(reader, saved, 0, flat)
                     buffer.copy_(flat.view(buffer.shape))
 
-    def _restore(self, objects: Mapping[str, Any], extra: Mapping[str, Stateful]) -> None:
+    def _restore(self, objects: Mapping[str, Any], extra: Mapping[str, Stateful], saved_ranks: int) -> None:
         for name, thing in extra.items():
             if name in objects["extra"]:
                 thing.load_state_dict(objects["extra"][name])
         for group, saved in zip(self._run.optimizer.param_groups, objects["optimizer_groups"], strict=True):
             group.update(saved)
         self._run.scale.load_state_dict(objects["loss_scale"])
-        _set_random_state(objects["random"])
+        if self._rank < saved_ranks:  # else the rank is a new one, and the random numbers of rank 0 are not its own
+            _set_random_state(objects["random"])
 
     # --- ranks and memory -----------------------------------------------------------------------------------------
 

@@ -839,9 +839,7 @@ class Engine:
             RuntimeError: gradients have come since the last step: step() or zero_grad() first.
             CollectiveError: another rank failed.
         """
-        self._half_loaded, was_half_loaded = False, self._half_loaded
-        self._check_between_steps("load")
-        self._half_loaded = was_half_loaded
+        self._check_between_steps("load", loads=True)
         loaded = self._checkpoints.load(
             Path(path),
             tag,
@@ -861,13 +859,14 @@ class Engine:
         """Note that from here on the model is neither what it was nor what is loaded."""
         self._half_loaded = True
 
-    def _check_between_steps(self, what: str) -> None:
-        """Let nothing be under way.
+    def _check_between_steps(self, what: str, *, loads: bool = False) -> None:
+        """Let nothing be under way; what `loads` may follow a load that has failed.
 
         Raises:
             RuntimeError: gradients wait for a step.
         """
-        self._check_whole()
+        self._check_process()
+        self._leave_no_half(half_loaded_too=loads)
         self._settle_early()
         self._parts.gradients.start_writing()
         if self._parts.gradients.any or self._accumulation.count:
@@ -1047,9 +1046,9 @@ class Engine:
         self._check_process()
         self._leave_no_half(deferred_too=deferred_too)
 
-    def _leave_no_half(self, *, deferred_too: bool = True) -> None:
+    def _leave_no_half(self, *, deferred_too: bool = True, half_loaded_too: bool = False) -> None:
         self._check_open()
-        if self._half_loaded:
+        if self._half_loaded and not half_loaded_too:
             raise RuntimeError("a load failed half-way, so the model is a mixture: call load() again until it succeeds")
         self._updates.resume()
         if self._updates.under_way:

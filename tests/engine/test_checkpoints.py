@@ -174,6 +174,14 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000004"]
 
 
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeping_no_checkpoint_is_refused_and_nothing_is_written(tmp_path: Path, keep: int) -> None:
+    _, _, engine = small()
+    with engine, pytest.raises(ConfigError, match="keep"):
+        engine.save(tmp_path, keep=keep)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_gradients_that_wait_for_a_step_refuse_a_save(tmp_path: Path) -> None:
     _, _, engine = small()
     with engine:
@@ -260,6 +268,10 @@ def test_a_load_that_fails_half_way_has_to_be_made_again(tmp_path: Path, monkeyp
             engine(torch.randn(3, 8))
         with pytest.raises(RuntimeError, match=r"call load\(\) again"):
             engine.save(tmp_path, "broken")
+        with pytest.raises(IncompleteCheckpoint):
+            engine.load(tmp_path, "nowhere")
+        with pytest.raises(RuntimeError, match=r"call load\(\) again"):
+            engine(torch.randn(3, 8))
         engine.load(tmp_path)
         one_step(engine)
 
