@@ -170,7 +170,12 @@ class Hooks:
         return torch.autograd.graph.saved_tensors_hooks(self.signals.holding(pack), self.signals.holding(unpack))
 
     def nobody_saves(self) -> bool:
-        """Tell whether no such hooks are set: those of checkpointing see what is saved, and ours would hide it."""
+        """Tell whether such hooks can be set: those of checkpointing see what is saved, and ours would hide it.
+
+        Nor can they within a transform of torch.func, which keeps what it needs by itself.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks("asked whether there are any"):
                 return True
