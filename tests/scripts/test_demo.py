@@ -46,7 +46,8 @@ def test_two_steps_train_and_end_with_the_report_on_one_rank_and_on_two() -> Non
         told = re.search(r"peak memory of the process: (.*), of which (.*) before training", done.stdout)
         assert told is not None
         peak, before_training = map(parse_bytes, told.groups())
-        assert peak - before_training < 512 * MiB  # as much as the bandwidth test of memory takes alone
+        # Training takes 420 to 530 MiB with what torch imports by then; the bandwidth test would add 512.
+        assert peak - before_training < 768 * MiB
         last_step = lines[lines.index("the last step:") + 1 :]
         starts = (
             "step",
