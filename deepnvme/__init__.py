@@ -1,7 +1,9 @@
-"""Asynchronous direct I/O for tensors, arrays and bytes, and stores of them. Needs no torch, knows nothing of training.
+"""Asynchronous direct I/O for tensors, arrays and bytes, and stores of them.
 
-A name is imported when it is first used, so that `deepnvme.diagnosis` and what else needs no native module works also
-where that cannot be loaded.
+Needs no torch, knows nothing of training.
+
+A name is imported when it is first used, so that `deepnvme.diagnosis` and what else needs no native
+module works also where that cannot be loaded.
 """
 
 import importlib as _importlib
@@ -35,7 +37,12 @@ if _typing.TYPE_CHECKING:
     from deepnvme.probing import Probe, probe
     from deepnvme.profile import UserMemory
     from deepnvme.queue import Direct, File, IOQueue, Sync, WhenFull
-    from deepnvme.safetensors import SafetensorsError, read_safetensors, safetensors_header, write_safetensors
+    from deepnvme.safetensors import (
+        SafetensorsError,
+        read_safetensors,
+        safetensors_header,
+        write_safetensors,
+    )
     from deepnvme.store import Checksum, Durability, TensorStore, UncommittedWarning
     from deepnvme.store_threads import StoreFuture
     from deepnvme.tensor_io import Damage
@@ -109,7 +116,8 @@ _PARTS = (
     "checkpoint",
 )
 
-if not _typing.TYPE_CHECKING:  # with a __getattr__, type checkers would take any name for one of ours
+# with a __getattr__, type checkers would take any name for one of ours
+if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in __all__:

@@ -1,7 +1,9 @@
-"""Tensors and arrays as a code for the dtype, a shape and memory, and new ones made from code and shape.
+"""Tensors and arrays as a code for the dtype, a shape and memory, and new ones made from code and
+shape.
 
-The codes are those of safetensors (and C128), so that one table serves the store and safetensors files. Moves no bytes.
-torch is looked at only if the program has imported it, and imported only to make a tensor. Called by the store.
+The codes are those of safetensors (and C128), so that one table serves the store and safetensors
+files. Moves no bytes. torch is looked at only if the program has imported it, and imported only to
+make a tensor. Called by the store.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ _DTYPES = MappingProxyType(
     }
 )
 _CODES = MappingProxyType({name: code for code, (name, _) in _DTYPES.items()})
-ITEMSIZES: Mapping[str, int] = MappingProxyType({code: itemsize for code, (_, itemsize) in _DTYPES.items()})
+ITEMSIZES: Mapping[str, int] = MappingProxyType(
+    {code: itemsize for code, (_, itemsize) in _DTYPES.items()}
+)
 """Bytes of one element, by code."""
 
 
@@ -104,12 +108,19 @@ class Description(NamedTuple):
     def __array_interface__(self) -> dict[str, Any]:
         """Expose the memory as bytes: a description can be read into, as what it describes."""
         address = self.memory.address
-        return {"version": 3, "typestr": "|u1", "shape": (self.memory.nbytes,), "data": (address, False)}
+        return {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (self.memory.nbytes,),
+            "data": (address, False),
+        }
 
 
 @dataclass(frozen=True)
 class Scattered:
-    """A tensor or array whose bytes are to be copied before they can be written: on a device, in strides, or lazy."""
+    """A tensor or array whose bytes are to be copied before they can be written: on a device, in
+    strides, or lazy.
+    """
 
     code: str
     shape: tuple[int, ...]
@@ -146,12 +157,15 @@ def nbytes_of(code: str, shape: tuple[int, ...]) -> int:
     """Return the bytes of a tensor.
 
     Raises:
-        ValueError: no tensor can be so: an unknown code, too many dimensions, or one that cannot be addressed.
+        ValueError: no tensor can be so: an unknown code, too many dimensions, or one that cannot be
+            addressed.
     """
     if code not in ITEMSIZES:
         raise ValueError(f"expected one of the dtypes {', '.join(ITEMSIZES)}; got {code!r:.40}")
     if len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"expected a shape of {MAX_DIMENSIONS} dimensions at most, got {len(shape)}")
+        raise ValueError(
+            f"expected a shape of {MAX_DIMENSIONS} dimensions at most, got {len(shape)}"
+        )
     if any(not 0 <= size < 1 << 63 for size in shape):
         raise ValueError(f"expected sizes from 0 to 2**63 - 1, got the shape {shape}")
     # Without the zeros: numpy counts an empty array's other dimensions, too.
@@ -170,7 +184,10 @@ def code_of(thing: Any) -> str:
 
 
 def kind_of(thing: Any) -> tuple[str, tuple[int, ...]]:
-    """Return code and shape of a tensor, array or buffer, wherever its memory is. Raises as `code_of` does."""
+    """Return code and shape of a tensor, array or buffer, wherever its memory is.
+
+    Raises as `code_of` does.
+    """
     if isinstance(thing, Description):
         return thing.code, thing.shape
     torch = torch_of(thing)
@@ -181,10 +198,11 @@ def kind_of(thing: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def describe(thing: Any) -> Description:
-    """Return what is stored of a tensor on the CPU, a numpy array or any buffer: bytes are U8 of one dimension.
+    """Return what is stored of a tensor on the CPU, a numpy array or any buffer: bytes are U8 of
+    one dimension.
 
-    A description is returned as it is: so whoever has neither torch nor a numpy dtype can pass on what was read.
-    The memory is for reading, and stays valid as long as the description lives.
+    A description is returned as it is: so whoever has neither torch nor a numpy dtype can pass on
+    what was read. The memory is for reading, and stays valid as long as the description lives.
 
     Raises:
         TypeError: its dtype has no code, or its memory is not the host's.
@@ -194,10 +212,13 @@ def describe(thing: Any) -> Description:
         return thing
     torch = torch_of(thing)
     if torch is not None:
-        found = Description(_tensor_code(thing, torch), tuple(thing.shape), memory_of(thing, writable=False))
+        found = Description(
+            _tensor_code(thing, torch), tuple(thing.shape), memory_of(thing, writable=False)
+        )
     else:
         interface = hasattr(thing, "__array_interface__")
-        array = _as_array(thing)  # last: what is looked at may be made anew each time, in other memory
+        # last: what is looked at may be made anew each time, in other memory
+        array = _as_array(thing)
         memory = memory_of(array if interface else thing, writable=False)
         found = Description(_array_code(array.dtype), array.shape, memory)
     nbytes_of(found.code, found.shape)  # what no reader would believe must not be written
@@ -213,7 +234,8 @@ def described(name: str, thing: Any, description: Callable[[Any], _Stored]) -> _
 
 
 def storable(thing: Any) -> Storable:
-    """Return what `describe` does, and of a tensor or array that it would refuse for where its bytes are, a Scattered.
+    """Return what `describe` does, and of a tensor or array that it would refuse for where its
+    bytes are, a Scattered.
 
     Raises:
         TypeError: its dtype has no code, or it has no bytes: a tensor on "meta", or a sparse one.
@@ -221,9 +243,20 @@ def storable(thing: Any) -> Storable:
     torch = torch_of(thing)
     if torch is not None:
         if thing.layout != torch.strided or thing.device.type == "meta":
-            raise TypeError(f"expected a dense tensor with values, got layout {thing.layout} on {thing.device}")
-        as_it_lies = thing.device.type == "cpu" and thing.is_contiguous() and not thing.is_conj() and not thing.is_neg()
-        return describe(thing) if as_it_lies else Scattered(_tensor_code(thing, torch), tuple(thing.shape), thing)
+            raise TypeError(
+                f"expected a dense tensor with values, got layout {thing.layout} on {thing.device}"
+            )
+        as_it_lies = (
+            thing.device.type == "cpu"
+            and thing.is_contiguous()
+            and not thing.is_conj()
+            and not thing.is_neg()
+        )
+        return (
+            describe(thing)
+            if as_it_lies
+            else Scattered(_tensor_code(thing, torch), tuple(thing.shape), thing)
+        )
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(thing, numpy.ndarray) and not thing.flags.c_contiguous:
         return Scattered(*kind_of(thing), thing)
@@ -231,7 +264,8 @@ def storable(thing: Any) -> Storable:
 
 
 def empty(code: str, shape: tuple[int, ...], returns: Returns, *, pool: Pool | None = None) -> Any:
-    """Return a new tensor or array, uninitialised, in memory for I/O: a piece of `pool`, or else page-aligned.
+    """Return a new tensor or array, uninitialised, in memory for I/O: a piece of `pool`, or else
+    page-aligned.
 
     What is smaller than a page is not aligned: it never goes to a drive as it is.
 
@@ -272,7 +306,8 @@ def numpy_dtype(code: str) -> np.dtype[Any]:
         kind: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
     except (ImportError, AttributeError):
         raise TypeError(
-            f"numpy has no {name} ({code}): ask for torch tensors (Returns.TORCH), or install ml_dtypes"
+            f"numpy has no {name} ({code}): ask for torch tensors (Returns.TORCH), or install "
+            "ml_dtypes"
         ) from None
     return kind
 
@@ -287,10 +322,10 @@ def _torch_dtype(code: str, torch: Any) -> Any:
 def _pages(nbytes: int) -> np.ndarray[Any, Any]:
     """Return new bytes that begin with a page, if they fill one.
 
-    Small ones are cut out of the heap: a mapping for each would use up those that a process may have, 65,530 as Linux
-    comes. Large ones are mapped, in pages of the system's choice, where np.empty asks for huge ones: a virtual machine
-    that gives free memory back to its host pays for each of these anew. Measured on one: 0.2 to 0.4 GiB/s to touch
-    them, 1.3 with ordinary pages.
+    Small ones are cut out of the heap: a mapping for each would use up those that a process may
+    have, 65,530 as Linux comes. Large ones are mapped, in pages of the system's choice, where
+    np.empty asks for huge ones: a virtual machine that gives free memory back to its host pays for
+    each of these anew. Measured on one: 0.2 to 0.4 GiB/s to touch them, 1.3 with ordinary pages.
     """
     import numpy as np
 
@@ -307,11 +342,14 @@ def _pages(nbytes: int) -> np.ndarray[Any, Any]:
 
 
 def _tensor_code(tensor: Any, torch: Any) -> str:
-    # Subclasses can mean more than their bytes say: quantised weights, shards of a distributed tensor.
+    # Subclasses can mean more than their bytes say: quantised weights, shards of a distributed
+    # tensor.
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(
-            f"expected a plain torch.Tensor or Parameter, got {type(tensor).__name__}, which may mean more than its "
-            "bytes say: give the tensors it consists of (a DTensor's to_local(), a quantised weight's parts)"
+            f"expected a plain torch.Tensor or Parameter, got {type(tensor).__name__}, which may "
+            "mean more than its "
+            "bytes say: give the tensors it consists of (a DTensor's to_local(), a quantised "
+            "weight's parts)"
         )
     return _torch_code(tensor.dtype)
 
@@ -320,7 +358,9 @@ def _tensor_code(tensor: Any, torch: Any) -> str:
 def _torch_code(dtype: Any) -> str:
     code = _CODES.get(str(dtype).removeprefix("torch."))
     if code is None:
-        raise TypeError(f"{dtype} has no code: convert it to one of {', '.join(_CODES)}, or view its bytes so")
+        raise TypeError(
+            f"{dtype} has no code: convert it to one of {', '.join(_CODES)}, or view its bytes so"
+        )
     return code
 
 
@@ -330,7 +370,8 @@ def _as_array(thing: Any) -> np.ndarray[Any, Any]:
     if isinstance(thing, np.ndarray):
         if type(thing) not in (np.ndarray, np.memmap):
             raise TypeError(
-                f"expected a plain numpy.ndarray, got {type(thing).__name__}, which may mean more than its bytes say: "
+                f"expected a plain numpy.ndarray, got {type(thing).__name__}, which may mean more "
+                "than its bytes say: "
                 "give the arrays it consists of"
             )
         return thing
@@ -341,18 +382,30 @@ def _as_array(thing: Any) -> np.ndarray[Any, Any]:
     except TypeError:
         if hasattr(thing, "__dlpack__"):
             return np.from_dlpack(thing)
-        raise TypeError(f"expected a tensor, an array or a buffer, got {type(thing).__name__}") from None
+        raise TypeError(
+            f"expected a tensor, an array or a buffer, got {type(thing).__name__}"
+        ) from None
 
 
 @lru_cache(256)
 def _array_code(dtype: np.dtype[Any]) -> str:
     if dtype.hasobject:
-        raise TypeError(f"dtype {dtype} holds Python objects: its bytes mean nothing in a file; pickle them")
+        raise TypeError(
+            f"dtype {dtype} holds Python objects: its bytes mean nothing in a file; pickle them"
+        )
     if dtype.names is not None:
-        raise TypeError(f"dtype {dtype} is structured: give each of its fields as an array of its own")
+        raise TypeError(
+            f"dtype {dtype} is structured: give each of its fields as an array of its own"
+        )
     if not dtype.isnative:
-        raise TypeError(f"dtype {dtype.str} is big-endian: convert it first (array.astype(array.dtype.newbyteorder()))")
+        raise TypeError(
+            f"dtype {dtype.str} is big-endian: convert it first "
+            "(array.astype(array.dtype.newbyteorder()))"
+        )
     code = _CODES.get(dtype.name)
     if code is None or dtype.itemsize != ITEMSIZES[code]:
-        raise TypeError(f"dtype {dtype} has no code: convert it to one of {', '.join(_CODES)}, or view its bytes so")
+        raise TypeError(
+            f"dtype {dtype} has no code: convert it to one of {', '.join(_CODES)}, or view its "
+            "bytes so"
+        )
     return code

@@ -1,4 +1,6 @@
-"""Which backend a queue runs on: the first of the chain that this machine allows, never silently a worse one."""
+"""Which backend a queue runs on: the first of the chain that this machine allows, never silently a
+worse one.
+"""
 
 from __future__ import annotations
 
@@ -61,14 +63,19 @@ def choose_backend(wanted: str, require: str | Collection[str] | None = None) ->
     return start_on(wanted, require, lambda *, backend: _native.try_backend(backend))[0]
 
 
-def start_on(wanted: str, require: str | Collection[str] | None, start: Starter[_T]) -> tuple[str, _T]:
-    """Start something on the first backend that takes it; return the backend's name and what was started.
+def start_on(
+    wanted: str, require: str | Collection[str] | None, start: Starter[_T]
+) -> tuple[str, _T]:
+    """Start something on the first backend that takes it; return the backend's name and what was
+    started.
 
-    `wanted` is a backend's name, or "auto" for the first of the chain that works here (or what the environment variable
-    DEEPNVME_BACKEND names). `require` names the backends that are acceptable; "io_uring" stands for both rings.
+    `wanted` is a backend's name, or "auto" for the first of the chain that works here (or what the
+    environment variable DEEPNVME_BACKEND names). `require` names the backends that are acceptable;
+    "io_uring" stands for both rings.
 
     Raises:
-        BackendUnavailableError: none that is wanted and acceptable works here; the message says why, one by one.
+        BackendUnavailableError: none that is wanted and acceptable works here; the message says
+            why, one by one.
         ValueError: an unknown name.
     """
     told = os.environ.get(BACKEND_VARIABLE, "") if wanted == "auto" else ""
@@ -78,7 +85,10 @@ def start_on(wanted: str, require: str | Collection[str] | None, start: Starter[
     for name in (*candidates, *acceptable):
         if name not in (*CHAIN, *_OTHERS):
             source = f", from the environment variable {BACKEND_VARIABLE}" if name == told else ""
-            raise ValueError(f"unknown backend {name!r}{source}; there are: auto, {', '.join((*CHAIN, *_OTHERS))}")
+            raise ValueError(
+                f"unknown backend {name!r}{source}; there are: auto, "
+                f"{', '.join((*CHAIN, *_OTHERS))}"
+            )
     refusals = []
     for name in candidates:
         if acceptable and name not in acceptable:
@@ -91,19 +101,28 @@ def start_on(wanted: str, require: str | Collection[str] | None, start: Starter[
             refusals.append(f"{name}: {_reason(name, refusal)}")
             continue
         if refusals and not acceptable:
-            warnings.warn(f"deepnvme uses {name}: {'; '.join(refusals)}", BackendFallbackWarning, stacklevel=3)
+            warnings.warn(
+                f"deepnvme uses {name}: {'; '.join(refusals)}", BackendFallbackWarning, stacklevel=3
+            )
         return name, started
-    raise BackendUnavailableError(errno.ENOTSUP, "no acceptable backend works here: " + "; ".join(refusals))
+    raise BackendUnavailableError(
+        errno.ENOTSUP, "no acceptable backend works here: " + "; ".join(refusals)
+    )
 
 
 def fallbacks(wanted: str, require: str | Collection[str] | None) -> tuple[str, ...]:
-    """Return what a queue told the same may use for a drive where the kernel refuses it another ring."""
+    """Return what a queue told the same may use for a drive where the kernel refuses it another
+    ring.
+    """
     named = os.environ.get(BACKEND_VARIABLE, "") if wanted == "auto" else wanted
     return () if named not in ("", "auto") or require is not None else CHAIN[2:]
 
 
-def refuse_where_threads_must(backend: str, require: str | Collection[str] | None, path: str) -> None:
-    """Refuse a file on a FUSE file system, where threads do a ring's work, to a queue that requires the ring.
+def refuse_where_threads_must(
+    backend: str, require: str | Collection[str] | None, path: str
+) -> None:
+    """Refuse a file on a FUSE file system, where threads do a ring's work, to a queue that requires
+    the ring.
 
     Raises:
         BackendUnavailableError: that is so.
@@ -118,16 +137,20 @@ def refuse_where_threads_must(backend: str, require: str | Collection[str] | Non
     others = (*((require,) if isinstance(require, str) else require or ()), Backend.THREADS.value)
     raise BackendUnavailableError(
         errno.ENOTSUP,
-        f"the file is on a FUSE file system ({mount.file_system if mount else 'of unknown kind'}), where io_uring may "
-        f"report short transfers as whole ones, so that only threads are used there; this queue requires "
-        f"{', '.join(acceptable)}. Use a file on another file system (ext4, xfs), or accept threads too: "
+        f"the file is on a FUSE file system ({mount.file_system if mount else 'of unknown kind'}), "
+        "where io_uring may "
+        "report short transfers as whole ones, so that only threads are used there; this queue "
+        "requires "
+        f"{', '.join(acceptable)}. Use a file on another file system (ext4, xfs), or accept "
+        "threads too: "
         f"require={others!r}",
         path=path,
     )
 
 
 def _applicable() -> tuple[str, ...]:
-    """Return the chain without what has no build for this machine: to go on without it is not a fallback.
+    """Return the chain without what has no build for this machine: to go on without it is not a
+    fallback.
 
     Our own ring does what python-liburing's does, at the same speed.
     """
@@ -148,7 +171,8 @@ def _prepare(name: str) -> None:
     found = find_liburing()
     if not found.usable:
         raise BackendUnavailableError(errno.ENOENT, f"python-liburing: {found.reason}")
-    # Importing it loads its library, which cannot be loaded otherwise; the native side then binds its functions.
+    # Importing it loads its library, which cannot be loaded otherwise; the native side then binds
+    # its functions.
     import liburing.liburing
 
     _native.set_liburing_path(str(liburing.liburing.__file__))

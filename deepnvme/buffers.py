@@ -1,7 +1,8 @@
-"""Which memory an object exposes: torch tensors, numpy arrays, anything with the buffer protocol, DLPack.
+"""Which memory an object exposes: torch tensors, numpy arrays, anything with the buffer protocol,
+DLPack.
 
-Decides and describes; copies nothing. What cannot be used as it is gets refused with what to do, never dropped.
-torch is looked at only if the program has imported it.
+Decides and describes; copies nothing. What cannot be used as it is gets refused with what to do,
+never dropped. torch is looked at only if the program has imported it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Memory(NamedTuple):
     def part(self, start: int, nbytes: int) -> Memory:
         """Return `nbytes` of it from `start`."""
         if not 0 <= start <= start + nbytes <= self.nbytes:
-            raise ValueError(f"bytes {start} to {start + nbytes} are not within {self.nbytes} bytes of memory")
+            raise ValueError(
+                f"bytes {start} to {start + nbytes} are not within {self.nbytes} bytes of memory"
+            )
         return Memory(self.address + start, nbytes, self.holder)
 
 
@@ -60,7 +63,8 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
         if hasattr(thing, "__dlpack__"):
             return _of_dlpack(thing, writable=writable)
         raise TypeError(
-            f"expected a tensor, an array or an object with the buffer protocol or DLPack, got {type(thing).__name__}"
+            "expected a tensor, an array or an object with the buffer protocol or DLPack, got "
+            f"{type(thing).__name__}"
         ) from None
     except (BufferError, ValueError) as refusal:
         raise _refusal(thing, refusal, writable=writable) from None
@@ -69,13 +73,21 @@ def memory_of(thing: Any, *, writable: bool) -> Memory:
     return Memory(view.address, view.nbytes, view)
 
 
-_DEVICE = "{kind} is not in host memory, which is needed here: copy it to the host first (.cpu(), cupy.asnumpy)"
-_OBJECTS = "{kind} holds Python objects: its bytes are their addresses, which mean nothing in a file; pickle them"
+_DEVICE = (
+    "{kind} is not in host memory, which is needed here: copy it to the host first (.cpu(), "
+    "cupy.asnumpy)"
+)
+_OBJECTS = (
+    "{kind} holds Python objects: its bytes are their addresses, which mean nothing in a file; "
+    "pickle them"
+)
 
 
 def not_contiguous(kind: str, *, how: str) -> ValueError:
     """Compose the error of what is not one piece of memory; `how` it is made so."""
-    return ValueError(f"{kind} is not contiguous: its bytes are not one piece of memory. Make it so first ({how})")
+    return ValueError(
+        f"{kind} is not contiguous: its bytes are not one piece of memory. Make it so first ({how})"
+    )
 
 
 def refuse_unless_plain(tensor: Any, torch: Any) -> None:
@@ -91,7 +103,8 @@ def refuse_unless_plain(tensor: Any, torch: Any) -> None:
         raise not_contiguous(f"a tensor of strides {tensor.stride()}", how=".contiguous()")
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
-            "the tensor is a lazy conjugate or negative: its bytes are not its values; resolve_conj() first"
+            "the tensor is a lazy conjugate or negative: its bytes are not its values; "
+            "resolve_conj() first"
         )
 
 
@@ -99,18 +112,25 @@ def _of_tensor(tensor: Any, torch: Any) -> Memory:
     if tensor.device.type != "cpu":
         raise TypeError(_DEVICE.format(kind=f"a tensor on {tensor.device}"))
     refuse_unless_plain(tensor, torch)
-    # The storage, not the tensor: `tensor.data = other` lets the tensor go on without the memory being read into.
-    return Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.untyped_storage())
+    # The storage, not the tensor: `tensor.data = other` lets the tensor go on without the memory
+    # being read into.
+    return Memory(
+        tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.untyped_storage()
+    )
 
 
 def _of_array_interface(array: Any, *, writable: bool) -> Memory:
-    """Handle arrays whose element type the buffer protocol cannot name, such as ml_dtypes' bfloat16."""
+    """Handle arrays whose element type the buffer protocol cannot name, such as ml_dtypes'
+    bfloat16.
+    """
     interface = array.__array_interface__
     address, read_only = interface["data"]
     if interface.get("strides") is not None:
         raise not_contiguous("an array with strides", how="numpy.ascontiguousarray")
     if read_only and writable:
-        raise BufferError(f"{type(array).__name__} is read-only; reading into it needs a writable one")
+        raise BufferError(
+            f"{type(array).__name__} is read-only; reading into it needs a writable one"
+        )
     import numpy as np
 
     kind = np.dtype(interface["typestr"])
@@ -126,7 +146,8 @@ def _of_dlpack(thing: Any, *, writable: bool) -> Memory:
     import numpy as np
 
     array = np.from_dlpack(thing)
-    # Before 2.2 numpy calls every such array read-only, and no read-only memory was handed out this way.
+    # Before 2.2 numpy calls every such array read-only, and no read-only memory was handed out this
+    # way.
     tells = tuple(map(int, np.__version__.split(".")[:2])) >= (2, 2)
     return memory_of(array, writable=writable and tells)
 
@@ -148,5 +169,8 @@ def _refusal(thing: Any, refusal: Exception, *, writable: bool) -> Exception:
         if not view.c_contiguous:
             return not_contiguous(kind, how="numpy.ascontiguousarray")
         if writable and view.readonly:
-            return BufferError(f"{kind} is read-only; reading into it needs a writable one (bytearray, numpy.empty)")
+            return BufferError(
+                f"{kind} is read-only; reading into it needs a writable one (bytearray, "
+                "numpy.empty)"
+            )
     return refusal

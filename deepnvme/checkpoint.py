@@ -1,6 +1,8 @@
-"""`save` and `load`: a state dict to and from a store of its own, in one call, as torch.save and torch.load.
+"""`save` and `load`: a state dict to and from a store of its own, in one call, as torch.save and
+torch.load.
 
-Makes the store just large enough; what is durable when, `TensorStore` knows. `deepnvme cp` makes its stores here, too.
+Makes the store just large enough; what is durable when, `TensorStore` knows. `deepnvme cp` makes
+its stores here, too.
 """
 
 from __future__ import annotations
@@ -39,14 +41,17 @@ def save(
     checksum: Checksum = Checksum.CRC32C,
     queue: IOQueue | None = None,
 ) -> int:
-    """Save a state dict, whole or not at all, in one directory or several, one per drive. Return its generation.
+    """Save a state dict, whole or not at all, in one directory or several, one per drive.
 
-    Where there is no store yet, one is made, just large enough, or of `capacity` bytes where that is more. Where there
-    is one, the state of that name is replaced in it, and the store grows as far as that needs. The new state lies
-    beside the last two commits, so a place that is saved to again and again takes three times the state; a `capacity`
-    of that reserves it at once.
+    Return its generation.
 
-    Tensors on a GPU, or whose bytes are not one piece of memory, are copied one by one as they are written.
+    Where there is no store yet, one is made, just large enough, or of `capacity` bytes where that
+    is more. Where there is one, the state of that name is replaced in it, and the store grows as
+    far as that needs. The new state lies beside the last two commits, so a place that is saved to
+    again and again takes three times the state; a `capacity` of that reserves it at once.
+
+    Tensors on a GPU, or whose bytes are not one piece of memory, are copied one by one as they are
+    written.
 
     Raises:
         VolumeError: a drive has no such room; what was saved before is still there.
@@ -59,14 +64,22 @@ def save(
     needed = capacity_for(storable(leaf).nbytes for leaf in leaves.values())
     if any(os.path.lexists(_path(member) / DATA) for member in members):
         settled = [_as_it_is(member) for member in members]
-        least = capacity or sum(member.capacity or 0 for member in members if isinstance(member, Member))
-        with TensorStore.open(settled, durability=durability, checksum=checksum, queue=queue) as store:
+        least = capacity or sum(
+            member.capacity or 0 for member in members if isinstance(member, Member)
+        )
+        with TensorStore.open(
+            settled, durability=durability, checksum=checksum, queue=queue
+        ) as store:
             _make_room(store.volume, needed, least)
             store.put_state(name, state)
             return store.commit()
-    if capacity is None and not any(isinstance(member, Member) and member.capacity for member in members):
+    if capacity is None and not any(
+        isinstance(member, Member) and member.capacity for member in members
+    ):
         capacity = needed
-    with new_store(members, capacity, durability=durability, checksum=checksum, queue=queue) as store:
+    with new_store(
+        members, capacity, durability=durability, checksum=checksum, queue=queue
+    ) as store:
         _make_room(store.volume, needed, 0)
         store.put_state(name, state)
     return store.generation
@@ -79,10 +92,12 @@ def load(
     generation: int | None = None,
     queue: IOQueue | None = None,
 ) -> Any:
-    """Return the state dict of that name, as it was saved: tensors as tensors on the CPU, arrays as arrays.
+    """Return the state dict of that name, as it was saved: tensors as tensors on the CPU, arrays as
+    arrays.
 
-    Several processes may load at once. `generation` names the commit before the last one, where that is wanted. A store
-    that holds tensors and no state dict, as `deepnvme cp` makes it of a safetensors file, gives all of them by name.
+    Several processes may load at once. `generation` names the commit before the last one, where
+    that is wanted. A store that holds tensors and no state dict, as `deepnvme cp` makes it of a
+    safetensors file, gives all of them by name.
 
     Raises:
         KeyError: the store has none of that name.
@@ -111,8 +126,12 @@ def new_store(
     checksum: Checksum = Checksum.CRC32C,
     queue: IOQueue | None = None,
 ) -> Iterator[TensorStore]:
-    """Make a store for the length of a `with`: committed and closed at its end, removed where the block raises."""
-    store = TensorStore.create(directories, capacity, durability=durability, checksum=checksum, queue=queue)
+    """Make a store for the length of a `with`: committed and closed at its end, removed where the
+    block raises.
+    """
+    store = TensorStore.create(
+        directories, capacity, durability=durability, checksum=checksum, queue=queue
+    )
     try:
         yield store
         store.commit()
@@ -130,7 +149,9 @@ def _make_room(volume: Volume, needed: int, capacity: int) -> None:
 
 
 def _members(directories: _Directory | Sequence[_Directory]) -> list[_Directory]:
-    return [directories] if isinstance(directories, (str, os.PathLike, Member)) else list(directories)
+    return (
+        [directories] if isinstance(directories, (str, os.PathLike, Member)) else list(directories)
+    )
 
 
 def _as_it_is(member: _Directory) -> _Directory:

@@ -1,4 +1,5 @@
-"""crc32c, the checksum of everything that is stored, over memory as it lies; `copying` sums in the pass that copies.
+"""crc32c, the checksum of everything that is stored, over memory as it lies; `copying` sums in the
+pass that copies.
 
 Runs without the GIL on large memory, with the CPU's own instructions where it has them.
 """
@@ -17,7 +18,9 @@ CHECKSUM_BYTES = 1 << 20
 
 
 def crc32c(data: object, crc: int = 0) -> int:
-    """Return the crc32c of `data`, anything with the buffer protocol, going on from that of what came before."""
+    """Return the crc32c of `data`, anything with the buffer protocol, going on from that of what
+    came before.
+    """
     return _native.crc32c(data, crc)
 
 

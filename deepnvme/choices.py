@@ -1,4 +1,7 @@
-"""What callers give: a member of an enumeration or its name as text, and whole numbers. A leaf: knows none of them."""
+"""What callers give: a member of an enumeration or its name as text, and whole numbers.
+
+A leaf: knows none of them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 def chosen(kind: type[_Choice], value: _Choice | str, what: str) -> _Choice:
-    """Return the member of `kind` that `value` is or names; `what` names the argument in the refusal.
+    """Return the member of `kind` that `value` is or names; `what` names the argument in the
+    refusal.
 
     The name of a member is its value where that is text, else its own name in small letters.
 
@@ -40,7 +44,9 @@ def whole_number(what: str, value: Any, least: int = 0) -> int:
     except TypeError:
         raise TypeError(f"{what} is a whole number, got {value!r}") from None
     if number < least:
-        raise ValueError(f"{what} must {f'be {least} or more' if least else 'not be negative'}, got {number}")
+        raise ValueError(
+            f"{what} must {f'be {least} or more' if least else 'not be negative'}, got {number}"
+        )
     return number
 
 

@@ -1,7 +1,9 @@
-"""The commits of a store on its drives: makes the next one, step by step (decision 0004), and finds the last ones.
+"""The commits of a store on its drives: makes the next one, step by step (decision 0004), and finds
+the last ones.
 
-Owns the generation, what is durable when, and that nothing is promised any more after a step that failed in doubt. What
-a commit holds, and whose space that is, `Holdings` knows. Called by the store, by one thread at a time.
+Owns the generation, what is durable when, and that nothing is promised any more after a step that
+failed in doubt. What a commit holds, and whose space that is, `Holdings` knows. Called by the
+store, by one thread at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ __all__ = ["Commits"]
 
 
 class Commits:
-    """The commits of one store; `synced`: whether a commit survives power loss from when it is made."""
+    """The commits of one store; `synced`: whether a commit survives power loss from when it is
+    made.
+    """
 
     def __init__(self, volume: Volume, *, synced: bool) -> None:
         self.generation = 0
@@ -52,8 +56,8 @@ class Commits:
     def make(self, tensors: Mapping[str, Record], trees: Mapping[str, Any]) -> None:
         """Make a commit of this content. Its bytes are written, and nobody writes to their space.
 
-        Where this raises, `generation` and `poisoned` tell what came of it: with the old generation and no poison,
-        nothing of it is on the drives.
+        Where this raises, `generation` and `poisoned` tell what came of it: with the old generation
+        and no poison, nothing of it is on the drives.
 
         Raises:
             PoisonedError: a step failed in doubt.
@@ -81,7 +85,8 @@ class Commits:
     def _in_doubt_where_it_fails(self, what: str) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:  # after Ctrl-C, too: what was interrupted may have failed, and is told once
+        except BaseException as error:
+            # after Ctrl-C, too: what was interrupted may have failed, and is told once
             self._poison = self._poisoned(what, error)
             if not isinstance(error, OSError):
                 raise
@@ -90,32 +95,42 @@ class Commits:
     def _poisoned(self, what: str, error: BaseException) -> PoisonedError:
         return PoisonedError(
             getattr(error, "errno", None) or errno.EINTR,
-            f"{what} failed ({str(error) or type(error).__name__}): what was put since commit {self.generation} "
-            "may be lost, and no later sync would tell. Tensors can still be got; open the store again to go on "
+            f"{what} failed ({str(error) or type(error).__name__}): what was put since commit "
+            f"{self.generation} "
+            "may be lost, and no later sync would tell. Tensors can still be got; open the store "
+            "again to go on "
             "from its last commit",
             path=str(self._files.folder),
         )
 
     def find(self, generation: int | None) -> tuple[Mapping[int, Manifest], int]:
-        """Return the last commits by generation, and which one is meant: the last, unless `generation` names one.
+        """Return the last commits by generation, and which one is meant: the last, unless
+        `generation` names one.
 
         Raises:
             StoreError: there is none, or not that one, or one is damaged and none was named.
         """
         whole, damaged = self._files.read(self._volume.uuid, self._volume.capacities)
-        available = f"; generations that can be opened: {', '.join(map(str, sorted(whole))) or 'none'}"
+        available = (
+            f"; generations that can be opened: {', '.join(map(str, sorted(whole))) or 'none'}"
+        )
         if generation is None and damaged:
-            raise self._refusal(errno.EBADMSG, f"a manifest cannot be used: {'; '.join(damaged)}{available}")
+            raise self._refusal(
+                errno.EBADMSG, f"a manifest cannot be used: {'; '.join(damaged)}{available}"
+            )
         chosen = max(whole, default=None) if generation is None else generation
         if chosen is None:
             raise self._refusal(
                 errno.ENOENT,
-                "there never was a commit here: making the store was interrupted. Remove what is in its directories "
+                "there never was a commit here: making the store was interrupted. Remove what is "
+                "in its directories "
                 "and make it anew",
             )
         if chosen not in whole:
             problems = f" ({'; '.join(damaged)})" if damaged else ""
-            raise self._refusal(errno.ENOENT, f"there is no generation {chosen} here{problems}{available}")
+            raise self._refusal(
+                errno.ENOENT, f"there is no generation {chosen} here{problems}{available}"
+            )
         self.generation = max(whole)
         return MappingProxyType(whole), chosen
 

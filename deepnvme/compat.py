@@ -1,8 +1,9 @@
-"""DeepNVMe's names and call shapes over `IOQueue`: a program written for DeepSpeed's `aio_handle` changes one import.
+"""DeepNVMe's names and call shapes over `IOQueue`: a program written for DeepSpeed's `aio_handle`
+changes one import.
 
-What fails raises, where DeepNVMe reports success or ends the program. Knows nothing of drives: queue and pool do the
-work. Called by programs of users only; docs/migrate-from-deepnvme.md says what is the same and what is not. Imports
-torch when a locked tensor is asked for.
+What fails raises, where DeepNVMe reports success or ends the program. Knows nothing of drives:
+queue and pool do the work. Called by programs of users only; docs/migrate-from-deepnvme.md says
+what is the same and what is not. Imports torch when a locked tensor is asked for.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ _CHECKED_BYTES = 8 << 20  # validated at a time
 
 
 class AsyncIOBuilder:
-    """Stands where DeepSpeed's builder stands: `AsyncIOBuilder().load().aio_handle()`. There is nothing to build."""
+    """Stands where DeepSpeed's builder stands: `AsyncIOBuilder().load().aio_handle()`.
+
+    There is nothing to build.
+    """
 
     NAME = "async_io"
 
@@ -97,11 +101,14 @@ class _Operation:
 
 
 class aio_handle:  # noqa: N801 - the name that programs use
-    """Reads and writes whole buffers by file name. `wait()` waits for all that is pending, and raises what failed.
+    """Reads and writes whole buffers by file name.
 
-    `queue` is the IOQueue below, for whoever wants more than this. `block_size` decides its chunk and `queue_depth` its
-    bytes in flight; the other parameters have no effect and are kept for the `get_` methods.
-    With a `file_offset`, a write changes those bytes and no others; without, the file becomes what the buffer holds.
+    `wait()` waits for all that is pending, and raises what failed.
+
+    `queue` is the IOQueue below, for whoever wants more than this. `block_size` decides its chunk
+    and `queue_depth` its bytes in flight; the other parameters have no effect and are kept for the
+    `get_` methods. With a `file_offset`, a write changes those bytes and no others; without, the
+    file becomes what the buffer holds.
     """
 
     def __init__(
@@ -152,11 +159,18 @@ class aio_handle:  # noqa: N801 - the name that programs use
         return self.pread(buffer, filename, False, True, file_offset)
 
     def sync_pread(self, buffer: Any, filename: _Path, file_offset: int = 0) -> int:
-        """Fill `buffer` from the file. Waits for all that is pending, and returns how many operations that were."""
+        """Fill `buffer` from the file.
+
+        Waits for all that is pending, and returns how many operations that were.
+        """
         return self.pread(buffer, filename, False, False, file_offset)
 
-    def pread(self, buffer: Any, filename: _Path, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """As `async_pread` or `sync_pread`; `validate` compares the buffer with the file afterwards."""
+    def pread(
+        self, buffer: Any, filename: _Path, validate: bool, async_: bool, file_offset: int = 0
+    ) -> int:
+        """As `async_pread` or `sync_pread`; `validate` compares the buffer with the file
+        afterwards.
+        """
         self._pending.append(self._read(buffer, filename, validate, file_offset))
         return 0 if async_ else self.wait()
 
@@ -170,37 +184,65 @@ class aio_handle:  # noqa: N801 - the name that programs use
     def async_pwrite(self, buffer: Any, *, fd: int, file_offset: int = 0) -> int: ...
 
     def async_pwrite(
-        self, buffer: Any, filename: _Path | int | None = None, file_offset: int | None = None, *, fd: int | None = None
+        self,
+        buffer: Any,
+        filename: _Path | int | None = None,
+        file_offset: int | None = None,
+        *,
+        fd: int | None = None,
     ) -> int:
-        """Start writing `buffer` to the file, named or open as a descriptor. Returns 0; `wait()` tells how it ended."""
+        """Start writing `buffer` to the file, named or open as a descriptor.
+
+        Returns 0; `wait()` tells how it ended.
+        """
         descriptor = filename if isinstance(filename, int) else fd
         if descriptor is not None:
             # Opened anew: the descriptor may be closed at once, and need not be for direct I/O.
-            self._pending.append(self._write(buffer, f"/proc/self/fd/{descriptor}", False, file_offset or 0))
+            self._pending.append(
+                self._write(buffer, f"/proc/self/fd/{descriptor}", False, file_offset or 0)
+            )
             return 0
         if filename is None or isinstance(filename, int):
             raise TypeError("async_pwrite needs a filename or an fd")
         return self.pwrite(buffer, filename, False, True, file_offset)
 
     def sync_pwrite(self, buffer: Any, filename: _Path, file_offset: int | None = None) -> int:
-        """Write `buffer` to the file. Waits for all that is pending, and returns how many operations that were."""
+        """Write `buffer` to the file.
+
+        Waits for all that is pending, and returns how many operations that were.
+        """
         return self.pwrite(buffer, filename, False, False, file_offset)
 
-    def pwrite(self, buffer: Any, filename: _Path, validate: bool, async_: bool, file_offset: int | None = None) -> int:
+    def pwrite(
+        self,
+        buffer: Any,
+        filename: _Path,
+        validate: bool,
+        async_: bool,
+        file_offset: int | None = None,
+    ) -> int:
         """As `async_pwrite` or `sync_pwrite`; `validate` reads the file back and compares."""
         self._pending.append(self._write(buffer, filename, validate, file_offset))
         return 0 if async_ else self.wait()
 
-    def read(self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None = None) -> int:
-        """Fill `buffer` from the file, all of it unless there is a `file_offset`. Waits for this alone; returns 0."""
+    def read(
+        self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None = None
+    ) -> int:
+        """Fill `buffer` from the file, all of it unless there is a `file_offset`.
+
+        Waits for this alone; returns 0.
+        """
         return _end(self._read(buffer, filename, validate, file_offset))
 
-    def write(self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None = None) -> int:
+    def write(
+        self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None = None
+    ) -> int:
         """Write `buffer` to the file. Waits for this alone; returns 0."""
         return _end(self._write(buffer, filename, validate, file_offset))
 
     def wait(self) -> int:
-        """Wait until everything pending has ended; return how many operations that were, 0 where there was none.
+        """Wait until everything pending has ended; return how many operations that were, 0 where
+        there was none.
 
         Raises:
             NVMeError: one of them failed.
@@ -218,7 +260,9 @@ class aio_handle:  # noqa: N801 - the name that programs use
         return len(operations)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor of the example's type in memory of a `Pool`, registered with this handle."""
+        """Return an uninitialised tensor of the example's type in memory of a `Pool`, registered
+        with this handle.
+        """
         return _LockedTensors.make(num_elem, example_tensor, self.queue)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
@@ -229,40 +273,57 @@ class aio_handle:  # noqa: N801 - the name that programs use
         return _LockedTensors.free(tensor)
 
     def is_pinned(self, buffer: Any) -> bool:
-        """Tell whether `buffer` lies in a locked tensor of this process, or is page-locked by torch."""
+        """Tell whether `buffer` lies in a locked tensor of this process, or is page-locked by
+        torch.
+        """
         return _LockedTensors.hold(buffer)
 
     def close(self) -> None:
-        """Wait as `wait()` does, then free the rings and threads. Dropping the handle does the same, but only warns."""
+        """Wait as `wait()` does, then free the rings and threads.
+
+        Dropping the handle does the same, but only warns.
+        """
         try:
             self.wait()
         finally:
             self._finalizer.detach()
             self.queue.close()
 
-    def _read(self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None) -> _Operation:
+    def _read(
+        self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None
+    ) -> _Operation:
         path = os.fsdecode(filename)
         with self.queue.open(path) as file:
             if file_offset is None and file.size > _nbytes(buffer):
                 raise ValueError(
-                    f"{path} has {file.size} B, more than the {_nbytes(buffer)} B of the buffer; to read a part of it, "
+                    f"{path} has {file.size} B, more than the {_nbytes(buffer)} B of the buffer; "
+                    "to read a part of it, "
                     "give a file_offset"
                 )
             future = file.pread(buffer, file_offset or 0)
-        return _Operation(future, self._validation(buffer, path, file_offset or 0) if validate else None)
+        return _Operation(
+            future, self._validation(buffer, path, file_offset or 0) if validate else None
+        )
 
-    def _write(self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None) -> _Operation:
+    def _write(
+        self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None
+    ) -> _Operation:
         path = os.fsdecode(filename)
         nbytes = _nbytes(buffer)
         memory_of(buffer, writable=False)  # before there is a file: it may refuse the buffer
         with self._open_for_writing(path) as file:
-            future = file.pwrite(buffer, file_offset or 0)  # before the file is cut: it may refuse the buffer
+            # before the file is cut: it may refuse the buffer
+            future = file.pwrite(buffer, file_offset or 0)
             if file_offset is None and file.size > nbytes:
                 file.truncate(nbytes)
-        return _Operation(future, self._validation(buffer, path, file_offset or 0) if validate else None)
+        return _Operation(
+            future, self._validation(buffer, path, file_offset or 0) if validate else None
+        )
 
     def _open_for_writing(self, path: str) -> File:
-        """Open a file that is there without emptying it: writing over what is allocated is faster."""
+        """Open a file that is there without emptying it: writing over what is allocated is
+        faster.
+        """
         with suppress(FileNotFoundError):
             return self.queue.open(path, "r+")
         try:
@@ -270,13 +331,20 @@ class aio_handle:  # noqa: N801 - the name that programs use
         except FileExistsError:  # made by somebody else meanwhile
             return self.queue.open(path, "r+")
 
-    def _validation(self, buffer: Any, path: str, offset: int) -> Callable[[], BaseException | None]:
-        """Open the file now, as its name may be another's by then, and not for direct I/O, which is what is checked."""
+    def _validation(
+        self, buffer: Any, path: str, offset: int
+    ) -> Callable[[], BaseException | None]:
+        """Open the file now, as its name may be another's by then, and not for direct I/O, which is
+        what is checked.
+        """
         return partial(_difference, self.queue.open(path, direct=Direct.NEVER), buffer, offset)
 
 
 class pin_handle:  # noqa: N801 - the name that programs use
-    """Locked tensors without a handle for I/O. Tensors made by a handle's own method are registered with it as well."""
+    """Locked tensors without a handle for I/O.
+
+    Tensors made by a handle's own method are registered with it as well.
+    """
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """As `aio_handle.new_cpu_locked_tensor`, registered with no handle."""
@@ -300,7 +368,10 @@ def aio_read(  # noqa: PLR0917 - the call shape of DeepNVMe
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """Fill `buffer` from the file, which must be as large, with a handle for this alone. Returns 0."""
+    """Fill `buffer` from the file, which must be as large, with a handle for this alone.
+
+    Returns 0.
+    """
     handle = aio_handle(block_size, queue_depth, single_submit, overlap_events)
     try:
         return handle.read(buffer, filename, validate)
@@ -326,11 +397,15 @@ def aio_write(  # noqa: PLR0917 - the call shape of DeepNVMe
 
 
 def deepspeed_memcpy(dest: Any, src: Any) -> int:
-    """Copy the bytes of one buffer in host memory over those of another of the same size. Returns 0."""
+    """Copy the bytes of one buffer in host memory over those of another of the same size.
+
+    Returns 0.
+    """
     target, source = memory_of(dest, writable=True), memory_of(src, writable=False)
     if target.nbytes != source.nbytes:
         raise ValueError(
-            f"expected buffers of one size, got {target.nbytes} B to copy to and {source.nbytes} B to copy"
+            f"expected buffers of one size, got {target.nbytes} B to copy to and {source.nbytes} B "
+            "to copy"
         )
     ctypes.memmove(target.address, source.address, source.nbytes)
     return 0
@@ -349,7 +424,11 @@ class _LockedTensor:
     def holds(self, memory: Memory) -> bool:
         """Tell whether `memory` is a part of this."""
         end = memory.address + memory.nbytes
-        return self.view() is not None and self.address <= memory.address and end <= self.address + self.nbytes
+        return (
+            self.view() is not None
+            and self.address <= memory.address
+            and end <= self.address + self.nbytes
+        )
 
 
 class _LockedTensors:
@@ -363,26 +442,33 @@ class _LockedTensors:
             import torch
         except ImportError:
             raise ImportError(
-                "locked tensors need torch, which is not installed; deepnvme.Pool(nbytes).empty(shape, dtype) gives "
+                "locked tensors need torch, which is not installed; "
+                "deepnvme.Pool(nbytes).empty(shape, dtype) gives "
                 "numpy arrays of the same memory"
             ) from None
         if not isinstance(example, torch.Tensor):
-            raise TypeError(f"expected an example tensor, whose dtype is taken; got {type(example).__name__}")
+            raise TypeError(
+                f"expected an example tensor, whose dtype is taken; got {type(example).__name__}"
+            )
         if num_elem == 0:
             return torch.empty(0, dtype=example.dtype)
         nbytes = _positive("num_elem", num_elem) * example.element_size()
         if nbytes > _LARGEST_LOCKED_BYTES:
             raise ValueError(
-                f"a locked tensor holds at most {_LARGEST_LOCKED_BYTES} B, asked: {nbytes} B; make several"
+                f"a locked tensor holds at most {_LARGEST_LOCKED_BYTES} B, asked: {nbytes} B; make "
+                "several"
             )
         cls._forget_unused()
         pool = Pool(nbytes)
         if queue is not None:
             queue.use_pool(pool)
         view = pool.buffer(nbytes)
-        tensor = torch.frombuffer(view, dtype=example.dtype)  # holds `view` until nothing uses the memory any more
+        # holds `view` until nothing uses the memory any more
+        tensor = torch.frombuffer(view, dtype=example.dtype)
         registered = None if queue is None else weakref.ref(queue)
-        cls._known.add(_LockedTensor(weakref.ref(view), tensor.data_ptr(), nbytes, pool, registered))
+        cls._known.add(
+            _LockedTensor(weakref.ref(view), tensor.data_ptr(), nbytes, pool, registered)
+        )
         return tensor
 
     @classmethod
@@ -390,7 +476,9 @@ class _LockedTensors:
         import torch
 
         start = Memory(tensor.data_ptr(), 1, None)
-        if not any(start.address == known.address and known.holds(start) for known in cls._known.copy()):
+        if not any(
+            start.address == known.address and known.holds(start) for known in cls._known.copy()
+        ):
             return False
         tensor.data = torch.empty(0, dtype=tensor.dtype)
         cls._forget_unused()
@@ -409,7 +497,10 @@ class _LockedTensors:
 
     @classmethod
     def _forget_unused(cls) -> None:
-        """Let go of the pools whose tensors are gone. Not as they go: that may be on a thread which the queue needs."""
+        """Let go of the pools whose tensors are gone.
+
+        Not as they go: that may be on a thread which the queue needs.
+        """
         for known in cls._known.copy():
             if known.view() is not None:
                 continue
@@ -427,7 +518,9 @@ def _positive(name: str, value: int) -> int:
 
 
 def _settings(block_size: int, queue_depth: int) -> tuple[int | None, int | None]:
-    """Return the chunk and the bytes in flight that come nearest to what was asked, None for deepnvme's own choice."""
+    """Return the chunk and the bytes in flight that come nearest to what was asked, None for
+    deepnvme's own choice.
+    """
     if (block_size, queue_depth) == (_BLOCK_BYTES, _QUEUE_DEPTH):
         return None, None
     chunk_bytes = min(-(-block_size // _CHUNK_UNIT_BYTES) * _CHUNK_UNIT_BYTES, _MOST_INFLIGHT_BYTES)
@@ -441,7 +534,10 @@ def _end(operation: _Operation) -> int:
 
 
 def _abandon(queue: IOQueue, pending: list[_Operation], owner: int) -> None:
-    """End the operations of a handle that is gone. Nobody is left to raise to, so errors are told by a warning."""
+    """End the operations of a handle that is gone.
+
+    Nobody is left to raise to, so errors are told by a warning.
+    """
     if os.getpid() != owner:
         return
     queue.close()
@@ -449,7 +545,8 @@ def _abandon(queue: IOQueue, pending: list[_Operation], owner: int) -> None:
     errors = [error for future in futures if (error := future.exception())]
     if errors:
         warnings.warn(
-            f"an aio_handle was dropped without wait() and {len(errors)} of its operations failed; the first: "
+            f"an aio_handle was dropped without wait() and {len(errors)} of its operations failed; "
+            "the first: "
             f"{errors[0]}",
             RuntimeWarning,
             stacklevel=2,
@@ -463,7 +560,9 @@ def _nbytes(buffer: Any) -> int:
 
 
 def _difference(file: File, buffer: Any, offset: int) -> BaseException | None:
-    """Compare a buffer with the file from `offset` on; return what differs, or why that cannot be told."""
+    """Compare a buffer with the file from `offset` on; return what differs, or why that cannot be
+    told.
+    """
     import numpy as np
 
     try:
@@ -497,4 +596,8 @@ def _bytes_of(buffer: Any) -> NDArray[np.uint8]:
     if torch is not None:
         bytes_: NDArray[np.uint8] = buffer.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         return bytes_
-    return buffer.reshape(-1).view(np.uint8) if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    return (
+        buffer.reshape(-1).view(np.uint8)
+        if isinstance(buffer, np.ndarray)
+        else np.frombuffer(buffer, np.uint8)
+    )

@@ -1,7 +1,9 @@
-"""Device memory as what staging copies from and to: one class for torch's tensors, one for all that cupy can see.
+"""Device memory as what staging copies from and to: one class for torch's tensors, one for all that
+cupy can see.
 
-Owns no memory and starts no I/O. torch is looked at only if the program has imported it; cupy is imported for arrays
-that are not torch's. Called by `deepnvme.queue`, which asks what it was given, and `deepnvme.staging`, which copies.
+Owns no memory and starts no I/O. torch is looked at only if the program has imported it; cupy is
+imported for arrays that are not torch's. Called by `deepnvme.queue`, which asks what it was given,
+and `deepnvme.staging`, which copies.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ class CopyEvent(Protocol):
 class DeviceArray(Protocol):
     """One contiguous piece of device memory, which this keeps alive.
 
-    Made by the thread that submits: copies wait, on the device, for what that thread's current stream had to do then.
-    So a write sees what was computed before, and a read does not overwrite what a kernel still looks at. The other
-    methods are called by the staging thread.
+    Made by the thread that submits: copies wait, on the device, for what that thread's current
+    stream had to do then. So a write sees what was computed before, and a read does not overwrite
+    what a kernel still looks at. The other methods are called by the staging thread.
     """
 
     @property
@@ -49,7 +51,8 @@ class DeviceArray(Protocol):
 
 
 def device_array_of(thing: Any, *, writable: bool) -> DeviceArray | None:
-    """Return the device memory that `thing` exposes, to be written to if `writable`; None where it exposes none.
+    """Return the device memory that `thing` exposes, to be written to if `writable`; None where it
+    exposes none.
 
     Raises:
         TypeError: it is not dense, or of a library that needs cupy's help and cupy is not there.
@@ -70,12 +73,15 @@ def device_array_of(thing: Any, *, writable: bool) -> DeviceArray | None:
         cupy = importlib.import_module("cupy")
     except ImportError:
         raise TypeError(
-            f"{kind} is not in host memory, and moving it from where it is needs cupy, which is not installed: "
+            f"{kind} is not in host memory, and moving it from where it is needs cupy, which is "
+            "not installed: "
             "install it, give a torch tensor (torch.as_tensor), or copy it to the host first"
         ) from None
     array = cupy.asarray(thing)
     if array.nbytes and array.data.ptr != address:
-        raise TypeError(f"cupy sees {kind} only as a copy, which is not what is to be moved: give a cupy array")
+        raise TypeError(
+            f"cupy sees {kind} only as a copy, which is not what is to be moved: give a cupy array"
+        )
     return _CupyArray(array, cupy)
 
 
@@ -87,7 +93,8 @@ class _TorchArray:
         self.nbytes: int = tensor.numel() * tensor.element_size()
         self._torch = torch
         self._device = tensor.device
-        self._storage = tensor.untyped_storage()  # not the tensor: `tensor.data = other` leaves this where it is
+        # not the tensor: `tensor.data = other` leaves this where it is
+        self._storage = tensor.untyped_storage()
         self._offset = tensor.storage_offset() * tensor.element_size()
         self._submitted = torch.cuda.current_stream(tensor.device).record_event()
 
@@ -120,13 +127,17 @@ class _CupyArray:
 
     def __init__(self, array: Any, cupy: Any) -> None:
         if not array.flags.c_contiguous:
-            raise not_contiguous(f"an array of strides {array.strides}", how="cupy.ascontiguousarray")
+            raise not_contiguous(
+                f"an array of strides {array.strides}", how="cupy.ascontiguousarray"
+            )
         self.nbytes: int = array.nbytes
         self._cupy = cupy
         self._device = array.device
         self._memory = array.data
         with self._device:
-            self._submitted = cupy.cuda.get_current_stream().record(cupy.cuda.Event(disable_timing=True))
+            self._submitted = cupy.cuda.get_current_stream().record(
+                cupy.cuda.Event(disable_timing=True)
+            )
 
     def begin(self) -> None:
         with self._device:
@@ -135,11 +146,15 @@ class _CupyArray:
 
     def to_host(self, start: int, target: memoryview) -> CopyEvent:
         host = memory_of(target, writable=True).address
-        return self._copy(host, self._memory.ptr + start, len(target), self._cupy.cuda.runtime.memcpyDeviceToHost)
+        return self._copy(
+            host, self._memory.ptr + start, len(target), self._cupy.cuda.runtime.memcpyDeviceToHost
+        )
 
     def to_device(self, start: int, source: memoryview) -> CopyEvent:
         host = memory_of(source, writable=False).address
-        return self._copy(self._memory.ptr + start, host, len(source), self._cupy.cuda.runtime.memcpyHostToDevice)
+        return self._copy(
+            self._memory.ptr + start, host, len(source), self._cupy.cuda.runtime.memcpyHostToDevice
+        )
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int) -> CopyEvent:
         cuda = self._cupy.cuda

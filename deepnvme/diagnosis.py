@@ -1,7 +1,9 @@
-"""From what was probed to findings: what keeps storage from working, what slows it down, and what to do about it.
+"""From what was probed to findings: what keeps storage from working, what slows it down, and what
+to do about it.
 
-Pure functions: they ask nothing and start nothing, so that every finding is tested on every machine. Imports nothing
-that needs the native module. Used by both doctors; `infinity_engine` adds findings of its own to these.
+Pure functions: they ask nothing and start nothing, so that every finding is tested on every
+machine. Imports nothing that needs the native module. Used by both doctors; `infinity_engine` adds
+findings of its own to these.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ class Chosen(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing: what it is about, what was found, what to do. `id` names the kind of finding, for scripts."""
+    """One thing: what it is about, what was found, what to do.
+
+    `id` names the kind of finding, for scripts.
+    """
 
     id: str
     severity: Severity
@@ -93,7 +98,8 @@ def about_system(system: SystemProbe, architecture: str) -> Iterator[Finding]:
         yield weak(
             "io-uring-unavailable",
             "io_uring",
-            f"not available ({system.uring.errno_name}): {refusal.cause}; {system.backend.value} is used instead",
+            f"not available ({system.uring.errno_name}): {refusal.cause}; {system.backend.value} "
+            "is used instead",
             refusal.advice,
         )
     elif not system.uring.defer_taskrun:
@@ -116,9 +122,11 @@ def about_system(system: SystemProbe, architecture: str) -> Iterator[Finding]:
         yield weak(
             "memlock-limit-low",
             "memlock",
-            f"only {format_bytes(limit)} may be locked: I/O buffers cannot be registered with io_uring, "
+            f"only {format_bytes(limit)} may be locked: I/O buffers cannot be registered with "
+            "io_uring, "
             "which costs CPU time per request",
-            "ulimit -l unlimited, or 'memlock unlimited' in /etc/security/limits.conf; docker run --ulimit memlock=-1",
+            "ulimit -l unlimited, or 'memlock unlimited' in /etc/security/limits.conf; docker run "
+            "--ulimit memlock=-1",
         )
     if system.huge_pages == "never":
         yield weak(
@@ -129,13 +137,18 @@ def about_system(system: SystemProbe, architecture: str) -> Iterator[Finding]:
         )
 
 
-def about_directory(directory: DirectoryProbe, chosen: Chosen = Chosen.BY_NAME) -> Iterator[Finding]:
+def about_directory(
+    directory: DirectoryProbe, chosen: Chosen = Chosen.BY_NAME
+) -> Iterator[Finding]:
     """Yield what there is to say about one directory and its drive."""
     path = directory.path
     if directory.plain_errno is not None or directory.free_bytes == 0:
         finding = _about_unusable(directory)
         if chosen is Chosen.BY_DEFAULT:
-            remedy = "name the directory that is to hold the data: doctor DIR (none was named; this is the current one)"
+            remedy = (
+                "name the directory that is to hold the data: doctor DIR (none was named; this is "
+                "the current one)"
+            )
             finding = replace(finding, severity=Severity.WEAK, remedy=remedy)
         yield finding
         return
@@ -150,7 +163,8 @@ def about_directory(directory: DirectoryProbe, chosen: Chosen = Chosen.BY_NAME) 
         yield weak(
             "direct-io-refused",
             path,
-            f"{directory.file_system} refuses O_DIRECT ({directory.direct_errno}): reads and writes go through the "
+            f"{directory.file_system} refuses O_DIRECT ({directory.direct_errno}): reads and "
+            "writes go through the "
             "page cache and take host memory",
             "use a directory on ext4 or xfs",
         )
@@ -160,7 +174,8 @@ def about_directory(directory: DirectoryProbe, chosen: Chosen = Chosen.BY_NAME) 
         yield note(
             "mounted-with-discard",
             path,
-            "mounted with 'discard': space that is freed and written again costs a trim and new allocation",
+            "mounted with 'discard': space that is freed and written again costs a trim and new "
+            "allocation",
             "mount with nodiscard and let fstrim.timer trim",
         )
 
@@ -173,14 +188,23 @@ def _about_rotation(path: str, drive: Drive) -> Finding:
             f"the virtual drive {drive.name} says that it rotates, which virtual drives often do",
             "none needed where the host's drive is solid",
         )
-    return weak("drive-rotating", path, f"{drive.name} is a rotating drive", "use a directory on an NVMe drive")
+    return weak(
+        "drive-rotating",
+        path,
+        f"{drive.name} is a rotating drive",
+        "use a directory on an NVMe drive",
+    )
 
 
 def _about_unusable(directory: DirectoryProbe) -> Finding:
     path, quoted = directory.path, shlex.quote(directory.path)
     error = directory.plain_errno or "ENOSPC"
     reasons = {
-        "ENOTDIR": ("directory-is-a-file", "this is not a directory", "name the directory that holds it"),
+        "ENOTDIR": (
+            "directory-is-a-file",
+            "this is not a directory",
+            "name the directory that holds it",
+        ),
         "EACCES": (
             "directory-not-writable",
             "this user may not write here",

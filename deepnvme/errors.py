@@ -1,4 +1,5 @@
-"""Every error of deepnvme, all of them OSErrors that say which operation, on which file, where, how much, why.
+"""Every error of deepnvme, all of them OSErrors that say which operation, on which file, where, how
+much, why.
 
 NVMeError(OSError)              op, path, offset, asked, done, errno, backend
   ShortReadError(EOFError)      the file ended before the bytes that were asked for
@@ -8,8 +9,8 @@ NVMeError(OSError)              op, path, offset, asked, done, errno, backend
   ForkedError(RuntimeError)     the queue belongs to the parent process
   PoolExhaustedError(MemoryError)   the pool has no free piece of that size
   BackendUnavailableError       the kernel or this process refuses the backend asked for
-  VolumeError                   a volume's directory is not what it should be: missing, damaged, another volume's
-    VolumeLockedError           somebody else has it open for `use`; `pid` is who, where that can be known
+  VolumeError                   a volume's directory is missing, damaged or another volume's
+    VolumeLockedError           another process has it open for `use`; `pid`, where it is known
     VolumeFullError             the volume has no room; asked, free, largest
   StoreError                    a store's directory holds no store, or a damaged one
     PoisonedError               an fsync failed: nothing can be made durable any more
@@ -94,8 +95,16 @@ class BatchError(NVMeError):
 
     def __init__(self, errors: Sequence[NVMeError]) -> None:
         first = errors[0]
-        others = [path for path in dict.fromkeys(error.path for error in errors) if path not in ("", first.path)]
-        also = f"; others on {', '.join(others[:_NAMED])}{', ...' if len(others) > _NAMED else ''}" if others else ""
+        others = [
+            path
+            for path in dict.fromkeys(error.path for error in errors)
+            if path not in ("", first.path)
+        ]
+        also = (
+            f"; others on {', '.join(others[:_NAMED])}{', ...' if len(others) > _NAMED else ''}"
+            if others
+            else ""
+        )
         super().__init__(
             first.errno or 0,
             f"{len(errors)} operations of the batch failed; the first: {first}{also}",
@@ -110,12 +119,15 @@ class BatchError(NVMeError):
 
 
 class QueueFull(NVMeError):  # noqa: N818 - as queue.Full, and what users expect to catch
-    """As many operations as the queue holds are pending, and it was told to refuse rather than wait."""
+    """As many operations as the queue holds are pending, and it was told to refuse rather than
+    wait.
+    """
 
     def __init__(self, max_pending: int) -> None:
         super().__init__(
             errno_names.EAGAIN,
-            f"{max_pending} operations are pending, the most this queue holds: wait for some, raise max_pending, "
+            f"{max_pending} operations are pending, the most this queue holds: wait for some, "
+            "raise max_pending, "
             "or use when_full=WhenFull.BLOCK",
         )
 
@@ -146,20 +158,25 @@ class BackendUnavailableError(NVMeError):
 
 
 class VolumeError(NVMeError):
-    """A directory is not what the volume needs there; `path` is the directory, the message says what to do."""
+    """A directory is not what the volume needs there; `path` is the directory, the message says
+    what to do.
+    """
 
     def __init__(self, errno: int, message: str, *, path: str = "") -> None:
         super().__init__(errno, message, path=path)
 
 
 class VolumeLockedError(VolumeError):
-    """Somebody else has the directory open for `use`; `pid` is a process, None where the kernel does not tell."""
+    """Somebody else has the directory open for `use`; `pid` is a process, None where the kernel
+    does not tell.
+    """
 
     def __init__(self, path: str, pid: int | None, use: str = "writing") -> None:
         who = {None: "another process", os.getpid(): "this process"}.get(pid, f"process {pid}")
         super().__init__(
             errno_names.EWOULDBLOCK,
-            f"{who} has this volume open for {use}; close it there first. Several may read at once, and nobody while "
+            f"{who} has this volume open for {use}; close it there first. Several may read at "
+            "once, and nobody while "
             "one writes",
             path=path,
         )
@@ -173,27 +190,35 @@ class VolumeFullError(VolumeError):
     def __init__(self, directories: Sequence[str], *, asked: int, free: int, largest: int) -> None:
         super().__init__(
             errno_names.ENOSPC,
-            f"no room for {asked} B in the volume of {', '.join(directories)}: {free} B are free, {largest} B of them "
+            f"no room for {asked} B in the volume of {', '.join(directories)}: {free} B are free, "
+            f"{largest} B of them "
             "in one piece; release or delete something, or let the volume grow (Volume.grow)",
         )
         self.asked, self.free, self.largest = asked, free, largest
 
 
 class StoreError(NVMeError):
-    """A directory holds no store, or a damaged one; the message says what is wrong and what can be opened."""
+    """A directory holds no store, or a damaged one; the message says what is wrong and what can be
+    opened.
+    """
 
 
 class PoisonedError(StoreError):
-    """An fsync failed, after which the kernel may have dropped what it could not write: nothing is durable any more."""
+    """An fsync failed, after which the kernel may have dropped what it could not write: nothing is
+    durable any more.
+    """
 
 
 class ChecksumError(NVMeError):
-    """The drive returned other bytes than were put: `nbytes` of the tensor `name`, from `offset` on."""
+    """The drive returned other bytes than were put: `nbytes` of the tensor `name`, from `offset`
+    on.
+    """
 
     def __init__(self, name: str, offset: int, nbytes: int) -> None:
         super().__init__(
             errno_names.EBADMSG,
-            f"tensor {name!r}: bytes {offset} to {offset + nbytes} are not those that were put (crc32c differs); "
+            f"tensor {name!r}: bytes {offset} to {offset + nbytes} are not those that were put "
+            "(crc32c differs); "
             "TensorStore.verify() and `deepnvme verify` list all damage",
             op="read",
             offset=offset,
@@ -203,20 +228,31 @@ class ChecksumError(NVMeError):
         self.nbytes = nbytes
 
 
-def io_error(errno: int, *, op: str, path: str, offset: int, asked: int, done: int, backend: str) -> NVMeError:
+def io_error(
+    errno: int, *, op: str, path: str, offset: int, asked: int, done: int, backend: str
+) -> NVMeError:
     """Compose the error of a failed operation."""
     hint = f" ({_HINTS[errno]})" if errno in _HINTS else ""
-    message = f"{op} of {asked} B at offset {offset} stopped after {done} B: {os.strerror(errno)}{hint} [{backend}]"
-    return NVMeError(errno, message, op=op, path=path, offset=offset, asked=asked, done=done, backend=backend)
+    message = (
+        f"{op} of {asked} B at offset {offset} stopped after {done} B: {os.strerror(errno)}{hint} "
+        f"[{backend}]"
+    )
+    return NVMeError(
+        errno, message, op=op, path=path, offset=offset, asked=asked, done=done, backend=backend
+    )
 
 
 def file_error(errno: int, call: str, path: str) -> OSError:
-    """Compose the error of a failed open, stat, preallocate or truncate: Python's own subclass for that errno."""
+    """Compose the error of a failed open, stat, preallocate or truncate: Python's own subclass for
+    that errno.
+    """
     hint = f" ({_HINTS[errno]})" if errno in _HINTS and errno != errno_names.EBADF else ""
     return OSError(errno, f"{call}: {os.strerror(errno)}{hint}", path)
 
 
-def _rebuilt(kind: type[NVMeError], errno: int, message: str, path: str | None, fields: dict[str, object]) -> NVMeError:
+def _rebuilt(
+    kind: type[NVMeError], errno: int, message: str, path: str | None, fields: dict[str, object]
+) -> NVMeError:
     error = kind.__new__(kind)
     OSError.__init__(error, errno, message, *([path] if path else []))
     error.__dict__.update(fields)

@@ -1,7 +1,8 @@
-"""Where bytes lie in a volume: `Extent` names a piece of one member, `SpaceMap` knows which of its bytes are free.
+"""Where bytes lie in a volume: `Extent` names a piece of one member, `SpaceMap` knows which of its
+bytes are free.
 
-Arithmetic in whole pages; reads and writes nothing, and takes no locks. `Volume` chooses the member and serialises
-calls.
+Arithmetic in whole pages; reads and writes nothing, and takes no locks. `Volume` chooses the member
+and serialises calls.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`nbytes` bytes of one member, from `offset` of its file. They own the whole of their last page."""
+    """`nbytes` bytes of one member, from `offset` of its file.
+
+    They own the whole of their last page.
+    """
 
     member: int
     offset: int
@@ -26,7 +30,8 @@ class Extent:
     def __post_init__(self) -> None:
         if self.member < 0 or self.offset < 0 or self.offset % PAGE or self.nbytes < 1:
             raise ValueError(
-                f"an extent has a member from 0, an offset that is a multiple of {PAGE}, and at least one byte; "
+                f"an extent has a member from 0, an offset that is a multiple of {PAGE}, and at "
+                "least one byte; "
                 f"got {self}"
             )
 
@@ -54,15 +59,20 @@ def slices(extents: Iterable[Extent], start: int, nbytes: int) -> tuple[Extent, 
             found.append(Extent(extent.member, extent.offset + first, last - first))
         passed += extent.nbytes
     if not 0 <= start <= end <= passed:
-        raise ValueError(f"bytes {start} to {end} are not within the {passed} bytes of these extents")
+        raise ValueError(
+            f"bytes {start} to {end} are not within the {passed} bytes of these extents"
+        )
     return tuple(found)
 
 
 class SpaceMap:
-    """The free bytes between `start` and `end` of one file. At first all are; pieces that touch become one.
+    """The free bytes between `start` and `end` of one file.
 
-    Taking and giving cost two searches in sorted lists, however many pieces there are. Ctrl-C may come anywhere: what
-    it interrupts has not happened, or happens wholly. Room that was taken then, and nobody was told where, stays taken.
+    At first all are; pieces that touch become one.
+
+    Taking and giving cost two searches in sorted lists, however many pieces there are. Ctrl-C may
+    come anywhere: what it interrupts has not happened, or happens wholly. Room that was taken then,
+    and nobody was told where, stays taken.
     """
 
     def __init__(self, start: int, end: int) -> None:
@@ -91,7 +101,9 @@ class SpaceMap:
         return self._by_length[-1][0] if self._by_length else 0
 
     def take(self, nbytes: int) -> int | None:
-        """Take room for `nbytes` from the smallest piece that has it; return its offset, None where no piece has."""
+        """Take room for `nbytes` from the smallest piece that has it; return its offset, None where
+        no piece has.
+        """
         self._finish()
         space = _space_of(nbytes)
         place = bisect_left(self._by_length, (space, 0))
@@ -102,7 +114,9 @@ class SpaceMap:
         return offset
 
     def take_most(self, nbytes: int) -> tuple[int, int] | None:
-        """Take room for as many of `nbytes` as the largest piece has; return offset and bytes, None without space."""
+        """Take room for as many of `nbytes` as the largest piece has; return offset and bytes, None
+        without space.
+        """
         nbytes = min(nbytes, self.largest) if self.largest else nbytes
         offset = self.take(nbytes)
         return None if offset is None else (offset, nbytes)
@@ -146,7 +160,9 @@ class SpaceMap:
         self._cut(piece, offset, end - offset)
 
     def trim(self) -> int:
-        """Let the space end behind the last piece in use, but not before one page; return the bytes less."""
+        """Let the space end behind the last piece in use, but not before one page; return the bytes
+        less.
+        """
         self._finish()
         last = self._offsets[-1] if self._offsets else self.end
         end = max(last, self.start + PAGE)
@@ -163,14 +179,18 @@ class SpaceMap:
             ValueError: that is not later, or no page begins there.
         """
         if end % PAGE or end <= self.end:
-            raise ValueError(f"space that ends at {self.end} is extended to a later page; got {end}")
+            raise ValueError(
+                f"space that ends at {self.end} is extended to a later page; got {end}"
+            )
         start, self.end = self.end, end
         self.give(start, end - start)
 
     def _end_of(self, offset: int, nbytes: int) -> int:
         end = offset + _space_of(nbytes)
         if offset % PAGE or not self.start <= offset < end <= self.end:
-            raise ValueError(f"bytes {offset} to {end} are not pages between {self.start} and {self.end}")
+            raise ValueError(
+                f"bytes {offset} to {end} are not pages between {self.start} and {self.end}"
+            )
         return end
 
     def _cut(self, piece: int, offset: int, space: int) -> None:
@@ -180,7 +200,9 @@ class SpaceMap:
         self._replace((piece,), [(start, length) for start, length in beside if length])
 
     def _replace(self, gone: Sequence[int], new: Sequence[tuple[int, int]]) -> None:
-        """Let the pieces at `gone` be free no more, and those of these offsets and lengths instead."""
+        """Let the pieces at `gone` be free no more, and those of these offsets and lengths
+        instead.
+        """
         self._under_way = gone, new  # from here on it is done: interrupted, by whoever comes next
         for offset in gone:
             self._remove(offset)
@@ -189,7 +211,10 @@ class SpaceMap:
         self._under_way = None
 
     def _finish(self) -> None:
-        """Do what was interrupted, of which anything may be done already. Interrupted itself, it is done again."""
+        """Do what was interrupted, of which anything may be done already.
+
+        Interrupted itself, it is done again.
+        """
         if self._under_way is None:
             return
         gone, new = self._under_way

@@ -1,7 +1,9 @@
-"""Faults on demand: a plan of what goes wrong with which request, the same every time for the same seed.
+"""Faults on demand: a plan of what goes wrong with which request, the same every time for the same
+seed.
 
-For the tests of whoever uses deepnvme: `IOQueue(faults=FaultPlan(seed=1).fail(nth=3, errno=errno.EIO))`. The faults
-happen below the queue, where a device's would, so everything above shows how it copes.
+For the tests of whoever uses deepnvme: `IOQueue(faults=FaultPlan(seed=1).fail(nth=3,
+errno=errno.EIO))`. The faults happen below the queue, where a device's would, so everything above
+shows how it copes.
 """
 
 from __future__ import annotations
@@ -29,20 +31,26 @@ class Requests(Enum):
 class FaultPlan:
     """Rules, applied in the order they were added; each method adds one and returns the plan.
 
-    Every rule is aimed by exactly one of `nth` (the n-th matching request, from 1), `every` (each every-th) and
-    `probability` (drawn per request from the seed). One operation is several requests: one per chunk.
+    Every rule is aimed by exactly one of `nth` (the n-th matching request, from 1), `every` (each
+    every-th) and `probability` (drawn per request from the seed). One operation is several
+    requests: one per chunk.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.native = _native.FaultPlan(whole_number("seed", seed))
 
     def fail(
-        self, *, nth: int = 0, every: int = 0, probability: float = 0.0, errno: int = errno_names.EIO,
-        requests: Requests = Requests.ALL,
+        self, *, nth: int = 0, every: int = 0, probability: float = 0.0,
+        errno: int = errno_names.EIO, requests: Requests = Requests.ALL,
     ) -> FaultPlan:  # fmt: skip
         """Let requests end with `errno`, nothing having been done."""
         return self._add(
-            _native.FaultKind.FAIL, nth, every, probability, requests, error=whole_number("errno", errno, 1)
+            _native.FaultKind.FAIL,
+            nth,
+            every,
+            probability,
+            requests,
+            error=whole_number("errno", errno, 1),
         )
 
     def shorten(
@@ -51,7 +59,12 @@ class FaultPlan:
     ) -> FaultPlan:  # fmt: skip
         """Let requests move at most `length` bytes (0: half of what was asked)."""
         return self._add(
-            _native.FaultKind.SHORTEN, nth, every, probability, requests, length=whole_number("length", length)
+            _native.FaultKind.SHORTEN,
+            nth,
+            every,
+            probability,
+            requests,
+            length=whole_number("length", length),
         )
 
     def delay(
@@ -60,16 +73,28 @@ class FaultPlan:
     ) -> FaultPlan:  # fmt: skip
         """Let requests end `delay_us` microseconds later."""
         return self._add(
-            _native.FaultKind.DELAY, nth, every, probability, requests, delay_us=whole_number("delay_us", delay_us)
+            _native.FaultKind.DELAY,
+            nth,
+            every,
+            probability,
+            requests,
+            delay_us=whole_number("delay_us", delay_us),
         )
 
     def reorder(
         self, *, hold: int, nth: int = 0, every: int = 0, probability: float = 0.0,
         requests: Requests = Requests.ALL,
     ) -> FaultPlan:  # fmt: skip
-        """Hold requests' ends back until `hold` others have passed, or nothing else is under way."""
+        """Hold requests' ends back until `hold` others have passed, or nothing else is under
+        way.
+        """
         return self._add(
-            _native.FaultKind.REORDER, nth, every, probability, requests, hold=whole_number("hold", hold, 1)
+            _native.FaultKind.REORDER,
+            nth,
+            every,
+            probability,
+            requests,
+            hold=whole_number("hold", hold, 1),
         )
 
     def throttle(self, *, bytes_per_s: float, requests: Requests = Requests.ALL) -> FaultPlan:
@@ -80,18 +105,20 @@ class FaultPlan:
 
     def _add(
         self, kind: _native.FaultKind, nth: int, every: int, probability: float, requests: Requests,
-        *, error: int = 0, length: int = 0, delay_us: int = 0, hold: int = 0, bytes_per_s: float = 0.0,
+        *, error: int = 0, length: int = 0, delay_us: int = 0, hold: int = 0,
+        bytes_per_s: float = 0.0,
     ) -> FaultPlan:  # fmt: skip
         if sum((nth > 0, every > 0, probability > 0)) != 1:
             raise ValueError(
-                f"a fault is aimed by exactly one of nth, every and probability, all positive; got nth={nth}, "
+                "a fault is aimed by exactly one of nth, every and probability, all positive; got "
+                f"nth={nth}, "
                 f"every={every}, probability={probability}"
             )
         if probability > 1:
             raise ValueError(f"a probability is at most 1, got {probability}")
         verbs: Collection[_native.Verb] = chosen(Requests, requests, "requests").value
         self.native.add(
-            kind, verbs=list(verbs), nth=nth, every=every, probability=probability, error=error, length=length,
-            delay_us=delay_us, hold=hold, bytes_per_s=bytes_per_s,
+            kind, verbs=list(verbs), nth=nth, every=every, probability=probability, error=error,
+            length=length, delay_us=delay_us, hold=hold, bytes_per_s=bytes_per_s,
         )  # fmt: skip
         return self

@@ -1,7 +1,9 @@
-"""JSON in a frame: one line with what it is, its version, its length and its crc32c; and JSON that is not believed.
+"""JSON in a frame: one line with what it is, its version, its length and its crc32c; and JSON that
+is not believed.
 
-The one place that knows the frame of docs/store-format.md, which headers and manifests share, and what is refused in
-the JSON of others before anybody looks at what it says. Does no I/O. Called by member, manifest, tree, safetensors.
+The one place that knows the frame of docs/store-format.md, which headers and manifests share, and
+what is refused in the JSON of others before anybody looks at what it says. Does no I/O. Called by
+member, manifest, tree, safetensors.
 """
 
 from __future__ import annotations
@@ -14,13 +16,23 @@ from typing import Any
 
 from deepnvme.checksum import crc32c
 
-__all__ = ["NewerVersionError", "as_json", "framed", "framed_json", "shown", "strict_json", "unframed"]
+__all__ = [
+    "NewerVersionError",
+    "as_json",
+    "framed",
+    "framed_json",
+    "shown",
+    "strict_json",
+    "unframed",
+]
 
 _LINE = re.compile(rb"(0|[1-9][0-9]{0,18}) ([0-9a-f]{8})\n")
 
 
 class NewerVersionError(ValueError):
-    """What was read is of a version of the format that a newer deepnvme writes: nothing is wrong with it."""
+    """What was read is of a version of the format that a newer deepnvme writes: nothing is wrong
+    with it.
+    """
 
 
 def framed(kind: str, version: int, content: Any) -> bytes:
@@ -51,20 +63,30 @@ def unframed(kind: str, version: int, data: bytes) -> tuple[bytes, bytes]:
         raise ValueError(f'expected it to begin with "{kind} {version} ", got {data[:32]!r}')
     if int(start[1]) > version:
         raise NewerVersionError(
-            f"it has version {int(start[1])} of the format, this deepnvme reads {version}: use a newer one"
+            f"it has version {int(start[1])} of the format, this deepnvme reads {version}: use a "
+            "newer one"
         )
     if int(start[1]) < version:
-        raise ValueError(f"it has version {int(start[1])} of the format, which this deepnvme does not read")
+        raise ValueError(
+            f"it has version {int(start[1])} of the format, which this deepnvme does not read"
+        )
     line = _LINE.match(data, start.end())
     if line is None:
-        raise ValueError(f"expected a length, a checksum and a new line in its first line, got {data[:64]!r}")
+        raise ValueError(
+            f"expected a length, a checksum and a new line in its first line, got {data[:64]!r}"
+        )
     end = line.end() + int(line[1])
     payload = data[line.end() : end]
     if len(payload) != int(line[1]):
-        raise ValueError(f"its first line announces {int(line[1])} B, {len(payload)} follow: it was cut or added to")
+        raise ValueError(
+            f"its first line announces {int(line[1])} B, {len(payload)} follow: it was cut or "
+            "added to"
+        )
     crc = crc32c(payload)
     if crc != int(line[2], 16):
-        raise ValueError(f"its checksum is {crc:08x}, its first line says {line[2].decode()}: it is damaged")
+        raise ValueError(
+            f"its checksum is {crc:08x}, its first line says {line[2].decode()}: it is damaged"
+        )
     return payload, data[end:]
 
 
@@ -72,7 +94,8 @@ def strict_json(payload: bytes) -> Any:
     """Return what JSON in UTF-8 says.
 
     Raises:
-        ValueError: it is no JSON, a key stands twice in one object, or a number is none that we would have written.
+        ValueError: it is no JSON, a key stands twice in one object, or a number is none that we
+            would have written.
         RecursionError: it is nested too deeply.
     """
     return json.loads(

@@ -1,7 +1,8 @@
-"""What a store holds: tensors and state dicts by name, the last two commits, and who still needs which space.
+"""What a store holds: tensors and state dicts by name, the last two commits, and who still needs
+which space.
 
-Owns the rule that space is given back as soon as no name, no reader and no commit needs it (decision 0004). Moves no
-bytes and takes no lock: the store calls it with its own lock held.
+Owns the rule that space is given back as soon as no name, no reader and no commit needs it
+(decision 0004). Moves no bytes and takes no lock: the store calls it with its own lock held.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ class Holdings:
         self._tensors: dict[str, Record] = {}
         self._trees: dict[str, Any] = {}
         self._commits: dict[int, tuple[Record, ...]] = {}
-        # By how many each record is needed, by its places: its name, its readers, and those of the last two commits and
-        # one under way that hold it. Numbers, and not an object for each: see Record.
+        # By how many each record is needed, by its places: its name, its readers, and those of the
+        # last two commits and one under way that hold it. Numbers, and not an object for each: see
+        # Record.
         self._needs: dict[tuple[int, ...], int] = {}
 
-    # --- looking -------------------------------------------------------------------------------------------------
+    # --- looking ----------------------------------------------------------------------------------
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,7 +76,9 @@ class Holdings:
         return sorted(self._tensors, key=lambda name: self._tensors[name].places)
 
     def groups(self, names: Iterable[str]) -> Iterator[Sequence[str]]:
-        """Yield the names in groups to be read at once: small tensors that follow one another, others alone."""
+        """Yield the names in groups to be read at once: small tensors that follow one another,
+        others alone.
+        """
         group: list[str] = []
         room = RUN_BYTES
         for name in names:
@@ -90,11 +94,15 @@ class Holdings:
             yield group
 
     def missing(self) -> list[str]:
-        """Return the names of the tensors that state dicts lack; of one that is no state dict, its own."""
+        """Return the names of the tensors that state dicts lack; of one that is no state dict, its
+        own.
+        """
         found: list[str] = []
         for state, structure in self._trees.items():
             try:
-                found += [name for name in _leaves_of(state, structure) if name not in self._tensors]
+                found += [
+                    name for name in _leaves_of(state, structure) if name not in self._tensors
+                ]
             except ManifestError:
                 found.append(state)
         return found
@@ -112,21 +120,26 @@ class Holdings:
 
     def _tree(self, state: str) -> Any:
         if state not in self._trees:
-            raise KeyError(f"no state dict {state!r}; there are: {', '.join(map(repr, self._trees)) or 'none'}")
+            raise KeyError(
+                f"no state dict {state!r}; there are: {', '.join(map(repr, self._trees)) or 'none'}"
+            )
         return self._trees[state]
 
-    # --- names: each of these returns the names that have other content now, or none -----------------------------
+    # --- names: each of these returns the names that have other content now, or none --------------
 
     def name(self, records: Mapping[str, Record]) -> Iterable[str]:
         """Let these tensors have these names, in place of what has them."""
-        self._need(records.values())  # first: interrupted anywhere, no name has space that is given to others
+        # first: interrupted anywhere, no name has space that is given to others
+        self._need(records.values())
         gone = [self._tensors[name] for name in records if name in self._tensors]
         self.changed = True
         self._tensors.update(records)  # one step: interrupted, all have their names, or none has
         self._need_no_more(gone)
         return records
 
-    def name_state(self, state: str, structure: Any, records: Mapping[str, Record]) -> Iterable[str]:
+    def name_state(
+        self, state: str, structure: Any, records: Mapping[str, Record]
+    ) -> Iterable[str]:
         """Let these tensors be a state dict, in place of the one of that name.
 
         Raises:
@@ -162,7 +175,8 @@ class Holdings:
         for state, structure in self._trees.items():
             if name.startswith(f"{state}/") and name in _leaves_of(state, structure):
                 raise ValueError(
-                    f"{name!r} is a part of the state dict {state!r}, which would be none without it: delete that by "
+                    f"{name!r} is a part of the state dict {state!r}, which would be none without "
+                    "it: delete that by "
                     "delete_state(), or put one without this tensor"
                 )
         self._unname(name)
@@ -188,7 +202,7 @@ class Holdings:
         del self._tensors[name]
         self._need_no_more((record,))
 
-    # --- readers -------------------------------------------------------------------------------------------------
+    # --- readers ----------------------------------------------------------------------------------
 
     def hold(self, names: Iterable[str]) -> dict[str, Record]:
         """Keep the space of these tensors from being used again until they are let go.
@@ -215,10 +229,12 @@ class Holdings:
         """Take back that somebody reads them."""
         self._need_no_more(held.values())
 
-    # --- commits -------------------------------------------------------------------------------------------------
+    # --- commits ----------------------------------------------------------------------------------
 
     def begin_commit(self) -> Content:
-        """Return what a commit that begins now holds, and keep its space, whatever becomes of its names."""
+        """Return what a commit that begins now holds, and keep its space, whatever becomes of its
+        names.
+        """
         content = Content(MappingProxyType(dict(self._tensors)), self.trees)
         self._need(content.tensors.values())
         self.changed = False
@@ -235,7 +251,10 @@ class Holdings:
         self.changed = True
 
     def adopt(
-        self, manifests: Mapping[int, Manifest], chosen: int, reserve: Callable[[Iterable[Extent]], None]
+        self,
+        manifests: Mapping[int, Manifest],
+        chosen: int,
+        reserve: Callable[[Iterable[Extent]], None],
     ) -> None:
         """Take over what the manifests say: the space of all of them, the names of the chosen one.
 
@@ -259,7 +278,7 @@ class Holdings:
         self._tensors = dict(manifests[chosen].tensors)
         self._need(self._tensors.values())
 
-    # --- space ---------------------------------------------------------------------------------------------------
+    # --- space ------------------------------------------------------------------------------------
 
     def give_back(self, records: Iterable[Record]) -> None:
         """Give back space that never had a name."""

@@ -1,8 +1,9 @@
 """The manifest of a store as bytes: what one generation holds, and where.
 
-Encodes and parses; does no I/O. Believes nothing that it parses: whatever the bytes are, the outcome is a manifest that
-is valid as a whole, or a ManifestError that says what is wrong and where. What a tree means, `deepnvme.tree` knows.
-The format is in docs/store-format.md. Called by the store.
+Encodes and parses; does no I/O. Believes nothing that it parses: whatever the bytes are, the
+outcome is a manifest that is valid as a whole, or a ManifestError that says what is wrong and
+where. What a tree means, `deepnvme.tree` knows. The format is in docs/store-format.md. Called by
+the store.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ __all__ = [
 
 FORMAT_VERSION = 1
 
-_MAX_NESTING = 400  # of the JSON of a tree; deepnvme.tree writes three levels for one of its own, and not this many
+# of the JSON of a tree; deepnvme.tree writes three levels for one of its own, and not this many
+_MAX_NESTING = 400
 _KIND = "deepnvme-store"
 _ENCODED_TOGETHER = 128
 _PLACE_OF = attrgetter("member", "offset", "nbytes")
@@ -51,9 +53,9 @@ class ManifestError(StoreError, ValueError):
 class Record:
     """One tensor: what it is and where its bytes are.
 
-    `places` has member, offset and bytes of one extent after the other: of plain numbers Python's garbage collector
-    need not look after, and stores hold many records. `checksums` has the crc32c of every CHECKSUM_BYTES of the
-    bytes, the last one of fewer; None where none were taken.
+    `places` has member, offset and bytes of one extent after the other: of plain numbers Python's
+    garbage collector need not look after, and stores hold many records. `checksums` has the crc32c
+    of every CHECKSUM_BYTES of the bytes, the last one of fewer; None where none were taken.
     """
 
     dtype: str
@@ -62,7 +64,11 @@ class Record:
     checksums: tuple[int, ...] | None
 
     def __init__(
-        self, dtype: str, shape: tuple[int, ...], extents: Iterable[Extent], checksums: tuple[int, ...] | None
+        self,
+        dtype: str,
+        shape: tuple[int, ...],
+        extents: Iterable[Extent],
+        checksums: tuple[int, ...] | None,
     ) -> None:
         keep = object.__setattr__  # the way into what is frozen
         keep(self, "dtype", dtype)
@@ -83,7 +89,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one generation of a store holds: tensors by name, and the trees (deepnvme.tree) that name some of them."""
+    """What one generation of a store holds: tensors by name, and the trees (deepnvme.tree) that
+    name some of them.
+    """
 
     volume: str
     generation: int
@@ -103,7 +111,9 @@ def check_name(name: object) -> str:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"expected valid text, got {shown(name)}, which has half of a surrogate pair") from None
+        raise ValueError(
+            f"expected valid text, got {shown(name)}, which has half of a surrogate pair"
+        ) from None
     return name
 
 
@@ -120,7 +130,8 @@ def encode(manifest: Manifest) -> bytes:
 def _entries(tensors: Iterable[tuple[str, Record]]) -> Iterator[str]:
     """Yield the JSON of what is said of tensors, of some at a time.
 
-    What is made for all at once lives long enough for Python to look through the whole program for garbage.
+    What is made for all at once lives long enough for Python to look through the whole program for
+    garbage.
     """
     remaining = iter(tensors)
     while some := list(islice(remaining, _ENCODED_TOGETHER)):
@@ -137,9 +148,11 @@ def _entry(record: Record) -> dict[str, Any]:
 
 
 def parse(data: bytes, *, volume: str, capacities: Sequence[int], path: str = "") -> Manifest:
-    """Return the manifest in `data`, of the volume of that name, whose members have so many bytes behind their header.
+    """Return the manifest in `data`, of the volume of that name, whose members have so many bytes
+    behind their header.
 
-    Trees are checked to be JSON, no more: `deepnvme.tree.leaves` checks one. `path` is where `data` comes from.
+    Trees are checked to be JSON, no more: `deepnvme.tree.leaves` checks one. `path` is where `data`
+    comes from.
 
     Raises:
         ManifestError: it is not valid as a whole.
@@ -159,13 +172,15 @@ def _content(data: bytes) -> Any:
     return strict_json(payload)
 
 
-# --- what the JSON says ------------------------------------------------------------------------------------------
+# --- what the JSON says ---------------------------------------------------------------------------
 
 
 def _manifest(content: Any, volume: str, capacities: Sequence[int]) -> Manifest:
     fields = _fields(content, "volume", "generation", "tensors", "trees")
     if fields["volume"] != volume:
-        raise ValueError(f"it is of the volume {shown(fields['volume'])}, the files here are of {volume!r}")
+        raise ValueError(
+            f"it is of the volume {shown(fields['volume'])}, the files here are of {volume!r}"
+        )
     generation = _integer(fields["generation"], "generation", least=1)
     tensors = {
         name: _within(f"tensor {shown(name)}", _record, value, capacities)
@@ -193,7 +208,9 @@ def _record(value: Any, capacities: Sequence[int]) -> Record:
         raise ValueError(f"all its extents but the last must be whole pages of {PAGE} B")
     if sum(extent.nbytes for extent in extents) != nbytes:
         held = sum(extent.nbytes for extent in extents)
-        raise ValueError(f"its extents hold {held} B, {dtype} of shape {shown(shape)} takes {nbytes}")
+        raise ValueError(
+            f"its extents hold {held} B, {dtype} of shape {shown(shape)} takes {nbytes}"
+        )
     return Record(dtype, tuple(shape), extents, _checksums(fields["crc32c"], nbytes))
 
 
@@ -216,7 +233,10 @@ def _checksums(text: Any, nbytes: int) -> tuple[int, ...] | None:
         return None
     count = -(-nbytes // CHECKSUM_BYTES)
     if not isinstance(text, str) or len(text) != 8 * count or not re.fullmatch("[0-9a-f]*", text):
-        raise ValueError(f"expected {count} checksums of 8 hexadecimal digits each for {nbytes} B, got {shown(text)}")
+        raise ValueError(
+            f"expected {count} checksums of 8 hexadecimal digits each for {nbytes} B, got "
+            f"{shown(text)}"
+        )
     return struct.unpack(f">{count}I", bytes.fromhex(text))
 
 
@@ -234,7 +254,8 @@ def _check_disjoint(tensors: Mapping[str, Record]) -> None:
     for (member, _, end, name), (next_member, begin, _, next_name) in pairwise(taken):
         if member == next_member and end > begin:
             raise ValueError(
-                f"tensors {shown(name)} and {shown(next_name)} overlap: in member {member} the space of the first "
+                f"tensors {shown(name)} and {shown(next_name)} overlap: in member {member} the "
+                "space of the first "
                 f"ends at {end}, that of the other begins at {begin}"
             )
 
@@ -255,12 +276,16 @@ def _object(value: Any, what: str) -> Iterator[tuple[str, Any]]:
 
 def _integer(value: Any, what: str, *, least: int = 0, most: int = (1 << 63) - 1) -> int:
     if type(value) is not int or not least <= value <= most:  # True is an int, but no number
-        raise ValueError(f"expected {what} as a whole number from {least} to {most}, got {shown(value)}")
+        raise ValueError(
+            f"expected {what} as a whole number from {least} to {most}, got {shown(value)}"
+        )
     return value
 
 
 def _check_json(tree: Any) -> None:
-    """Refuse text that cannot be written again, and nesting that would exhaust the stack of who walks it."""
+    """Refuse text that cannot be written again, and nesting that would exhaust the stack of who
+    walks it.
+    """
     level = [tree]
     for _ in range(_MAX_NESTING):
         following: list[Any] = []

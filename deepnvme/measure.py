@@ -1,7 +1,8 @@
-"""How fast a drive is through the public API: one file, one load on it, bytes and CPU seconds counted.
+"""How fast a drive is through the public API: one file, one load on it, bytes and CPU seconds
+counted.
 
-`measure` and the memory functions touch the machine; the rest is pure but for the functions and clocks it is handed.
-Shared by `deepnvme bench` and `deepnvme tune`; prints nothing.
+`measure` and the memory functions touch the machine; the rest is pure but for the functions and
+clocks it is handed. Shared by `deepnvme bench` and `deepnvme tune`; prints nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Workload(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is asked of a drive: operations of one size, as many pending as there are buffers, for some time."""
+    """What is asked of a drive: operations of one size, as many pending as there are buffers, for
+    some time.
+    """
 
     path: Path
     file_bytes: int
@@ -65,7 +68,10 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What came of it. Latencies are those of whole operations, from submission to end, waiting included."""
+    """What came of it.
+
+    Latencies are those of whole operations, from submission to end, waiting included.
+    """
 
     nbytes: int
     seconds: float
@@ -85,7 +91,12 @@ class Measured:
 
 
 def measure(
-    load: Load, buffers: Sequence[memoryview], settings: Settings, *, backend: str, pool: Pool | None = None
+    load: Load,
+    buffers: Sequence[memoryview],
+    settings: Settings,
+    *,
+    backend: str,
+    pool: Pool | None = None,
 ) -> Measured:
     """Put the load on its file through a queue of its own.
 
@@ -109,18 +120,26 @@ def measure(
         nbytes = keep_pending(starts, buffers, load.seconds)
         seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - before_s
         (drive,) = queue.stats().drives.values()
-    return Measured(nbytes=nbytes, seconds=seconds, cpu_s=cpu_s, p50_us=drive.p50_us, p99_us=drive.p99_us)
+    return Measured(
+        nbytes=nbytes, seconds=seconds, cpu_s=cpu_s, p50_us=drive.p50_us, p99_us=drive.p99_us
+    )
 
 
 def pending_for(operation_bytes: int, inflight_bytes: int) -> int:
-    """Return how many operations to keep pending so that those bytes are in flight and the next ones are waiting."""
+    """Return how many operations to keep pending so that those bytes are in flight and the next
+    ones are waiting.
+    """
     return max(2, 2 * inflight_bytes // operation_bytes)
 
 
-def transfers(workload: Workload, file_bytes: int, operation_bytes: int) -> Iterator[tuple[bool, int]]:
+def transfers(
+    workload: Workload, file_bytes: int, operation_bytes: int
+) -> Iterator[tuple[bool, int]]:
     """Yield for ever whether the next operation writes, and at which offset."""
     places = {writes: _cycle(file_bytes, operation_bytes) for writes in (False, True)}
-    turn = {Workload.READ: (False,), Workload.OVERWRITE: (True,), Workload.MIXED: (False, True)}[workload]
+    turn = {Workload.READ: (False,), Workload.OVERWRITE: (True,), Workload.MIXED: (False, True)}[
+        workload
+    ]
     while True:
         for writes in turn:
             yield writes, next(places[writes])
@@ -132,7 +151,9 @@ def keep_pending(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """Keep one operation pending on each buffer until the time is up, wait for the last; return the bytes moved."""
+    """Keep one operation pending on each buffer until the time is up, wait for the last; return the
+    bytes moved.
+    """
     end = clock() + seconds
     pending = deque((buffer, next(starts)(buffer)) for buffer in buffers)
     moved = 0
@@ -152,9 +173,11 @@ def in_turn(
     seconds: float = float("inf"),
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[_Point, list[_Result]]:
-    """Measure every point once per round, so that what disturbs the machine disturbs all alike; return the results.
+    """Measure every point once per round, so that what disturbs the machine disturbs all alike;
+    return the results.
 
-    The first round is always whole; later ones stop when the time is up. Every other round goes backwards.
+    The first round is always whole; later ones stop when the time is up. Every other round goes
+    backwards.
     """
     end = clock() + seconds
     results: dict[_Point, list[_Result]] = {point: [] for point in points}
@@ -174,7 +197,9 @@ def small_pages(nbytes: int) -> memoryview:
 
 
 def fill(buffer: memoryview) -> None:
-    """Put random bytes into the buffer, so that its pages are there and no drive can compress them."""
+    """Put random bytes into the buffer, so that its pages are there and no drive can compress
+    them.
+    """
     block = os.urandom(min(MIB, buffer.nbytes))
     for start in range(0, buffer.nbytes, len(block)):
         buffer[start : start + len(block)] = block[: buffer.nbytes - start]
@@ -182,7 +207,10 @@ def fill(buffer: memoryview) -> None:
 
 def cut(memory: memoryview, operation_bytes: int, count: int) -> list[memoryview]:
     """Return the first `count` pieces of the memory, each for one operation."""
-    return [memory[start : start + operation_bytes] for start in range(0, count * operation_bytes, operation_bytes)]
+    return [
+        memory[start : start + operation_bytes]
+        for start in range(0, count * operation_bytes, operation_bytes)
+    ]
 
 
 def _cycle(file_bytes: int, operation_bytes: int) -> Iterator[int]:

@@ -1,7 +1,8 @@
-"""One directory of a volume: its `data` file made, locked, named by its first page, measured and removed.
+"""One directory of a volume: its `data` file made, locked, named by its first page, measured and
+removed.
 
-Owns what is on disk and who may use it; which bytes hold what, `Volume` knows, the only caller. Space is reserved when
-a member is made, and more of it only when it is asked for.
+Owns what is on disk and who may use it; which bytes hold what, `Volume` knows, the only caller.
+Space is reserved when a member is made, and more of it only when it is asked for.
 """
 
 from __future__ import annotations
@@ -68,19 +69,24 @@ _PENDING = 4
 _ROUND_S = 0.04
 _ROUNDS = 3
 
-_USES = MappingProxyType({"READ": "reading", "WRITE": "writing"})  # by the kernel's word for the lock
+# by the kernel's word for the lock
+_USES = MappingProxyType({"READ": "reading", "WRITE": "writing"})
 
 
 class Access(Enum):
     """For what a store or volume is opened."""
 
-    READ = "read"  # by any number of processes at once, also from a drive that is mounted read-only; no writer beside
+    # by any number of processes at once, also from a drive that is mounted read-only; no writer
+    # beside
+    READ = "read"
     WRITE = "write"  # by one process, and no reader beside
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the first page of a member's file says: which volume, which of its members, how much is for use."""
+    """What the first page of a member's file says: which volume, which of its members, how much is
+    for use.
+    """
 
     volume: str
     member: int
@@ -95,7 +101,9 @@ class Header:
         """
         page = framed(_KIND, _VERSION, asdict(self))
         if len(page) > PAGE:
-            raise ValueError(f"a volume of {len(self.rates)} members is too large; use fewer directories")
+            raise ValueError(
+                f"a volume of {len(self.rates)} members is too large; use fewer directories"
+            )
         return page.ljust(PAGE, b"\0")
 
     @classmethod
@@ -116,7 +124,9 @@ class Header:
 def _header_of(payload: bytes) -> Header:
     try:
         fields: Any = strict_json(payload)
-        header = Header(fields["volume"], fields["member"], fields["capacity"], tuple(fields["rates"]))
+        header = Header(
+            fields["volume"], fields["member"], fields["capacity"], tuple(fields["rates"])
+        )
         sound = (
             re.fullmatch("[0-9a-f]{32}", header.volume)
             and 0 <= header.member < len(header.rates)
@@ -127,15 +137,19 @@ def _header_of(payload: bytes) -> Header:
     except (ValueError, KeyError, TypeError, RecursionError):
         sound = None
     if not sound:
-        raise ValueError("its first page has a valid checksum and makes no sense: it was not written by deepnvme")
+        raise ValueError(
+            "its first page has a valid checksum and makes no sense: it was not written by deepnvme"
+        )
     return header
 
 
 class MemberFile:
-    """A member's directory, held: `data` is locked against everybody else, and open for I/O after `open()`.
+    """A member's directory, held: `data` is locked against everybody else, and open for I/O after
+    `open()`.
 
-    The lock belongs to this process: a forked child does not have it, the end of the process releases it. The file of a
-    temporary member has no name, so it is gone with the process, however that ends.
+    The lock belongs to this process: a forked child does not have it, the end of the process
+    releases it. The file of a temporary member has no name, so it is gone with the process, however
+    that ends.
     """
 
     _living: ClassVar[weakref.WeakSet[MemberFile]] = weakref.WeakSet()
@@ -149,7 +163,9 @@ class MemberFile:
         temporary: Path | None = None,
         access: Access = Access.WRITE,
     ) -> None:
-        """Hold the file that is open as `lock`; a `temporary` one is opened again by this path, which it then loses."""
+        """Hold the file that is open as `lock`; a `temporary` one is opened again by this path,
+        which it then loses.
+        """
         self.directory = directory
         self.path = directory / (DATA if temporary is None else _UNNAMED)
         self.access = access
@@ -177,12 +193,15 @@ class MemberFile:
         except FileExistsError:
             made = False
             if not directory.is_dir():
-                raise VolumeError(errno.ENOTDIR, "it is no directory; name another", path=str(directory)) from None
+                raise VolumeError(
+                    errno.ENOTDIR, "it is no directory; name another", path=str(directory)
+                ) from None
             if any(directory.iterdir()):
                 raise _not_empty(directory) from None
         except FileNotFoundError:
             raise VolumeError(
-                errno.ENOENT, "the directory that it is to be made in does not exist; is the drive mounted?",
+                errno.ENOENT, "the directory that it is to be made in does not exist; is the drive "
+                              "mounted?",
                 path=str(directory),
             ) from None  # fmt: skip
         try:
@@ -225,7 +244,8 @@ class MemberFile:
             VolumeLockedError: somebody else has it so that this access is excluded.
         """
         lock = _opened_and_locked(directory, access)
-        while not os.fstat(lock).st_nlink:  # it was removed before it was ours; another may be in its place
+        # it was removed before it was ours; another may be in its place
+        while not os.fstat(lock).st_nlink:
             os.close(lock)
             lock = _opened_and_locked(directory, access)
         return cls(directory, lock, access=access)
@@ -240,7 +260,9 @@ class MemberFile:
     def open(self, queue: IOQueue) -> None:
         """Open the file for I/O through this queue."""
         try:
-            self._file = queue.open(self._temporary or self.path, "r" if self.access is Access.READ else "r+")
+            self._file = queue.open(
+                self._temporary or self.path, "r" if self.access is Access.READ else "r+"
+            )
         finally:
             self._drop_name()
         self._file.show_as(str(self.path.absolute()))
@@ -264,15 +286,20 @@ class MemberFile:
             self.file.preallocate(nbytes)
 
     def lengthen(self, end: int, new_end: int) -> None:
-        """Reserve the bytes from `end` to `new_end`, durably. They are for use from when a header says so.
+        """Reserve the bytes from `end` to `new_end`, durably.
+
+        They are for use from when a header says so.
 
         Raises:
             VolumeError: the drive has not so much.
         """
         with self._room_for(new_end):
-            # Never shorter: after a failure nobody knows whether the header on the drive counts on more.
+            # Never shorter: after a failure nobody knows whether the header on the drive counts on
+            # more.
             self.file.truncate(max(self.length, new_end))
-            try:  # of the new bytes alone: where this is done by writing, others may be writing to the old ones
+            # of the new bytes alone: where this is done by writing, others may be writing to the
+            # old ones
+            try:
                 os.posix_fallocate(self._lock, end, new_end - end)
             except OSError as error:
                 raise file_error(error.errno or 0, "preallocate", self.file.path) from None
@@ -313,7 +340,9 @@ class MemberFile:
                 os.fsync(self._lock)
 
     def finish_making(self) -> None:
-        """Let nobody else into the directory, and make its name durable; nothing of that for a temporary one."""
+        """Let nobody else into the directory, and make its name durable; nothing of that for a
+        temporary one.
+        """
         if self._temporary:
             return
         self.directory.chmod(0o700)
@@ -334,22 +363,31 @@ class MemberFile:
             header = Header.parse(page.ljust(PAGE, b"\0"))
             if self.length < PAGE + header.capacity:
                 end = PAGE + header.capacity
-                raise ValueError(f"{DATA} was cut off: it has {self.length} B and should have {end} B")
+                raise ValueError(
+                    f"{DATA} was cut off: it has {self.length} B and should have {end} B"
+                )
         except NewerVersionError as newer:
-            raise VolumeError(errno.ENOTSUP, f"{newer}, and leave it as it is", path=str(self.directory)) from None
+            raise VolumeError(
+                errno.ENOTSUP, f"{newer}, and leave it as it is", path=str(self.directory)
+            ) from None
         except ValueError as problem:
-            raise VolumeError(errno.EBADMSG, _flawed(page, problem), path=str(self.directory)) from None
+            raise VolumeError(
+                errno.EBADMSG, _flawed(page, problem), path=str(self.directory)
+            ) from None
         return header
 
     def check_growing(self, header: Header) -> None:
         """Refuse a header that could not take the place of another one.
 
         Raises:
-            VolumeError: it is longer than a sector, so that a power failure could leave half of each.
+            VolumeError: it is longer than a sector, so that a power failure could leave half of
+                each.
         """
         if len(header.encode().rstrip(b"\0")) > _SECTOR:
             raise VolumeError(
-                errno.ENOTSUP, "a volume of so many members cannot grow: make a larger one", path=str(self.directory)
+                errno.ENOTSUP,
+                "a volume of so many members cannot grow: make a larger one",
+                path=str(self.directory),
             )
 
     def pread(self, memory: Memory, offset: int) -> IOFuture[int]:
@@ -370,12 +408,16 @@ class MemberFile:
 
     def drain(self) -> None:
         """Wait until every read and write has ended, however."""
-        for future in tuple(self._under_way):  # not taken out before it has ended: interrupted, it is called again
+        # not taken out before it has ended: interrupted, it is called again
+        for future in tuple(self._under_way):
             with suppress(CancelledError):
                 future.exception()
 
     def close(self) -> None:
-        """Close and unlock the file, when everything has ended; remove it if temporary. Again: does nothing."""
+        """Close and unlock the file, when everything has ended; remove it if temporary.
+
+        Again: does nothing.
+        """
         if self._temporary:
             self.discard()
         else:
@@ -387,8 +429,9 @@ class MemberFile:
             return
         self._stop()
         try:
-            # First: children that were forked meanwhile may keep the file open, and so its space, as long as they live.
-            with suppress(OSError):  # what went wrong there, the next line says with the file's name
+            # First: children that were forked meanwhile may keep the file open, and so its space,
+            # as long as they live. what went wrong there, the next line says with the file's name
+            with suppress(OSError):
                 os.ftruncate(self._lock, 0)
             if self._temporary is None:
                 self.path.unlink(missing_ok=True)
@@ -412,12 +455,15 @@ class MemberFile:
             return
         self._stop()
         if self._temporary is None:
-            # Not by closing alone: a child forked a moment ago may still have a copy of the descriptor.
+            # Not by closing alone: a child forked a moment ago may still have a copy of the
+            # descriptor.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
         self._close_lock()
 
     def _stop(self) -> None:
-        """Take no more reads and writes, and wait for those under way: they end before the lock is given up."""
+        """Take no more reads and writes, and wait for those under way: they end before the lock is
+        given up.
+        """
         with self._changing:
             if self._file is not None:
                 self._file.close()
@@ -438,7 +484,8 @@ class MemberFile:
 
 def _not_empty(directory: Path) -> VolumeError:
     return VolumeError(
-        errno.ENOTEMPTY, "a volume is made in a new or empty directory, and this one holds something: name another",
+        errno.ENOTEMPTY, "a volume is made in a new or empty directory, and this one holds "
+                         "something: name another",
         path=str(directory),
     )  # fmt: skip
 
@@ -465,7 +512,9 @@ def _opened_and_locked(directory: Path, access: Access) -> int:
     lock = _opened_data(directory, access)
     try:
         with _naming(directory):
-            fcntl.flock(lock, (fcntl.LOCK_SH if access is Access.READ else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(
+                lock, (fcntl.LOCK_SH if access is Access.READ else fcntl.LOCK_EX) | fcntl.LOCK_NB
+            )
     except BaseException as error:
         status = os.fstat(lock)
         os.close(lock)
@@ -481,7 +530,11 @@ def _opened_data(directory: Path, access: Access) -> int:
     try:  # O_NONBLOCK: somebody's pipe of that name would be waited for
         data = os.open(directory / DATA, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
-        what = "it holds no volume" if directory.is_dir() else "there is no such directory; is the drive mounted?"
+        what = (
+            "it holds no volume"
+            if directory.is_dir()
+            else "there is no such directory; is the drive mounted?"
+        )
         raise VolumeError(errno.ENOENT, what, path=str(directory)) from None
     except OSError as error:
         if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
@@ -495,18 +548,26 @@ def _opened_data(directory: Path, access: Access) -> int:
 
 def _foreign(directory: Path) -> VolumeError:
     return VolumeError(
-        errno.EBADMSG, f"its {DATA} is no file, so not that of a volume: name another directory", path=str(directory)
+        errno.EBADMSG,
+        f"its {DATA} is no file, so not that of a volume: name another directory",
+        path=str(directory),
     )
 
 
 def _flawed(page: bytes, problem: ValueError) -> str:
-    """Return what is wrong with a member, and what to do: nothing of somebody else's is to be removed."""
+    """Return what is wrong with a member, and what to do: nothing of somebody else's is to be
+    removed.
+    """
     if any(page) and not page.startswith(_KIND.encode()):
         return (
-            f"its {DATA} is a file of something else, or the damaged one of a volume: {problem}. If it is not "
+            f"its {DATA} is a file of something else, or the damaged one of a volume: {problem}. "
+            "If it is not "
             "deepnvme's, name another directory; if it is, restore it from a copy"
         )
-    return f"it holds no volume that can be used: {problem}. Restore it from a copy, or remove it and make anew"
+    return (
+        f"it holds no volume that can be used: {problem}. Restore it from a copy, or remove it and "
+        "make anew"
+    )
 
 
 @contextmanager
@@ -517,12 +578,15 @@ def _naming(directory: Path) -> Iterator[None]:
     except BlockingIOError:
         raise
     except OSError as error:
-        raise VolumeError(error.errno or 0, os.strerror(error.errno or 0), path=str(directory)) from error
+        raise VolumeError(
+            error.errno or 0, os.strerror(error.errno or 0), path=str(directory)
+        ) from error
 
 
 def lock_holder(status: os.stat_result, roots: SystemRoots = HOST_ROOTS) -> int | None:
     """Return a process that holds an flock on the file, None where the kernel does not tell."""
-    return next((pid or None for _, pid in _locks(status, roots)), None)  # 0: of another process namespace
+    # 0: of another process namespace
+    return next((pid or None for _, pid in _locks(status, roots)), None)
 
 
 def _use_told(status: os.stat_result) -> str:
@@ -551,14 +615,19 @@ def _opened(directory: Path) -> Iterator[int]:
 
 
 def measure_rates(files: Sequence[File], nbytes: int) -> list[float]:
-    """Return the bytes per second of each file, reading and overwriting its first `nbytes` in turn."""
+    """Return the bytes per second of each file, reading and overwriting its first `nbytes` in
+    turn.
+    """
     operation = min(_OPERATION, nbytes)
     pool = Pool(_PENDING * operation, cuda=Cuda.NEVER)
     buffers = cut(pool.buffer(pool.capacity), operation, _PENDING)
     for buffer in buffers:
         fill(buffer)
     for file in files:  # first writes are of another speed
-        for future in [file.pwrite(buffers[0], offset) for offset in range(0, nbytes - operation + 1, operation)]:
+        for future in [
+            file.pwrite(buffers[0], offset)
+            for offset in range(0, nbytes - operation + 1, operation)
+        ]:
             future.result()
     loads = {file: _starts(file, nbytes, operation) for file in files}
 
@@ -569,7 +638,9 @@ def measure_rates(files: Sequence[File], nbytes: int) -> list[float]:
     return [median(rates) for rates in in_turn(files, rate, rounds=_ROUNDS).values()]
 
 
-def _starts(file: File, nbytes: int, operation: int) -> Iterator[Callable[[memoryview], IOFuture[int]]]:
+def _starts(
+    file: File, nbytes: int, operation: int
+) -> Iterator[Callable[[memoryview], IOFuture[int]]]:
     verbs = (file.pread, file.pwrite)
     for writes, offset in transfers(Workload.MIXED, nbytes, operation):
         yield partial(verbs[writes], offset=offset)

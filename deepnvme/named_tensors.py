@@ -1,7 +1,10 @@
-"""Tensors by name: written and then named in one step, held by name and then read. Refuses what must not be done now.
+"""Tensors by name: written and then named in one step, held by name and then read.
 
-Owns the one lock over what a store holds. Nobody who has it waits for a drive, and no space is read or written under
-it. What a name means and who needs which space, `Holdings` knows. Called by the store, from any thread.
+Refuses what must not be done now.
+
+Owns the one lock over what a store holds. Nobody who has it waits for a drive, and no space is read
+or written under it. What a name means and who needs which space, `Holdings` knows. Called by the
+store, from any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from deepnvme.volume import Volume
 
 __all__ = ["NamedTensors"]
 
-_KNOWN = frozenset({"array", "builtins", "deepnvme.arrays", "mmap", "numpy", "torch", "torch.nn.parameter"})
+_KNOWN = frozenset(
+    {"array", "builtins", "deepnvme.arrays", "mmap", "numpy", "torch", "torch.nn.parameter"}
+)
 """Modules of the types that are described without running anybody's code."""
 
 
@@ -38,7 +43,7 @@ class NamedTensors:
         self._volume = volume
         self._commits = commits
 
-    # --- what may be done now ------------------------------------------------------------------------------------
+    # --- what may be done now ---------------------------------------------------------------------
 
     def check_access(self) -> None:
         """Refuse to change a store that was opened for reading.
@@ -56,7 +61,8 @@ class NamedTensors:
     @contextmanager
     def opened(self) -> Iterator[Holdings]:
         """Let nobody else look at what is held, or change it, if the store is open."""
-        self.io.refuse_if_forked()  # first: whoever had the lock when the process was forked is not here
+        # first: whoever had the lock when the process was forked is not here
+        self.io.refuse_if_forked()
         with self.lock:
             self._check_open()
             yield self.holdings
@@ -83,7 +89,7 @@ class NamedTensors:
         self.check_access()
         self._commits.check()
 
-    # --- bytes ---------------------------------------------------------------------------------------------------
+    # --- bytes ------------------------------------------------------------------------------------
 
     def write(
         self,
@@ -91,16 +97,22 @@ class NamedTensors:
         description: Callable[[Any], Storable],
         name: Callable[[Mapping[str, Record]], None],
     ) -> None:
-        """Write tensors, then let `name` do what follows of it, in one step; it raises before it changes anything."""
+        """Write tensors, then let `name` do what follows of it, in one step; it raises before it
+        changes anything.
+        """
         with self.changing():  # now, and not after all was written
             pass
-        # Whatever becomes of `tensors` meanwhile: they are described while the drives are busy. Except for what may run
-        # the caller's code, which may want from this store what waits for the staging memory that is taken by then.
+        # Whatever becomes of `tensors` meanwhile: they are described while the drives are busy.
+        # Except for what may run the caller's code, which may want from this store what waits for
+        # the staging memory that is taken by then.
         given = {check_name(each): tensor for each, tensor in tensors.items()}
-        foreign = {each: tensor for each, tensor in given.items() if type(tensor).__module__ not in _KNOWN}
+        foreign = {
+            each: tensor for each, tensor in given.items() if type(tensor).__module__ not in _KNOWN
+        }
         first = {each: described(each, tensor, description) for each, tensor in foreign.items()}
         records = self.io.write(
-            first.get(each) or described(each, tensor, description) for each, tensor in given.items()
+            first.get(each) or described(each, tensor, description)
+            for each, tensor in given.items()
         )
         with self.lock:
             try:
@@ -112,9 +124,13 @@ class NamedTensors:
                 raise
 
     def read(
-        self, held: Mapping[str, Record], target: Callable[[str, Record], Any], new: Container[str] = ()
+        self,
+        held: Mapping[str, Record],
+        target: Callable[[str, Record], Any],
+        new: Container[str] = (),
     ) -> dict[str, Any]:
-        """Read held tensors into what `target` returns for each, which this returns, and let them go.
+        """Read held tensors into what `target` returns for each, which this returns, and let them
+        go.
 
         What it returns for names in `new` was made just then.
         """
@@ -129,7 +145,9 @@ class NamedTensors:
         return results
 
     def damage(self, names: Iterable[str], progress: Callable[[str, int], None]) -> list[Damage]:
-        """Read the tensors of these names that are still there; tell `progress` of each, return what is wrong."""
+        """Read the tensors of these names that are still there; tell `progress` of each, return
+        what is wrong.
+        """
         with self.opened() as holdings:
             held = holdings.hold([name for name in names if name in holdings])
         found: list[Damage] = []

@@ -1,8 +1,9 @@
 """Memory for I/O in buffers of any size, whose pages are used again for buffers of other sizes.
 
-New pages cost as much time as filling them, as the kernel clears them first; pages that were given back only change
-their addresses. For whoever takes and gives back many MiB all the time within one limit, and would lose room to gaps in
-a `Pool`. No ring registers this memory: the kernel looks its pages up in each transfer.
+New pages cost as much time as filling them, as the kernel clears them first; pages that were given
+back only change their addresses. For whoever takes and gives back many MiB all the time within one
+limit, and would lose room to gaps in a `Pool`. No ring registers this memory: the kernel looks its
+pages up in each transfer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ __all__ = ["PageStock"]
 
 
 class PageStock:
-    """Page-aligned memory for I/O, in huge pages where there are any, which comes back when its last view goes."""
+    """Page-aligned memory for I/O, in huge pages where there are any, which comes back when its
+    last view goes.
+    """
 
     def __init__(self) -> None:
         self._native = _native.PageStock()
@@ -22,8 +25,8 @@ class PageStock:
     def take(self, nbytes: int, *, keep: int = 0) -> memoryview:
         """Return `nbytes` of memory as a writable memoryview, with whatever somebody left in it.
 
-        At most `keep` bytes of what was given back are idle when it returns, and were before new pages were asked for;
-        what is given back later stays until the next call.
+        At most `keep` bytes of what was given back are idle when it returns, and were before new
+        pages were asked for; what is given back later stays until the next call.
 
         Raises:
             MemoryError: the system has no memory for it.
@@ -36,7 +39,9 @@ class PageStock:
             raise MemoryError(f"no memory for a buffer of {nbytes} B") from None
 
     def keep_at_most(self, nbytes: int) -> None:
-        """Give idle memory back to the system, what has been idle longest first, until at most so much is left."""
+        """Give idle memory back to the system, what has been idle longest first, until at most so
+        much is left.
+        """
         self._native.keep_at_most(whole_number("the bytes to keep", nbytes))
 
     @property
@@ -47,7 +52,8 @@ class PageStock:
     def __reduce__(self) -> str:
         """Refuse to be pickled or copied."""
         raise TypeError(
-            "a stock of pages is neither pickled nor copied: its memory is this process's. Make one where it is used"
+            "a stock of pages is neither pickled nor copied: its memory is this process's. Make "
+            "one where it is used"
         )
 
     def __repr__(self) -> str:

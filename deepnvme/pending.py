@@ -1,7 +1,9 @@
-"""`Pending`: the operations of one queue that have not ended, what each keeps alive, and how they end.
+"""`Pending`: the operations of one queue that have not ended, what each keeps alive, and how they
+end.
 
-Submits them. Completes futures, from the queue's own thread (`run`) or from a thread that waits for one of them
-(`wait_for`). It is all that futures and that thread know of a queue, so that a queue nobody holds can be collected.
+Submits them. Completes futures, from the queue's own thread (`run`) or from a thread that waits for
+one of them (`wait_for`). It is all that futures and that thread know of a queue, so that a queue
+nobody holds can be collected.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ _SUCCEEDED, _END_OF_FILE, _CANCELLED = (
 )
 
 
-# What its error says of an operation, and its future, which holds its memory: a tuple, as it is made for each.
-_Work: TypeAlias = "tuple[IOFuture[Any], _native.Verb, _native.OpenFile, int, int, _native.AtEndOfFile]"
+# What its error says of an operation, and its future, which holds its memory: a tuple, as it is
+# made for each.
+_Work: TypeAlias = (
+    "tuple[IOFuture[Any], _native.Verb, _native.OpenFile, int, int, _native.AtEndOfFile]"
+)
 
 
 class Pending:
@@ -60,7 +65,8 @@ class Pending:
         *,
         patience_s: float | None,
     ) -> IOFuture[Any]:
-        """Submit an operation, and keep what it needs until it has ended; for room, wait `patience_s`, None for ever.
+        """Submit an operation, and keep what it needs until it has ended; for room, wait
+        `patience_s`, None for ever.
 
         Raises:
             QueueFull: no room came in time.
@@ -72,11 +78,14 @@ class Pending:
         wait_s = SLICE_S if patience_s is None else patience_s
         try:
             self._works[number] = (future, verb, file, offset, asked, at_end)
-            while not self._native.submit(number, verb, file, address, asked, offset, at_end, ticket, wait_s):
+            while not self._native.submit(
+                number, verb, file, address, asked, offset, at_end, ticket, wait_s
+            ):
                 if patience_s is not None:
                     raise QueueFull(self._max_pending)
         except BaseException:
-            if not ticket.taken:  # what a signal handler raises comes also after it was: the drive may be at work
+            # what a signal handler raises comes also after it was: the drive may be at work
+            if not ticket.taken:
                 self._works.pop(number, None)
             raise
         return future
@@ -86,15 +95,25 @@ class Pending:
         return self._native.wait_for(ticket, timeout_s, self._complete_unheard)
 
     def run(self) -> None:
-        """Complete futures as operations end, until the queue is closed and drained. The queue's own thread."""
+        """Complete futures as operations end, until the queue is closed and drained.
+
+        The queue's own thread.
+        """
         while ended := self._native.wait_ended():
             for number, ending, done, error in ended:
                 try:
                     self._complete(number, ending, done, error)
-                except SystemExit:  # a callback's: it ends a thread without a word, and this one has more to do
+                except SystemExit:
+                    # a callback's: it ends a thread without a word, and this one has more to do
                     continue
-                except BaseException as escaped:  # a callback's, and none of those that concurrent.futures stops
-                    told = (type(escaped), escaped, escaped.__traceback__, threading.current_thread())
+                except BaseException as escaped:
+                    # a callback's, and none of those that concurrent.futures stops
+                    told = (
+                        type(escaped),
+                        escaped,
+                        escaped.__traceback__,
+                        threading.current_thread(),
+                    )
                     threading.excepthook(threading.ExceptHookArgs(told))
 
     async def room(self) -> None:
@@ -103,15 +122,20 @@ class Pending:
 
         loop = asyncio.get_running_loop()
         if self._of_a_parent:
-            raise ForkedError("this queue belongs to the parent process; a forked child makes its own")
+            raise ForkedError(
+                "this queue belongs to the parent process; a forked child makes its own"
+            )
         while self._native.pending >= self._max_pending:
             told = loop.create_future()
             self._want_room.append((loop, told))
-            if self._native.pending >= self._max_pending:  # or the last one ended before it could tell
+            # or the last one ended before it could tell
+            if self._native.pending >= self._max_pending:
                 await told
 
     def forget_parents(self) -> None:
-        """In a forked child: what the parent submitted ends there, and would be waited for here for ever."""
+        """In a forked child: what the parent submitted ends there, and would be waited for here for
+        ever.
+        """
         self._of_a_parent = True
         for future, verb, file, *_ in self._works.values():
             message = f"{verb.name.lower()} of {file.path} was submitted by the parent process"
@@ -121,7 +145,8 @@ class Pending:
     def _complete_unheard(self, number: int, ending: int, done: int, error: int) -> bool:
         """Complete where that calls nobody back; False: left to the queue's own thread.
 
-        A signal may interrupt it anywhere and it is called again then, so every step can be repeated.
+        A signal may interrupt it anywhere and it is called again then, so every step can be
+        repeated.
         """
         work = self._works.get(number)
         if work is not None:
@@ -144,7 +169,10 @@ class Pending:
             work[0]._end(done, self._error_of(work, ending, done, error))
 
     def _tell_of_room(self) -> None:
-        """Wake all who wait for room. Takes no lock and may be interrupted anywhere: telling twice is harmless."""
+        """Wake all who wait for room.
+
+        Takes no lock and may be interrupted anywhere: telling twice is harmless.
+        """
         for each in tuple(self._want_room):
             loop, waiting = each
             with suppress(RuntimeError):  # that loop is closed: nobody waits on it
@@ -177,10 +205,22 @@ def short_read_error(
     """Compose the error of a read that found the end of the file where it should not."""
     why = "readinto() accepts fewer"
     if at_end is _native.AtEndOfFile.STOPS:  # the end was welcome, but not there
-        why = "the file was longer when it was opened or last written here: somebody else cut it meanwhile"
-    message = f"read of {asked} B at offset {offset} found the end of the file after {done} B; {why}"
+        why = (
+            "the file was longer when it was opened or last written here: somebody else cut it "
+            "meanwhile"
+        )
+    message = (
+        f"read of {asked} B at offset {offset} found the end of the file after {done} B; {why}"
+    )
     return ShortReadError(
-        errno.ENODATA, message, op="read", path=path, offset=offset, asked=asked, done=done, backend=backend
+        errno.ENODATA,
+        message,
+        op="read",
+        path=path,
+        offset=offset,
+        asked=asked,
+        done=done,
+        backend=backend,
     )
 
 

@@ -1,8 +1,9 @@
-"""How many pieces of memory travel at once: operations under way in a bounded number of bytes, small ones together.
+"""How many pieces of memory travel at once: operations under way in a bounded number of bytes,
+small ones together.
 
-What the store and safetensors files share: which small pieces one operation moves, the staging memory that it moves
-them through, and the order in which operations are waited for. Whatever fails, no memory is let go while a drive may
-use it. Called by volume, tensor_io and safetensors.
+What the store and safetensors files share: which small pieces one operation moves, the staging
+memory that it moves them through, and the order in which operations are waited for. Whatever fails,
+no memory is let go while a drive may use it. Called by volume, tensor_io and safetensors.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ MOST_BYTES = 64 << 20
 
 _GAP_BYTES = 128 << 10  # reading over so much is cheaper than another operation
 _STAGED_RUNS = 4
-_UNTIL_ROOM_S = 0.001  # how long a queue that refuses to wait is left alone before it is asked again
+# how long a queue that refuses to wait is left alone before it is asked again
+_UNTIL_ROOM_S = 0.001
 
 
 def once_there_is_room(submit: Callable[[], _T]) -> _T:
-    """Return what `submit` returns, as soon as its queue has room, also one that would rather raise.
+    """Return what `submit` returns, as soon as its queue has room, also one that would rather
+    raise.
 
     What is submitted here belongs to calls that wait for the drive anyway.
     """
@@ -63,7 +66,9 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class _Step:
-    """Operations under way, what to do when they have ended well, and however they ended: that twice is as once."""
+    """Operations under way, what to do when they have ended well, and however they ended: that
+    twice is as once.
+    """
 
     nbytes: int
     batch: Batch
@@ -72,7 +77,10 @@ class _Step:
 
 
 class Pipeline:
-    """The operations of one call, oldest first, so many bytes at once for each drive. At its end none is under way."""
+    """The operations of one call, oldest first, so many bytes at once for each drive.
+
+    At its end none is under way.
+    """
 
     def __init__(self, *, drives: int = 1) -> None:
         self._steps: deque[_Step] = deque()
@@ -85,9 +93,15 @@ class Pipeline:
         return not self._steps
 
     def start(
-        self, nbytes: int, *, land: Callable[[], None] = _nothing, release: Callable[[], None] = _nothing
+        self,
+        nbytes: int,
+        *,
+        land: Callable[[], None] = _nothing,
+        release: Callable[[], None] = _nothing,
     ) -> Batch:
-        """Return the batch for operations on so many bytes, once there is room for them beside those under way."""
+        """Return the batch for operations on so many bytes, once there is room for them beside
+        those under way.
+        """
         step = _Step(nbytes, Batch(), land, release)
         try:
             self.wait_for_room()
@@ -124,7 +138,8 @@ class Pipeline:
         interrupted = False
         try:
             if kind is not None and not issubclass(kind, Exception):
-                # Ctrl-C may have come between an operation and whoever notes it: memory is free once nobody holds it.
+                # Ctrl-C may have come between an operation and whoever notes it: memory is free
+                # once nobody holds it.
                 self._steps = deque(replace(step, release=_nothing) for step in self._steps)
             while self._steps and kind is None:
                 self.finish_oldest()
@@ -139,12 +154,17 @@ class Pipeline:
 
 
 class Staged:
-    """Staging memory for a few operations of up to `run_bytes`, registered with queues. Any thread may ask.
+    """Staging memory for a few operations of up to `run_bytes`, registered with queues.
 
-    That of one operation is made when it is first needed, that of the others when a second one needs its own.
+    Any thread may ask.
+
+    That of one operation is made when it is first needed, that of the others when a second one
+    needs its own.
     """
 
-    def __init__(self, queues: Collection[IOQueue], *, runs: int = _STAGED_RUNS, run_bytes: int = RUN_BYTES) -> None:
+    def __init__(
+        self, queues: Collection[IOQueue], *, runs: int = _STAGED_RUNS, run_bytes: int = RUN_BYTES
+    ) -> None:
         self._queues = queues
         self.run_bytes = run_bytes
         self._taking = threading.Lock()
@@ -154,9 +174,11 @@ class Staged:
         self._closed = False
 
     def take(self, pipeline: Pipeline) -> Memory:
-        """Return free memory for one run; ends the pipeline's oldest steps for it before it waits for other calls.
+        """Return free memory for one run; ends the pipeline's oldest steps for it before it waits
+        for other calls.
 
-        It is free again when it was given back, and at the latest when nobody holds it: Ctrl-C cannot lose it.
+        It is free again when it was given back, and at the latest when nobody holds it: Ctrl-C
+        cannot lose it.
         """
         while True:
             memory = self.take_unless_others_have_it(pipeline)
@@ -165,7 +187,10 @@ class Staged:
             time.sleep(_UNTIL_ROOM_S)
 
     def take_unless_others_have_it(self, pipeline: Pipeline) -> Memory | None:
-        """Return free memory for one run as `take` does, or None where other calls have all of it. Waits for none."""
+        """Return free memory for one run as `take` does, or None where other calls have all of it.
+
+        Waits for none.
+        """
         while True:
             pools = self._pools
             block = self._free_block(pools)
@@ -186,14 +211,17 @@ class Staged:
         return None
 
     def _make_more(self, before: tuple[Pool, ...]) -> None:
-        """Make what was not made yet: one first, then the others at once, as all is registered anew each time."""
+        """Make what was not made yet: one first, then the others at once, as all is registered anew
+        each time.
+        """
         with self._making:
             if self._closed:  # nobody would take the registration back
                 raise ClosedError("what this staging memory belongs to is closed")
             if self._pools != before:  # another thread did
                 return
             pool = Pool(self._to_make[len(before)] * whole_pages(self.run_bytes))
-            self._pools = (*before, pool)  # first: interrupted, it costs more CPU, and close() knows of it
+            # first: interrupted, it costs more CPU, and close() knows of it
+            self._pools = (*before, pool)
             for queue in self._queues:
                 queue.use_pool(pool)
 
@@ -204,7 +232,10 @@ class Staged:
         memory.holder.release()
 
     def close(self) -> None:
-        """Let go of the memory, which queues that go on would keep. Whoever still reads or writes gets no more."""
+        """Let go of the memory, which queues that go on would keep.
+
+        Whoever still reads or writes gets no more.
+        """
         with self._making, suppress(ForkedError):  # the parent's queues are none of ours
             self._closed = True
             for pool in self._pools:
@@ -224,7 +255,9 @@ class Piece(Generic[_T]):
 
 @dataclass(frozen=True)
 class Stretch(Generic[_T]):
-    """Bytes of a file from a page on that are read at once, whole pages of them, and the pieces among them."""
+    """Bytes of a file from a page on that are read at once, whole pages of them, and the pieces
+    among them.
+    """
 
     file: int
     start: int
@@ -233,7 +266,9 @@ class Stretch(Generic[_T]):
 
 
 def together(pieces: Iterable[Piece[_T]]) -> Iterator[Stretch[_T]]:
-    """Yield what lies close together as one stretch, each small enough for staging memory. In the order of the bytes.
+    """Yield what lies close together as one stretch, each small enough for staging memory.
+
+    In the order of the bytes.
 
     Raises:
         ValueError: the pieces are not in that order.
@@ -243,10 +278,16 @@ def together(pieces: Iterable[Piece[_T]]) -> Iterator[Stretch[_T]]:
     last = (-1, -1)
     for piece in pieces:
         if (piece.file, piece.offset) < last:
-            raise ValueError(f"expected pieces in the order of their bytes, got {piece} after one at {last}")
+            raise ValueError(
+                f"expected pieces in the order of their bytes, got {piece} after one at {last}"
+            )
         last = (piece.file, piece.offset)
         until = piece.offset + piece.nbytes
-        close = piece.file == file and piece.offset - end <= _GAP_BYTES and whole_pages(until) - start <= RUN_BYTES
+        close = (
+            piece.file == file
+            and piece.offset - end <= _GAP_BYTES
+            and whole_pages(until) - start <= RUN_BYTES
+        )
         if group and not close:
             yield Stretch(file, start, whole_pages(end) - start, group)
             group = []

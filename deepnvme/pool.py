@@ -1,7 +1,10 @@
-"""`Pool`: memory made for I/O, handed out in exact pieces. Huge pages, page-aligned, registered with the rings.
+"""`Pool`: memory made for I/O, handed out in exact pieces.
 
-The only place from which deepnvme takes large memory. A piece goes back when the last array or tensor made of it is
-gone. A forked child must not touch pool memory: it is not there (MADV_DONTFORK).
+Huge pages, page-aligned, registered with the rings.
+
+The only place from which deepnvme takes large memory. A piece goes back when the last array or
+tensor made of it is gone. A forked child must not touch pool memory: it is not there
+(MADV_DONTFORK).
 """
 
 from __future__ import annotations
@@ -38,17 +41,20 @@ class Cuda(Enum):
 class Pool:
     """`nbytes` of memory for I/O, mapped and touched at once, of which buffers are cut.
 
-    Give it to `IOQueue(pool=...)`: reads and writes of its buffers then go without any copy and without page lookups.
-    `numa_node` names the node whose memory it should be, best that of the drive (or GPU) it serves; without it the
-    memory is near the thread that makes the pool.
+    Give it to `IOQueue(pool=...)`: reads and writes of its buffers then go without any copy and
+    without page lookups. `numa_node` names the node whose memory it should be, best that of the
+    drive (or GPU) it serves; without it the memory is near the thread that makes the pool.
     """
 
-    def __init__(self, nbytes: int, *, cuda: Cuda = Cuda.IN_USE, numa_node: int | None = None) -> None:
+    def __init__(
+        self, nbytes: int, *, cuda: Cuda = Cuda.IN_USE, numa_node: int | None = None
+    ) -> None:
         if numa_node is not None and numa_node < 0:
             raise ValueError(f"numa_node must be 0 or more, got {numa_node}")
         if numa_node is not None and numa_node >= _MOST_NODES:
             raise ValueError(
-                f"memory cannot be placed on NUMA node {numa_node}: Linux has nodes up to {_MOST_NODES - 1}"
+                f"memory cannot be placed on NUMA node {numa_node}: Linux has nodes up to "
+                f"{_MOST_NODES - 1}"
             )
         cuda = chosen(Cuda, cuda, "cuda")
         asked = whole_number("the bytes of a pool", nbytes, 1)
@@ -63,7 +69,9 @@ class Pool:
         except RuntimeError as refusal:
             if cuda is Cuda.REQUIRED:
                 raise NVMeError(errno.ENODEV, str(refusal), op="page-lock", asked=nbytes) from None
-            warnings.warn(f"pool memory is not page-locked: {refusal}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"pool memory is not page-locked: {refusal}", RuntimeWarning, stacklevel=2
+            )
 
     @property
     def pinned(self) -> bool:
@@ -99,7 +107,8 @@ class Pool:
         return memoryview(self._native.take(whole_number("the bytes of a buffer", nbytes, 1)))
 
     def buffer_at(self, offset: int, nbytes: int) -> memoryview:
-        """Return the `nbytes` at `offset`, a multiple of 4096, for whoever planned where each buffer lies.
+        """Return the `nbytes` at `offset`, a multiple of 4096, for whoever planned where each
+        buffer lies.
 
         Raises:
             PoolExhaustedError: somebody holds some of them.
@@ -121,7 +130,9 @@ class Pool:
         import torch
 
         if not isinstance(dtype, torch.dtype) or str(dtype).startswith("torch.q"):  # type: ignore[redundant-expr]
-            raise TypeError(f"expected a dtype of torch whose values are their bytes, got {dtype!r}")
+            raise TypeError(
+                f"expected a dtype of torch whose values are their bytes, got {dtype!r}"
+            )
         sizes = _sizes(shape)
         count = math.prod(sizes)
         if count == 0:
@@ -130,7 +141,10 @@ class Pool:
 
     def __reduce__(self) -> str:
         """Refuse to be pickled or copied."""
-        raise TypeError("a pool is neither pickled nor copied: its memory is this process's. Make one where it is used")
+        raise TypeError(
+            "a pool is neither pickled nor copied: its memory is this process's. Make one where it "
+            "is used"
+        )
 
     def __repr__(self) -> str:
         """Show how much is free."""

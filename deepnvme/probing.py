@@ -1,8 +1,10 @@
-"""What this machine and this process can do for storage: io_uring, Linux AIO, locked memory, the drive of a directory.
+"""What this machine and this process can do for storage: io_uring, Linux AIO, locked memory, the
+drive of a directory.
 
-Returns frozen records that turn into JSON as they are. What a fact means (why io_uring is refused, which backend is
-best) is decided by pure functions; /proc and /sys are read under `SystemRoots`, so that tests can hand in others.
-Writes one block to an unnamed file in a probed directory, and nothing else.
+Returns frozen records that turn into JSON as they are. What a fact means (why io_uring is refused,
+which backend is best) is decided by pure functions; /proc and /sys are read under `SystemRoots`, so
+that tests can hand in others. Writes one block to an unnamed file in a probed directory, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ __all__ = [
     "uring_refusal",
 ]
 
-# The ring backends (native/nvme/src/backend_uring.cpp) refuse a ring without this feature, which came with 5.13: only
-# from then on can buffers be registered while the read that wakes the ring is in flight.
+# The ring backends (native/nvme/src/backend_uring.cpp) refuse a ring without this feature, which
+# came with 5.13: only from then on can buffers be registered while the read that wakes the ring is
+# in flight.
 _OLDEST_URING_KERNEL = (5, 13)
 _FEATURE_RSRC_TAGS = 1 << 10
 _OLDEST_LIBURING = (2026, 3, 25)
@@ -101,30 +104,37 @@ _REFUSALS = MappingProxyType(
     {
         RefusalKind.OLD_KERNEL: (
             "Linux {release} is older than 5.13, from where on its io_uring can be used",
-            "boot Linux 6.1 or newer; in a sandbox that reports an old release (gVisor), use another runtime",
+            "boot Linux 6.1 or newer; in a sandbox that reports an old release (gVisor), use "
+            "another runtime",
         ),
         RefusalKind.SANDBOX: (
-            "Linux {release} should have io_uring but answers that it has not: a sandbox such as gVisor stands "
+            "Linux {release} should have io_uring but answers that it has not: a sandbox such as "
+            "gVisor stands "
             "between, or the kernel was built without it",
-            "use a container runtime without such a sandbox (runc), or a kernel with CONFIG_IO_URING=y",
+            "use a container runtime without such a sandbox (runc), or a kernel with "
+            "CONFIG_IO_URING=y",
         ),
         RefusalKind.SYSCTL: (
-            "the sysctl kernel.io_uring_disabled={disabled} switches it off (1: except for root and one group; "
+            "the sysctl kernel.io_uring_disabled={disabled} switches it off (1: except for root "
+            "and one group; "
             "2: for everybody)",
             "sudo sysctl kernel.io_uring_disabled=0; a line in /etc/sysctl.d makes it last",
         ),
         RefusalKind.SECCOMP: (
             "a seccomp filter on this process refuses it, as Docker's default profile does",
-            "give the container a seccomp profile that allows io_uring_setup, io_uring_enter and io_uring_register: "
+            "give the container a seccomp profile that allows io_uring_setup, io_uring_enter and "
+            "io_uring_register: "
             "docker run --security-opt seccomp=PROFILE.json (to try it out: seccomp=unconfined); "
             "in Kubernetes: securityContext.seccompProfile",
         ),
         RefusalKind.SECURITY_MODULE: (
-            "neither the sysctl nor a seccomp filter refuses it, so that a security module probably does",
+            "neither the sysctl nor a seccomp filter refuses it, so that a security module "
+            "probably does",
             "look for a denial by SELinux or AppArmor: sudo journalctl -k | grep -i denied",
         ),
         RefusalKind.MEMLOCK: (
-            "the memlock limit leaves no room for a ring, which kernels before 5.12 count against it",
+            "the memlock limit leaves no room for a ring, which kernels before 5.12 count against "
+            "it",
             "raise the limit: ulimit -l unlimited, or docker run --ulimit memlock=-1",
         ),
         RefusalKind.OTHER: (
@@ -148,8 +158,9 @@ class Refusal:
 class ProcessLimits:
     """What the kernel and its administrator impose on this process, as far as storage is concerned.
 
-    `uring_disabled` is the sysctl kernel.io_uring_disabled (0 where the kernel has none); `uring_exempt` says that
-    this process may make rings although that is 1: CAP_SYS_ADMIN, or membership of kernel.io_uring_group.
+    `uring_disabled` is the sysctl kernel.io_uring_disabled (0 where the kernel has none);
+    `uring_exempt` says that this process may make rings although that is 1: CAP_SYS_ADMIN, or
+    membership of kernel.io_uring_group.
     """
 
     kernel_release: str
@@ -163,9 +174,10 @@ class ProcessLimits:
 class UringProbe:
     """Whether this process can make an io_uring that a queue can use, and what the ring offers.
 
-    One without the features that our backends need is refused here as it is there: ENOSYS, for the kernel is too old.
-    `defer_taskrun`: single-issuer rings that run completions only when asked (Linux 6.1). `opcodes` are the numbers
-    of the supported operations.
+    One without the features that our backends need is refused here as it is there: ENOSYS, for the
+    kernel is too old.
+    `defer_taskrun`: single-issuer rings that run completions only when asked (Linux 6.1). `opcodes`
+    are the numbers of the supported operations.
     """
 
     available: bool
@@ -186,10 +198,12 @@ class AioProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiburingProbe:
-    """Whether python-liburing is installed and carries the library that we bind; `reason` says why not.
+    """Whether python-liburing is installed and carries the library that we bind; `reason` says why
+    not.
 
-    `fits_cpu`: whether this CPU has what its published builds are compiled for. They were made for one with AVX-512,
-    and an instruction that the CPU lacks ends the process; a queue takes such a build only when asked for by name.
+    `fits_cpu`: whether this CPU has what its published builds are compiled for. They were made for
+    one with AVX-512, and an instruction that the CPU lacks ends the process; a queue takes such a
+    build only when asked for by name.
     """
 
     version: str | None
@@ -200,7 +214,10 @@ class LiburingProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memlock:
-    """How many bytes this process may lock in memory; None is without limit. `exempt`: it has CAP_IPC_LOCK."""
+    """How many bytes this process may lock in memory; None is without limit.
+
+    `exempt`: it has CAP_IPC_LOCK.
+    """
 
     soft_bytes: int | None
     hard_bytes: int | None
@@ -245,7 +262,8 @@ class Drive:
 class DirectoryProbe:
     """What can be done in one directory; None stands for what is not known or not reported.
 
-    `plain_errno` and `direct_errno` name what went wrong when one block was written as usual and with O_DIRECT.
+    `plain_errno` and `direct_errno` name what went wrong when one block was written as usual and
+    with O_DIRECT.
     """
 
     path: str
@@ -272,8 +290,12 @@ class Probe:
 
 
 def probe(directory: str | os.PathLike[str] | None = None) -> Probe:
-    """Ask the kernel what this process may use for storage and, of a directory, what works there and what holds it."""
-    return Probe(system=probe_system(), directory=None if directory is None else probe_directory(directory))
+    """Ask the kernel what this process may use for storage and, of a directory, what works there
+    and what holds it.
+    """
+    return Probe(
+        system=probe_system(), directory=None if directory is None else probe_directory(directory)
+    )
 
 
 def probe_system(roots: SystemRoots = HOST_ROOTS) -> SystemProbe:
@@ -304,12 +326,19 @@ def probe_system(roots: SystemRoots = HOST_ROOTS) -> SystemProbe:
             exempt=limits.can_lock_memory,
         ),
         huge_pages=_huge_page_mode(roots),
-        backend=best_backend(uring=uring.available, liburing=liburing.usable and liburing.fits_cpu, aio=aio.available),
+        backend=best_backend(
+            uring=uring.available, liburing=liburing.usable and liburing.fits_cpu, aio=aio.available
+        ),
     )
 
 
-def probe_directory(directory: str | os.PathLike[str], roots: SystemRoots = HOST_ROOTS) -> DirectoryProbe:
-    """Ask what I/O works in `directory`, and what holds it. A directory that does not exist is an answer as well."""
+def probe_directory(
+    directory: str | os.PathLike[str], roots: SystemRoots = HOST_ROOTS
+) -> DirectoryProbe:
+    """Ask what I/O works in `directory`, and what holds it.
+
+    A directory that does not exist is an answer as well.
+    """
     path = Path(os.path.realpath(directory))
     answer = _native.probe_directory(path)
     total_bytes, free_bytes = _space(path)
@@ -335,7 +364,11 @@ def uring_refusal(error: int, limits: ProcessLimits) -> Refusal:
     """Explain why io_uring_setup failed with `error` in a process under `limits`."""
     kind = _refusal_kind(error, limits)
     cause, advice = _REFUSALS[kind]
-    known = {"release": limits.kernel_release, "disabled": limits.uring_disabled, "error": os.strerror(error)}
+    known = {
+        "release": limits.kernel_release,
+        "disabled": limits.uring_disabled,
+        "error": os.strerror(error),
+    }
     return Refusal(kind=kind, cause=cause.format_map(known), advice=advice.format_map(known))
 
 
@@ -346,8 +379,12 @@ def best_backend(*, uring: bool, liburing: bool, aio: bool) -> Backend:
     return Backend.AIO if aio else Backend.THREADS
 
 
-def judge_liburing(version: str | None, *, library_present: bool, cpu_flags: Collection[str]) -> LiburingProbe:
-    """Tell whether python-liburing of this `version` (None: not installed) can be used, and if not, why."""
+def judge_liburing(
+    version: str | None, *, library_present: bool, cpu_flags: Collection[str]
+) -> LiburingProbe:
+    """Tell whether python-liburing of this `version` (None: not installed) can be used, and if not,
+    why.
+    """
     oldest = ".".join(map(str, _OLDEST_LIBURING))
     numbers = tuple(int(number) for number in re.findall(r"\d+", version or ""))
     if version is None:
@@ -359,12 +396,17 @@ def judge_liburing(version: str | None, *, library_present: bool, cpu_flags: Col
     else:
         reason = None
     return LiburingProbe(
-        version=version, usable=reason is None, reason=reason, fits_cpu=_LIBURING_CPU.issubset(cpu_flags)
+        version=version,
+        usable=reason is None,
+        reason=reason,
+        fits_cpu=_LIBURING_CPU.issubset(cpu_flags),
     )
 
 
 def kernel_version(release: str) -> tuple[int, int]:
-    """Return the first two numbers of a kernel release such as "6.1.0-28-amd64"; (0, 0) where there are none."""
+    """Return the first two numbers of a kernel release such as "6.1.0-28-amd64"; (0, 0) where there
+    are none.
+    """
     numbers = re.match(r"(\d+)\.(\d+)", release)
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
@@ -372,7 +414,9 @@ def kernel_version(release: str) -> tuple[int, int]:
 def read_process_limits(roots: SystemRoots = HOST_ROOTS) -> ProcessLimits:
     """Read what is imposed on this process."""
     status = dict(
-        line.split(":", 1) for line in read_kernel_file(roots.proc / "self/status").split("\n") if ":" in line
+        line.split(":", 1)
+        for line in read_kernel_file(roots.proc / "self/status").split("\n")
+        if ":" in line
     )
     capabilities = int(status.get("CapEff", "0").strip() or "0", 16)
     groups = {*status.get("Gid", "").split(), *status.get("Groups", "").split()}
@@ -389,7 +433,8 @@ def read_process_limits(roots: SystemRoots = HOST_ROOTS) -> ProcessLimits:
 def read_mounts(roots: SystemRoots = HOST_ROOTS) -> tuple[Mount, ...]:
     """Read the mounts that this process sees, in the order in which they were made."""
     mounts = []
-    # Not splitlines(): a mount point may hold any character that Python takes for the end of a line but \n.
+    # Not splitlines(): a mount point may hold any character that Python takes for the end of a line
+    # but \n.
     for line in filter(None, read_kernel_file(roots.proc / "self/mountinfo").split("\n")):
         left, _, right = line.partition(" - ")
         _, _, device, root, mount_point, options, *_ = left.split(" ")
@@ -408,8 +453,12 @@ def read_mounts(roots: SystemRoots = HOST_ROOTS) -> tuple[Mount, ...]:
 
 
 def find_mount(mounts: tuple[Mount, ...], path: str) -> Mount | None:
-    """Return the mount that holds the absolute `path`: the deepest one above it, of equals the one made last."""
-    holding = [mount for mount in mounts if f"{path}/".startswith(f"{mount.mount_point.rstrip('/')}/")]
+    """Return the mount that holds the absolute `path`: the deepest one above it, of equals the one
+    made last.
+    """
+    holding = [
+        mount for mount in mounts if f"{path}/".startswith(f"{mount.mount_point.rstrip('/')}/")
+    ]
     return max(reversed(holding), key=lambda mount: len(mount.mount_point), default=None)
 
 
@@ -419,7 +468,8 @@ def drive_directory(mount: Mount, roots: SystemRoots = HOST_ROOTS) -> Path | Non
     None for a mount that is on no drive: network, memory, overlay.
     """
     device = mount.device
-    if device.startswith("0:"):  # btrfs and others number themselves; their source is the block device
+    # btrfs and others number themselves; their source is the block device
+    if device.startswith("0:"):
         device = _block_device_number(Path(mount.source)) or device
     directory = (roots.sys / "dev/block" / device).resolve()
     if not directory.exists():
@@ -428,7 +478,8 @@ def drive_directory(mount: Mount, roots: SystemRoots = HOST_ROOTS) -> Path | Non
 
 
 def read_kernel_file(path: Path) -> str:
-    """Return the stripped text of a file under /proc or /sys, empty where there is none or it cannot be read.
+    """Return the stripped text of a file under /proc or /sys, empty where there is none or it
+    cannot be read.
 
     File names in it, which need not be text, are spelled as Python spells them elsewhere.
     """
@@ -440,7 +491,9 @@ def read_kernel_file(path: Path) -> str:
 
 def _refusal_kind(error: int, limits: ProcessLimits) -> RefusalKind:
     filtered = limits.seccomp_mode == _SECCOMP_FILTER
-    switched_off = limits.uring_disabled >= 2 or (limits.uring_disabled == 1 and not (limits.uring_exempt and filtered))
+    switched_off = limits.uring_disabled >= 2 or (
+        limits.uring_disabled == 1 and not (limits.uring_exempt and filtered)
+    )
     kind = RefusalKind.OTHER
     if error == errno.ENOMEM:
         kind = RefusalKind.MEMLOCK
@@ -475,7 +528,11 @@ def _block_device_number(path: Path) -> str | None:
         status = path.stat()
     except OSError:
         return None
-    return f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}" if stat.S_ISBLK(status.st_mode) else None
+    return (
+        f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+        if stat.S_ISBLK(status.st_mode)
+        else None
+    )
 
 
 def _space(path: Path) -> tuple[int | None, int | None]:
@@ -488,7 +545,9 @@ def _space(path: Path) -> tuple[int | None, int | None]:
 
 
 def find_liburing(roots: SystemRoots = HOST_ROOTS) -> LiburingProbe:
-    """Look for python-liburing without importing it: that would map its library into this process."""
+    """Look for python-liburing without importing it: that would map its library into this
+    process.
+    """
     try:
         distribution = metadata.distribution("liburing")
     except metadata.PackageNotFoundError:
@@ -496,13 +555,17 @@ def find_liburing(roots: SystemRoots = HOST_ROOTS) -> LiburingProbe:
     library = Path(str(distribution.locate_file("liburing/liburing.so")))
     flags = re.search(r"^flags\s*:(.*)$", read_kernel_file(roots.proc / "cpuinfo"), re.MULTILINE)
     return judge_liburing(
-        distribution.version, library_present=library.exists(), cpu_flags=flags[1].split() if flags else ()
+        distribution.version,
+        library_present=library.exists(),
+        cpu_flags=flags[1].split() if flags else (),
     )
 
 
 def _huge_page_mode(roots: SystemRoots) -> str | None:
     """Return the chosen mode of transparent huge pages: always, madvise or never."""
-    chosen = re.search(r"\[(\w+)\]", read_kernel_file(roots.sys / "kernel/mm/transparent_hugepage/enabled"))
+    chosen = re.search(
+        r"\[(\w+)\]", read_kernel_file(roots.sys / "kernel/mm/transparent_hugepage/enabled")
+    )
     return chosen[1] if chosen else None
 
 

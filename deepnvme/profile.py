@@ -1,7 +1,8 @@
-"""How a queue uses each drive: the settings, their defaults, and the file that keeps what `deepnvme tune` found best.
+"""How a queue uses each drive: the settings, their defaults, and the file that keeps what `deepnvme
+tune` found best.
 
-A queue reads that file once, when it is made; what is wrong with it is told by one warning and fails no operation.
-Drives are known by what sysfs says of them, never by opening one.
+A queue reads that file once, when it is made; what is wrong with it is told by one warning and
+fails no operation. Drives are known by what sysfs says of them, never by opening one.
 """
 
 from __future__ import annotations
@@ -47,15 +48,19 @@ PROFILE_VARIABLE = "DEEPNVME_PROFILE"
 PROFILE_VERSION = 1
 
 _DEFAULT = _native.DriveOptions()
-# What tells one drive from all others, best first: of NVMe and SCSI, of virtual drives, of device mapper and MD.
+# What tells one drive from all others, best first: of NVMe and SCSI, of virtual drives, of device
+# mapper and MD.
 _IDENTITIES = ("wwid", "device/wwid", "serial", "device/serial", "dm/uuid", "md/uuid")
 
 
 class UserMemory(Enum):
-    """How aligned memory that is not of a registered pool travels; unaligned memory is always copied."""
+    """How aligned memory that is not of a registered pool travels; unaligned memory is always
+    copied.
+    """
 
     ZERO_COPY = _native.UserMemory.ZERO_COPY  # the device reads and writes it: least CPU
-    BOUNCE = _native.UserMemory.BOUNCE  # copied through huge pages: faster where scattered pages are slow
+    # copied through huge pages: faster where scattered pages are slow
+    BOUNCE = _native.UserMemory.BOUNCE
 
 
 _DEFAULT_USER_MEMORY = UserMemory(_DEFAULT.user_memory)
@@ -63,7 +68,9 @@ _DEFAULT_USER_MEMORY = UserMemory(_DEFAULT.user_memory)
 
 @dataclass(frozen=True)
 class Settings:
-    """How a queue uses one drive: the pieces it cuts operations into, how many bytes of them are under way at once."""
+    """How a queue uses one drive: the pieces it cuts operations into, how many bytes of them are
+    under way at once.
+    """
 
     chunk_bytes: int = _DEFAULT.chunk_bytes
     inflight_bytes: int = _DEFAULT.inflight_bytes
@@ -76,7 +83,9 @@ class Settings:
             ValueError: they make no sense, alone or together.
         """
         return _native.DriveOptions(
-            chunk_bytes=self.chunk_bytes, inflight_bytes=self.inflight_bytes, user_memory=self.user_memory.value
+            chunk_bytes=self.chunk_bytes,
+            inflight_bytes=self.inflight_bytes,
+            user_memory=self.user_memory.value,
         )
 
 
@@ -96,7 +105,9 @@ class Profile:
         self._by_device: dict[int, Settings | None] = {}
 
     def for_path(self, path: str | os.PathLike[str]) -> Settings | None:
-        """Return what was measured of the drive that holds `path`, an existing file or one to be made."""
+        """Return what was measured of the drive that holds `path`, an existing file or one to be
+        made.
+        """
         if not self.drives:
             return None
         try:
@@ -117,7 +128,8 @@ def settle(
 ) -> Settings:
     """Return the settings to use: what is asked for, else what was `measured`, else the defaults.
 
-    Chunk and bytes in flight were measured as a pair: whoever asks for one of them gets the default of the other.
+    Chunk and bytes in flight were measured as a pair: whoever asks for one of them gets the default
+    of the other.
     """
     known = measured or Settings()
     pair = known if chunk_bytes is None and inflight_bytes is None else Settings()
@@ -131,8 +143,8 @@ def settle(
 def profile_path() -> Path | None:
     """Return where the profile file is or would be; None where there is to be none.
 
-    The environment variable DEEPNVME_PROFILE names it, or by being empty switches it off. Else it is
-    deepnvme/profile.json under XDG_CONFIG_HOME, or under ~/.config.
+    The environment variable DEEPNVME_PROFILE names it, or by being empty switches it off. Else it
+    is deepnvme/profile.json under XDG_CONFIG_HOME, or under ~/.config.
     """
     named = os.environ.get(PROFILE_VARIABLE)
     if named is not None:
@@ -152,11 +164,16 @@ def read_profile(path: Path) -> Profile:
     Raises:
         ProfileError: it is not a profile, or a newer one.
     """
-    return Profile({key: _settings_of(key, entry) for key, entry in _document(path).get("drives", {}).items()})
+    return Profile(
+        {key: _settings_of(key, entry) for key, entry in _document(path).get("drives", {}).items()}
+    )
 
 
 def load_profile() -> Profile:
-    """Return what was measured on this machine. Warns, and returns an empty profile, where the file cannot be used."""
+    """Return what was measured on this machine.
+
+    Warns, and returns an empty profile, where the file cannot be used.
+    """
     path = profile_path()
     if path is None:
         return Profile()
@@ -165,12 +182,14 @@ def load_profile() -> Profile:
             raise ProfileError(f"there is no such file, and {PROFILE_VARIABLE} names it")
         return read_profile(path)
     except ProfileError as problem:
-        warnings.warn(f"{path} is ignored: {problem}", ProfileWarning, stacklevel=3)  # at who makes the queue
+        # at who makes the queue
+        warnings.warn(f"{path} is ignored: {problem}", ProfileWarning, stacklevel=3)
         return Profile()
 
 
 def write_profile(path: Path, key: str, settings: Settings, measured: Mapping[str, object]) -> None:
-    """Put the settings of one drive into the file, beside those of other drives: at once, or not at all.
+    """Put the settings of one drive into the file, beside those of other drives: at once, or not at
+    all.
 
     `measured` is for people who read the file: date, directory, rates.
 
@@ -203,10 +222,11 @@ def write_profile(path: Path, key: str, settings: Settings, measured: Mapping[st
 
 
 def drive_key(path: str | os.PathLike[str], roots: SystemRoots = HOST_ROOTS) -> str:
-    """Return what the drive that holds `path` is known by, the same after a reboot and under another device name.
+    """Return what the drive that holds `path` is known by, the same after a reboot and under
+    another device name.
 
-    That is its serial number or worldwide name. A drive that tells neither is known by its file system and by where
-    that is mounted.
+    That is its serial number or worldwide name. A drive that tells neither is known by its file
+    system and by where that is mounted.
 
     Raises:
         OSError: neither `path` nor the directory it would be in exists.
@@ -214,11 +234,16 @@ def drive_key(path: str | os.PathLike[str], roots: SystemRoots = HOST_ROOTS) -> 
     place = _existing(path)
     mount = find_mount(read_mounts(roots), str(place))
     identity = _identity(mount, roots) if mount else None
-    return identity or f"file system {os.statvfs(place).f_fsid:016x} at {mount.mount_point if mount else place}"
+    return (
+        identity
+        or f"file system {os.statvfs(place).f_fsid:016x} at {mount.mount_point if mount else place}"
+    )
 
 
 def _identity(mount: Mount, roots: SystemRoots) -> str | None:
-    """Return what the drive that `mount` is on calls itself, None where it is on none, or on one without a name."""
+    """Return what the drive that `mount` is on calls itself, None where it is on none, or on one
+    without a name.
+    """
     drive = drive_directory(mount, roots)
     if drive is not None:
         for attribute in _IDENTITIES:
@@ -229,7 +254,9 @@ def _identity(mount: Mount, roots: SystemRoots) -> str | None:
 
 
 def _device(path: str | os.PathLike[str]) -> int:
-    """Return the number of the device that holds a file, or the directory in which it is to be made."""
+    """Return the number of the device that holds a file, or the directory in which it is to be
+    made.
+    """
     try:
         return os.stat(path).st_dev  # noqa: PTH116 - a Path costs more than the call, and this is for every open
     except FileNotFoundError:
@@ -259,21 +286,32 @@ def _document(path: Path) -> dict[str, Any]:
     version = document.get("version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > PROFILE_VERSION:
         raise ProfileError(
-            f"it is of version {version}, and this deepnvme reads up to {PROFILE_VERSION}; update deepnvme, or {again}"
+            f"it is of version {version}, and this deepnvme reads up to {PROFILE_VERSION}; update "
+            f"deepnvme, or {again}"
         )
     if version != PROFILE_VERSION or not isinstance(document.get("drives"), dict):
-        raise ProfileError(f"it is not an object with version {PROFILE_VERSION} and drives; {again}")
+        raise ProfileError(
+            f"it is not an object with version {PROFILE_VERSION} and drives; {again}"
+        )
     return dict(document)
 
 
 def _settings_of(key: str, entry: Any) -> Settings:
     try:
-        settings = Settings(entry["chunk_bytes"], entry["inflight_bytes"], UserMemory[entry["user_memory"].upper()])
+        settings = Settings(
+            entry["chunk_bytes"], entry["inflight_bytes"], UserMemory[entry["user_memory"].upper()]
+        )
         settings.native()  # refuses now what it would when a file is opened
     except (AttributeError, KeyError, TypeError):
-        problem = f"expected chunk_bytes, inflight_bytes, user_memory (zero_copy or bounce), got {reprlib.repr(entry)}"
+        problem = (
+            "expected chunk_bytes, inflight_bytes, user_memory (zero_copy or bounce), got "
+            f"{reprlib.repr(entry)}"
+        )
     except ValueError as error:
         problem = str(error)
     else:
         return settings
-    raise ProfileError(f"the settings of {key!r} are not usable: {problem}; remove it and run `deepnvme tune` again")
+    raise ProfileError(
+        f"the settings of {key!r} are not usable: {problem}; remove it and run `deepnvme tune` "
+        "again"
+    )

@@ -1,7 +1,9 @@
-"""`IOQueue` and `File`: where I/O is submitted. Each call returns its own IOFuture, which ends in a count or an error.
+"""`IOQueue` and `File`: where I/O is submitted.
 
-Starts one thread that waits for ended operations without the GIL and completes their futures (`deepnvme.pending`); the
-rest happens in native code (decision 0003).
+Each call returns its own IOFuture, which ends in a count or an error.
+
+Starts one thread that waits for ended operations without the GIL and completes their futures
+(`deepnvme.pending`); the rest happens in native code (decision 0003).
 """
 
 from __future__ import annotations
@@ -105,12 +107,14 @@ class QueueStats:
 
 
 class IOQueue:
-    """Asynchronous I/O on files: one I/O thread and one ring per drive, chunks under a budget of bytes in flight.
+    """Asynchronous I/O on files: one I/O thread and one ring per drive, chunks under a budget of
+    bytes in flight.
 
-    `backend` names one of liburing, uring, aio, threads, or "auto" for the first that works; `require` refuses the
-    others (see `deepnvme.backends`). `chunk_bytes`, `inflight_bytes` and `user_memory` hold for every drive; without
-    them each drive has what `deepnvme tune` measured of it, or the defaults (see `deepnvme.profile`).
-    Use it as a context manager, or `close()` it, which waits for what was submitted.
+    `backend` names one of liburing, uring, aio, threads, or "auto" for the first that works;
+    `require` refuses the others (see `deepnvme.backends`). `chunk_bytes`, `inflight_bytes` and
+    `user_memory` hold for every drive; without them each drive has what `deepnvme tune` measured of
+    it, or the defaults (see `deepnvme.profile`). Use it as a context manager, or `close()` it,
+    which waits for what was submitted.
     """
 
     _living: ClassVar[weakref.WeakSet[IOQueue]] = weakref.WeakSet()
@@ -141,7 +145,9 @@ class IOQueue:
         self._closed = False
         self._fallbacks = fallbacks(backend, require)
         self._told: set[str] = set()
-        self._settle = partial(settle, chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes, user_memory=user_memory)
+        self._settle = partial(
+            settle, chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes, user_memory=user_memory
+        )
         self.backend, self._native = start_on(
             backend,
             require,
@@ -156,7 +162,9 @@ class IOQueue:
         told = None not in (chunk_bytes, inflight_bytes, user_memory)
         self._profile = Profile() if told or self.backend == "memory" else load_profile()
         self._pending = Pending(self._native, self.backend, max_pending)
-        self._completer = threading.Thread(target=self._pending.run, name="deepnvme-futures", daemon=True)
+        self._completer = threading.Thread(
+            target=self._pending.run, name="deepnvme-futures", daemon=True
+        )
         self._completer.start()
         self._staging = Staging(
             self._native,
@@ -166,7 +174,9 @@ class IOQueue:
             max_pending=max_pending,
             patience_s=self._patience_s,
         )
-        self._shut_down = partial(_shut_down, self._native, self._completer, self._staging, os.getpid())
+        self._shut_down = partial(
+            _shut_down, self._native, self._completer, self._staging, os.getpid()
+        )
         self._finalizer = weakref.finalize(self, self._shut_down)
         IOQueue._living.add(self)
         if pool is not None:
@@ -183,11 +193,13 @@ class IOQueue:
     ) -> File:
         """Open a file for I/O through this queue.
 
-        Modes: "r" reads; "r+" reads and writes an existing file; "w" makes it or empties it; "x" makes a new one.
-        `size` reserves that many bytes on the drive, so that a full disk is told now.
+        Modes: "r" reads; "r+" reads and writes an existing file; "w" makes it or empties it; "x"
+        makes a new one. `size` reserves that many bytes on the drive, so that a full disk is told
+        now.
 
         Raises:
-            BackendUnavailableError: only a backend that `require` does not name serves that file system.
+            BackendUnavailableError: only a backend that `require` does not name serves that file
+                system.
         """
         if mode not in _MODES:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
@@ -201,7 +213,9 @@ class IOQueue:
         drive = self.settings_for(path).native()
         absolute = str(Path(path).absolute())
         refuse_where_threads_must(self.backend, self._require, absolute)
-        file = File(self, self._native.open(absolute, _MODES[mode], direct.value, permissions, drive))
+        file = File(
+            self, self._native.open(absolute, _MODES[mode], direct.value, permissions, drive)
+        )
         self._tell_of_fallback(file)
         if size is not None:
             try:
@@ -214,7 +228,9 @@ class IOQueue:
         return file
 
     def settings_for(self, path: str | os.PathLike[str]) -> Settings:
-        """Return how this queue uses the drive that `path` is on, or would be if there were such a file."""
+        """Return how this queue uses the drive that `path` is on, or would be if there were such a
+        file.
+        """
         return self._settle(self._profile.for_path(path))
 
     def _tell_of_fallback(self, file: File) -> None:
@@ -223,18 +239,24 @@ class IOQueue:
             return
         self._told.add(used)
         warnings.warn(
-            f"deepnvme uses {used} for the drive of {file.path}: another {self.backend} was refused, by the limit "
+            f"deepnvme uses {used} for the drive of {file.path}: another {self.backend} was "
+            "refused, by the limit "
             "on locked memory (ulimit -l)",
             BackendFallbackWarning,
             stacklevel=3,
         )
 
     def batch(self) -> Batch:
-        """Return a context in which several operations are submitted, and waited for together at its end."""
+        """Return a context in which several operations are submitted, and waited for together at
+        its end.
+        """
         return Batch()
 
     def use_pool(self, pool: Pool) -> None:
-        """Register the pool's memory with this queue's rings. Refused registration costs CPU, not correctness."""
+        """Register the pool's memory with this queue's rings.
+
+        Refused registration costs CPU, not correctness.
+        """
         self._native.use_pool(pool._native)
         self._until_pools_are_settled()
 
@@ -265,9 +287,12 @@ class IOQueue:
         return self._closed
 
     def close(self) -> None:
-        """Wait for everything submitted, then free the rings. Again: does nothing, or goes on where it was interrupted.
+        """Wait for everything submitted, then free the rings.
 
-        Ctrl-C ends the wait alone: what was submitted goes on, and its memory is held until it has ended.
+        Again: does nothing, or goes on where it was interrupted.
+
+        Ctrl-C ends the wait alone: what was submitted goes on, and its memory is held until it has
+        ended.
         """
         self._closed = True
         if self._finalizer.alive:
@@ -280,7 +305,10 @@ class IOQueue:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close."""
         self.close()
@@ -288,7 +316,8 @@ class IOQueue:
     def __reduce__(self) -> str:
         """Refuse to be pickled or copied."""
         raise TypeError(
-            "a queue is neither pickled nor copied: its threads are this process's. Make one where it is used"
+            "a queue is neither pickled nor copied: its threads are this process's. Make one where "
+            "it is used"
         )
 
     def __repr__(self) -> str:
@@ -336,9 +365,12 @@ class IOQueue:
 
 
 class File:
-    """An open file. Any offset and any length works; whole pages of aligned memory are what is fast.
+    """An open file.
 
-    Memory given to an operation must not be changed, and for reads not looked at, until its future has ended.
+    Any offset and any length works; whole pages of aligned memory are what is fast.
+
+    Memory given to an operation must not be changed, and for reads not looked at, until its future
+    has ended.
     """
 
     def __init__(self, queue: IOQueue, native: _native.OpenFile) -> None:
@@ -347,13 +379,17 @@ class File:
         self.path = native.path
 
     def show_as(self, name: str) -> None:
-        """Let errors call the file by this name, as it has none of its own; before any I/O on it."""
+        """Let errors call the file by this name, as it has none of its own; before any I/O on
+        it.
+        """
         self._open().show_as(name)
         self.path = name
 
     @property
     def alignment(self) -> int:
-        """Offsets and lengths that are multiples of this go past the page cache, where `direct` is true."""
+        """Offsets and lengths that are multiples of this go past the page cache, where `direct` is
+        true.
+        """
         return self._open().offset_alignment
 
     @property
@@ -372,12 +408,20 @@ class File:
         return self._open().length()
 
     def pread(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
-        """Fill `buffer` from `offset`. Ends in its size in bytes; a file that is too short is a ShortReadError."""
+        """Fill `buffer` from `offset`.
+
+        Ends in its size in bytes; a file that is too short is a ShortReadError.
+        """
         return self._queue._move(_native.Verb.READ, self._open(), buffer, offset)
 
     def readinto(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
-        """Read into `buffer` from `offset` up to the end of the file. Ends in the bytes read, which may be fewer."""
-        return self._queue._move(_native.Verb.READ, self._open(), buffer, offset, _native.AtEndOfFile.STOPS)
+        """Read into `buffer` from `offset` up to the end of the file.
+
+        Ends in the bytes read, which may be fewer.
+        """
+        return self._queue._move(
+            _native.Verb.READ, self._open(), buffer, offset, _native.AtEndOfFile.STOPS
+        )
 
     def pwrite(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
         """Write all of `buffer` at `offset`. Ends in its size in bytes."""
@@ -414,7 +458,8 @@ class File:
     def __reduce__(self) -> str:
         """Refuse to be pickled or copied."""
         raise TypeError(
-            "an open file is neither pickled nor copied: open its path through a queue of the other process"
+            "an open file is neither pickled nor copied: open its path through a queue of the "
+            "other process"
         )
 
     def __enter__(self) -> File:
@@ -422,7 +467,10 @@ class File:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close."""
         self.close()
@@ -438,7 +486,9 @@ class File:
 
 
 class Batch:
-    """Operations submitted together and waited for together; every error is collected, none is lost."""
+    """Operations submitted together and waited for together; every error is collected, none is
+    lost.
+    """
 
     def __init__(self) -> None:
         self.futures: list[IOFuture[int]] = []
@@ -469,7 +519,9 @@ class Batch:
         return sum(future.result() for future in futures)
 
     def drain(self) -> None:
-        """Wait for all, however they end, and forget them: memory is free again, and errors are not of interest."""
+        """Wait for all, however they end, and forget them: memory is free again, and errors are not
+        of interest.
+        """
         for future in self.futures:
             _end_of(future)
         self.futures.clear()
@@ -479,9 +531,14 @@ class Batch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        """Wait for all, also when the body raised: memory is not let go while a drive may use it."""
+        """Wait for all, also when the body raised: memory is not let go while a drive may use
+        it.
+        """
         if kind is None:
             self.wait()
         else:
@@ -500,15 +557,22 @@ def _check_range(what: str, start: int, nbytes: int = 0) -> None:
     if start < 0:
         raise ValueError(f"{what} must not be negative, got {start}")
     if start + nbytes > _LARGEST_FILE:
-        raise ValueError(f"no file is that large: {what} {start} and {nbytes} B from there, at most {_LARGEST_FILE} B")
+        raise ValueError(
+            f"no file is that large: {what} {start} and {nbytes} B from there, at most "
+            f"{_LARGEST_FILE} B"
+        )
 
 
-def _shut_down(native: _native.Queue, completer: threading.Thread, staging: Staging, owner: int) -> None:
+def _shut_down(
+    native: _native.Queue, completer: threading.Thread, staging: Staging, owner: int
+) -> None:
     """Drain and join; at interpreter exit too. In a forked child there is nothing to drain."""
     if os.getpid() != owner:
         return
     if staging.needs_this_thread():  # a callback closes: it would wait for itself
-        threading.Thread(target=_shut_down, args=(native, completer, staging, owner), name="deepnvme-close").start()
+        threading.Thread(
+            target=_shut_down, args=(native, completer, staging, owner), name="deepnvme-close"
+        ).start()
         return
     staging.close()
     while not native.close(SLICE_S):

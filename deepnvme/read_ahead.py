@@ -1,6 +1,8 @@
-"""What is read before it is asked for: which tensors, in which order, and how many bytes of them at once.
+"""What is read before it is asked for: which tensors, in which order, and how many bytes of them at
+once.
 
-Takes no lock and starts no thread: the store calls it with its own lock held, and says how a read is begun.
+Takes no lock and starts no thread: the store calls it with its own lock held, and says how a read
+is begun.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class _Begun:
 
 
 class ReadAhead:
-    """Tensors that are wanted, in their order, and those that are read or being read and were not taken yet."""
+    """Tensors that are wanted, in their order, and those that are read or being read and were not
+    taken yet.
+    """
 
     def __init__(self) -> None:
         self._wanted: dict[str, int] = {}  # bytes by name
@@ -40,9 +44,13 @@ class ReadAhead:
         return tuple(begun.future for begun in self._begun.values())
 
     def want(self, sizes: Mapping[str, int], most_bytes: int) -> None:
-        """Want tensors of these names and sizes, behind those that are wanted, so many bytes of them all at once."""
+        """Want tensors of these names and sizes, behind those that are wanted, so many bytes of
+        them all at once.
+        """
         self._most_bytes = most_bytes
-        self._wanted.update({name: nbytes for name, nbytes in sizes.items() if name not in self._begun})
+        self._wanted.update(
+            {name: nbytes for name, nbytes in sizes.items() if name not in self._begun}
+        )
 
     def begin(self, read: Callable[[str], StoreFuture[Any]]) -> None:
         """Begin with as many as there is room for: one in any case, where nothing has begun."""
@@ -52,7 +60,8 @@ class ReadAhead:
                 return
             try:
                 future = read(name)
-            except (ClosedError, RuntimeError):  # the store is closing, or no thread can be had: `get` will read it
+            except (ClosedError, RuntimeError):
+                # the store is closing, or no thread can be had: `get` will read it
                 self._wanted.clear()
                 return
             del self._wanted[name]
@@ -60,7 +69,9 @@ class ReadAhead:
             self._nbytes += nbytes
 
     def take(self, name: str) -> StoreFuture[Any] | None:
-        """Return the read of a tensor, which is the caller's from here on; None where it has not begun."""
+        """Return the read of a tensor, which is the caller's from here on; None where it has not
+        begun.
+        """
         self._wanted.pop(name, None)
         begun = self._begun.pop(name, None)
         if begun is None:
@@ -69,7 +80,9 @@ class ReadAhead:
         return begun.future
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Let go of these, of all without `names`; those that wait for a thread are not read any more."""
+        """Let go of these, of all without `names`; those that wait for a thread are not read any
+        more.
+        """
         held = {*self._wanted, *self._begun}
         for name in held if names is None else held.intersection(names):
             future = self.take(name)

@@ -1,8 +1,9 @@
 """Files in the safetensors format, read and written by direct I/O.
 
-Believes nothing that a header says before it is checked; a file that is written appears whole or not at all. Bytes
-travel between the drive and the tensors' own memory; small tensors share operations. Programs call the three functions,
-`deepnvme cp` the two classes, which know bytes and no tensors.
+Believes nothing that a header says before it is checked; a file that is written appears whole or
+not at all. Bytes travel between the drive and the tensors' own memory; small tensors share
+operations. Programs call the three functions, `deepnvme cp` the two classes, which know bytes and
+no tensors.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ class SafetensorsEntry:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What a file says of itself: its tensors in the order of their bytes, its metadata, its length."""
+    """What a file says of itself: its tensors in the order of their bytes, its metadata, its
+    length.
+    """
 
     path: str
     tensors: Mapping[str, SafetensorsEntry]
@@ -126,11 +129,14 @@ def safetensors_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
     """Return names, dtypes, shapes and metadata of a file; reads none of the tensors.
 
     Raises:
-        SafetensorsError: it is not a valid file of this format; the message says what is wrong with it.
+        SafetensorsError: it is not a valid file of this format; the message says what is wrong with
+            it.
     """
     with Path(path).open("rb") as file:
         descriptor = file.fileno()
-        return header_of(partial(os.pread, descriptor), os.fstat(descriptor).st_size, os.fspath(path))
+        return header_of(
+            partial(os.pread, descriptor), os.fstat(descriptor).st_size, os.fspath(path)
+        )
 
 
 def read_safetensors(
@@ -141,7 +147,8 @@ def read_safetensors(
     returns: Returns | None = None,
     queue: IOQueue | None = None,
 ) -> dict[str, Any]:
-    """Return the tensors of those names, all without `names`; each read into that of `out`, where there is one.
+    """Return the tensors of those names, all without `names`; each read into that of `out`, where
+    there is one.
 
     Raises:
         SafetensorsError: the file is not valid.
@@ -150,7 +157,9 @@ def read_safetensors(
     """
     kind = default_returns() if returns is None else chosen(Returns, returns, "returns")
     with SafetensorsFile(path, queue=queue) as file:
-        wanted = {name: file.entry(name) for name in (file.header.tensors if names is None else names)}
+        wanted = {
+            name: file.entry(name) for name in (file.header.tensors if names is None else names)
+        }
         others = (out or {}).keys() - wanted.keys()
         if others:
             raise ValueError(f"`out` has {min(others)!r}, which is not asked for")
@@ -167,10 +176,12 @@ def write_safetensors(
     durability: Durability = Durability.COMMIT,
     queue: IOQueue | None = None,
 ) -> None:
-    """Write tensors, arrays or bytes to a file, in place of what has that name. It appears when it is whole.
+    """Write tensors, arrays or bytes to a file, in place of what has that name.
 
-    `durability`: with COMMIT it survives power loss from when this returns; with DATA what has that name then is whole,
-    this file or the one before; with NONE neither is promised.
+    It appears when it is whole.
+
+    `durability`: with COMMIT it survives power loss from when this returns; with DATA what has that
+    name then is whole, this file or the one before; with NONE neither is promised.
 
     Raises:
         SafetensorsError: the format has no such dtype, name or metadata.
@@ -182,7 +193,7 @@ def write_safetensors(
         writer.write({name: given[name] for name in writer.names})
 
 
-# --- reading -----------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 class SafetensorsFile:
@@ -196,7 +207,8 @@ class SafetensorsFile:
         with ExitStack() as ends:
             self._queue = queue or ends.enter_context(IOQueue())
             self._file = ends.enter_context(self._queue.open(path))
-            # Of the file that is open now: its name may be another's by the time that its tensors are read.
+            # Of the file that is open now: its name may be another's by the time that its tensors
+            # are read.
             self.header = header_of(self._bytes, self._file.size, os.fspath(path))
             self._ends = ends.pop_all()
 
@@ -206,7 +218,9 @@ class SafetensorsFile:
         return bytes(room[:done].tobytes())
 
     def pieces(self, nbytes: int) -> Iterator[int]:
-        """Read all of the file in pieces of so many bytes, keeping the drive busy; yield the length of each."""
+        """Read all of the file in pieces of so many bytes, keeping the drive busy; yield the length
+        of each.
+        """
         read: list[int] = []
         staged = Staged((self._queue,), run_bytes=nbytes)
         with ExitStack() as ends:
@@ -215,7 +229,9 @@ class SafetensorsFile:
             for offset in range(0, self.header.nbytes, nbytes):
                 memory = staged.take(pipeline)
                 length = min(nbytes, self.header.nbytes - offset)
-                batch = pipeline.start(length, land=partial(read.append, length), release=partial(staged.give, memory))
+                batch = pipeline.start(
+                    length, land=partial(read.append, length), release=partial(staged.give, memory)
+                )
                 self._read(memory.part(0, length), offset, batch)
                 while read:
                     yield read.pop()
@@ -230,7 +246,9 @@ class SafetensorsFile:
             KeyError: there is none of that name.
         """
         if name not in self.header.tensors:
-            raise KeyError(f"no tensor {name!r} among the {len(self.header.tensors)} of {self.header.path}")
+            raise KeyError(
+                f"no tensor {name!r} among the {len(self.header.tensors)} of {self.header.path}"
+            )
         return self.header.tensors[name]
 
     def read(self, names: Iterable[str]) -> dict[str, Description]:
@@ -238,7 +256,10 @@ class SafetensorsFile:
         wanted = {name: self.entry(name) for name in names}
         memories = {name: memory_of(_room(entry), writable=True) for name, entry in wanted.items()}
         self.fill(memories)
-        return {name: Description(entry.dtype, entry.shape, memories[name]) for name, entry in wanted.items()}
+        return {
+            name: Description(entry.dtype, entry.shape, memories[name])
+            for name, entry in wanted.items()
+        }
 
     def fill(self, wanted: Mapping[str, Memory]) -> None:
         """Fill each memory with the bytes of the tensor of that name."""
@@ -254,7 +275,9 @@ class SafetensorsFile:
             small.sort(key=lambda piece: piece.offset)
             self._fill_together(list(together(small)), pipeline, ends)
 
-    def _fill_together(self, stretches: list[Stretch[Memory]], pipeline: Pipeline, ends: ExitStack) -> None:
+    def _fill_together(
+        self, stretches: list[Stretch[Memory]], pipeline: Pipeline, ends: ExitStack
+    ) -> None:
         """Read what lies close together at once, and copy it to where it belongs."""
         if not stretches:
             return
@@ -263,7 +286,9 @@ class SafetensorsFile:
         ends.callback(staged.close)
         for stretch in stretches:
             staging = staged.take(pipeline)
-            batch = pipeline.start(room, land=partial(_land, stretch, staging), release=partial(staged.give, staging))
+            batch = pipeline.start(
+                room, land=partial(_land, stretch, staging), release=partial(staged.give, staging)
+            )
             length = min(stretch.nbytes, self.header.nbytes - stretch.start)
             self._read(staging.part(0, length), stretch.start, batch)
         while not pipeline.empty:  # before the staging memory goes
@@ -281,7 +306,10 @@ class SafetensorsFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close."""
         self.close()
@@ -293,13 +321,16 @@ def _land(stretch: Stretch[Memory], staging: Memory) -> None:
     scatter(staging, places, sizes, [piece.what for piece in stretch.pieces], summing=False)
 
 
-def _target(name: str, entry: SafetensorsEntry, out: Mapping[str, Any], returns: Returns) -> tuple[Any, Memory]:
+def _target(
+    name: str, entry: SafetensorsEntry, out: Mapping[str, Any], returns: Returns
+) -> tuple[Any, Memory]:
     """Return the tensor to read into, and its memory."""
     if name in out:
         kind = kind_of(out[name])
         if kind != (entry.dtype, entry.shape):
             raise ValueError(
-                f"{name!r} is {entry.dtype} of shape {entry.shape}; it cannot be read into {kind[0]} of shape {kind[1]}"
+                f"{name!r} is {entry.dtype} of shape {entry.shape}; it cannot be read into "
+                f"{kind[0]} of shape {kind[1]}"
             )
         return out[name], memory_of(out[name], writable=True)
     if entry.nbytes <= SMALL_BYTES or entry.offset % ITEMSIZES[entry.dtype]:
@@ -310,12 +341,16 @@ def _target(name: str, entry: SafetensorsEntry, out: Mapping[str, Any], returns:
     if returns is Returns.TORCH:
         import torch
 
-        return torch.frombuffer(room, dtype=dtype).reshape(entry.shape), memory_of(room, writable=True)
+        return torch.frombuffer(room, dtype=dtype).reshape(entry.shape), memory_of(
+            room, writable=True
+        )
     return room.view(dtype).reshape(entry.shape), memory_of(room, writable=True)
 
 
 def _room(entry: SafetensorsEntry) -> Any:
-    """Return new bytes that lie in their page as in the file: so whole pages of both meet, and none is copied."""
+    """Return new bytes that lie in their page as in the file: so whole pages of both meet, and none
+    is copied.
+    """
     import numpy as np
 
     room = np.empty(entry.nbytes + PAGE - 1, np.uint8)
@@ -323,11 +358,12 @@ def _room(entry: SafetensorsEntry) -> Any:
     return room[start : start + entry.nbytes]
 
 
-# --- the header --------------------------------------------------------------------------------------------------
+# --- the header -----------------------------------------------------------------------------------
 
 
 def header_of(read: Callable[[int, int], bytes], nbytes: int, path: str) -> SafetensorsHeader:
-    """Return the header of a file of `nbytes`; `read(count, offset)` returns its bytes, fewer where it ends.
+    """Return the header of a file of `nbytes`; `read(count, offset)` returns its bytes, fewer where
+    it ends.
 
     Raises:
         SafetensorsError: it is not a valid file of this format.
@@ -352,16 +388,22 @@ def _header_length(start: bytes, nbytes: int) -> int:
     if length > _MAX_HEADER_BYTES:
         raise ValueError(f"its header would have {length} B, the format allows {_MAX_HEADER_BYTES}")
     if length > nbytes - _LENGTH.size:
-        raise ValueError(f"its header would have {length} B, {nbytes - _LENGTH.size} follow: it was cut off")
+        raise ValueError(
+            f"its header would have {length} B, {nbytes - _LENGTH.size} follow: it was cut off"
+        )
     return length
 
 
 def _header(text: bytes, length: int, nbytes: int, path: str) -> SafetensorsHeader:
     if len(text) != length or not text.startswith(b"{"):
-        raise ValueError(f'expected a header of {length} B that begins with "{{", got {text[:32]!r}')
+        raise ValueError(
+            f'expected a header of {length} B that begins with "{{", got {text[:32]!r}'
+        )
     content = strict_json(text)
     metadata = content.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise ValueError(f"expected {METADATA} as an object of texts, got {shown(metadata)}")
     for value in (*metadata, *metadata.values()):
         check_name(value)
@@ -374,12 +416,16 @@ def _header(text: bytes, length: int, nbytes: int, path: str) -> SafetensorsHead
             raise ValueError(f"tensor {shown(name)}: {flaw}") from None
     in_order = sorted(tensors.items(), key=lambda each: (each[1].offset, each[1].nbytes))
     _check_whole(in_order, start, nbytes)
-    return SafetensorsHeader(path, MappingProxyType(dict(in_order)), MappingProxyType(metadata), nbytes)
+    return SafetensorsHeader(
+        path, MappingProxyType(dict(in_order)), MappingProxyType(metadata), nbytes
+    )
 
 
 def _entry(value: Any, start: int) -> SafetensorsEntry:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"expected an object with dtype, shape and data_offsets, got {shown(value)}")
+        raise ValueError(
+            f"expected an object with dtype, shape and data_offsets, got {shown(value)}"
+        )
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZES or dtype in _OURS_ALONE:
         raise ValueError(f"expected one of the dtypes {', '.join(_codes())}; got {shown(dtype)}")
@@ -390,18 +436,26 @@ def _entry(value: Any, start: int) -> SafetensorsEntry:
     begin, end = offsets
     taken = nbytes_of(dtype, tuple(shape))
     if end - begin != taken:
-        raise ValueError(f"its bytes {begin} to {end} are {end - begin}; {dtype} of shape {shown(shape)} takes {taken}")
+        raise ValueError(
+            f"its bytes {begin} to {end} are {end - begin}; {dtype} of shape {shown(shape)} takes "
+            f"{taken}"
+        )
     return SafetensorsEntry(dtype, tuple(shape), start + begin)
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+    return isinstance(value, list) and all(
+        type(size) is int and 0 <= size < 1 << 63 for size in value
+    )
 
 
 def _check_whole(in_order: list[tuple[str, SafetensorsEntry]], start: int, nbytes: int) -> None:
     """Refuse bytes that belong to no tensor, or to two."""
     if in_order and in_order[0][1].offset != start:
-        raise ValueError(f"tensor {shown(in_order[0][0])} should begin at byte 0, not {in_order[0][1].offset - start}")
+        raise ValueError(
+            f"tensor {shown(in_order[0][0])} should begin at byte 0, not "
+            f"{in_order[0][1].offset - start}"
+        )
     for (name, entry), (following, other) in pairwise(in_order):
         if other.offset != entry.offset + entry.nbytes:
             raise ValueError(
@@ -410,7 +464,9 @@ def _check_whole(in_order: list[tuple[str, SafetensorsEntry]], start: int, nbyte
             )
     end = in_order[-1][1].offset + in_order[-1][1].nbytes if in_order else start
     if end != nbytes:
-        raise ValueError(f"its tensors end at byte {end}, the file at {nbytes}: it was cut off or added to")
+        raise ValueError(
+            f"its tensors end at byte {end}, the file at {nbytes}: it was cut off or added to"
+        )
 
 
 def _codes() -> list[str]:
@@ -421,23 +477,27 @@ def _refusal(flaw: str, path: str | os.PathLike[str]) -> SafetensorsError:
     return SafetensorsError(f"not a valid safetensors file: {flaw}", path=os.fspath(path))
 
 
-# --- writing -----------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 class Order(Enum):
     """The order in which a file's tensors lie."""
 
-    ALIGNED = "aligned"  # the writer's: each begins at a multiple of its element, most large ones at a page
+    # the writer's: each begins at a multiple of its element, most large ones at a page
+    ALIGNED = "aligned"
     GIVEN = "given"  # the caller's, for contents that can be read in one order only
 
 
 class SafetensorsWriter:
-    """Writes one file: is told of all tensors first, then given them in the order of `names`, in one or several calls.
+    """Writes one file: is told of all tensors first, then given them in the order of `names`, in
+    one or several calls.
 
-    With `sums`, these are computed of the bytes as they are written. Small tensors pass `staging_bytes` of memory.
+    With `sums`, these are computed of the bytes as they are written. Small tensors pass
+    `staging_bytes` of memory.
 
-    A context manager: at the end of its block the file takes the place of what has its name; where the block raises,
-    there is none. All is written in whole pages at whole pages, from the tensors' own memory where they are large.
+    A context manager: at the end of its block the file takes the place of what has its name; where
+    the block raises, there is none. All is written in whole pages at whole pages, from the tensors'
+    own memory where they are large.
 
     Raises:
         SafetensorsError: the format has no such dtype, name or metadata.
@@ -471,11 +531,15 @@ class SafetensorsWriter:
             through = queue or ends.enter_context(IOQueue())
             ends.callback(self._draft.unlink, missing_ok=True)
             self._file = ends.enter_context(
-                through.open(self._draft, "x", size=total, permissions=_NEW_MODE if mode is None else mode)
+                through.open(
+                    self._draft, "x", size=total, permissions=_NEW_MODE if mode is None else mode
+                )
             )
             if mode is not None:
                 self._draft.chmod(mode)  # as it was, whatever the umask
-            self._pages = ends.enter_context(_PageWriter(self._file, through, total, sums, staging_bytes))
+            self._pages = ends.enter_context(
+                _PageWriter(self._file, through, total, sums, staging_bytes)
+            )
             self._pages.append(memory_of(start, writable=False))
             self._ends = ends.pop_all()
 
@@ -486,14 +550,18 @@ class SafetensorsWriter:
             raise ValueError(f"expected the tensors {shown(due)} next, got {shown(tuple(tensors))}")
         for name, each in tensors.items():
             if (each.code, each.shape) != self._layout[name]:
-                raise ValueError(f"{name!r} was announced as {self._layout[name]}, not {(each.code, each.shape)}")
+                raise ValueError(
+                    f"{name!r} was announced as {self._layout[name]}, not {(each.code, each.shape)}"
+                )
         for each in tensors.values():
             self._pages.append(each.memory)
         self._pages.wait()
         self._written += len(tensors)
 
     def write_in_parts(self, name: str, parts: Iterable[Memory]) -> None:
-        """Write the next tensor, of this name, from parts; each is free when the next one is asked for."""
+        """Write the next tensor, of this name, from parts; each is free when the next one is asked
+        for.
+        """
         [due] = self.names[self._written : self._written + 1] or ("nothing more",)
         if name != due:
             raise ValueError(f"expected the tensor {shown(due)} next, got {shown(name)}")
@@ -505,7 +573,10 @@ class SafetensorsWriter:
             self._pages.append(part)
             self._pages.wait()
         if left:
-            raise ValueError(f"{name!r} was announced as {self._layout[name]}; its parts differ from that by {left} B")
+            raise ValueError(
+                f"{name!r} was announced as {self._layout[name]}; its parts differ from that by "
+                f"{left} B"
+            )
         self._written += 1
 
     def __enter__(self) -> SafetensorsWriter:
@@ -513,7 +584,10 @@ class SafetensorsWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Let the file take its place, unless the block raised."""
         with self._ends:
@@ -522,7 +596,10 @@ class SafetensorsWriter:
 
     def _finish(self) -> None:
         if self._written < len(self.names):
-            raise ValueError(f"{len(self.names) - self._written} of the tensors that were announced were not written")
+            raise ValueError(
+                f"{len(self.names) - self._written} of the tensors that were announced were not "
+                "written"
+            )
         self._pages.finish()
         if self._durability is not Durability.NONE:
             what = Sync.ALL if self._durability is Durability.COMMIT else Sync.DATA
@@ -541,12 +618,20 @@ def _mode_of(path: Path) -> int | None:
 
 
 class _PageWriter:
-    """Appends memory to a new file, in whole pages: large memory as it lies, what is between through staging memory.
+    """Appends memory to a new file, in whole pages: large memory as it lies, what is between
+    through staging memory.
 
     So no two operations share a page, and all but the file's last one go past the page cache.
     """
 
-    def __init__(self, file: File, queue: IOQueue, total: int, sums: BlockChecksums | None, staging_bytes: int) -> None:
+    def __init__(
+        self,
+        file: File,
+        queue: IOQueue,
+        total: int,
+        sums: BlockChecksums | None,
+        staging_bytes: int,
+    ) -> None:
         self._file = file
         self._queue = queue
         self._sums = sums
@@ -581,7 +666,9 @@ class _PageWriter:
                 done += whole
 
     def wait(self) -> None:
-        """Wait until the drive has what was appended, except for what is still in staging memory."""
+        """Wait until the drive has what was appended, except for what is still in staging
+        memory.
+        """
         self._batch.wait()
 
     def finish(self) -> None:
@@ -615,24 +702,33 @@ class _PageWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._batch.drain()
         self._queue.forget_pool(self._pool)
 
 
 def _rank(named: tuple[str, tuple[str, tuple[int, ...]]]) -> tuple[bool, int, str]:
-    """Return by what tensors are sorted: first those of whole pages, then those of larger elements, then by name.
+    """Return by what tensors are sorted: first those of whole pages, then those of larger elements,
+    then by name.
 
-    As nothing may lie between tensors, this is what lets each begin at a multiple of its element, and most large ones
-    at a page.
+    As nothing may lie between tensors, this is what lets each begin at a multiple of its element,
+    and most large ones at a page.
     """
     name, (code, shape) = named
     return bool(math.prod(shape) * ITEMSIZES[code] % PAGE), -ITEMSIZES[code], str(name)
 
 
-def _encoded(layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], path: Path) -> bytes:
-    """Return length and header. Spaces fill them up to a page, so that the tensors begin with one."""
+def _encoded(
+    layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], path: Path
+) -> bytes:
+    """Return length and header.
+
+    Spaces fill them up to a page, so that the tensors begin with one.
+    """
     content: dict[str, Any] = {}
     try:
         if metadata:
@@ -640,10 +736,13 @@ def _encoded(layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mappin
         at = 0
         for name, (code, shape) in layout.items():
             if check_name(name) == METADATA:
-                raise ValueError(f"no tensor can have the name {METADATA}, which is that of the metadata")
+                raise ValueError(
+                    f"no tensor can have the name {METADATA}, which is that of the metadata"
+                )
             if code in _OURS_ALONE:
                 raise ValueError(
-                    f"tensor {shown(name)}: the format has no {code}; give its real and imaginary parts as two tensors"
+                    f"tensor {shown(name)}: the format has no {code}; give its real and imaginary "
+                    "parts as two tensors"
                 )
             end = at + nbytes_of(code, shape)
             content[name] = {"dtype": code, "shape": shape, "data_offsets": (at, end)}
@@ -651,7 +750,9 @@ def _encoded(layout: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mappin
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
         length = whole_pages(_LENGTH.size + len(text)) - _LENGTH.size
         if length > _MAX_HEADER_BYTES:
-            raise ValueError(f"the header would have {length} B, the format allows {_MAX_HEADER_BYTES}")
+            raise ValueError(
+                f"the header would have {length} B, the format allows {_MAX_HEADER_BYTES}"
+            )
     except (TypeError, ValueError) as flaw:
         raise SafetensorsError(
             f"cannot be written as safetensors: {flaw}", path=os.fspath(path), errno=errno.EINVAL

@@ -1,4 +1,7 @@
-"""Sizes in bytes as people write and read them: "1GiB" is 1073741824. A leaf: works without the native module."""
+"""Sizes in bytes as people write and read them: "1GiB" is 1073741824.
+
+A leaf: works without the native module.
+"""
 
 from __future__ import annotations
 

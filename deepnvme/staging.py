@@ -1,8 +1,10 @@
-"""Arrays in a GPU's memory as buffers of file operations: their bytes pass through page-locked pieces of a pool.
+"""Arrays in a GPU's memory as buffers of file operations: their bytes pass through page-locked
+pieces of a pool.
 
-While one piece is between host and drive, another is between host and device. Owns the pieces and the threads that
-see to them, made when a queue gets its first device array; torch or cupy does the copying (`deepnvme.device_arrays`),
-the queue's drives do the rest. Imports neither. Called by `deepnvme.queue`.
+While one piece is between host and drive, another is between host and device. Owns the pieces and
+the threads that see to them, made when a queue gets its first device array; torch or cupy does the
+copying (`deepnvme.device_arrays`), the queue's drives do the rest. Imports neither. Called by
+`deepnvme.queue`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class _Operation:
     asked: int
     issued: int = 0
     flying: int = 0  # pieces that have begun and not ended
-    moved: list[tuple[int, int]] = field(default_factory=list)  # of each ended piece: its start, its bytes
+    # of each ended piece: its start, its bytes
+    moved: list[tuple[int, int]] = field(default_factory=list)
     failure: BaseException | None = None
 
     @property
@@ -75,14 +78,17 @@ class _Piece:
     view: memoryview | None = None  # what the device copies from or to
 
 
-_Copy: TypeAlias = tuple[_Piece, int, CopyEvent]  # the bytes of a piece that are copied, and when that is over
+# the bytes of a piece that are copied, and when that is over
+_Copy: TypeAlias = tuple[_Piece, int, CopyEvent]
 
 
 class Staging:
-    """The operations on device arrays of one queue: in order, as many pieces under way as the pool has room for.
+    """The operations on device arrays of one queue: in order, as many pieces under way as the pool
+    has room for.
 
-    At most `max_pending` operations are pending, besides their pieces in the queue itself; for room, submitting waits
-    `patience_s`, None being for ever. The thread `completer`, which completes the futures of `drives`, never waits.
+    At most `max_pending` operations are pending, besides their pieces in the queue itself; for
+    room, submitting waits `patience_s`, None being for ever. The thread `completer`, which
+    completes the futures of `drives`, never waits.
     """
 
     def __init__(
@@ -106,15 +112,18 @@ class Staging:
         self._owner = os.getpid()
         self._pool: Pool | None = None
         self._threads: list[threading.Thread] = []
-        # One for each direction: copies to the device must not wait for what is yet to be computed and written.
+        # One for each direction: copies to the device must not wait for what is yet to be computed
+        # and written.
         self._copies: dict[_native.Verb, SimpleQueue[_Copy | None]] = {
             _native.Verb.READ: SimpleQueue(),
             _native.Verb.WRITE: SimpleQueue(),
         }
-        self._changed = threading.Condition()  # guards all that more than the staging thread touches: these four
+        # guards all that more than the staging thread touches: these four
+        self._changed = threading.Condition()
         self._pending: dict[_Operation, None] = {}
         self._waiting: deque[_Operation] = deque()  # not begun
-        self._news: deque[Callable[[], None]] = deque()  # what is to be done about pieces that got further
+        # what is to be done about pieces that got further
+        self._news: deque[Callable[[], None]] = deque()
         self._closing = False
         self._current: _Operation | None = None  # begun, and more pieces of it are to be issued
         self._begun = 0  # operations that have begun and not ended
@@ -127,7 +136,9 @@ class Staging:
         offset: int,
         at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
     ) -> IOFuture[int]:
-        """Take an operation when there is room for it. Without an array: a sync, after all that was submitted here.
+        """Take an operation when there is room for it.
+
+        Without an array: a sync, after all that was submitted here.
 
         Raises:
             QueueFull: no room came in time.
@@ -155,11 +166,16 @@ class Staging:
         return True
 
     def needs_this_thread(self) -> bool:
-        """Whether `close()` would wait for what only the calling thread can do: it is in a callback."""
+        """Whether `close()` would wait for what only the calling thread can do: it is in a
+        callback.
+        """
         return self._runs_here()
 
     def close(self) -> None:
-        """Take nothing more, wait for everything pending, give the memory back. The queue must still be open."""
+        """Take nothing more, wait for everything pending, give the memory back.
+
+        The queue must still be open.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -169,7 +185,9 @@ class Staging:
         self._pool = None
 
     def forget_parents(self) -> None:
-        """In a forked child: what the parent submitted ends there, and would be waited for here for ever."""
+        """In a forked child: what the parent submitted ends there, and would be waited for here for
+        ever.
+        """
         self._changed = threading.Condition()  # whoever held the parent's is not here
         for operation in list(self._pending):
             message = f"{operation.op} of {operation.file.path} was submitted by the parent process"
@@ -181,7 +199,9 @@ class Staging:
 
     def _refuse_if_unusable(self) -> None:
         if os.getpid() != self._owner:
-            raise ForkedError(f"this queue belongs to process {self._owner}; a forked child makes its own")
+            raise ForkedError(
+                f"this queue belongs to process {self._owner}; a forked child makes its own"
+            )
         if self._closing:
             raise ClosedError("the queue is closed")
 
@@ -202,11 +222,13 @@ class Staging:
         if not self._threads:
             waits = [partial(self._wait_for_copies, copies) for copies in self._copies.values()]
             runs: list[Callable[[], None]] = [self._run, *waits]
-            self._threads = [threading.Thread(target=run, name="deepnvme-staging", daemon=True) for run in runs]
+            self._threads = [
+                threading.Thread(target=run, name="deepnvme-staging", daemon=True) for run in runs
+            ]
             for thread in self._threads:
                 thread.start()
 
-    # --- the staging thread ---------------------------------------------------------------------------------------
+    # --- the staging thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -219,7 +241,8 @@ class Staging:
     def _step(self) -> bool:
         """Do one thing; False when there will be nothing more to do.
 
-        Nothing here waits for a drive or a device. Futures end in the last line of a step: callbacks may do anything.
+        Nothing here waits for a drive or a device. Futures end in the last line of a step:
+        callbacks may do anything.
         """
         with self._changed:
             act = self._news.popleft() if self._news else None
@@ -259,7 +282,9 @@ class Staging:
         return True
 
     def _with_room(self) -> _Operation | None:
-        """Return the operation whose turn it is, if there is room for its next piece, or it needs none."""
+        """Return the operation whose turn it is, if there is room for its next piece, or it needs
+        none.
+        """
         operation = self._current or (self._waiting[0] if self._waiting else None)
         if operation is None or operation.future.cancelled():
             return operation
@@ -286,7 +311,9 @@ class Staging:
                 self._end_if_over(operation)
                 return
         piece = self._next_piece(operation)
-        start = self._copy if operation.verb is _native.Verb.WRITE and piece.nbytes else self._submit
+        start = (
+            self._copy if operation.verb is _native.Verb.WRITE and piece.nbytes else self._submit
+        )
         if not self._attempt(operation, partial(start, piece, piece.nbytes)):
             self._end_piece(piece, 0)
 
@@ -311,7 +338,9 @@ class Staging:
         offset = operation.offset + piece.start
         memory = Memory(piece.address, nbytes, piece.block)
         stops = _native.AtEndOfFile.STOPS
-        future = self._drives.submit(operation.verb, operation.file, memory, offset, stops, patience_s=None)
+        future = self._drives.submit(
+            operation.verb, operation.file, memory, offset, stops, patience_s=None
+        )
         future.add_done_callback(lambda ended: self._tell(partial(self._after_drive, piece, ended)))
 
     def _copy(self, piece: _Piece, nbytes: int) -> None:
@@ -340,7 +369,9 @@ class Staging:
             self._end_piece(piece, 0)
         elif operation.verb is _native.Verb.READ:
             self._end_piece(piece, nbytes)
-        elif operation.failure or not self._attempt(operation, partial(self._submit, piece, nbytes)):
+        elif operation.failure or not self._attempt(
+            operation, partial(self._submit, piece, nbytes)
+        ):
             self._end_piece(piece, 0)
 
     def _attempt(self, operation: _Operation, act: Callable[[], None]) -> bool:
@@ -359,7 +390,8 @@ class Staging:
             self._current = None
 
     def _end_piece(self, piece: _Piece, moved: int) -> None:
-        # By name: whoever still holds the views, such as a traceback, must not keep the memory from the next piece.
+        # By name: whoever still holds the views, such as a traceback, must not keep the memory from
+        # the next piece.
         if piece.view is not None:
             piece.view.release()
         piece.block.release()
@@ -407,7 +439,8 @@ def _error_of(operation: _Operation, backend: str) -> NVMeError | None:
         return io_error(failure.errno or errno.EIO, op=operation.op, **fields)
     error = NVMeError(
         errno.EIO,
-        f"{told} stopped after {done} B: copying between host and device failed: {type(failure).__name__}: {failure}",
+        f"{told} stopped after {done} B: copying between host and device failed: "
+        f"{type(failure).__name__}: {failure}",
         op=operation.op,
         **fields,
     )

@@ -1,7 +1,8 @@
 """`TensorStore`: named tensors on one or several drives, checksummed, and durable when asked.
 
-What its callers see, put together from parts that know one thing each: `NamedTensors` what is held and how its bytes
-travel, `Commits` what is durable, `StoreThreads` and `ReadAhead` what goes on meanwhile.
+What its callers see, put together from parts that know one thing each: `NamedTensors` what is held
+and how its bytes travel, `Commits` what is durable, `StoreThreads` and `ReadAhead` what goes on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -40,14 +41,17 @@ _AHEAD_BYTES = 1 << 30
 
 
 class UncommittedWarning(RuntimeWarning):
-    """A durable store was closed, or forgotten without being closed, with changes that were not committed."""
+    """A durable store was closed, or forgotten without being closed, with changes that were not
+    committed.
+    """
 
 
 class Durability(Enum):
     """What `commit()` makes of what was put (docs/decisions/0004)."""
 
     NONE = "none"  # swap: everything goes at close
-    DATA = "data"  # survives the process; after a power loss the store is at this commit or the one before
+    # survives the process; after a power loss the store is at this commit or the one before
+    DATA = "data"
     COMMIT = "commit"  # survives power loss
 
 
@@ -59,9 +63,12 @@ class Checksum(Enum):
 
 
 class TensorStore:
-    """Named tensors in one or several directories. Made by `create`, `open` or `swap`; a context manager.
+    """Named tensors in one or several directories.
 
-    Any thread may call. What was put is there for `get` at once, and for the next process after `commit()`.
+    Made by `create`, `open` or `swap`; a context manager.
+
+    Any thread may call. What was put is there for `get` at once, and for the next process after
+    `commit()`.
     """
 
     _ended = True  # until there is something to end
@@ -85,7 +92,7 @@ class TensorStore:
         self._threads = StoreThreads()
         self._ended = False
 
-    # --- making and opening --------------------------------------------------------------------------------------
+    # --- making and opening -----------------------------------------------------------------------
 
     @classmethod
     def create(
@@ -100,8 +107,8 @@ class TensorStore:
     ) -> TensorStore:
         """Make a store of `capacity` bytes in `directories`, one per drive, and reserve them.
 
-        Replacing a tensor needs room for both until two commits later, so a store that is rewritten wholly needs
-        three times what it holds.
+        Replacing a tensor needs room for both until two commits later, so a store that is rewritten
+        wholly needs three times what it holds.
 
         Raises:
             OSError: a directory holds one already, is full, or cannot be written.
@@ -127,7 +134,8 @@ class TensorStore:
         returns: Returns | None = None,
         queue: IOQueue | None = None,
     ) -> TensorStore:
-        """Make a store that lasts until it is closed: no commits, and no checksums unless asked for.
+        """Make a store that lasts until it is closed: no commits, and no checksums unless asked
+        for.
 
         Its files have no names, so a killed program leaves nothing in the directories.
         """
@@ -147,15 +155,19 @@ class TensorStore:
         returns: Returns | None = None,
         queue: IOQueue | None = None,
     ) -> TensorStore:
-        """Open a store at its last commit, or at the commit before it where `generation` names that.
+        """Open a store at its last commit, or at the commit before it where `generation` names
+        that.
 
-        With Access.READ nothing is written, and any number of processes may have it open so at once; whatever would
-        change the store is refused, and meanwhile so is whoever opens it with Access.WRITE.
+        With Access.READ nothing is written, and any number of processes may have it open so at
+        once; whatever would change the store is refused, and meanwhile so is whoever opens it with
+        Access.WRITE.
 
         Raises:
-            StoreError: there never was a commit, or its manifest is damaged: which file, and what is wrong with it.
+            StoreError: there never was a commit, or its manifest is damaged: which file, and what
+                is wrong with it.
             VolumeError: a directory is missing or foreign.
-            VolumeLockedError: another process has it open for writing, or for reading, and this is to write.
+            VolumeLockedError: another process has it open for writing, or for reading, and this is
+                to write.
         """
         kept = _durable(durability)
         summed, given = chosen(Checksum, checksum, "checksum"), _returns(returns)
@@ -168,16 +180,20 @@ class TensorStore:
             undo.pop_all()
         return store
 
-    # --- tensors -------------------------------------------------------------------------------------------------
+    # --- tensors ----------------------------------------------------------------------------------
 
     def put(self, name: str, tensor: Any) -> None:
-        """Write a tensor, an array or bytes under `name`, in place of what had it. Returns when it is on the drive.
+        """Write a tensor, an array or bytes under `name`, in place of what had it.
 
-        Its bytes are written from where they lie. A tensor that would have to be copied first (it is on a GPU, or not
-        contiguous) is refused, so that no memory is taken unseen; `put_state` makes such copies.
+        Returns when it is on the drive.
+
+        Its bytes are written from where they lie. A tensor that would have to be copied first (it
+        is on a GPU, or not contiguous) is refused, so that no memory is taken unseen; `put_state`
+        makes such copies.
 
         Raises:
-            TypeError, ValueError: it would have to be copied, or has no dtype that can be stored; nothing has changed.
+            TypeError, ValueError: it would have to be copied, or has no dtype that can be stored;
+            nothing has changed.
             VolumeFullError: there is no room; nothing has changed.
             NVMeError: a drive failed; the name still has what it had.
         """
@@ -188,7 +204,8 @@ class TensorStore:
         self._put(tensors, tensors, describe, self._tensors.holdings.name)
 
     def get(self, name: str, out: Any = None) -> Any:
-        """Return the tensor of that name, read into `out` where given, which must have its type and shape.
+        """Return the tensor of that name, read into `out` where given, which must have its type and
+        shape.
 
         Raises:
             KeyError: there is none.
@@ -197,12 +214,15 @@ class TensorStore:
         with self._tensors.opened():
             ahead = self._ahead.take(name)
             self._read_on()
-        # What has not begun is not waited for: it may be queued behind us, for the thread that this runs in.
+        # What has not begun is not waited for: it may be queued behind us, for the thread that this
+        # runs in.
         if ahead is not None and not ahead.cancel() and out is None:
             return ahead.result()
         return self.get_many((name,), None if out is None else {name: out})[name]
 
-    def get_many(self, names: Iterable[str], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def get_many(
+        self, names: Iterable[str], out: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return several tensors by name, small ones read together.
 
         Raises:
@@ -229,11 +249,13 @@ class TensorStore:
             self._forget_ahead(holdings.unname(name))
 
     def prefetch(self, names: Iterable[str], *, most_bytes: int = _AHEAD_BYTES) -> None:
-        """Begin to read tensors; the next `get` of each, without `out`, finds it read or being read.
+        """Begin to read tensors; the next `get` of each, without `out`, finds it read or being
+        read.
 
-        At most `most_bytes` (1 GiB) of them are held at once, or one that is larger: the rest is begun in this order as
-        those are got. A `get` of what was not begun reads it then. What is never got is held until it is replaced or
-        deleted, `forget_prefetched` is called or the store is closed.
+        At most `most_bytes` (1 GiB) of them are held at once, or one that is larger: the rest is
+        begun in this order as those are got. A `get` of what was not begun reads it then. What is
+        never got is held until it is replaced or deleted, `forget_prefetched` is called or the
+        store is closed.
         """
         if most_bytes < 0:
             raise ValueError(f"most_bytes must not be negative, got {most_bytes}")
@@ -245,12 +267,18 @@ class TensorStore:
             self._read_on()
 
     def forget_prefetched(self, names: Iterable[str] | None = None) -> None:
-        """Let go of what `prefetch` read and nobody got, all of it without `names`. What has not begun is not read."""
+        """Let go of what `prefetch` read and nobody got, all of it without `names`.
+
+        What has not begun is not read.
+        """
         with self._tensors.opened():
             self._forget_ahead(names)
 
-    def stream(self, names: Iterable[str] | None = None, *, depth: int = 4) -> Iterator[tuple[str, Any]]:
-        """Yield names and tensors in the order of `names` (all, as they lie, without it), `depth` of them ahead.
+    def stream(
+        self, names: Iterable[str] | None = None, *, depth: int = 4
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield names and tensors in the order of `names` (all, as they lie, without it), `depth`
+        of them ahead.
 
         Small tensors that follow one another are read together, and count as one of these.
         """
@@ -263,7 +291,7 @@ class TensorStore:
                 yield name, found[name] if name in found else self.get(name)
             del found, future  # not kept while the next ones are waited for
 
-    # --- without blocking ----------------------------------------------------------------------------------------
+    # --- without blocking -------------------------------------------------------------------------
 
     def put_async(self, name: str, tensor: Any) -> StoreFuture[None]:
         """Begin to put; `tensor` must not change until the future has ended."""
@@ -277,7 +305,9 @@ class TensorStore:
         """Begin to put several."""
         return self._writer().write(lambda: self.put_many(tensors), tensors)
 
-    def get_many_async(self, names: Iterable[str], out: Mapping[str, Any] | None = None) -> StoreFuture[dict[str, Any]]:
+    def get_many_async(
+        self, names: Iterable[str], out: Mapping[str, Any] | None = None
+    ) -> StoreFuture[dict[str, Any]]:
         """Begin to get several."""
         wanted = _named(names)
         _check_out(out, wanted)
@@ -320,16 +350,21 @@ class TensorStore:
                 yield name, found[name] if name in found else await self.get_async(name)
             del found, future
 
-    # --- state dicts ---------------------------------------------------------------------------------------------
+    # --- state dicts ------------------------------------------------------------------------------
 
     def put_state(self, name: str, state: Any) -> None:
-        """Put a state dict: nested dicts, lists and plain values, with tensors as leaves. Replaces one of that name.
+        """Put a state dict: nested dicts, lists and plain values, with tensors as leaves.
 
-        Tensors on a GPU, or whose bytes are not one piece of memory, are copied one by one as they are written.
+        Replaces one of that name.
+
+        Tensors on a GPU, or whose bytes are not one piece of memory, are copied one by one as they
+        are written.
         """
         structure, found = flatten(state)
         tensors = {f"{check_name(name)}/{leaf}": tensor for leaf, tensor in found.items()}
-        self._put(tensors, (name,), storable, partial(self._tensors.holdings.name_state, name, structure))
+        self._put(
+            tensors, (name,), storable, partial(self._tensors.holdings.name_state, name, structure)
+        )
 
     def get_state(self, name: str) -> Any:
         """Return a state dict as it was put.
@@ -339,11 +374,16 @@ class TensorStore:
         """
         with self._tensors.opened() as holdings:
             structure, kinds, held = holdings.hold_state(name)
-        found = self._tensors.read(held, lambda leaf, record: empty(record.dtype, record.shape, kinds[leaf]), held)
-        return unflatten(structure, {leaf.removeprefix(f"{name}/"): tensor for leaf, tensor in found.items()})
+        found = self._tensors.read(
+            held, lambda leaf, record: empty(record.dtype, record.shape, kinds[leaf]), held
+        )
+        return unflatten(
+            structure, {leaf.removeprefix(f"{name}/"): tensor for leaf, tensor in found.items()}
+        )
 
     def put_tree(self, name: str, structure: Any) -> None:
-        """Make a state dict of tensors that are there already, under `name`, a slash and the name of the leaf.
+        """Make a state dict of tensors that are there already, under `name`, a slash and the name
+        of the leaf.
 
         `structure` is one of the `trees` of another store.
 
@@ -377,7 +417,7 @@ class TensorStore:
         """The names of the state dicts."""
         return tuple(self.trees)
 
-    # --- what is there -------------------------------------------------------------------------------------------
+    # --- what is there ----------------------------------------------------------------------------
 
     def record(self, name: str) -> Record:
         """Return a tensor's type, shape and place."""
@@ -412,33 +452,47 @@ class TensorStore:
         """Where the bytes are."""
         return self._volume
 
-    def verify(self, progress: Callable[[str, int], None] = lambda _name, _nbytes: None) -> tuple[Damage, ...]:
-        """Read every tensor and compare it with its checksums; return what is wrong. Tells `progress` of each.
+    def verify(
+        self, progress: Callable[[str, int], None] = lambda _name, _nbytes: None
+    ) -> tuple[Damage, ...]:
+        """Read every tensor and compare it with its checksums; return what is wrong.
+
+        Tells `progress` of each.
 
         A state dict that lacks a tensor is damaged as well, under the name of that.
         """
         with self._tensors.opened() as holdings:
             missing, groups = holdings.missing(), holdings.groups(holdings.names)
-        lost = [Damage(name, 0, 0, "it belongs to a state dict, and is missing") for name in missing]
-        return (*lost, *(damage for group in groups for damage in self._tensors.damage(group, progress)))
+        lost = [
+            Damage(name, 0, 0, "it belongs to a state dict, and is missing") for name in missing
+        ]
+        return (
+            *lost,
+            *(damage for group in groups for damage in self._tensors.damage(group, progress)),
+        )
 
-    # --- durability ----------------------------------------------------------------------------------------------
+    # --- durability -------------------------------------------------------------------------------
 
     def commit(self) -> int:
-        """Make what is put by now the store's content, whole, for every later process; return its generation.
+        """Make what is put by now the store's content, whole, for every later process; return its
+        generation.
 
-        Puts that have begun are waited for; one that fails is not part of the commit, as nothing of it is there. Ctrl-C
-        ends the wait for it, and it is made all the same: closing, and the next commit, wait for that.
+        Puts that have begun are waited for; one that fails is not part of the commit, as nothing of
+        it is there. Ctrl-C ends the wait for it, and it is made all the same: closing, and the next
+        commit, wait for that.
 
         Raises:
-            PoisonedError: an earlier fsync failed, so that nothing can be promised any more; open the store again.
-            NVMeError: this one failed; the store on the drives is still what it was, or the store is now poisoned.
+            PoisonedError: an earlier fsync failed, so that nothing can be promised any more; open
+                the store again.
+            NVMeError: this one failed; the store on the drives is still what it was, or the store
+                is now poisoned.
         """
         self._tensors.io.refuse_if_forked()
         if self._threads.is_current:
             return self._commit(self._threads.writes())
         try:
-            future = self.commit_async()  # on the thread that writes, as no signal's handler raises there
+            # on the thread that writes, as no signal's handler raises there
+            future = self.commit_async()
         except RuntimeError:  # the interpreter ends: its threads have, and take nothing more
             return self._commit(self._threads.writes())
         return future.result()
@@ -457,11 +511,12 @@ class TensorStore:
                 with self._tensors.lock:
                     if self._commits.generation > last:
                         holdings.committed(last + 1, content)
-                    elif not self._commits.poisoned:  # else it may be on the drives, and keeps its space
+                    elif not self._commits.poisoned:
+                        # else it may be on the drives, and keeps its space
                         holdings.not_committed(content)
             return last + 1
 
-    # --- the end -------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -469,7 +524,10 @@ class TensorStore:
         return self._threads.ending
 
     def close(self) -> None:
-        """Wait for what is under way and let go of the drives. What was not committed is gone. Again: does nothing."""
+        """Wait for what is under way and let go of the drives. What was not committed is gone.
+
+        Again: does nothing.
+        """
         if self._end(self._volume.close):
             self._tell_of_loss("closed")
 
@@ -483,7 +541,9 @@ class TensorStore:
         self._volume.discard()
 
     def _end(self, let_go: Callable[[], None]) -> bool:
-        """Wait for what is under way, then let go of the drives; return False where that was done before."""
+        """Wait for what is under way, then let go of the drives; return False where that was done
+        before.
+        """
         if self._tensors.io.is_forked:  # threads, locks and files are the parent's
             self._threads.ending = True
             self._volume.close()
@@ -495,7 +555,8 @@ class TensorStore:
         with self._tensors.lock:
             self._ahead.forget()
         self._threads.join()
-        with self._committing:  # or a manifest would be renamed after somebody else has opened the store
+        # or a manifest would be renamed after somebody else has opened the store
+        with self._committing:
             if self._ended:
                 return False
             with self._tensors.lock:
@@ -511,9 +572,16 @@ class TensorStore:
             self._tell_of_loss("forgotten without close()")
 
     def _tell_of_loss(self, what: str, *, stacklevel: int = 3) -> None:
-        if self._tensors.holdings.changed and self.durability is not Durability.NONE and not self._commits.poisoned:
+        if (
+            self._tensors.holdings.changed
+            and self.durability is not Durability.NONE
+            and not self._commits.poisoned
+        ):
             where = self._volume.directories[0]
-            message = f"the store in {where} was {what} with changes that were not committed; they are gone"
+            message = (
+                f"the store in {where} was {what} with changes that were not committed; they are "
+                "gone"
+            )
             warnings.warn(message, UncommittedWarning, stacklevel=stacklevel)
 
     def __enter__(self) -> TensorStore:
@@ -521,7 +589,10 @@ class TensorStore:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close."""
         if self._end(self._volume.close):
@@ -530,15 +601,20 @@ class TensorStore:
     def __reduce__(self) -> str:
         """Refuse to be pickled."""
         raise TypeError(
-            "a store is not pickled: open it by its directories in the other process, with access=Access.READ in both"
+            "a store is not pickled: open it by its directories in the other process, with "
+            "access=Access.READ in both"
         )
 
     def __repr__(self) -> str:
         """Show where it is, and what it holds."""
-        state = "closed" if self._tensors.holdings.closed else f"{len(self)} tensors, generation {self.generation}"
+        state = (
+            "closed"
+            if self._tensors.holdings.closed
+            else f"{len(self)} tensors, generation {self.generation}"
+        )
         return f"TensorStore({str(self._volume.directories[0])!r}, {state})"
 
-    # --- parts ---------------------------------------------------------------------------------------------------
+    # --- parts ------------------------------------------------------------------------------------
 
     def _put(
         self,
@@ -547,7 +623,8 @@ class TensorStore:
         description: Callable[[Any], Storable],
         name: Callable[[Mapping[str, Record]], Iterable[str]],
     ) -> None:
-        """Write tensors and name them; what is read ahead under names of other content now is not wanted any more.
+        """Write tensors and name them; what is read ahead under names of other content now is not
+        wanted any more.
 
         Writes of these `names` that were begun before, and not waited for, come first.
         """
@@ -555,7 +632,9 @@ class TensorStore:
             raise TypeError(f"expected tensors by name, as a mapping; got {type(tensors).__name__}")
         self._wait_for_queued(names)
         with self._threads.writing():
-            self._tensors.write(tensors, description, lambda records: self._forget_ahead(name(records)))
+            self._tensors.write(
+                tensors, description, lambda records: self._forget_ahead(name(records))
+            )
 
     def _wait_for_queued(self, names: Iterable[str]) -> None:
         self._tensors.io.refuse_if_forked()
@@ -567,7 +646,8 @@ class TensorStore:
         kind = kind_of(out[name])
         if kind != (record.dtype, record.shape):
             raise ValueError(
-                f"{name!r} is {record.dtype} of shape {record.shape}; `out` for it is {kind[0]} of shape {kind[1]}"
+                f"{name!r} is {record.dtype} of shape {record.shape}; `out` for it is {kind[0]} of "
+                f"shape {kind[1]}"
             )
         return out[name]
 
@@ -589,7 +669,9 @@ class TensorStore:
         return streamed(groups, self.get_many_async, depth)
 
     def _reader(self) -> StoreThreads:
-        """Return the threads; torch, where they will need it, is there, imported by one thread that Ctrl-C may stop."""
+        """Return the threads; torch, where they will need it, is there, imported by one thread that
+        Ctrl-C may stop.
+        """
         self._tensors.io.refuse_if_forked()
         if self.returns is Returns.TORCH:
             with suppress(ImportError):  # told where it is needed

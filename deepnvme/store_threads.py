@@ -1,7 +1,8 @@
-"""The threads that a store does things on without its caller waiting: a few that read, and one that writes.
+"""The threads that a store does things on without its caller waiting: a few that read, and one that
+writes.
 
-Owns which puts have begun, which a commit waits for, and the order of those begun here. Knows nothing of tensors.
-Called by the store, from any thread.
+Owns which puts have begun, which a commit waits for, and the order of those begun here. Knows
+nothing of tensors. Called by the store, from any thread.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _UNDER_WAY = frozenset({PENDING, RUNNING})
 class StoreFuture(Future[_T]):
     """The result of an operation of a store; can be awaited.
 
-    Its callbacks run on a thread of the store, in which they must not wait for another operation that was begun there,
-    nor for a lock that is held around one, as `commit`.
-    Waiting holds no lock that Ctrl-C could leave locked: whoever waits sleeps at one of its own.
+    Its callbacks run on a thread of the store, in which they must not wait for another operation
+    that was begun there, nor for a lock that is held around one, as `commit`. Waiting holds no lock
+    that Ctrl-C could leave locked: whoever waits sleeps at one of its own.
     """
 
     def __init__(self) -> None:
@@ -38,14 +39,18 @@ class StoreFuture(Future[_T]):
         self._sleepers: list[threading.Lock] = []
 
     def result(self, timeout: float | None = None) -> _T:
-        """Wait for the end, at most `timeout` seconds; return the result or raise the operation's error."""
+        """Wait for the end, at most `timeout` seconds; return the result or raise the operation's
+        error.
+        """
         left = self._sleep(timeout)
         if self._state == FINISHED and self._exception is None:
             return cast(_T, self._result)
         return super().result(left)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end, at most `timeout` seconds; return the operation's error, None where it succeeded."""
+        """Wait for the end, at most `timeout` seconds; return the operation's error, None where it
+        succeeded.
+        """
         left = self._sleep(timeout)
         return self._exception if self._state == FINISHED else super().exception(left)
 
@@ -63,7 +68,9 @@ class StoreFuture(Future[_T]):
         self._sleepers.append(sleeper)
         try:
             if self._state in _UNDER_WAY:  # else it may have been woken before it was listed
-                sleeper.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX)))
+                sleeper.acquire(
+                    timeout=-1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))
+                )
         finally:
             self._sleepers.remove(sleeper)
         return None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -82,9 +89,12 @@ class StoreThreads:
         self._name = f"deepnvme-store-{id(self):x}"
         self._lock = threading.Lock()
         self._readers = ThreadPoolExecutor(_READERS, f"{self._name}-reader")
-        self._writer = ThreadPoolExecutor(1, f"{self._name}-writer")  # of two puts of a name the later one wins
-        self._writes: weakref.WeakSet[threading.Lock] = weakref.WeakSet()  # those under way, on whichever thread
-        self._queued: dict[Future[Any], frozenset[str]] = {}  # those begun here, and what they change
+        # of two puts of a name the later one wins
+        self._writer = ThreadPoolExecutor(1, f"{self._name}-writer")
+        # those under way, on whichever thread
+        self._writes: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
+        # those begun here, and what they change
+        self._queued: dict[Future[Any], frozenset[str]] = {}
 
     def read(self, work: Callable[[], _T]) -> StoreFuture[_T]:
         """Begin to do something on one of the threads that read.
@@ -99,7 +109,8 @@ class StoreThreads:
         return future
 
     def write(self, work: Callable[[], _T], names: Iterable[str] = ()) -> StoreFuture[_T]:
-        """Begin to do something to `names` on the thread that writes, after all that was begun there before.
+        """Begin to do something to `names` on the thread that writes, after all that was begun
+        there before.
 
         Raises:
             ClosedError: the store is closed.
@@ -117,7 +128,9 @@ class StoreThreads:
         self._queued.pop(future, None)
 
     def wait_for_queued(self, names: Iterable[str]) -> None:
-        """Wait until what was begun here has ended that changes one of these names, or may. On its own threads: never.
+        """Wait until what was begun here has ended that changes one of these names, or may.
+
+        On its own threads: never.
 
         They would wait for themselves: what was begun there has an order of its own.
         """
@@ -129,9 +142,11 @@ class StoreThreads:
         self.wait_for(theirs)
 
     def writing(self) -> threading.Lock:
-        """Return what is held for the length of a write: commits that begin meanwhile wait for its end.
+        """Return what is held for the length of a write: commits that begin meanwhile wait for its
+        end.
 
-        A lock, which ends with its block whatever Ctrl-C interrupts, where a note that is taken back may stay.
+        A lock, which ends with its block whatever Ctrl-C interrupts, where a note that is taken
+        back may stay.
         """
         under_way = threading.Lock()
         with self._lock:
@@ -139,7 +154,9 @@ class StoreThreads:
         return under_way
 
     def writes(self) -> set[Future[Any] | threading.Lock]:
-        """Return the writes that have begun, on the thread that writes those under way: what is queued comes after."""
+        """Return the writes that have begun, on the thread that writes those under way: what is
+        queued comes after.
+        """
         with self._lock:
             on_writer = threading.current_thread().name.startswith(f"{self._name}-writer")
             return {*self._writes} if on_writer else {*self._writes, *self._queued}

@@ -1,8 +1,10 @@
-"""`TensorIO`: tensors to and from a volume's extents, with their checksums. Knows no names and no commits.
+"""`TensorIO`: tensors to and from a volume's extents, with their checksums.
 
-Large tensors travel from and to their own memory and are summed while the drives are busy; small ones share operations
-through staging memory and are summed in the pass that copies them (decision 0004). Whatever fails, no memory is let go
-while a drive may use it.
+Knows no names and no commits.
+
+Large tensors travel from and to their own memory and are summed while the drives are busy; small
+ones share operations through staging memory and are summed in the pass that copies them (decision
+0004). Whatever fails, no memory is let go while a drive may use it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ _PIECE_BYTES = 8 << 20  # of a large tensor: one is summed while the drives are 
 _LARGE_RUNS = 4  # of each drive
 _STAGED_DRIVES = 2  # up to so many one thread keeps up with, which copies
 _STAGED_BYTES = 4 << 20  # pieces from here on travel through one on their way to new memory
-_UNSUMMED = MOST_BYTES // _PIECE_BYTES - 1  # pieces begun before the first is summed: while it is being transferred
+# pieces begun before the first is summed: while it is being transferred
+_UNSUMMED = MOST_BYTES // _PIECE_BYTES - 1
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,15 @@ class TensorIO:
         queues = set(volume.queues)
         self._staged = Staged(queues)
         # Large ones neither wait for it nor let small ones wait.
-        self._staged_large = Staged(queues, runs=_LARGE_RUNS * min(_STAGED_DRIVES, len(volume.queues)))
+        self._staged_large = Staged(
+            queues, runs=_LARGE_RUNS * min(_STAGED_DRIVES, len(volume.queues))
+        )
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a child of the one that made it: it does not even have the staging memory."""
+        """Whether this process is a child of the one that made it: it does not even have the
+        staging memory.
+        """
         return os.getpid() != self._owner
 
     def refuse_if_forked(self) -> None:
@@ -78,9 +85,11 @@ class TensorIO:
             ForkedError: this process is one.
         """
         if self.is_forked:
-            raise ForkedError(f"this store belongs to process {self._owner}; a forked child opens one of its own")
+            raise ForkedError(
+                f"this store belongs to process {self._owner}; a forked child opens one of its own"
+            )
 
-    # --- writing -------------------------------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------
 
     def write(self, tensors: Iterable[Storable]) -> list[Record]:
         """Write all of them, or none and raise. Returns when the drives have them.
@@ -108,7 +117,10 @@ class TensorIO:
         self._volume.release(record.extents)
 
     def close(self) -> None:
-        """Let go of the staging memory, which queues that go on would keep. Whoever reads or writes has ended."""
+        """Let go of the staging memory, which queues that go on would keep.
+
+        Whoever reads or writes has ended.
+        """
         self._staged.close()
         self._staged_large.close()
 
@@ -118,12 +130,19 @@ class TensorIO:
         pipeline.wait_for_room()
         memory = tensor.gathered().memory  # now: a copy takes memory no longer than its writing
         if self._summing and not isinstance(tensor, Scattered):
-            return Record(tensor.code, tensor.shape, extents, self._store_summed(extents, memory, pipeline))
-        # A copy is one step, as all of it is held until its last byte is written, and the next one waits for that.
+            return Record(
+                tensor.code, tensor.shape, extents, self._store_summed(extents, memory, pipeline)
+            )
+        # A copy is one step, as all of it is held until its last byte is written, and the next one
+        # waits for that.
         self._store(extents, memory, pipeline.start(memory.nbytes))
-        return Record(tensor.code, tensor.shape, extents, checksums_of(memory) if self._summing else None)
+        return Record(
+            tensor.code, tensor.shape, extents, checksums_of(memory) if self._summing else None
+        )
 
-    def _store_summed(self, extents: Sequence[Extent], memory: Memory, pipeline: Pipeline) -> tuple[int, ...]:
+    def _store_summed(
+        self, extents: Sequence[Extent], memory: Memory, pipeline: Pipeline
+    ) -> tuple[int, ...]:
         """Write in pieces, and sum each while it is on its way."""
         sums: dict[int, tuple[int, ...]] = {}
         unsummed: deque[tuple[int, Memory]] = deque()
@@ -158,7 +177,9 @@ class TensorIO:
         staging = self._staged.take(pipeline)
         batch = pipeline.start(staging.nbytes, release=partial(self._staged.give, staging))
         described = [tensor.gathered() for _, tensor in group]
-        sums = gather(staging, places, sizes, [each.memory for each in described], summing=self._summing)
+        sums = gather(
+            staging, places, sizes, [each.memory for each in described], summing=self._summing
+        )
         for start, stretch in stretches:
             self._store((stretch,), staging.part(start, stretch.nbytes), batch)
         checksums = [(crc,) for crc in sums] if self._summing else [None] * len(group)
@@ -167,13 +188,20 @@ class TensorIO:
             for (index, tensor), extent, each in zip(group, extents, checksums, strict=True)
         }
 
-    # --- reading -------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
-    def read(self, wanted: Mapping[str, Record], target: Callable[[str], Memory], new: Container[str] = ()) -> None:
-        """Fill the memory that `target` returns for each name, which it is asked for while the drives are busy.
+    def read(
+        self,
+        wanted: Mapping[str, Record],
+        target: Callable[[str], Memory],
+        new: Container[str] = (),
+    ) -> None:
+        """Fill the memory that `target` returns for each name, which it is asked for while the
+        drives are busy.
 
-        That of the names in `new` was just made, and its pages lie scattered: large pieces travel there through staging
-        memory as well, where other calls leave some, as drives take up to twice as long for scattered pages.
+        That of the names in `new` was just made, and its pages lie scattered: large pieces travel
+        there through staging memory as well, where other calls leave some, as drives take up to
+        twice as long for scattered pages.
 
         Raises:
             ChecksumError: the drive returned other bytes than were written.
@@ -196,16 +224,24 @@ class TensorIO:
         extents = record.extents
         for start, length in _in_turns(extents, _PIECE_BYTES):
             piece = memory.part(start, length)
-            batch = pipeline.start(length, land=partial(self._check_piece, name, record, start, piece))
+            batch = pipeline.start(
+                length, land=partial(self._check_piece, name, record, start, piece)
+            )
             self._fetch(slices(extents, start, length), piece, batch)
 
     def _read_staged(self, name: str, record: Record, memory: Memory, pipeline: Pipeline) -> None:
         extents = record.extents
         for start, length in _in_turns(extents, min(_PIECE_BYTES, self._staged_large.run_bytes)):
             piece = memory.part(start, length)
-            staging = self._staged_large.take_unless_others_have_it(pipeline) if length >= _STAGED_BYTES else None
+            staging = (
+                self._staged_large.take_unless_others_have_it(pipeline)
+                if length >= _STAGED_BYTES
+                else None
+            )
             if staging is None:
-                batch = pipeline.start(length, land=partial(self._check_piece, name, record, start, piece))
+                batch = pipeline.start(
+                    length, land=partial(self._check_piece, name, record, start, piece)
+                )
                 self._fetch(slices(extents, start, length), piece, batch)
                 continue
             batch = pipeline.start(
@@ -215,7 +251,9 @@ class TensorIO:
             )
             self._fetch(slices(extents, start, length), staging.part(0, length), batch)
 
-    def _land_piece(self, name: str, record: Record, start: int, staging: Memory, piece: Memory) -> None:
+    def _land_piece(
+        self, name: str, record: Record, start: int, staging: Memory, piece: Memory
+    ) -> None:
         places = range(0, piece.nbytes, CHECKSUM_BYTES)
         sizes = [min(CHECKSUM_BYTES, piece.nbytes - place) for place in places]
         parts = [piece.part(place, nbytes) for place, nbytes in zip(places, sizes, strict=True)]
@@ -245,7 +283,11 @@ class TensorIO:
         memories += [target(piece.what) for piece in stretch.pieces]
 
     def _land(
-        self, stretch: Stretch[str], wanted: Mapping[str, Record], staging: Memory, memories: Sequence[Memory]
+        self,
+        stretch: Stretch[str],
+        wanted: Mapping[str, Record],
+        staging: Memory,
+        memories: Sequence[Memory],
     ) -> None:
         places = [piece.offset - stretch.start for piece in stretch.pieces]
         sizes = [piece.nbytes for piece in stretch.pieces]
@@ -254,7 +296,9 @@ class TensorIO:
             _check(piece.what, wanted[piece.what], 0, (got,))
 
     def are_sound(self, wanted: Mapping[str, Record]) -> bool:
-        """Read all of these at once; False where something is wrong with one, or nothing was compared."""
+        """Read all of these at once; False where something is wrong with one, or nothing was
+        compared.
+        """
         if not self._summing:
             return False
         try:
@@ -266,9 +310,13 @@ class TensorIO:
         return True
 
     def damage(self, name: str, record: Record) -> Iterator[Damage]:
-        """Read a tensor and yield what of it is wrong: one piece is summed while the next one is read."""
+        """Read a tensor and yield what of it is wrong: one piece is summed while the next one is
+        read.
+        """
         self.refuse_if_forked()
-        buffers = [memory_of(bytearray(min(_PIECE_BYTES, record.nbytes)), writable=True) for _ in range(2)]
+        buffers = [
+            memory_of(bytearray(min(_PIECE_BYTES, record.nbytes)), writable=True) for _ in range(2)
+        ]
         under_way: deque[tuple[int, Memory, Batch]] = deque()
         try:
             for index, (start, length) in enumerate(_pieces(record.nbytes, _PIECE_BYTES)):
@@ -284,7 +332,9 @@ class TensorIO:
                 batch.drain()
 
     @staticmethod
-    def _damage_of(name: str, record: Record, start: int, piece: Memory, batch: Batch) -> Iterator[Damage]:
+    def _damage_of(
+        name: str, record: Record, start: int, piece: Memory, batch: Batch
+    ) -> Iterator[Damage]:
         try:
             batch.wait()
         except ClosedError:
@@ -297,7 +347,7 @@ class TensorIO:
         for at, nbytes in _differing(record, start, checksums_of(piece)):
             yield Damage(name, at, nbytes, "these are not the bytes that were put")
 
-    # --- one extent at a time: a queue may have room for no more ---------------------------------------------------
+    # --- one extent at a time: a queue may have room for no more ----------------------------------
 
     def _fetch(self, extents: Iterable[Extent], memory: Memory, batch: Batch) -> None:
         for extent, part in _parts(extents, memory):
@@ -338,7 +388,9 @@ def _cut(tensors: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
 
 
 def _joined(extents: Sequence[Extent], places: Sequence[int]) -> Iterator[tuple[int, Extent]]:
-    """Yield where in the staging memory each unbroken stretch of space starts, and the stretch, in whole pages."""
+    """Yield where in the staging memory each unbroken stretch of space starts, and the stretch, in
+    whole pages.
+    """
     first, start = extents[0], places[0]
     end = first.offset
     for extent, place in zip(extents, places, strict=True):
@@ -367,7 +419,8 @@ def _in_turns(extents: Sequence[Extent], most: int) -> list[tuple[int, int]]:
     for extent in extents:
         totals[extent.member] = totals.get(extent.member, 0) + extent.nbytes
     passed = dict.fromkeys(totals, 0)
-    share: dict[int, float] = {}  # how much of what its drive holds lies before a piece, by where that begins
+    # how much of what its drive holds lies before a piece, by where that begins
+    share: dict[int, float] = {}
     begin = 0
     for extent in extents:
         first = -(-begin // most) * most
@@ -379,7 +432,9 @@ def _in_turns(extents: Sequence[Extent], most: int) -> list[tuple[int, int]]:
 
 
 def _differing(record: Record, start: int, sums: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield offset and length of what differs, of the bytes from `start` that have these checksums."""
+    """Yield offset and length of what differs, of the bytes from `start` that have these
+    checksums.
+    """
     if record.checksums is None:
         return
     for index, got in enumerate(sums, start // CHECKSUM_BYTES):

@@ -1,7 +1,9 @@
-"""A state dict as its structure, which is JSON, and its leaves: tensors and arrays, each under a name of its own.
+"""A state dict as its structure, which is JSON, and its leaves: tensors and arrays, each under a
+name of its own.
 
-Nothing is pickled, and nothing is run when a state is built again. What cannot be kept exactly is refused with what to
-do, never changed. A structure that was read is not believed: `leaves` and `unflatten` check it. Called by the store.
+Nothing is pickled, and nothing is run when a state is built again. What cannot be kept exactly is
+refused with what to do, never changed. A structure that was read is not believed: `leaves` and
+`unflatten` check it. Called by the store.
 """
 
 from __future__ import annotations
@@ -34,14 +36,15 @@ _NAMELESS = "_"
 def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
     """Return the structure of `state` and its tensors and arrays by name.
 
-    Kept exactly: dicts and OrderedDicts in their order, lists, tuples, keys and values that are str, int, bool, float
-    or None, bytes, and numpy's scalars. One tensor in several places stays one, also where each has an object of its
-    own for it, as the state dict of tied weights does; views that share a part of their bytes become apart. A
-    Parameter comes back as a tensor; attributes of containers, such as the `_metadata` of a module's state dict, are
-    not kept.
+    Kept exactly: dicts and OrderedDicts in their order, lists, tuples, keys and values that are
+    str, int, bool, float or None, bytes, and numpy's scalars. One tensor in several places stays
+    one, also where each has an object of its own for it, as the state dict of tied weights does;
+    views that share a part of their bytes become apart. A Parameter comes back as a tensor;
+    attributes of containers, such as the `_metadata` of a module's state dict, are not kept.
 
-    A name is the keys on the way to the leaf, with dots between them; the structure is what tells where a leaf belongs.
-    No name has a slash, so that a name after a slash can be told from what is before it.
+    A name is the keys on the way to the leaf, with dots between them; the structure is what tells
+    where a leaf belongs. No name has a slash, so that a name after a slash can be told from what is
+    before it.
 
     Raises:
         TypeError: something else is in it: where, what it is, what to do.
@@ -83,7 +86,7 @@ def unflatten(structure: Any, tensors: Mapping[str, Any]) -> Any:
     return _built(structure, leaf)
 
 
-# --- taking apart ------------------------------------------------------------------------------------------------
+# --- taking apart ---------------------------------------------------------------------------------
 
 
 class _Flattening:
@@ -100,7 +103,8 @@ class _Flattening:
         if kind in (dict, OrderedDict, list, tuple):
             if len(path) == MAX_DEPTH:
                 raise ValueError(
-                    f"{_place(path)} lies in {MAX_DEPTH} containers, the most there may be; is one in itself?"
+                    f"{_place(path)} lies in {MAX_DEPTH} containers, the most there may be; is one "
+                    "in itself?"
                 )
             return self._container(value, path)
         if value is None or kind in (bool, int, float, str, bytes):
@@ -116,7 +120,9 @@ class _Flattening:
 
     def _container(self, value: Any, path: _Path) -> Any:
         if isinstance(value, dict):
-            pairs = [[_key(key, path), self.node(each, (*path, key))] for key, each in value.items()]
+            pairs = [
+                [_key(key, path), self.node(each, (*path, key))] for key, each in value.items()
+            ]
             return {"ordered" if type(value) is OrderedDict else "dict": pairs}
         nodes = [self.node(each, (*path, index)) for index, each in enumerate(value)]
         return nodes if type(value) is list else {"tuple": nodes}
@@ -135,12 +141,27 @@ class _Flattening:
 
 
 def _identity(leaf: Any) -> Hashable:
-    """Return what is the same for two leaves that are one: the object, or memory of which both see the same."""
+    """Return what is the same for two leaves that are one: the object, or memory of which both see
+    the same.
+    """
     torch = torch_of(leaf)
     if torch is not None:
-        if leaf.layout == torch.strided and leaf.numel() and leaf.device.type != "meta" and leaf.data_ptr():
+        if (
+            leaf.layout == torch.strided
+            and leaf.numel()
+            and leaf.device.type != "meta"
+            and leaf.data_ptr()
+        ):
             bits = (leaf.is_conj(), leaf.is_neg())
-            return "tensor", leaf.device, leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride(), bits
+            return (
+                "tensor",
+                leaf.device,
+                leaf.data_ptr(),
+                leaf.dtype,
+                tuple(leaf.shape),
+                leaf.stride(),
+                bits,
+            )
     elif leaf.size:
         return "array", leaf.ctypes.data, leaf.dtype.str, leaf.shape, leaf.strides
     return id(leaf)
@@ -149,7 +170,8 @@ def _identity(leaf: Any) -> Hashable:
 def _key(key: Any, path: _Path) -> Any:
     if key is not None and type(key) not in (bool, int, float, str):
         raise TypeError(
-            f"{_place(path)} has the key {shown(key)}, a {_kind(key)}: expected str, int, bool, float or None; "
+            f"{_place(path)} has the key {shown(key)}, a {_kind(key)}: expected str, int, bool, "
+            "float or None; "
             "convert it first"
         )
     return _plain(key, (*path, key))
@@ -163,7 +185,8 @@ def _plain(value: Any, path: _Path) -> Any:
             return check_name(value)
         except ValueError:
             raise ValueError(
-                f"{_place(path)}: the text {shown(value)} has half of a surrogate pair, which UTF-8 cannot keep: "
+                f"{_place(path)}: the text {shown(value)} has half of a surrogate pair, which "
+                "UTF-8 cannot keep: "
                 "give it as bytes"
             ) from None
     if isinstance(value, float) and not math.isfinite(value):
@@ -184,7 +207,9 @@ def _leaf_tag(value: Any) -> str | None:
 def _numpy_scalar(value: Any, path: _Path) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.generic) or isinstance(value, (str, bytes)):
-        raise TypeError(f"{_place(path)} is a {_kind(value)}, which a state dict cannot keep: {_advice(value)}")
+        raise TypeError(
+            f"{_place(path)} is a {_kind(value)}, which a state dict cannot keep: {_advice(value)}"
+        )
     try:
         return {"numpy": [code_of(value), value.tobytes().hex()]}
     except TypeError as refusal:
@@ -196,7 +221,10 @@ def _advice(value: Any) -> str:
         (tuple, "make it a plain tuple first: tuple(...)"),
         (dict, "make it a plain dict first: dict(...)"),
         (list, "make it a plain list first: list(...)"),
-        ((int, float, str, bytes), "make it a plain value first: int(...), float(...), str(...), bytes(...)"),
+        (
+            (int, float, str, bytes),
+            "make it a plain value first: int(...), float(...), str(...), bytes(...)",
+        ),
         ((bytearray, memoryview), "make it bytes, or an array: numpy.frombuffer(...)"),
         ((set, frozenset), "make it a list first: sorted(...)"),
     ):
@@ -209,10 +237,14 @@ def _advice(value: Any) -> str:
 
 def _kind(value: object) -> str:
     kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
-# --- building again ----------------------------------------------------------------------------------------------
+# --- building again -------------------------------------------------------------------------------
 
 
 def _built(structure: Any, leaf: Callable[[str, Returns], Any]) -> Any:
@@ -306,7 +338,9 @@ def _numpy_value(code: Any, digits: Any, path: _Path) -> Any:
     except (TypeError, ValueError, KeyError) as flaw:
         raise ValueError(f"{_place(path)} is no scalar of numpy: {flaw}") from None
     if value.tobytes().hex() != digits:  # a bool of 2, or spaces between the digits
-        raise ValueError(f"{_place(path)} is no scalar of numpy: {code} is never written as {shown(digits)}")
+        raise ValueError(
+            f"{_place(path)} is no scalar of numpy: {code} is never written as {shown(digits)}"
+        )
     return value
 
 

@@ -1,7 +1,10 @@
-"""`Volume`: reserved space over one or several directories. Hands out extents, moves bytes to and from them.
+"""`Volume`: reserved space over one or several directories.
 
-The one class for extents and striping (decision 0004). Knows no names, no checksums and no generations; it remembers
-which bytes are in use only while it is open, so whoever opens one says again what is (`reserve`).
+Hands out extents, moves bytes to and from them.
+
+The one class for extents and striping (decision 0004). Knows no names, no checksums and no
+generations; it remembers which bytes are in use only while it is open, so whoever opens one says
+again what is (`reserve`).
 """
 
 from __future__ import annotations
@@ -43,8 +46,10 @@ _STRIPED = 1 << 20  # bytes per member from which on one piece of memory is spli
 class Member:
     """A directory of a volume, where it needs more than its name.
 
-    `queue`: its own IOQueue, else the volume's. `rate`: its speed beside the others', in any unit, else it is measured.
-    `capacity`: bytes of it for use, else its part of the volume's. All members have the last, or none has; so the rate.
+    `queue`: its own IOQueue, else the volume's. `rate`: its speed beside the others', in any unit,
+        else it is measured.
+    `capacity`: bytes of it for use, else its part of the volume's. All members have the last, or
+        none has; so the rate.
     """
 
     path: str | os.PathLike[str]
@@ -55,7 +60,9 @@ class Member:
 
 @dataclass(frozen=True)
 class MemberStats:
-    """One member: its space in whole pages, and the bytes of all reads and writes submitted since it was opened."""
+    """One member: its space in whole pages, and the bytes of all reads and writes submitted since
+    it was opened.
+    """
 
     directory: str
     capacity: int
@@ -81,13 +88,18 @@ class _Part:
 
 
 class Volume:
-    """Space on drives. Made by `create`, `open` and `temporary`; closed by `close()` or as a context manager.
+    """Space on drives.
 
-    From 1 MiB per member on, the bytes of one `allocate` are split over the members in the ratio of their speeds; less
-    goes whole to the member that is furthest behind its share. Methods may be called from any thread.
+    Made by `create`, `open` and `temporary`; closed by `close()` or as a context manager.
+
+    From 1 MiB per member on, the bytes of one `allocate` are split over the members in the ratio of
+    their speeds; less goes whole to the member that is furthest behind its share. Methods may be
+    called from any thread.
     """
 
-    def __init__(self, files: Sequence[MemberFile], headers: Sequence[Header], own: IOQueue | None) -> None:
+    def __init__(
+        self, files: Sequence[MemberFile], headers: Sequence[Header], own: IOQueue | None
+    ) -> None:
         self.uuid = headers[0].volume
         self.rates = headers[0].rates
         total = sum(self.rates)
@@ -111,8 +123,8 @@ class Volume:
     ) -> Volume:
         """Make a volume in directories that are empty or do not exist yet, each in one that does.
 
-        `capacity` is the bytes for use in all, split in the ratio of the members' speeds, unless each has its own. Each
-        file is one page longer. When this fails, nothing is left behind.
+        `capacity` is the bytes for use in all, split in the ratio of the members' speeds, unless
+        each has its own. Each file is one page longer. When this fails, nothing is left behind.
 
         Raises:
             VolumeError: a directory holds something, or its drive has no such room.
@@ -129,8 +141,9 @@ class Volume:
     ) -> Volume:
         """Make a volume of files without names, one on the drive of each directory given.
 
-        They go when it is closed, or when the process ends, however it ends. On a file system that cannot make such a
-        file, a process that is killed while it makes one may leave an empty file `.deepnvme-<32 hex digits>`.
+        They go when it is closed, or when the process ends, however it ends. On a file system that
+        cannot make such a file, a process that is killed while it makes one may leave an empty file
+        `.deepnvme-<32 hex digits>`.
 
         Raises:
             VolumeError: there is no such directory, or its drive has no such room.
@@ -145,18 +158,24 @@ class Volume:
         access: Access = Access.WRITE,
         queue: IOQueue | None = None,
     ) -> Volume:
-        """Open a volume that was made: all of its directories, in any order. All space counts as free until reserved.
+        """Open a volume that was made: all of its directories, in any order.
+
+        All space counts as free until reserved.
 
         Raises:
             VolumeError: one is missing, damaged or of another volume.
-            VolumeLockedError: somebody else has it open for writing, or for reading where `access` is for writing.
+            VolumeLockedError: somebody else has it open for writing, or for reading where `access`
+                is for writing.
         """
         specs = _specs(members)
         access = chosen(Access, access, "access")
         _check_apart(specs)
         for spec in specs:
             if spec.rate is not None or spec.capacity is not None:
-                raise ValueError(f"{os.fspath(spec.path)}: rate and capacity were settled when the volume was made")
+                raise ValueError(
+                    f"{os.fspath(spec.path)}: rate and capacity were settled when the volume was "
+                    "made"
+                )
         with ExitStack() as undo:
             own = _own_queue(specs, queue, undo)
             held = []
@@ -223,7 +242,8 @@ class Volume:
             )
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...]:
-        """Take room for `nbytes`: usually one extent, or one per member; more where space is in pieces. None for 0.
+        """Take room for `nbytes`: usually one extent, or one per member; more where space is in
+        pieces. None for 0.
 
         All extents but the last are whole pages.
 
@@ -236,17 +256,23 @@ class Volume:
         with self._changing:
             if whole_pages(nbytes) > self._free():
                 raise self._full(nbytes)
-            return tuple(extent for index, wanted in self._split(nbytes) for extent in self._take(index, wanted))
+            return tuple(
+                extent
+                for index, wanted in self._split(nbytes)
+                for extent in self._take(index, wanted)
+            )
 
     def allocate_run(self, sizes: Sequence[int]) -> list[Extent]:
-        """Take room for small pieces, one extent for each, side by side: one operation can move all of a run.
+        """Take room for small pieces, one extent for each, side by side: one operation can move all
+        of a run.
 
-        Where no member has one piece for all, they are in several runs: as many as the largest piece holds, then the
-        next. A run goes on where an extent begins at the `end` of the one before, in the same member.
+        Where no member has one piece for all, they are in several runs: as many as the largest
+        piece holds, then the next. A run goes on where an extent begins at the `end` of the one
+        before, in the same member.
 
         Raises:
-            VolumeFullError: the largest piece has no room for one of them, where `allocate` may find several pieces.
-                Nothing was taken.
+            VolumeFullError: the largest piece has no room for one of them, where `allocate` may
+                find several pieces. Nothing was taken.
         """
         if min(sizes, default=1) < 1:
             raise ValueError(f"every piece of a run has at least one byte; got {min(sizes)}")
@@ -266,7 +292,8 @@ class Volume:
         """Give room back. Whoever reads or writes it has ended.
 
         Raises:
-            ValueError: some of it is not in use, or not of this volume; those before it are released.
+            ValueError: some of it is not in use, or not of this volume; those before it are
+                released.
         """
         self._check_open()
         with self._changing:
@@ -308,7 +335,9 @@ class Volume:
                 batch.futures.append(once_there_is_room(part.member.file.sync))
 
     def grow(self, nbytes: int) -> None:
-        """Reserve so many bytes more on the drives, split in the ratio of the members' speeds. Durable at once.
+        """Reserve so many bytes more on the drives, split in the ratio of the members' speeds.
+
+        Durable at once.
 
         For between the work, never in it: new space costs the file system most.
 
@@ -320,18 +349,31 @@ class Volume:
         self.grow_members(_shared_out(nbytes, self.rates))
 
     def grow_members(self, sizes: Sequence[int]) -> None:
-        """Reserve so many bytes more on the drive of each member, in order, in whole pages; of some it may be none.
+        """Reserve so many bytes more on the drive of each member, in order, in whole pages; of some
+        it may be none.
 
         Raises:
             VolumeError: a drive has no such room; nothing has changed.
         """
         if len(sizes) != len(self._parts) or min(sizes) < 0 or not any(sizes):
-            raise ValueError(f"a volume of {len(self._parts)} members grows by a size for each, not all 0; got {sizes}")
+            raise ValueError(
+                f"a volume of {len(self._parts)} members grows by a size for each, not all 0; got "
+                f"{sizes}"
+            )
         self._check_writable()
         with self._growing:
-            ends = [part.space.end + whole_pages(more) for part, more in zip(self._parts, sizes, strict=True)]
-            headers = [Header(self.uuid, index, end - PAGE, self.rates) for index, end in enumerate(ends)]
-            grown = [each for each in zip(self._parts, ends, headers, strict=True) if each[1] > each[0].space.end]
+            ends = [
+                part.space.end + whole_pages(more)
+                for part, more in zip(self._parts, sizes, strict=True)
+            ]
+            headers = [
+                Header(self.uuid, index, end - PAGE, self.rates) for index, end in enumerate(ends)
+            ]
+            grown = [
+                each
+                for each in zip(self._parts, ends, headers, strict=True)
+                if each[1] > each[0].space.end
+            ]
             with ExitStack() as undo:
                 for part, end, header in grown:
                     part.member.check_growing(header)
@@ -344,22 +386,28 @@ class Volume:
                     part.space.extend(end)
 
     def trim(self) -> tuple[int, ...]:
-        """Give the drives back what is free behind the last piece in use; return the bytes of each member, in order.
+        """Give the drives back what is free behind the last piece in use; return the bytes of each
+        member, in order.
 
         A member keeps one page for use. What is free between pieces in use stays the volume's.
 
         Raises:
-            VolumeError: the volume has too many members for its headers to be changed; nothing has changed.
+            VolumeError: the volume has too many members for its headers to be changed; nothing has
+                changed.
         """
         self._check_writable()
         with self._growing:
             for index, part in enumerate(self._parts):
-                part.member.check_growing(Header(self.uuid, index, part.space.end - PAGE, self.rates))
+                part.member.check_growing(
+                    Header(self.uuid, index, part.space.end - PAGE, self.rates)
+                )
             with self._changing:
                 trimmed = tuple(part.space.trim() for part in self._parts)
             for index, part in enumerate(self._parts):
                 if trimmed[index]:
-                    part.member.write_header(Header(self.uuid, index, part.space.end - PAGE, self.rates))
+                    part.member.write_header(
+                        Header(self.uuid, index, part.space.end - PAGE, self.rates)
+                    )
                     part.member.cut_off(part.space.end)
         return trimmed
 
@@ -369,7 +417,10 @@ class Volume:
         return self._closed
 
     def close(self) -> None:
-        """Wait for reads and writes, unlock the directories; remove them if temporary. Again: does what is left."""
+        """Wait for reads and writes, unlock the directories; remove them if temporary.
+
+        Again: does what is left.
+        """
         self._closed = True
         if state := self._finalizer.peek():
             _, shut_down, arguments, _ = state
@@ -388,7 +439,10 @@ class Volume:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close."""
         self.close()
@@ -403,7 +457,9 @@ class Volume:
     def _refuse_if_forked(self) -> None:
         """Whoever held the lock when the process was forked is not here."""
         if os.getpid() != self._owner:
-            raise ForkedError(f"this volume belongs to process {self._owner}; a forked child opens one of its own")
+            raise ForkedError(
+                f"this volume belongs to process {self._owner}; a forked child opens one of its own"
+            )
 
     def _check_open(self) -> None:
         if self.closed:
@@ -430,16 +486,24 @@ class Volume:
             return [(self._by_need(nbytes)[0], nbytes)] if nbytes else []
         shares = accumulate(part.share for part in self._parts[:-1])
         cuts = [0, *(min(nbytes, round(nbytes * share / PAGE) * PAGE) for share in shares), nbytes]
-        return [(index, end - start) for index, (start, end) in enumerate(pairwise(cuts)) if start < end]
+        return [
+            (index, end - start) for index, (start, end) in enumerate(pairwise(cuts)) if start < end
+        ]
 
     def _by_need(self, nbytes: int) -> list[int]:
-        """Return the members, the one first that with `nbytes` more in all would be furthest behind its share."""
+        """Return the members, the one first that with `nbytes` more in all would be furthest behind
+        its share.
+        """
         used = [part.space.end - part.space.start - part.space.free_bytes for part in self._parts]
         total = sum(used) + nbytes
-        return sorted(range(len(used)), key=lambda index: used[index] - self._parts[index].share * total)
+        return sorted(
+            range(len(used)), key=lambda index: used[index] - self._parts[index].share * total
+        )
 
     def _take(self, first: int, nbytes: int) -> list[Extent]:
-        """Take room for `nbytes`, which there is: in one piece, best of member `first`; else in the largest pieces."""
+        """Take room for `nbytes`, which there is: in one piece, best of member `first`; else in the
+        largest pieces.
+        """
         for index in (first, *self._by_need(nbytes)):
             offset = self._parts[index].space.take(nbytes)
             if offset is not None:
@@ -456,7 +520,11 @@ class Volume:
     def _take_run(self, sizes: Sequence[int]) -> list[Extent]:
         """Take one run of as many of `sizes` as fit in one piece, from the first on."""
         ends = list(accumulate(map(whole_pages, sizes)))
-        fitting = [index for index in self._by_need(ends[-1]) if self._parts[index].space.largest >= ends[-1]]
+        fitting = [
+            index
+            for index in self._by_need(ends[-1])
+            if self._parts[index].space.largest >= ends[-1]
+        ]
         index = fitting[0] if fitting else self._roomiest()
         space = self._parts[index].space
         count = sum(end <= space.largest for end in ends)
@@ -483,11 +551,14 @@ class Volume:
     def _part_of(self, extent: Extent) -> _Part:
         """Return the member that the extent is in, having seen that it is."""
         if extent.member >= len(self._parts):
-            raise ValueError(f"{extent} is of another volume: this one has {len(self._parts)} members")
+            raise ValueError(
+                f"{extent} is of another volume: this one has {len(self._parts)} members"
+            )
         part = self._parts[extent.member]
         if not part.space.start <= extent.offset < extent.end <= part.space.end:
             raise ValueError(
-                f"{extent} is not within bytes {part.space.start} to {part.space.end} of {part.member.directory}"
+                f"{extent} is not within bytes {part.space.start} to {part.space.end} of "
+                f"{part.member.directory}"
             )
         return part
 
@@ -496,7 +567,9 @@ class Volume:
         directories = [str(directory) for directory in self.directories]
         return VolumeFullError(directories, asked=asked, free=self._free(), largest=largest)
 
-    def _submit(self, extents: Sequence[Extent], memory: Memory, verb: _Verb) -> list[IOFuture[int]]:
+    def _submit(
+        self, extents: Sequence[Extent], memory: Memory, verb: _Verb
+    ) -> list[IOFuture[int]]:
         parts = [self._part_of(extent) for extent in extents]
         nbytes = sum(extent.nbytes for extent in extents)
         if nbytes != memory.nbytes:
@@ -507,7 +580,8 @@ class Volume:
             for part, extent in zip(parts, extents, strict=True):
                 futures.append(verb(part.member, memory.part(start, extent.nbytes), extent.offset))
                 start += extent.nbytes
-        except BaseException:  # nobody else knows of those under way, and their memory and room are to be free now
+        except BaseException:
+            # nobody else knows of those under way, and their memory and room are to be free now
             for future in futures:
                 with suppress(CancelledError):
                     future.exception()
@@ -536,7 +610,8 @@ def _made(
         rates = _rates(specs, files, capacity)
         name = uuid.uuid4().hex
         headers = [
-            Header(name, index, nbytes, rates) for index, nbytes in enumerate(_capacities(specs, rates, capacity))
+            Header(name, index, nbytes, rates)
+            for index, nbytes in enumerate(_capacities(specs, rates, capacity))
         ]
         for file, header in zip(files, headers, strict=True):
             file.reserve_space(PAGE + header.capacity)
@@ -573,25 +648,40 @@ def _check_asked(specs: Sequence[Member], capacity: int | None) -> None:
     own = [spec.capacity for spec in specs if spec.capacity is not None]
     if len(own) not in (0, len(specs)) or bool(own) == (capacity is not None):
         raise ValueError(
-            f"give the volume a capacity, or every Member its own; got {capacity} for the volume, and {len(own)} of "
+            f"give the volume a capacity, or every Member its own; got {capacity} for the volume, "
+            f"and {len(own)} of "
             f"{len(specs)} members have their own"
         )
     for nbytes in [*own, *([] if capacity is None else [capacity])]:
         if not isinstance(nbytes, int):
-            raise TypeError(f"a capacity is a whole number of bytes, such as 1 << 30; got {nbytes!r}")
+            raise TypeError(
+                f"a capacity is a whole number of bytes, such as 1 << 30; got {nbytes!r}"
+            )
         if not 1 <= nbytes <= _LARGEST:
-            raise ValueError(f"a capacity is at least one byte, and at most {_LARGEST}; got {nbytes}")
+            raise ValueError(
+                f"a capacity is at least one byte, and at most {_LARGEST}; got {nbytes}"
+            )
     rates = [spec.rate for spec in specs if spec.rate is not None]
-    if len(rates) not in (0, len(specs)) or not all(math.isfinite(rate) and rate > 0 for rate in rates):
-        raise ValueError(f"give every Member a positive rate, or none, to have them measured; got {rates}")
+    if len(rates) not in (0, len(specs)) or not all(
+        math.isfinite(rate) and rate > 0 for rate in rates
+    ):
+        raise ValueError(
+            f"give every Member a positive rate, or none, to have them measured; got {rates}"
+        )
 
 
-def _rates(specs: Sequence[Member], files: Sequence[MemberFile], capacity: int | None) -> tuple[float, ...]:
+def _rates(
+    specs: Sequence[Member], files: Sequence[MemberFile], capacity: int | None
+) -> tuple[float, ...]:
     """Return the members' speeds: as given, or measured where there are several."""
     given = tuple(spec.rate for spec in specs if spec.rate is not None)
     if given or len(specs) == 1:
         return given or (1.0,)
-    smallest = min(spec.capacity for spec in specs if spec.capacity) if capacity is None else capacity // len(specs)
+    smallest = (
+        min(spec.capacity for spec in specs if spec.capacity)
+        if capacity is None
+        else capacity // len(specs)
+    )
     nbytes = whole_pages(max(1, min(smallest, MEASURED_BYTES)))
     for file in files:
         file.reserve_space(nbytes)
@@ -617,7 +707,8 @@ def _check_together(held: Sequence[tuple[Header, Path]]) -> None:
         if (header.volume, header.rates) != (first.volume, first.rates):
             raise VolumeError(
                 errno.EINVAL,
-                f"it is of volume {header.volume}, and {home} of volume {first.volume}: open one volume's directories",
+                f"it is of volume {header.volume}, and {home} of volume {first.volume}: open one "
+                "volume's directories",
                 path=str(directory),
             )
     count = len(first.rates)
@@ -632,7 +723,8 @@ def _check_together(held: Sequence[tuple[Header, Path]]) -> None:
         if not found:
             raise VolumeError(
                 errno.ENOENT,
-                f"member {index} of {count} of the volume that this is part of is missing: give all its directories",
+                f"member {index} of {count} of the volume that this is part of is missing: give "
+                "all its directories",
                 path=str(home),
             )
 

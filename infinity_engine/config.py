@@ -1,7 +1,8 @@
 """The settings of the engine: every one of them with its meaning, its check and its only default.
 
-Frozen data, checked when made, read from and written to JSON-like mappings; the documentation's tables come from here.
-Knows no tensor and starts nothing. Used by engine/ and cli/ only: everything below gets plain arguments.
+Frozen data, checked when made, read from and written to JSON-like mappings; the documentation's
+tables come from here. Knows no tensor and starts nothing. Used by engine/ and cli/ only: everything
+below gets plain arguments.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ __all__ = [
 
 
 class Precision(Enum):
-    """The dtype that parameters compute in. Masters and optimizer states are fp32, and buffers keep their dtype."""
+    """The dtype that parameters compute in.
+
+    Masters and optimizer states are fp32, and buffers keep their dtype.
+    """
 
     MODEL = "model"  # Each parameter computes in the dtype that it has.
     FP32 = "fp32"  # Casts all to fp32. Exact and largest.
     BF16 = "bf16"  # Casts to bf16. Half the bytes, the range of fp32, fewer digits.
-    FP16 = "fp16"  # Casts to fp16. Half the bytes, more digits than bf16, a small range: needs loss scaling.
+    # Casts to fp16. Half the bytes, more digits than bf16, a small range: needs loss scaling.
+    FP16 = "fp16"
     BF16_AUTOCAST = "bf16_autocast"  # As bf16; torch.autocast chooses for each operation.
     FP16_AUTOCAST = "fp16_autocast"  # As fp16, likewise, with loss scaling.
 
@@ -58,16 +63,21 @@ class ParametersAt(Enum):
 
 
 class Overlap(Enum):
-    """Whether the end of an update goes on beside the next forward, which waits for the parameters that it needs."""
+    """Whether the end of an update goes on beside the next forward, which waits for the parameters
+    that it needs.
+    """
 
     AUTO = "auto"  # Where the device has memory of its own, or states rest on drives.
     OFF = "off"  # No: step() ends the update.
 
 
 class Replanning(Enum):
-    """Whether a plan that `auto` chose changes while training, where measured rates are others than those given."""
+    """Whether a plan that `auto` chose changes while training, where measured rates are others than
+    those given.
+    """
 
-    AUTO = "auto"  # On one rank, with states in the memories of host and device, while telemetry is recorded.
+    # On one rank, with states in the memories of host and device, while telemetry is recorded.
+    AUTO = "auto"
     OFF = "off"  # No: the first plan is that of every step.
 
 
@@ -77,11 +87,14 @@ class Accelerator(Enum):
     AUTO = "auto"  # cuda where there is a usable GPU, otherwise cpu.
     CUDA = "cuda"  # A GPU.
     CPU = "cpu"  # The host itself: DEVICE and HOST are one memory.
-    EMULATED = "emulated"  # A device that lives in host memory behind links of set speed: for tests.
+    # A device that lives in host memory behind links of set speed: for tests.
+    EMULATED = "emulated"
 
 
 class Backend(Enum):
-    """Which way deepnvme asks the kernel for I/O: its names, said again so that settings need no native code."""
+    """Which way deepnvme asks the kernel for I/O: its names, said again so that settings need no
+    native code.
+    """
 
     AUTO = "auto"  # The first of the others that this machine allows.
     LIBURING = "liburing"  # io_uring through python-liburing's library.
@@ -101,7 +114,8 @@ class Stage(Enum):
     """What is cut over the ranks; what is not, each rank has whole."""
 
     ALONE = "alone"  # Nothing: each process trains a model of its own, whoever has started it.
-    OPTIMIZER = "optimizer"  # Its states; each rank has whole parameters, and whole gradients until the step.
+    # Its states; each rank has whole parameters, and whole gradients until the step.
+    OPTIMIZER = "optimizer"
     GRADIENTS = "gradients"  # Gradients as well, as soon as they are made.
     PARAMETERS = "parameters"  # Parameters as well, which are whole only while modules need them.
 
@@ -124,7 +138,9 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a setting can be: in words, and as the function that makes it of what was given at a dotted path."""
+    """What a setting can be: in words, and as the function that makes it of what was given at a
+    dotted path.
+    """
 
     words: str
     read: Callable[[str, object], object]
@@ -134,7 +150,11 @@ def _whole(at_least: int, at_most: int | None = None) -> _Kind:
     words = f"a whole number, {at_least} {'or more' if at_most is None else f'to {at_most}'}"
 
     def read(place: str, given: object) -> int:
-        if isinstance(given, bool) or not isinstance(given, int) or not at_least <= given <= (at_most or given):
+        if (
+            isinstance(given, bool)
+            or not isinstance(given, int)
+            or not at_least <= given <= (at_most or given)
+        ):
             raise ConfigError(field=place, value=given, expected=words)
         return given
 
@@ -207,7 +227,10 @@ def _bytes_of_drives() -> _Kind:
 
     def read(place: str, given: object) -> int | Directories[int]:
         if isinstance(given, Mapping):
-            return Directories({name: size(f"{place}[{name!r}]", each) for name, each in given.items()}, field=place)
+            return Directories(
+                {name: size(f"{place}[{name!r}]", each) for name, each in given.items()},
+                field=place,
+            )
         return size(place, given)
 
     def size(place: str, given: object) -> int:
@@ -298,7 +321,9 @@ class _Settings:
         kinds = {item.name: _kind(item) for item in fields(cls)}
         given = known_mapping(mapping, field=place, known=kinds)
         within = f"{place}." if place else ""
-        return cls(**{name: kinds[name].read(within + name, value) for name, value in given.items()})
+        return cls(
+            **{name: kinds[name].read(within + name, value) for name, value in given.items()}
+        )
 
     def to_mapping(self) -> dict[str, object]:
         """Return the settings as from_mapping reads them, ready for JSON."""
@@ -314,72 +339,91 @@ class StorageConfig(_Settings):
 
     backend: Backend = field(
         default=Backend.AUTO,
-        metadata=_about(_member(Backend), "deepnvme's I/O backend; auto: the best that this machine allows"),
+        metadata=_about(
+            _member(Backend), "deepnvme's I/O backend; auto: the best that this machine allows"
+        ),
     )
     checksum: Checksum = field(
         default=Checksum.CRC32C,
         metadata=_about(
-            _member(Checksum), "how swapped bytes are checked when read back; off: a drive's wrong bytes are trained on"
+            _member(Checksum),
+            "how swapped bytes are checked when read back; off: a drive's wrong bytes are trained "
+            "on",
         ),
     )
     small_bytes: int = field(
         default=65536,
         metadata=_about(
-            _whole(0), "parameters of fewer bytes stay in memory, as a page and an I/O cost more than they"
+            _whole(0),
+            "parameters of fewer bytes stay in memory, as a page and an I/O cost more than they",
         ),
     )
     early_updates: bool = field(
         default=False,
         metadata=_about(
             _flag(),
-            "update what rests on drives in the backward already, to places of its own (larger-than-ram.md)",
+            "update what rests on drives in the backward already, to places of its own "
+            "(larger-than-ram.md)",
         ),
     )
     endurance: int | Mapping[str, int] | None = field(
         default=None,
         metadata=_about(
             _or_none(_bytes_of_drives()),
-            "what may be written to each drive in its life (its TBW); reports and warnings compare with it",
+            "what may be written to each drive in its life (its TBW); reports and warnings compare "
+            "with it",
         ),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksConfig(_Settings):
-    """How the processes of one run, which torchrun has started, train one model together; one alone needs none."""
+    """How the processes of one run, which torchrun has started, train one model together; one alone
+    needs none.
+    """
 
     stage: Stage = field(
         default=Stage.PARAMETERS,
-        metadata=_about(_member(Stage), "what is cut over the ranks, beside the optimizer's states"),
+        metadata=_about(
+            _member(Stage), "what is cut over the ranks, beside the optimizer's states"
+        ),
     )
     partitioning: Partitioning = field(
         default=Partitioning.BANDWIDTH_CENTRIC,
-        metadata=_about(_member(Partitioning), "whether each rank owns a part of every parameter, or one all of it"),
+        metadata=_about(
+            _member(Partitioning),
+            "whether each rank owns a part of every parameter, or one all of it",
+        ),
     )
     shard_ranks: int | None = field(
         default=None,
         metadata=_about(
             _or_none(_whole(1)),
-            "neighbouring ranks that share one copy of the model, as those of a machine; the others have replicas of "
+            "neighbouring ranks that share one copy of the model, as those of a machine; the "
+            "others have replicas of "
             "it; None: all",
         ),
     )
     leaf_modules: Sequence[str] = field(
         default=(),
         metadata=_about(
-            _names(), "modules, or their classes, that are gathered as a whole: of which ranks run different parts"
+            _names(),
+            "modules, or their classes, that are gathered as a whole: of which ranks run different "
+            "parts",
         ),
     )
     bucket_bytes: int = field(
         default=2**25,
         metadata=_about(
-            _whole(4096), "gradients that are summed over the ranks together; a gather goes in such rounds"
+            _whole(4096),
+            "gradients that are summed over the ranks together; a gather goes in such rounds",
         ),
     )
     timeout_s: float = field(
         default=600.0,
         metadata=_about(
-            _positive(), "seconds that a rank waits for another before it gives up and says whom it missed"
+            _positive(),
+            "seconds that a rank waits for another before it gives up and says whom it missed",
         ),
     )
 
@@ -398,7 +442,10 @@ class TelemetryConfig(_Settings):
     )
     keep_spans: int = field(
         default=4096,
-        metadata=_about(_whole(1), "how many spans are held of each step, about 0.5 KiB each; the newest are kept"),
+        metadata=_about(
+            _whole(1),
+            "how many spans are held of each step, about 0.5 KiB each; the newest are kept",
+        ),
     )
 
 
@@ -406,26 +453,31 @@ class TelemetryConfig(_Settings):
 class EngineConfig(_Settings):
     """All settings of one engine.
 
-    `subgroup_numel` is a compromise. Small subgroups fit small budgets: at the default, one of fp32 parameters with
-    both moments is 192 MiB, and the three that interleaving stages take 576 MiB of the device. Large ones hide what
-    each costs to start: at the default, its transfers take milliseconds on any link. And interleaving comes close to
-    its bound only from some 46 subgroups up, which at the default is a model of 0.8 billion parameters.
+    `subgroup_numel` is a compromise. Small subgroups fit small budgets: at the default, one of fp32
+    parameters with both moments is 192 MiB, and the three that interleaving stages take 576 MiB of
+    the device. Large ones hide what each costs to start: at the default, its transfers take
+    milliseconds on any link. And interleaving comes close to its bound only from some 46 subgroups
+    up, which at the default is a model of 0.8 billion parameters.
     """
 
     budget: Budget | None = field(
         default=None,
         metadata=_about(
-            _or_none(_budget()), "what may be taken of each tier; None: device and host as the machine allows, no NVMe"
+            _or_none(_budget()),
+            "what may be taken of each tier; None: device and host as the machine allows, no NVMe",
         ),
     )
     strategy: Strategy = field(
         default=Auto(),
-        metadata=_about(_strategy(), "where states stay and where their updates run; auto: the planner chooses"),
+        metadata=_about(
+            _strategy(), "where states stay and where their updates run; auto: the planner chooses"
+        ),
     )
     precision: Precision = field(
         default=Precision.MODEL,
         metadata=_about(
-            _member(Precision), "the dtype that parameters compute in; model: each one's own; others cast (memory.md)"
+            _member(Precision),
+            "the dtype that parameters compute in; model: each one's own; others cast (memory.md)",
         ),
     )
     accelerator: Accelerator = field(
@@ -436,7 +488,8 @@ class EngineConfig(_Settings):
         default=ParametersAt.AUTO,
         metadata=_about(
             _member(ParametersAt),
-            "where parameters stay; host, nvme: fetched around the modules that need them; auto: device, else host, "
+            "where parameters stay; host, nvme: fetched around the modules that need them; auto: "
+            "device, else host, "
             "where they fit there",
         ),
     )
@@ -444,20 +497,24 @@ class EngineConfig(_Settings):
         default=Overlap.AUTO,
         metadata=_about(
             _member(Overlap),
-            "whether the end of an update goes on beside the next forward (strategies.md); off: step() ends it",
+            "whether the end of an update goes on beside the next forward (strategies.md); off: "
+            "step() ends it",
         ),
     )
     replanning: Replanning = field(
         default=Replanning.AUTO,
         metadata=_about(
             _member(Replanning),
-            "whether what strategy auto chose from rates changes with those that are measured (planner.md); off: never",
+            "whether what strategy auto chose from rates changes with those that are measured "
+            "(planner.md); off: never",
         ),
     )
     activation_bytes: int = field(
         default=0,
         metadata=_about(
-            _bytes(), "what the plan leaves of the device's budget to activations and whatever else modules make there"
+            _bytes(),
+            "what the plan leaves of the device's budget to activations and whatever else modules "
+            "make there",
         ),
     )
     accumulation_steps: int = field(
@@ -466,30 +523,38 @@ class EngineConfig(_Settings):
     )
     max_grad_norm: float | None = field(
         default=None,
-        metadata=_about(_or_none(_positive()), "the norm that gradients are clipped to; None: they are not clipped"),
+        metadata=_about(
+            _or_none(_positive()),
+            "the norm that gradients are clipped to; None: they are not clipped",
+        ),
     )
     subgroup_numel: int = field(
         default=2**24,
-        metadata=_about(_whole(4096), "parameters that are moved and updated as one piece, at most"),
+        metadata=_about(
+            _whole(4096), "parameters that are moved and updated as one piece, at most"
+        ),
     )
     rates: Rates | None = field(
         default=None,
         metadata=_about(
-            _or_none(_rates()), "what this machine can do, where a strategy asks; None: as `calibration` says"
+            _or_none(_rates()),
+            "what this machine can do, where a strategy asks; None: as `calibration` says",
         ),
     )
     calibration: str = field(
         default="auto",
         metadata=_about(
             _calibration(),
-            "where rates are from that are not given; auto: kept from before, or measured now, once; off: nowhere",
+            "where rates are from that are not given; auto: kept from before, or measured now, "
+            "once; off: nowhere",
         ),
     )
     update_threads: int | None = field(
         default=None,
         metadata=_about(
             _or_none(_whole(1, 1024)),
-            "threads that update on the host; None: as many as this process has cores, which ranks divide",
+            "threads that update on the host; None: as many as this process has cores, which ranks "
+            "divide",
         ),
     )
     storage: StorageConfig = field(
@@ -509,11 +574,12 @@ class EngineConfig(_Settings):
     def from_mapping(cls, mapping: Mapping[str, object]) -> EngineConfig:
         """Return the settings that a JSON-like `mapping` says; what it leaves out has its default.
 
-        Enums may be given by value ("bf16"), sizes as text ("12 GiB"), the strategy by name, and what has parts (it,
-        the budget, sections) as a mapping of them.
+        Enums may be given by value ("bf16"), sizes as text ("12 GiB"), the strategy by name, and
+        what has parts (it, the budget, sections) as a mapping of them.
 
         Raises:
-            ConfigError: an unknown name at any level or a value that cannot be right; names its dotted path.
+            ConfigError: an unknown name at any level or a value that cannot be right; names its
+                dotted path.
         """
         return cls._at("", mapping)
 
@@ -522,8 +588,8 @@ class EngineConfig(_Settings):
         """Return the settings given as keywords, which may be what from_mapping takes.
 
         Raises:
-            ConfigError: an unknown name, with the nearest known one, where `EngineConfig(...)` has but a TypeError; or
-                a value that cannot be right.
+            ConfigError: an unknown name, with the nearest known one, where `EngineConfig(...)` has
+                but a TypeError; or a value that cannot be right.
         """
         return cls.from_mapping(settings)
 
@@ -539,4 +605,6 @@ def _rows(section: type[_Settings], within: str) -> Iterator[Setting]:
             yield from _rows(type(item.default), f"{within}{item.name}.")
         else:
             default = str(_plain(item.default))
-            yield Setting(f"{within}{item.name}", _kind(item).words, default, item.metadata["meaning"])
+            yield Setting(
+                f"{within}{item.name}", _kind(item).words, default, item.metadata["meaning"]
+            )

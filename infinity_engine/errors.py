@@ -1,9 +1,10 @@
-"""The exceptions that say what went wrong with settings, memory, moves, ranks or a checkpoint: all are InfinityErrors.
+"""The exceptions that say what went wrong with settings, memory, moves, ranks or a checkpoint: all
+are InfinityErrors.
 
-A mistake of the calling code that none of them is about, such as calls in a wrong order, raises Python's own errors.
-Each class takes what it knows as keyword fields, keeps them as attributes, and composes its message from them. All of
-them survive pickling where what they hold does, so that a rank or a worker can hand one over.
-Imports nothing of the package; called by everybody.
+A mistake of the calling code that none of them is about, such as calls in a wrong order, raises
+Python's own errors. Each class takes what it knows as keyword fields, keeps them as attributes, and
+composes its message from them. All of them survive pickling where what they hold does, so that a
+rank or a worker can hand one over. Imports nothing of the package; called by everybody.
 
     InfinityError
       ConfigError(ValueError)               a value that cannot be right: field, value, expected
@@ -54,7 +55,9 @@ _SHOWN_ITEMS = 5
 
 @dataclass(kw_only=True, eq=False)
 class InfinityError(Exception):
-    """The root of the tree, raised only through its subclasses: dataclasses equal by identity, as exceptions are."""
+    """The root of the tree, raised only through its subclasses: dataclasses equal by identity, as
+    exceptions are.
+    """
 
     def __post_init__(self) -> None:
         self.args = (self._message(),)
@@ -81,11 +84,15 @@ class ConfigError(InfinityError, ValueError):
 
     @classmethod
     def unknown_name(cls, *, field: str, name: object, known: Iterable[str]) -> ConfigError:
-        """The error for a name that is not among the known ones, with the nearest of them offered."""
+        """The error for a name that is not among the known ones, with the nearest of them
+        offered.
+        """
         names = list(known)
         near = difflib.get_close_matches(str(name), names, n=1)
         nearest = f" (nearest: {near[0]})" if near else ""
-        return cls(field=field, value=name, expected=f"one of {', '.join(names) or '(none)'}{nearest}")
+        return cls(
+            field=field, value=name, expected=f"one of {', '.join(names) or '(none)'}{nearest}"
+        )
 
     def _message(self) -> str:
         return f"{self.field}: expected {self.expected}, got {_shown(self.value)}"
@@ -93,7 +100,8 @@ class ConfigError(InfinityError, ValueError):
 
 @dataclass(kw_only=True, eq=False)
 class MissingDependencyError(InfinityError, ImportError):
-    """An optional package is missing or too old: what needs it, the package, the extra that brings it.
+    """An optional package is missing or too old: what needs it, the package, the extra that brings
+    it.
 
     `found` is the version that is installed, None where there is none.
     """
@@ -118,10 +126,11 @@ class MissingDependencyError(InfinityError, ImportError):
 class CapacityError(InfinityError):
     """A tier cannot hold what was asked of it.
 
-    `limit` is what the tier may hold in all and `free` what of it is not taken; `holders` are those that took the
-    rest, as (name, nbytes); `change` says what would make it fit; `directory` names the drive where there are several.
-    `largest` is the largest piece of what is free, where that is in pieces.
-    Where raising one of the budget's limits is enough, `budget` is its name, and the message says to how much.
+    `limit` is what the tier may hold in all and `free` what of it is not taken; `holders` are those
+    that took the rest, as (name, nbytes); `change` says what would make it fit; `directory` names
+    the drive where there are several. `largest` is the largest piece of what is free, where that is
+    in pieces. Where raising one of the budget's limits is enough, `budget` is its name, and the
+    message says to how much.
     """
 
     tier: str
@@ -135,7 +144,9 @@ class CapacityError(InfinityError):
     budget: str | None = None
 
     def beside(self, holder: str, nbytes: int) -> CapacityError:
-        """Return the error for the whole limit, where `limit` was only what `holder` leaves of it."""
+        """Return the error for the whole limit, where `limit` was only what `holder` leaves of
+        it.
+        """
         return replace(self, limit=self.limit + nbytes, holders=(*self.holders, (holder, nbytes)))
 
     def __post_init__(self) -> None:
@@ -144,16 +155,23 @@ class CapacityError(InfinityError):
 
     def _message(self) -> str:
         where = self.tier if self.directory is None else f"{self.tier} ({self.directory})"
-        held = "".join(f"; {name} holds {_size(nbytes)}" for name, nbytes in self.holders[:_SHOWN_ITEMS])
+        held = "".join(
+            f"; {name} holds {_size(nbytes)}" for name, nbytes in self.holders[:_SHOWN_ITEMS]
+        )
         others = self.holders[_SHOWN_ITEMS:]
         if others:
             held += f"; {len(others)} others hold {_size(sum(nbytes for _, nbytes in others))}"
         usable = self.free if self.largest is None else self.largest
         pieces = "" if self.largest is None else f" in pieces, the largest of {_size(self.largest)}"
         short = max(self.asked - usable, 0)
-        enough = f"raise the budget's {self.budget} to at least {_size(self.limit + short)}, or " if self.budget else ""
+        enough = (
+            f"raise the budget's {self.budget} to at least {_size(self.limit + short)}, or "
+            if self.budget
+            else ""
+        )
         return (
-            f"{where} cannot hold {_size(self.asked)}: {_size(self.free)} free of {_size(self.limit)}{pieces}, "
+            f"{where} cannot hold {_size(self.asked)}: {_size(self.free)} free of "
+            f"{_size(self.limit)}{pieces}, "
             f"{_size(short)} short{held}. To make it fit: {enough}{self.change}"
         )
 
@@ -169,7 +187,9 @@ class IllegalTransition(InfinityError):  # noqa: N818 - the name says it without
 
     def _message(self) -> str:
         allowed = ", ".join(self.allowed) or "nothing"
-        return f"{self.shard}: {self.target} is not reachable from {self.source}; allowed: {allowed}"
+        return (
+            f"{self.shard}: {self.target} is not reachable from {self.source}; allowed: {allowed}"
+        )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -190,8 +210,8 @@ class TraceMismatch(InfinityError):  # noqa: N818 - the name says it without 'Er
 class TransferError(InfinityError, OSError):
     """An I/O or a copy failed: `done` of the `asked` bytes at `offset` of `path` were moved.
 
-    `what` says whose bytes they are, where that is known. An OSError: `errno`, `strerror` and `filename` are set as
-    usual.
+    `what` says whose bytes they are, where that is known. An OSError: `errno`, `strerror` and
+    `filename` are set as usual.
     """
 
     errno: int
@@ -202,7 +222,9 @@ class TransferError(InfinityError, OSError):
     what: str = ""
 
     def __post_init__(self) -> None:
-        told = "the file ends before that" if self.errno == errno.ENODATA else os.strerror(self.errno)
+        told = (
+            "the file ends before that" if self.errno == errno.ENODATA else os.strerror(self.errno)
+        )
         OSError.__init__(self, self.errno, told, self.path)
 
     def _message(self) -> str:
@@ -215,7 +237,8 @@ class TransferError(InfinityError, OSError):
 
 @dataclass(kw_only=True, eq=False)
 class DamageError(TransferError):
-    """Bytes that were swapped out came back as others: their checksums are not those of what was written.
+    """Bytes that were swapped out came back as others: their checksums are not those of what was
+    written.
 
     They begin at `offset` of `path`; those that lie elsewhere are in `others`, as (path, offset).
     """
@@ -226,17 +249,23 @@ class DamageError(TransferError):
 
     def _message(self) -> str:
         what = f"{self.what}: " if self.what else ""
-        others = "".join(f", which go on in {path} at offset {offset}" for path, offset in self.others)
+        others = "".join(
+            f", which go on in {path} at offset {offset}" for path, offset in self.others
+        )
         return (
             f"{what}{self.path}: {_size(self.asked)} at offset {self.offset}{others} are damaged: "
-            f"their crc32c is {self.found:#010x}, that of what was written was {self.expected:#010x}. "
-            "Try once more; if they stay so, check the drive and the memory, and begin again from the last checkpoint"
+            f"their crc32c is {self.found:#010x}, that of what was written was "
+            f"{self.expected:#010x}. "
+            "Try once more; if they stay so, check the drive and the memory, and begin again from "
+            "the last checkpoint"
         )
 
 
 @dataclass(kw_only=True, eq=False)
 class CollectiveError(InfinityError):
-    """A collective of several ranks failed on this one; `reason` says what is known of the others."""
+    """A collective of several ranks failed on this one; `reason` says what is known of the
+    others.
+    """
 
     group: str
     rank: int
@@ -247,7 +276,8 @@ class CollectiveError(InfinityError):
         known = f": {self.reason}" if self.reason else ""
         return (
             f"{self.op} failed on rank {self.rank} of group {self.group}{known}. "
-            "Look for the first error in the logs of all ranks: one that fails makes the others fail or hang"
+            "Look for the first error in the logs of all ranks: one that fails makes the others "
+            "fail or hang"
         )
 
 
@@ -271,8 +301,10 @@ class ManifestMismatch(CheckpointError):  # noqa: N818 - the name says it withou
 
     def _message(self) -> str:
         return (
-            f"checkpoint {self.path} does not match: {self.entry} should be {_shown(self.expected)}, "
-            f"its manifest says {_shown(self.found)}. Load the checkpoint that belongs to this model and configuration"
+            f"checkpoint {self.path} does not match: {self.entry} should be "
+            f"{_shown(self.expected)}, "
+            f"its manifest says {_shown(self.found)}. Load the checkpoint that belongs to this "
+            "model and configuration"
         )
 
 
@@ -294,7 +326,9 @@ class IncompleteCheckpoint(CheckpointError):  # noqa: N818 - the name says it wi
 
 @dataclass(kw_only=True, eq=False)
 class ChecksumError(CheckpointError):
-    """The bytes on disk are not the bytes that were written: a bad byte in `entry`, at or after `offset`."""
+    """The bytes on disk are not the bytes that were written: a bad byte in `entry`, at or after
+    `offset`.
+    """
 
     entry: str
     offset: int
@@ -332,9 +366,11 @@ def _shown(value: object) -> str:
 
 
 def _size(nbytes: int) -> str:
-    # units.format_bytes rounds and units imports this module; an error needs the exact number, with one to read beside.
+    # units.format_bytes rounds and units imports this module; an error needs the exact number, with
+    # one to read beside.
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale or round(1024 * nbytes / scale, 2) >= 1024:  # Not 1024.00 of the next smaller unit.
+        # Not 1024.00 of the next smaller unit.
+        if nbytes >= scale or round(1024 * nbytes / scale, 2) >= 1024:
             hundredths = (100 * nbytes + scale // 2) // scale  # no float, as these end at 1e308
             return f"{nbytes} B ({hundredths // 100}.{hundredths % 100:02} {unit})"
     return f"{nbytes} B"

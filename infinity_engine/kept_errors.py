@@ -1,8 +1,10 @@
-"""Errors that are kept to be raised later, or more than once, without the buffers of those that they passed.
+"""Errors that are kept to be raised later, or more than once, without the buffers of those that
+they passed.
 
-[Note: errors that are kept] The traceback of an error has the frames that it passed. Their locals have buffers, and
-often the error itself: a cycle, which keeps the buffers until Python's collector runs. So a function that keeps an
-error, in an object or in a local beyond its except clause, keeps `kept(error)` and raises `again(error)`.
+[Note: errors that are kept] The traceback of an error has the frames that it passed. Their locals
+have buffers, and often the error itself: a cycle, which keeps the buffers until Python's collector
+runs. So a function that keeps an error, in an object or in a local beyond its except clause, keeps
+`kept(error)` and raises `again(error)`.
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 def kept(error: _Error) -> _Error:
-    """Return an error, caught where this is called, such that it keeps nothing else: [Note: errors that are kept].
+    """Return an error, caught where this is called, such that it keeps nothing else: [Note: errors
+    that are kept].
 
-    Ours say all themselves. Of others, which may be mistakes in the code, the lines below the caller stay.
+    Ours say all themselves. Of others, which may be mistakes in the code, the lines below the
+    caller stay.
     """
     passed: BaseException | None = error
     while passed is not None:
         at = passed.__traceback__
         traceback.clear_frames(at)
-        passed.__traceback__ = None if at is None or isinstance(passed, InfinityError) else at.tb_next
+        passed.__traceback__ = (
+            None if at is None or isinstance(passed, InfinityError) else at.tb_next
+        )
         passed.__context__ = None
         passed = passed.__cause__
     return error

@@ -12,13 +12,16 @@ class Outcome(Enum):
     """What a call of `step` did."""
 
     UPDATED = "updated"  # every parameter that had a gradient
-    ACCUMULATED = "accumulated"  # nothing: gradients wait for more micro-batches, or for step(update=True)
+    # nothing: gradients wait for more micro-batches, or for step(update=True)
+    ACCUMULATED = "accumulated"
     SKIPPED = "skipped"  # nothing: gradients were not finite, and the loss scale is lower now
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a call of `step` did, and the gradients' norm before clipping where that was computed."""
+    """What a call of `step` did, and the gradients' norm before clipping where that was
+    computed.
+    """
 
     outcome: Outcome
     gradient_norm: float | None = None

@@ -1,6 +1,7 @@
 """`Progress`: how far long work before training is: told to a function of the user's, now and then.
 
-Counts bytes that others move, and estimates nothing. What the function raises ends the work, as any failure does.
+Counts bytes that others move, and estimates nothing. What the function raises ends the work, as any
+failure does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _PERIOD_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How much of some work is done; `total` is None where nobody knows yet how much there is. As text, one line."""
+    """How much of some work is done; `total` is None where nobody knows yet how much there is.
+
+    As text, one line.
+    """
 
     what: str
     done_bytes: int
@@ -33,7 +37,8 @@ class Progress:
 
 
 class Teller:
-    """Tells `tell`, where there is one: once a second at most, and when a part of the work has ended.
+    """Tells `tell`, where there is one: once a second at most, and when a part of the work has
+    ended.
 
     Raises:
         ConfigError: it cannot be called.
@@ -49,7 +54,9 @@ class Teller:
 
     @contextmanager
     def part(self, what: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
-        """Yield what is called with the bytes that were done in the body since it was called last."""
+        """Yield what is called with the bytes that were done in the body since it was called
+        last.
+        """
         done = 0
 
         def more(nbytes: int) -> None:

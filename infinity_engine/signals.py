@@ -1,9 +1,11 @@
-"""`HeldSignals`: Ctrl-C, and what else a signal's handler raises, waits while the engine is in the midst of something.
+"""`HeldSignals`: Ctrl-C, and what else a signal's handler raises, waits while the engine is in the
+midst of something.
 
-Python runs handlers between any two instructions, also of ours, and half of a move would be noted. In the body of a
-hold they are noted themselves, each once, and act when the outermost has ended. At a safe point within it only Ctrl-C
-does, where its handler is Python's own: another may call the engine. Handlers are replaced for that time only, or while
-somebody watches, and in the main thread, which alone runs them.
+Python runs handlers between any two instructions, also of ours, and half of a move would be noted.
+In the body of a hold they are noted themselves, each once, and act when the outermost has ended. At
+a safe point within it only Ctrl-C does, where its handler is Python's own: another may call the
+engine. Handlers are replaced for that time only, or while somebody watches, and in the main thread,
+which alone runs them.
 """
 
 from __future__ import annotations
@@ -66,8 +68,15 @@ class HeldSignals:
                 raise
             self._users += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Let them act, where this is the outermost hold; where no user is left, let them go where they went before."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        """Let them act, where this is the outermost hold; where no user is left, let them go where
+        they went before.
+        """
         if threading.get_ident() == self._main:
             try:
                 self._users -= 1
@@ -81,7 +90,8 @@ class HeldSignals:
     def holding(self, call: Callable[_P, _R]) -> Callable[_P, _R]:
         """Return what does the same with signals held back.
 
-        And outside of an inference mode of who calls: what is made there stays, and could not be trained with later.
+        And outside of an inference mode of who calls: what is made there stays, and could not be
+        trained with later.
         """
 
         @wraps(call)
@@ -154,7 +164,8 @@ class HeldSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         handler = self._handlers[number]
-        if self._holds and threading.get_ident() == self._main:  # a child that another thread forked has no hold
+        # a child that another thread forked has no hold
+        if self._holds and threading.get_ident() == self._main:
             self._came.setdefault(number, handler)
         else:
             handler(number, frame)
@@ -163,7 +174,8 @@ class HeldSignals:
 class HeldEnd:
     """A context whose `stack` is closed at its end, with signals held back.
 
-    To be entered twice: a signal may come when the inner one begins to end, and the outer one does it then.
+    To be entered twice: a signal may come when the inner one begins to end, and the outer one does
+    it then.
     """
 
     def __init__(self, signals: HeldSignals) -> None:
@@ -174,7 +186,12 @@ class HeldEnd:
         """Return the stack."""
         return self.stack
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         """Close it. Again: does nothing."""
         with self._signals:
             self.stack.close()

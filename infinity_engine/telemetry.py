@@ -1,8 +1,9 @@
 """What happened when: spans on tracks, counters, gauges, and the timeline of the newest steps.
 
-Owns its records and nothing else: no global state, no output, no opinion on what is worth measuring. Memory is bounded;
-what no longer fits is dropped oldest first, and counted. Whoever measures is handed a Telemetry, or a NullTelemetry
-where nothing is to be recorded: the call sites are the same. Safe to call from any thread.
+Owns its records and nothing else: no global state, no output, no opinion on what is worth
+measuring. Memory is bounded; what no longer fits is dropped oldest first, and counted. Whoever
+measures is handed a Telemetry, or a NullTelemetry where nothing is to be recorded: the call sites
+are the same. Safe to call from any thread.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _PID = 1
 class SpanRecord:
     """One span that has ended, on the clock of its Telemetry.
 
-    `track` is the thread's name, or the one that the caller gave, and then `thread` is None. `error` is the type of
-    the exception that ended the span, None where there was none.
+    `track` is the thread's name, or the one that the caller gave, and then `thread` is None.
+    `error` is the type of the exception that ended the span, None where there was none.
     """
 
     name: str
@@ -52,7 +53,8 @@ class SpanRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One step: the spans that began in it, as they became known; each counter's growth, each gauge's peak, its notes.
+    """One step: the spans that began in it, as they became known; each counter's growth, each
+    gauge's peak, its notes.
 
     `end_ns` is None while the step runs.
     """
@@ -68,7 +70,9 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """The newest steps, oldest first, the spans that began between steps, and how much was dropped to keep no more."""
+    """The newest steps, oldest first, the spans that began between steps, and how much was dropped
+    to keep no more.
+    """
 
     steps: tuple[StepRecord, ...]
     between_steps: tuple[SpanRecord, ...]
@@ -99,7 +103,10 @@ class Counter:
 
 
 class Gauge:
-    """A number that rises and falls and is never negative: bytes held, requests in flight. Made by Telemetry.gauge."""
+    """A number that rises and falls and is never negative: bytes held, requests in flight.
+
+    Made by Telemetry.gauge.
+    """
 
     __slots__ = ("_lock", "_peak", "_step_peak", "_value")
 
@@ -167,7 +174,9 @@ class Telemetry:
         clock_ns: a clock in nanoseconds that never goes back.
     """
 
-    def __init__(self, *, keep_steps: int, keep_spans: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, *, keep_steps: int, keep_spans: int, clock_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._clock_ns = clock_ns
         self._keep_spans = keep_spans
         self._lock = threading.Lock()
@@ -180,15 +189,22 @@ class Telemetry:
         self._dropped_steps = 0
         self._dropped_spans = 0
 
-    def span(self, name: str, /, *, track: str | None = None, **fields: object) -> AbstractContextManager[None]:
-        """Return a context manager that records its body, also one that raises, in the step in which it began.
+    def span(
+        self, name: str, /, *, track: str | None = None, **fields: object
+    ) -> AbstractContextManager[None]:
+        """Return a context manager that records its body, also one that raises, in the step in
+        which it began.
 
-        `track` is the line of the timeline that it is drawn on, by default the thread's; `fields` are kept with it.
+        `track` is the line of the timeline that it is drawn on, by default the thread's; `fields`
+        are kept with it.
         """
         return _Span(self, name, track, fields)
 
-    def timed(self, name: str, /, *, track: str | None = None, **fields: object) -> AbstractContextManager[None]:
-        """Return a span whose nanoseconds also go to the counter `<name> ns`, which loses none where spans are dropped.
+    def timed(
+        self, name: str, /, *, track: str | None = None, **fields: object
+    ) -> AbstractContextManager[None]:
+        """Return a span whose nanoseconds also go to the counter `<name> ns`, which loses none
+        where spans are dropped.
 
         What lies within another of that name is counted twice.
         """
@@ -198,18 +214,29 @@ class Telemetry:
         """Return the time on its clock, to which times from elsewhere can be related."""
         return self._clock_ns()
 
-    def record(self, name: str, /, *, track: str, start_ns: int, end_ns: int, **fields: object) -> None:
-        """Record a span whose times are known afterwards, such as those of an I/O thread or of events on a GPU.
+    def record(
+        self, name: str, /, *, track: str, start_ns: int, end_ns: int, **fields: object
+    ) -> None:
+        """Record a span whose times are known afterwards, such as those of an I/O thread or of
+        events on a GPU.
 
-        Its times are on the clock of now_ns; `track` is the line of the timeline that it is drawn on. It belongs to the
-        step in which it began, and counts as dropped where that is no longer kept.
+        Its times are on the clock of now_ns; `track` is the line of the timeline that it is drawn
+        on. It belongs to the step in which it began, and counts as dropped where that is no longer
+        kept.
         """
         if end_ns < start_ns:
             raise ValueError(
-                f"span {name} cannot end before it starts: expected {start_ns} ns or more, got {end_ns} ns"
+                f"span {name} cannot end before it starts: expected {start_ns} ns or more, got "
+                f"{end_ns} ns"
             )
         span = SpanRecord(
-            name=name, track=track, thread=None, start_ns=start_ns, end_ns=end_ns, error=None, fields=fields
+            name=name,
+            track=track,
+            thread=None,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            error=None,
+            fields=fields,
         )
         with self._lock:
             step = next((step for step in reversed(self._steps) if step.covers(start_ns)), None)
@@ -247,15 +274,23 @@ class Telemetry:
             return {name: gauge.peak for name, gauge in self._gauges.items()}
 
     def note(self, **values: object) -> None:
-        """Keep values that the step which is running has once, such as its outcome. What is noted again is replaced."""
+        """Keep values that the step which is running has once, such as its outcome.
+
+        What is noted again is replaced.
+        """
         with self._lock:
             self._running("noted").notes.update(values)
 
     def begin_step(self, index: int) -> None:
-        """Begin step `index`: until end_step, new spans, counters' growth and gauges' peaks belong to it."""
+        """Begin step `index`: until end_step, new spans, counters' growth and gauges' peaks belong
+        to it.
+        """
         with self._lock:
             if self._open is not None:
-                raise RuntimeError(f"step {index} cannot begin: step {self._open.index} has not ended; end it first")
+                raise RuntimeError(
+                    f"step {index} cannot begin: step {self._open.index} has not ended; end it "
+                    "first"
+                )
             if len(self._steps) == self._steps.maxlen:
                 self._dropped_steps += 1
                 self._dropped_until_ns = self._steps[0].end_ns if self._steps else None
@@ -311,7 +346,9 @@ class Telemetry:
         return {name: counter.total for name, counter in self._counters.items()}
 
     def _growth(self, step: _Step) -> dict[str, int]:
-        return {name: total - step.totals_before.get(name, 0) for name, total in self._totals().items()}
+        return {
+            name: total - step.totals_before.get(name, 0) for name, total in self._totals().items()
+        }
 
     def _step_peaks(self) -> dict[str, int]:
         return {name: gauge._step_peak for name, gauge in self._gauges.items()}
@@ -352,7 +389,12 @@ class _Span:
         self._spans = self._telemetry._between_steps if step is None else step.spans
         self._start_ns = self._telemetry._clock_ns()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         end_ns = self._telemetry._clock_ns()
         track, thread = self._track, None
         if track is None:
@@ -382,11 +424,15 @@ class NullTelemetry(Telemetry):
         self._unread = _UnreadCounter()
         self._unread_gauge = _UnreadGauge()
 
-    def span(self, name: str, /, *, track: str | None = None, **fields: object) -> AbstractContextManager[None]:
+    def span(
+        self, name: str, /, *, track: str | None = None, **fields: object
+    ) -> AbstractContextManager[None]:
         """Return a context manager that does nothing."""
         return self._nothing
 
-    def timed(self, name: str, /, *, track: str | None = None, **fields: object) -> AbstractContextManager[None]:
+    def timed(
+        self, name: str, /, *, track: str | None = None, **fields: object
+    ) -> AbstractContextManager[None]:
         """Return a context manager that does nothing."""
         return self._nothing
 
@@ -394,7 +440,9 @@ class NullTelemetry(Telemetry):
         """Return a counter that stays at zero."""
         return self._unread
 
-    def record(self, name: str, /, *, track: str, start_ns: int, end_ns: int, **fields: object) -> None:
+    def record(
+        self, name: str, /, *, track: str, start_ns: int, end_ns: int, **fields: object
+    ) -> None:
         """Do nothing."""
 
     def gauge(self, name: str) -> Gauge:
@@ -429,11 +477,13 @@ class _UnreadGauge(Gauge):
 
 
 def trace_events(timeline: Timeline) -> dict[str, object]:
-    """Return `timeline` in the trace event format that Perfetto and chrome://tracing open, ready for json.dump.
+    """Return `timeline` in the trace event format that Perfetto and chrome://tracing open, ready
+    for json.dump.
 
-    Each track has its line, and the steps one of their own, with their notes; a counter shows its growth in each step,
-    a gauge its peak. Where spans of a track overlap and neither lies within the other, as those of concurrent requests
-    do, it has as many lines as that takes: viewers draw only spans that nest on one.
+    Each track has its line, and the steps one of their own, with their notes; a counter shows its
+    growth in each step, a gauge its peak. Where spans of a track overlap and neither lies within
+    the other, as those of concurrent requests do, it has as many lines as that takes: viewers draw
+    only spans that nest on one.
     """
     lines = _Lines()
     events: list[dict[str, object]] = []
@@ -441,34 +491,54 @@ def trace_events(timeline: Timeline) -> dict[str, object]:
         if step.end_ns is not None:
             tid = lines.place(("steps",), step.start_ns, step.end_ns)
             events.append(
-                _complete(f"step {step.index}", tid, step.start_ns, step.end_ns, {"index": step.index, **step.notes})
+                _complete(
+                    f"step {step.index}",
+                    tid,
+                    step.start_ns,
+                    step.end_ns,
+                    {"index": step.index, **step.notes},
+                )
             )
-        events += [_value(name, step.start_ns, "in step", growth) for name, growth in step.counters.items()]
-        events += [_value(name, step.start_ns, "peak in step", peak) for name, peak in step.peaks.items()]
+        events += [
+            _value(name, step.start_ns, "in step", growth) for name, growth in step.counters.items()
+        ]
+        events += [
+            _value(name, step.start_ns, "peak in step", peak) for name, peak in step.peaks.items()
+        ]
     spans = [*timeline.between_steps, *(span for step in timeline.steps for span in step.spans)]
-    spans.reverse()  # Kept as they ended, inner first; viewers nest spans of one start in file order, outer first.
+    # Kept as they ended, inner first; viewers nest spans of one start in file order, outer first.
+    spans.reverse()
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
         tid = lines.place((span.track, span.thread), span.start_ns, span.end_ns)
         error = {} if span.error is None else {"error": span.error}
-        events.append(_complete(span.name, tid, span.start_ns, span.end_ns, {**span.fields, **error}))
+        events.append(
+            _complete(span.name, tid, span.start_ns, span.end_ns, {**span.fields, **error})
+        )
     names = [_metadata("process_name", 0, "infinity_engine")]
     names += [_metadata("thread_name", tid, name) for tid, name in enumerate(lines.names, start=1)]
     return {
         "traceEvents": names + events,
         "displayTimeUnit": "ms",
-        "otherData": {"dropped_steps": timeline.dropped_steps, "dropped_spans": timeline.dropped_spans},
+        "otherData": {
+            "dropped_steps": timeline.dropped_steps,
+            "dropped_spans": timeline.dropped_spans,
+        },
     }
 
 
 class _Lines:
-    """The lines of a trace by number, from 1 on: on each, any two spans follow one another or one holds the other."""
+    """The lines of a trace by number, from 1 on: on each, any two spans follow one another or one
+    holds the other.
+    """
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self._of: dict[tuple[object, ...], list[tuple[int, list[int]]]] = {}
 
     def place(self, track: tuple[object, ...], start_ns: int, end_ns: int) -> int:
-        """Return the line for a span; those of a track come in the order of their starts, outer ones first."""
+        """Return the line for a span; those of a track come in the order of their starts, outer
+        ones first.
+        """
         lines = self._of.setdefault(track, [])
         for number, ends_ns in lines:
             while ends_ns and ends_ns[-1] <= start_ns:
@@ -481,7 +551,9 @@ class _Lines:
         return len(self.names)
 
 
-def _complete(name: str, tid: int, start_ns: int, end_ns: int, args: Mapping[str, object]) -> dict[str, object]:
+def _complete(
+    name: str, tid: int, start_ns: int, end_ns: int, args: Mapping[str, object]
+) -> dict[str, object]:
     return {
         "ph": "X",
         "pid": _PID,

@@ -1,7 +1,8 @@
-"""Sizes and rates between text and numbers: "12 GiB" is 12884901888 bytes, "3.2 GB/s" is 3.2e9 bytes a second.
+"""Sizes and rates between text and numbers: "12 GiB" is 12884901888 bytes, "3.2 GB/s" is 3.2e9
+bytes a second.
 
-Reads or refuses with ConfigError: never guesses what "12G" meant, and leaves off only what "7.3 GiB" has beyond bytes.
-A leaf: called wherever a size is read, shown or aligned.
+Reads or refuses with ConfigError: never guesses what "12G" meant, and leaves off only what "7.3
+GiB" has beyond bytes. A leaf: called wherever a size is read, shown or aligned.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ KB, MB, GB, TB, PB = 10**3, 10**6, 10**9, 10**12, 10**15
 _BINARY = (("PiB", PiB), ("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("B", 1))
 _DECIMAL = (("PB", PB), ("TB", TB), ("GB", GB), ("MB", MB), ("KB", KB), ("B", 1))
 _NAMES = tuple(name for name, _ in _BINARY[:-1] + _DECIMAL)
-_AMOUNT = re.compile(r"\s*(?P<number>[0-9]{1,30}(\.[0-9]{1,30})?)\s*(?P<unit>[A-Za-z]*)(?P<per>/s)?\s*")
+_AMOUNT = re.compile(
+    r"\s*(?P<number>[0-9]{1,30}(\.[0-9]{1,30})?)\s*(?P<unit>[A-Za-z]*)(?P<per>/s)?\s*"
+)
 
 
 def parse_bytes(size: int | str, *, field: str = "size") -> int:
@@ -56,9 +59,15 @@ def parse_bytes(size: int | str, *, field: str = "size") -> int:
     if parts is None or parts["per"]:
         expected = "a whole number of bytes, 0 or more, or text such as '12 GiB' or '1.5 GB'"
         raise ConfigError(field=field, value=size, expected=expected)
-    nbytes = Fraction(parts["number"]) * _scale(parts["unit"], number=parts["number"], per="", field=field, given=size)
+    nbytes = Fraction(parts["number"]) * _scale(
+        parts["unit"], number=parts["number"], per="", field=field, given=size
+    )
     if nbytes.denominator != 1 and parts["unit"] in ("", "B"):
-        raise ConfigError(field=field, value=size, expected=f"a whole number of bytes; nearest: '{round(nbytes)} B'")
+        raise ConfigError(
+            field=field,
+            value=size,
+            expected=f"a whole number of bytes; nearest: '{round(nbytes)} B'",
+        )
     return int(nbytes)
 
 
@@ -71,7 +80,9 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_decimal_bytes(nbytes: int) -> str:
-    """Return `nbytes` as short text in decimal units, such as "1.5 TB", in which drives are sold and rated."""
+    """Return `nbytes` as short text in decimal units, such as "1.5 TB", in which drives are sold
+    and rated.
+    """
     return _format(Fraction(nbytes), _DECIMAL)
 
 
@@ -86,13 +97,21 @@ def parse_rate(rate: object, *, field: str = "rate") -> float:
         number, unit = parts["number"], parts["unit"]
         scale = _scale(unit, number=number, per="/s", field=field, given=rate)
         if not parts["per"]:
-            raise ConfigError(field=field, value=rate, expected=f"a rate: write '{number} {unit or 'B'}/s'")
+            raise ConfigError(
+                field=field, value=rate, expected=f"a rate: write '{number} {unit or 'B'}/s'"
+            )
         rate = float(Fraction(number) * scale)
-    return positive(rate, field=field, expected="a positive number of bytes per second, or text such as '3.2 GB/s'")
+    return positive(
+        rate,
+        field=field,
+        expected="a positive number of bytes per second, or text such as '3.2 GB/s'",
+    )
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Return a rate as short text in decimal units, such as "3.2 GB/s", rounded to three decimals."""
+    """Return a rate as short text in decimal units, such as "3.2 GB/s", rounded to three
+    decimals.
+    """
     return f"{_format(Fraction(bytes_per_s), _DECIMAL)}/s"
 
 
@@ -102,7 +121,11 @@ def positive(value: object, *, field: str, expected: str = "a positive number") 
     Raises:
         ConfigError: it is another; names `field` and what was `expected`.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value <= sys.float_info.max
+    ):
         raise ConfigError(field=field, value=value, expected=expected)
     return float(value)
 
@@ -133,7 +156,9 @@ def _scale(unit: str, *, number: str, per: str, field: str, given: object) -> in
 
 
 def _format(amount: Fraction, units: tuple[tuple[str, int], ...]) -> str:
-    """Return `amount`, rounded to three decimals, in the largest of the `units` that it then fills."""
+    """Return `amount`, rounded to three decimals, in the largest of the `units` that it then
+    fills.
+    """
     _, scale = _largest(amount, units)
     rounded = Fraction(round(amount * 1000 / scale) * scale, 1000)
     # Rounding may fill the next unit: one byte less than a GiB is 1 GiB and not 1024 MiB.

@@ -23,10 +23,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell's background job is started with SIGINT ignored, and its children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("busy machine")
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
-    if worker is not None:  # before any of them imports torch: threads of all would wait for one another's cores
+    # before any of them imports torch: threads of all would wait for one another's cores
+    if worker is not None:
         cores = len(os.sched_getaffinity(0))
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // worker["workercount"])))
     if worker is None:
@@ -49,7 +52,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """Let torch compute the same bits each time."""
-    from support.determinism import deterministic_compute  # imports torch, which not every test's environment has
+    # imports torch, which not every test's environment has
+    from support.determinism import deterministic_compute
 
     with deterministic_compute():
         yield

@@ -1,4 +1,6 @@
-"""What the arguments of the `deepnvme` commands stand for: argparse's `type=` functions, which refuse in its words."""
+"""What the arguments of the `deepnvme` commands stand for: argparse's `type=` functions, which
+refuse in its words.
+"""
 
 from __future__ import annotations
 

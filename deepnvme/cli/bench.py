@@ -1,4 +1,5 @@
-"""`deepnvme bench`: how fast files in one directory are read and overwritten through the public API, and by fio.
+"""`deepnvme bench`: how fast files in one directory are read and overwritten through the public
+API, and by fio.
 
 Exit status: 0 measured, 1 not (no room, no right to write, an I/O error).
 """
@@ -20,16 +21,35 @@ from deepnvme.cli import fio
 from deepnvme.cli.arguments import seconds_argument, size_argument
 from deepnvme.cli.doctor import settings_record, settings_text
 from deepnvme.cli.report import Output
-from deepnvme.cli.scratch import PIECE_BYTES, data_file, progress_bar, usable_backend, usable_directory
+from deepnvme.cli.scratch import (
+    PIECE_BYTES,
+    data_file,
+    progress_bar,
+    usable_backend,
+    usable_directory,
+)
 from deepnvme.measure import MIB, Load, Measured, Workload, cut, fill, in_turn, measure, pending_for
 from deepnvme.pool import Pool
 from deepnvme.profile import Settings, load_profile, settle
 from deepnvme.sizes import format_bytes
 
-__all__ = ["HELP", "NAME", "OPERATIONS", "SCHEMA", "Figures", "Row", "add_arguments", "medians", "run"]
+__all__ = [
+    "HELP",
+    "NAME",
+    "OPERATIONS",
+    "SCHEMA",
+    "Figures",
+    "Row",
+    "add_arguments",
+    "medians",
+    "run",
+]
 
 NAME = "bench"
-HELP = "Measure reads and overwrites in a directory: throughput, CPU time, latency; beside fio where it is installed."
+HELP = (
+    "Measure reads and overwrites in a directory: throughput, CPU time, latency; beside fio where "
+    "it is installed."
+)
 SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
 OPERATIONS = (MIB // 16, MIB, 16 * MIB)
 
@@ -58,9 +78,17 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `deepnvme bench`."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where to measure; the file made there is removed")
     parser.add_argument(
-        "--size", type=_file_size, default="1GiB", help="of that file, a multiple of 64MiB (default: %(default)s)"
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="where to measure; the file made there is removed",
+    )
+    parser.add_argument(
+        "--size",
+        type=_file_size,
+        default="1GiB",
+        help="of that file, a multiple of 64MiB (default: %(default)s)",
     )
     parser.add_argument(
         "--seconds",
@@ -68,8 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.5,
         help="that each figure is measured for, in three rounds (default: %(default)s)",
     )
-    parser.add_argument("--backend", choices=("auto", *CHAIN), default="auto", help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--backend", choices=("auto", *CHAIN), default="auto", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -95,7 +127,9 @@ def run(options: argparse.Namespace) -> int:
         console.print()
         console.print(_table(rows))
         console.print()
-        console.print(Text("p50 and p99: of whole operations, from submission to end, waiting included."))
+        console.print(
+            Text("p50 and p99: of whole operations, from submission to end, waiting included.")
+        )
         console.print(Text(f"fio: {yardstick}"))
     return 0
 
@@ -113,7 +147,9 @@ def medians(measurements: Sequence[Measured]) -> Figures:
 def _file_size(text: str) -> int:
     size = size_argument(text)
     if size == 0 or size % PIECE_BYTES != 0:
-        raise argparse.ArgumentTypeError(f"expected a multiple of {format_bytes(PIECE_BYTES)}, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a multiple of {format_bytes(PIECE_BYTES)}, got {text!r}"
+        )
     return size
 
 
@@ -124,11 +160,22 @@ def _measure(
     pool = Pool(max(size * pending_for(size, settings.inflight_bytes) for size in OPERATIONS))
     memory = pool.buffer(pool.capacity)
     fill(memory)
-    steps = file_bytes // PIECE_BYTES + _ROUNDS * len(Workload) * (len(OPERATIONS) + len(OPERATIONS))
-    with progress_bar(steps) as advance, data_file(directory, file_bytes, backend=backend, advance=advance) as made:
+    steps = file_bytes // PIECE_BYTES + _ROUNDS * len(Workload) * (
+        len(OPERATIONS) + len(OPERATIONS)
+    )
+    with (
+        progress_bar(steps) as advance,
+        data_file(directory, file_bytes, backend=backend, advance=advance) as made,
+    ):
         path, _ = made
         loads = [
-            Load(path=path, file_bytes=file_bytes, workload=workload, operation_bytes=size, seconds=seconds / _ROUNDS)
+            Load(
+                path=path,
+                file_bytes=file_bytes,
+                workload=workload,
+                operation_bytes=size,
+                seconds=seconds / _ROUNDS,
+            )
             for workload in Workload
             for size in OPERATIONS
         ]
@@ -136,7 +183,9 @@ def _measure(
         yardstick, fio_works = _try_fio(jobs[loads[0]])
 
         def measure_one(point: Load | fio.Job) -> Measured:
-            advance(f"{point.workload.value} by {'fio' if isinstance(point, fio.Job) else 'deepnvme'}")
+            advance(
+                f"{point.workload.value} by {'fio' if isinstance(point, fio.Job) else 'deepnvme'}"
+            )
             if isinstance(point, fio.Job):
                 return fio.run(point)
             count = pending_for(point.operation_bytes, settings.inflight_bytes)
@@ -169,7 +218,16 @@ def _try_fio(job: fio.Job) -> tuple[str, bool]:
 
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
-    for title in ("", "size", "GB/s", "CPU\ns/GiB", "p50\nms", "p99\nms", "fio\nGB/s", "fio CPU\ns/GiB"):
+    for title in (
+        "",
+        "size",
+        "GB/s",
+        "CPU\ns/GiB",
+        "p50\nms",
+        "p99\nms",
+        "fio\nGB/s",
+        "fio CPU\ns/GiB",
+    ):
         table.add_column(title, justify="left" if title == "" else "right", no_wrap=True)
     for row in rows:
         table.add_row(

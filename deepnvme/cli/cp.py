@@ -1,7 +1,8 @@
-"""`deepnvme cp`: copies tensors between stores and safetensors files, with a bounded part of them in memory.
+"""`deepnvme cp`: copies tensors between stores and safetensors files, with a bounded part of them
+in memory.
 
-The copy appears when it is whole: until then nothing that was there is touched, and where anything fails, what was
-begun is removed. Exit status: 0 copied, 1 not.
+The copy appears when it is whole: until then nothing that was there is touched, and where anything
+fails, what was begun is removed. Exit status: 0 copied, 1 not.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ __all__ = ["HELP", "NAME", "add_arguments", "run"]
 NAME = "cp"
 HELP = "Copy the tensors of a store or a safetensors file into a new store or safetensors file."
 
-_GROUP_BYTES = 64 << 20  # of tensors in memory twice: being read, and being written; more where one is larger
+# of tensors in memory twice: being read, and being written; more where one is larger
+_GROUP_BYTES = 64 << 20
 _STORE_FILES = frozenset({"data", "manifest.0", "manifest.1", "manifest.new"})
 
 _Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -73,9 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `deepnvme cp`."""
     place = "a .safetensors file, or a store: its directory, or several joined by commas"
     parser.add_argument("source", type=place_argument, metavar="SRC", help=place)
-    parser.add_argument("target", type=place_argument, metavar="DST", help=f"{place}, one on each drive")
+    parser.add_argument(
+        "target", type=place_argument, metavar="DST", help=f"{place}, one on each drive"
+    )
     add_generation_argument(parser)
-    parser.add_argument("--force", action="store_true", help="replace what is there, once the copy is whole")
+    parser.add_argument(
+        "--force", action="store_true", help="replace what is there, once the copy is whole"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -92,7 +98,8 @@ def run(options: argparse.Namespace) -> int:
             _copy(source, target, advance)
     seconds = time.perf_counter() - began
     print(
-        f"{options.target}: {tensor_count(len(source.kinds))}, {format_bytes(total)} in {seconds:.1f} s "
+        f"{options.target}: {tensor_count(len(source.kinds))}, {format_bytes(total)} in "
+        f"{seconds:.1f} s "
         f"({total / 1e9 / seconds:.2f} GB/s)"
     )
     return 0
@@ -126,7 +133,7 @@ def _groups(names: Iterable[str], kinds: _Kinds) -> Iterator[list[str]]:
         yield group
 
 
-# --- where from --------------------------------------------------------------------------------------------------
+# --- where from -----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -134,7 +141,9 @@ def _source(place: Place, generation: int | None, *, to_file: bool) -> Iterator[
     place.refuse_generation(generation)
     if place.is_file:
         with SafetensorsFile(place.paths[0]) as file:
-            kinds = {name: (entry.dtype, entry.shape) for name, entry in file.header.tensors.items()}
+            kinds = {
+                name: (entry.dtype, entry.shape) for name, entry in file.header.tensors.items()
+            }
             yield _Source(kinds, file.read, file.header.metadata)
     else:
         with opened_store(place, generation) as store:
@@ -153,7 +162,8 @@ def _of_store(store: TensorStore, *, to_file: bool) -> _Source:
         for name, tree in trees.items():
             if not _is_flat(tree):
                 warnings.warn(
-                    f"of the state dict {name!r} only the tensors are copied: a {FILE_SUFFIX} file has no place for "
+                    f"of the state dict {name!r} only the tensors are copied: a {FILE_SUFFIX} file "
+                    "has no place for "
                     "its structure and plain values",
                     stacklevel=2,
                 )
@@ -162,15 +172,25 @@ def _of_store(store: TensorStore, *, to_file: bool) -> _Source:
         out = {prefix + name: _new(*kinds[name]) for name in names}
         return {name.removeprefix(prefix): each for name, each in store.get_many(out, out).items()}
 
-    in_order = sorted(records, key=lambda name: [(it.member, it.offset) for it in records[name].extents])
-    kinds = {name.removeprefix(prefix): (records[name].dtype, records[name].shape) for name in in_order}
+    in_order = sorted(
+        records, key=lambda name: [(it.member, it.offset) for it in records[name].extents]
+    )
+    kinds = {
+        name.removeprefix(prefix): (records[name].dtype, records[name].shape) for name in in_order
+    }
     return _Source(kinds, read, metadata, trees)
 
 
 def _common_prefix(names: Iterable[str], states: Iterable[str]) -> str:
-    """Return what a file leaves out of all names: that of the state dict, where a store holds one and nothing else."""
+    """Return what a file leaves out of all names: that of the state dict, where a store holds one
+    and nothing else.
+    """
     prefixes = [f"{state}/" for state in states]
-    return prefixes[0] if len(prefixes) == 1 and all(name.startswith(prefixes[0]) for name in names) else ""
+    return (
+        prefixes[0]
+        if len(prefixes) == 1 and all(name.startswith(prefixes[0]) for name in names)
+        else ""
+    )
 
 
 def _is_flat(tree: Any) -> bool:
@@ -181,7 +201,9 @@ def _is_flat(tree: Any) -> bool:
     """
     leaves(tree)
     [(tag, pairs)] = tree.items() if isinstance(tree, dict) else [("", [])]
-    return tag in ("dict", "ordered") and all(node in ({"tensor": key}, {"array": key}) for key, node in pairs)
+    return tag in ("dict", "ordered") and all(
+        node in ({"tensor": key}, {"array": key}) for key, node in pairs
+    )
 
 
 def _new(code: str, shape: tuple[int, ...]) -> Description:
@@ -189,14 +211,18 @@ def _new(code: str, shape: tuple[int, ...]) -> Description:
     return Description(code, shape, memory_of(room, writable=True))
 
 
-# --- where to ----------------------------------------------------------------------------------------------------
+# --- where to -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _target_file(place: Place, source: _Source, *, force: bool) -> Iterator[_Target]:
     [path] = place.paths
     if path.exists() and not force:
-        raise FileExistsError(errno.EEXIST, "there is one already: name another file, or replace it with --force", path)
+        raise FileExistsError(
+            errno.EEXIST,
+            "there is one already: name another file, or replace it with --force",
+            path,
+        )
     with SafetensorsWriter(path, source.kinds, source.metadata) as writer:
         yield _Target(writer.names, writer.write)
 
@@ -204,7 +230,10 @@ def _target_file(place: Place, source: _Source, *, force: bool) -> Iterator[_Tar
 @contextmanager
 def _target_store(place: Place, source: _Source, *, force: bool) -> Iterator[_Target]:
     capacity = capacity_for(nbytes_of(*kind) for kind in source.kinds.values())
-    with _room_for_store(place, force=force) as directories, new_store(directories, capacity) as store:
+    with (
+        _room_for_store(place, force=force) as directories,
+        new_store(directories, capacity) as store,
+    ):
         yield _Target(tuple(source.kinds), store.put_many)
         for name, tree in source.trees.items():
             store.put_tree(name, tree)
@@ -215,20 +244,30 @@ def _target_store(place: Place, source: _Source, *, force: bool) -> Iterator[_Ta
 @contextmanager
 def _room_for_store(place: Place, *, force: bool) -> Iterator[Sequence[Path]]:
     """Yield where to make the new store; afterwards it is at its place."""
-    taken = [path for path in place.paths if path.exists() and not (path.is_dir() and _is_empty(path))]
+    taken = [
+        path for path in place.paths if path.exists() and not (path.is_dir() and _is_empty(path))
+    ]
     if not taken:
         yield place.paths
         return
     if not force:
-        what = "there is something already: name another directory, or replace the store there with --force"
+        what = (
+            "there is something already: name another directory, or replace the store there with "
+            "--force"
+        )
         raise FileExistsError(errno.EEXIST, what, str(taken[0]))
     with Volume.open(place.paths) as old:  # nobody uses it, and it is whole
         directories = [Path(os.path.realpath(directory)) for directory in old.directories]
         for directory in directories:
             _check_replaceable(directory)
-        beside = [directory.with_name(f".{directory.name}.deepnvme-new") for directory in directories]
-        aside = [directory.with_name(f".{directory.name}.deepnvme-old") for directory in directories]
-        _remove_all([*beside, *aside])  # of a copy that was killed: whoever makes one has the old store locked
+        beside = [
+            directory.with_name(f".{directory.name}.deepnvme-new") for directory in directories
+        ]
+        aside = [
+            directory.with_name(f".{directory.name}.deepnvme-old") for directory in directories
+        ]
+        # of a copy that was killed: whoever makes one has the old store locked
+        _remove_all([*beside, *aside])
         with ExitStack() as undo:
             undo.callback(_remove_all, beside)
             yield beside
@@ -252,7 +291,8 @@ def _check_replaceable(directory: Path) -> None:
     _check_only_a_store(directory)
     if directory.is_mount():
         raise OSError(
-            errno.EBUSY, "a drive is mounted here, so that no copy can take its place: name a directory in it, or "
+            errno.EBUSY, "a drive is mounted here, so that no copy can take its place: name a "
+                         "directory in it, or "
             "remove the store first", str(directory),
         )  # fmt: skip
 
@@ -261,7 +301,9 @@ def _check_only_a_store(directory: Path) -> None:
     others = {path.name for path in directory.iterdir()} - _STORE_FILES
     if others:
         raise FileExistsError(
-            errno.EEXIST, f"it also holds {min(others)!r}, which is not of a store: remove that first", str(directory)
+            errno.EEXIST,
+            f"it also holds {min(others)!r}, which is not of a store: remove that first",
+            str(directory),
         )
 
 

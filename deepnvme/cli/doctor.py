@@ -1,8 +1,9 @@
-"""`deepnvme doctor`: what storage this process can use and how, and what to do where it could do better.
+"""`deepnvme doctor`: what storage this process can use and how, and what to do where it could do
+better.
 
-Prints what `deepnvme.probing` and `deepnvme.diagnosis` return, as tables or as one JSON object; finds out nothing by
-itself.
-Exit status: 0 some backend works in each directory that was named, 1 in one of them none does.
+Prints what `deepnvme.probing` and `deepnvme.diagnosis` return, as tables or as one JSON object;
+finds out nothing by itself. Exit status: 0 some backend works in each directory that was named, 1
+in one of them none does.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directories to look at (default: the current one)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,7 +80,8 @@ def settings_text(measured: Settings | None) -> str:
     """Return in words what a queue that is told nothing does with a drive."""
     settings = settle(measured)
     return (
-        f"chunks of {format_bytes(settings.chunk_bytes)}, {format_bytes(settings.inflight_bytes)} in flight, "
+        f"chunks of {format_bytes(settings.chunk_bytes)}, {format_bytes(settings.inflight_bytes)} "
+        "in flight, "
         f"ordinary memory by {settings.user_memory.name.lower().replace('_', ' ')} "
         f"({'the defaults' if measured is None else f'measured, in {profile_path()}'})"
     )

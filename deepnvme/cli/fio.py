@@ -1,7 +1,7 @@
 """fio as the yardstick of a drive: the command of one measurement, and what fio's JSON says of it.
 
-fio gets every advantage: io_uring with registered buffers and files, huge pages, one thread, no time spent on filling
-buffers. Never writes outside the file it is given.
+fio gets every advantage: io_uring with registered buffers and files, huge pages, one thread, no
+time spent on filling buffers. Never writes outside the file it is given.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from deepnvme.profile import Settings
 __all__ = ["FioError", "Job", "find", "job_beside", "parse", "run"]
 
 _DIRECTIONS = ("read", "write")
-_KINDS = MappingProxyType({Workload.READ: "read", Workload.OVERWRITE: "write", Workload.MIXED: "rw"})
+_KINDS = MappingProxyType(
+    {Workload.READ: "read", Workload.OVERWRITE: "write", Workload.MIXED: "rw"}
+)
 
 
 class FioError(OSError):
@@ -69,7 +71,9 @@ class Job:
 
 
 def job_beside(load: Load, settings: Settings) -> Job:
-    """Return the job that asks the same of the drive: requests of the same size, the same bytes in flight."""
+    """Return the job that asks the same of the drive: requests of the same size, the same bytes in
+    flight.
+    """
     return Job(
         path=load.path,
         file_bytes=load.file_bytes,
@@ -87,8 +91,12 @@ def find() -> str:
         FioError: it is not installed.
     """
     if shutil.which("fio") is None:
-        raise FioError("fio is not installed (Debian, Ubuntu: apt install fio; Fedora: dnf install fio)")
-    return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
+        raise FioError(
+            "fio is not installed (Debian, Ubuntu: apt install fio; Fedora: dnf install fio)"
+        )
+    return subprocess.run(
+        ["fio", "--version"], capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def run(job: Job, meanwhile: Callable[[subprocess.Popen[str]], object] | None = None) -> Measured:
@@ -97,11 +105,14 @@ def run(job: Job, meanwhile: Callable[[subprocess.Popen[str]], object] | None = 
     Raises:
         FioError: fio cannot do it here, for example because io_uring is refused.
     """
-    # With this, glibc 2.35 and newer puts fio's buffers into huge pages where those are given on request.
+    # With this, glibc 2.35 and newer puts fio's buffers into huge pages where those are given on
+    # request.
     environ = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     # Its report repeats the file's name, which need not be text.
     pipe = subprocess.PIPE
-    with subprocess.Popen(job.command(), stdout=pipe, stderr=pipe, text=True, errors="replace", env=environ) as process:
+    with subprocess.Popen(
+        job.command(), stdout=pipe, stderr=pipe, text=True, errors="replace", env=environ
+    ) as process:
         try:
             if meanwhile is not None:
                 meanwhile(process)
@@ -115,11 +126,16 @@ def run(job: Job, meanwhile: Callable[[subprocess.Popen[str]], object] | None = 
     try:
         return parse(report)
     except (ValueError, KeyError) as problem:
-        raise FioError(f"fio's report is not understood ({type(problem).__name__}: {problem})") from None
+        raise FioError(
+            f"fio's report is not understood ({type(problem).__name__}: {problem})"
+        ) from None
 
 
 def parse(report: str) -> Measured:
-    """Return what fio's JSON says. Its CPU seconds are those of its thread; its latencies, those of one block."""
+    """Return what fio's JSON says.
+
+    Its CPU seconds are those of its thread; its latencies, those of one block.
+    """
     (job,) = json.loads(report[report.index("{") :])["jobs"]
     seconds = job["job_runtime"] / 1e3
     return Measured(
@@ -132,4 +148,5 @@ def parse(report: str) -> Measured:
 
 
 def _percentile_us(direction: Mapping[str, Any], which: str) -> float:
-    return float(direction["clat_ns"].get("percentile", {}).get(which, 0.0)) / 1e3  # absent where nothing was done
+    # absent where nothing was done
+    return float(direction["clat_ns"].get("percentile", {}).get(which, 0.0)) / 1e3

@@ -1,4 +1,6 @@
-"""`deepnvme ls`: which tensors a store or a safetensors file holds. Reads the manifest or the header, and no tensor.
+"""`deepnvme ls`: which tensors a store or a safetensors file holds.
+
+Reads the manifest or the header, and no tensor.
 
 Exit status: 0 listed, 1 not (there is none, it is damaged, or in use).
 """
@@ -11,7 +13,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deepnvme.cli.places import Place, add_generation_argument, opened_store, place_argument, printable, tensor_count
+from deepnvme.cli.places import (
+    Place,
+    add_generation_argument,
+    opened_store,
+    place_argument,
+    printable,
+    tensor_count,
+)
 from deepnvme.safetensors import safetensors_header
 from deepnvme.sizes import format_bytes
 
@@ -35,19 +44,31 @@ class _Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `deepnvme ls`."""
     parser.add_argument(
-        "place", type=place_argument, metavar="PLACE", help="a .safetensors file, or a store: its directory, or several"
+        "place", type=place_argument, metavar="PLACE", help="a .safetensors file, or a store: its "
+                                                            "directory, or several"
         " joined by commas"
     )  # fmt: skip
     add_generation_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Open, print."""
     options.place.refuse_generation(options.generation)
-    about, rows = _of_file(options.place) if options.place.is_file else _of_store(options.place, options.generation)
+    about, rows = (
+        _of_file(options.place)
+        if options.place.is_file
+        else _of_store(options.place, options.generation)
+    )
     if options.json:
-        report = {"schema": SCHEMA, **about, "tensors": list(map(asdict, rows)), "nbytes": _total(rows)}
+        report = {
+            "schema": SCHEMA,
+            **about,
+            "tensors": list(map(asdict, rows)),
+            "nbytes": _total(rows),
+        }
         print(json.dumps(report, indent=2))
         return 0
     for line in _lines(rows):
@@ -66,13 +87,17 @@ def _of_store(place: Place, generation: int | None) -> tuple[dict[str, Any], lis
             "states": sorted(store.states),
             "free_bytes": store.volume.free_bytes,
         }
-    return about, [_Row(name, it.dtype, it.shape, it.nbytes) for name, it in sorted(records.items())]
+    return about, [
+        _Row(name, it.dtype, it.shape, it.nbytes) for name, it in sorted(records.items())
+    ]
 
 
 def _of_file(place: Place) -> tuple[dict[str, Any], list[_Row]]:
     header = safetensors_header(place.paths[0])
     about = {"kind": "safetensors", "path": header.path, "metadata": dict(header.metadata)}
-    return about, [_Row(name, it.dtype, it.shape, it.nbytes) for name, it in sorted(header.tensors.items())]
+    return about, [
+        _Row(name, it.dtype, it.shape, it.nbytes) for name, it in sorted(header.tensors.items())
+    ]
 
 
 def _total(rows: Iterable[_Row]) -> int:
@@ -80,19 +105,32 @@ def _total(rows: Iterable[_Row]) -> int:
 
 
 def _lines(rows: Iterable[_Row]) -> Iterator[str]:
-    """Yield the table. It is not folded to the terminal, so that it can be searched; nor is it slow for long ones."""
+    """Yield the table.
+
+    It is not folded to the terminal, so that it can be searched; nor is it slow for long ones.
+    """
     cells = [
-        (printable(row.name), row.dtype, " x ".join(map(str, row.shape)) or "scalar", format_bytes(row.nbytes))
+        (
+            printable(row.name),
+            row.dtype,
+            " x ".join(map(str, row.shape)) or "scalar",
+            format_bytes(row.nbytes),
+        )
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    a, b, c, d = (max(map(len, column)) for column in zip(*cells, strict=True))
     for name, dtype, shape, size in cells:
-        yield f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {size:>{widths[3]}}"
+        yield f"{name:<{a}}  {dtype:<{b}}  {shape:<{c}}  {size:>{d}}"
 
 
 def _words(about: dict[str, Any]) -> str:
     if about["kind"] == "safetensors":
-        told = [f"{printable(name)} = {printable(value)}" for name, value in about["metadata"].items()]
+        told = [
+            f"{printable(name)} = {printable(value)}" for name, value in about["metadata"].items()
+        ]
         return f"metadata: {', '.join(told) or 'none'}"
     states = ", ".join(map(printable, about["states"])) or "none"
-    return f"generation {about['generation']}; state dicts: {states}; {format_bytes(about['free_bytes'])} free"
+    return (
+        f"generation {about['generation']}; state dicts: {states}; "
+        f"{format_bytes(about['free_bytes'])} free"
+    )

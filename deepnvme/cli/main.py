@@ -1,7 +1,8 @@
-"""Entry point of the `deepnvme` command: parses the command line and hands it to the subcommand's module.
+"""Entry point of the `deepnvme` command: parses the command line and hands it to the subcommand's
+module.
 
-Exit status: that of the subcommand, which says what it means; 1 when it could not do its work, 2 for wrong usage, 130
-when interrupted. What went wrong is one line on standard error.
+Exit status: that of the subcommand, which says what it means; 1 when it could not do its work, 2
+for wrong usage, 130 when interrupted. What went wrong is one line on standard error.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _COMMANDS: tuple[_Command, ...] = (doctor, bench, tune, ls, cp, verify)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (by default this process's) and return the exit status."""
     options = _parser().parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path need not be text in this terminal's encoding
+    # a path need not be text in this terminal's encoding
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
@@ -63,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepnvme",
-        description="Asynchronous direct I/O: what a drive can do, how to use it best, and stores of tensors.",
+        description="Asynchronous direct I/O: what a drive can do, how to use it best, and stores "
+        "of tensors.",
     )
     parser.add_argument("--version", action="version", version=f"deepnvme {installed_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

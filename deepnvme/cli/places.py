@@ -1,6 +1,9 @@
-"""What `deepnvme ls`, `verify` and `cp` work on: a store or a safetensors file, as one argument. Progress in bytes.
+"""What `deepnvme ls`, `verify` and `cp` work on: a store or a safetensors file, as one argument.
 
-Stores are opened for reading alone, so that these commands work beside other readers and on read-only drives.
+Progress in bytes.
+
+Stores are opened for reading alone, so that these commands work beside other readers and on
+read-only drives.
 """
 
 from __future__ import annotations
@@ -13,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Column
 
 from deepnvme.member import Access
@@ -47,7 +57,11 @@ class Place:
             OSError: one was asked for.
         """
         if self.is_file and generation is not None:
-            raise OSError(errno.EINVAL, "a safetensors file has no generations: leave out --generation", str(self))
+            raise OSError(
+                errno.EINVAL,
+                "a safetensors file has no generations: leave out --generation",
+                str(self),
+            )
 
     def __str__(self) -> str:
         """Return the argument."""
@@ -55,20 +69,27 @@ class Place:
 
 
 def place_argument(text: str) -> Place:
-    """Return what an argument names: a file by its suffix or because it is one, else a store by its directories."""
+    """Return what an argument names: a file by its suffix or because it is one, else a store by its
+    directories.
+    """
     whole = Path(text)
     if whole.suffix == FILE_SUFFIX or whole.is_file():
         return Place((whole,), is_file=True)
     parts = [text] if whole.exists() else text.split(",")
     if not all(parts):
-        raise argparse.ArgumentTypeError(f"expected a {FILE_SUFFIX} file or directories joined by commas, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a {FILE_SUFFIX} file or directories joined by commas, got {text!r}"
+        )
     return Place(tuple(map(Path, parts)), is_file=False)
 
 
 def add_generation_argument(parser: argparse.ArgumentParser) -> None:
     """Declare which commit of a store is meant."""
     parser.add_argument(
-        "--generation", type=int, metavar="N", help="of a store, that commit: the last one, or the one before it"
+        "--generation",
+        type=int,
+        metavar="N",
+        help="of a store, that commit: the last one, or the one before it",
     )
 
 
@@ -79,17 +100,23 @@ def opened_store(place: Place, generation: int | None) -> TensorStore:
 
 @contextlib.contextmanager
 def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show on standard error how many of `total` bytes are done; yields what to call with how many more there are."""
+    """Show on standard error how many of `total` bytes are done; yields what to call with how many
+    more there are.
+    """
     console = Console(stderr=True)
     columns = (
         # However long a path is, what is done stays in sight.
-        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        TextColumn(
+            "{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        ),
         BarColumn(bar_width=16),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, expand=True, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, expand=True, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task(what, total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
 

@@ -1,7 +1,8 @@
-"""What both doctors print: facts in sections, findings with their remedies, a verdict; the rows about drives and I/O.
+"""What both doctors print: facts in sections, findings with their remedies, a verdict; the rows
+about drives and I/O.
 
-Only words and tables; finds out nothing by itself. Imports nothing that needs the native module, as `infinity doctor`
-reports also where there is none.
+Only words and tables; finds out nothing by itself. Imports nothing that needs the native module, as
+`infinity doctor` reports also where there is none.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ __all__ = ["Output", "Rows", "drive_rows", "installed_version", "show", "system_
 
 Rows = Iterable[tuple[str, str]]
 
-_STYLES = MappingProxyType({Severity.BLOCKER: "bold red", Severity.WEAK: "yellow", Severity.NOTE: "cyan"})
+_STYLES = MappingProxyType(
+    {Severity.BLOCKER: "bold red", Severity.WEAK: "yellow", Severity.NOTE: "cyan"}
+)
 
 
 class Output(Console):
-    """Standard output, for tables. That its reader has seen enough is for `main` to handle, and no exit status 1."""
+    """Standard output, for tables.
+
+    That its reader has seen enough is for `main` to handle, and no exit status 1.
+    """
 
     def __init__(self) -> None:
         super().__init__(highlight=False)
@@ -48,7 +54,9 @@ def installed_version() -> str:
         return "unknown (not installed)"
 
 
-def show(sections: Iterable[tuple[str, Rows]], findings: Sequence[Finding], *, cannot: str, can: str) -> None:
+def show(
+    sections: Iterable[tuple[str, Rows]], findings: Sequence[Finding], *, cannot: str, can: str
+) -> None:
     """Print the sections, the findings and the verdict, which starts with `cannot` or `can`."""
     console = Output()
     for title, rows in sections:
@@ -67,29 +75,48 @@ def show(sections: Iterable[tuple[str, Rows]], findings: Sequence[Finding], *, c
 def drive_rows(directory: DirectoryProbe) -> Iterator[tuple[str, str]]:
     """Yield the rows about a directory and the drive that it is on."""
     if directory.file_system is not None:
-        yield "file system", f"{directory.file_system} on {directory.source}, mounted at {directory.mount_point}"
+        yield (
+            "file system",
+            f"{directory.file_system} on {directory.source}, mounted at {directory.mount_point}",
+        )
     if directory.free_bytes is not None and directory.total_bytes is not None:
-        yield "space", f"{format_bytes(directory.free_bytes)} free of {format_bytes(directory.total_bytes)}"
+        yield (
+            "space",
+            f"{format_bytes(directory.free_bytes)} free of {format_bytes(directory.total_bytes)}",
+        )
     if directory.drive is not None:
         kinds = {True: "reported as rotating", False: "solid-state", None: "rotation not reported"}
         kind = kinds[directory.drive.rotational]
         yield "drive", ", ".join(filter(None, (directory.drive.name, directory.drive.model, kind)))
-    yield "writing", "works" if directory.plain_errno is None else f"fails ({directory.plain_errno})"
+    yield (
+        "writing",
+        "works" if directory.plain_errno is None else f"fails ({directory.plain_errno})",
+    )
     if directory.plain_errno is None:
         yield "O_DIRECT", _direct_io(directory)
 
 
 def system_rows(system: SystemProbe) -> Iterator[tuple[str, str]]:
     """Yield the rows about what this process may ask of the kernel."""
-    from deepnvme.backends import BACKEND_VARIABLE  # the native module is there when there is a probe to show
+    # the native module is there when there is a probe to show
+    from deepnvme.backends import BACKEND_VARIABLE
 
     told = os.environ.get(BACKEND_VARIABLE)
-    yield "best backend", system.backend.value + (f"; {BACKEND_VARIABLE} asks for {told}" if told else "")
+    yield (
+        "best backend",
+        system.backend.value + (f"; {BACKEND_VARIABLE} asks for {told}" if told else ""),
+    )
     if system.uring.refusal is not None:
         yield "io_uring", f"not available ({system.uring.errno_name}): {system.uring.refusal.cause}"
     else:
-        yield "io_uring", f"available{', with deferred completions' if system.uring.defer_taskrun else ''}"
-    yield "Linux AIO", "available" if system.aio.available else f"not available ({system.aio.errno_name})"
+        yield (
+            "io_uring",
+            f"available{', with deferred completions' if system.uring.defer_taskrun else ''}",
+        )
+    yield (
+        "Linux AIO",
+        "available" if system.aio.available else f"not available ({system.aio.errno_name})",
+    )
     yield "python-liburing", _liburing(system.liburing)
     yield "memlock", _memlock(system.memlock)
     yield "huge pages", system.huge_pages or "not reported"
@@ -110,15 +137,21 @@ def _table(*, first_column: int) -> Table:
 
 def _cells(finding: Finding) -> tuple[Text, Text]:
     severity = Text(finding.severity.name, style=_STYLES[finding.severity])
-    return severity, Text.assemble((finding.subject, "bold"), f": {finding.what}\n", f"-> {finding.remedy}")
+    return severity, Text.assemble(
+        (finding.subject, "bold"), f": {finding.what}\n", f"-> {finding.remedy}"
+    )
 
 
 def _verdict(findings: Sequence[Finding], cannot: str, can: str) -> Text:
     blockers = [finding for finding in findings if finding.severity is Severity.BLOCKER]
     weak = [finding for finding in findings if finding.severity is Severity.WEAK]
     if blockers:
-        return Text(f"{cannot} {', '.join(dict.fromkeys(it.subject for it in blockers))}", style="bold red")
-    points = {0: "with no weak point", 1: "with 1 weak point"}.get(len(weak), f"with {len(weak)} weak points")
+        return Text(
+            f"{cannot} {', '.join(dict.fromkeys(it.subject for it in blockers))}", style="bold red"
+        )
+    points = {0: "with no weak point", 1: "with 1 weak point"}.get(
+        len(weak), f"with {len(weak)} weak points"
+    )
     return Text(f"{can}, {points}.", style="bold green")
 
 
@@ -127,18 +160,26 @@ def _direct_io(directory: DirectoryProbe) -> str:
         return f"refused ({directory.direct_errno})"
     if directory.memory_align is None or directory.offset_align is None:
         return "works; alignment not reported"
-    return f"works; memory aligned to {directory.memory_align} B, offsets to {directory.offset_align} B"
+    return (
+        f"works; memory aligned to {directory.memory_align} B, offsets to {directory.offset_align} "
+        "B"
+    )
 
 
 def _liburing(liburing: LiburingProbe) -> str:
     if not liburing.usable:
         return f"not used: {liburing.reason}"
     if not liburing.fits_cpu:
-        return "used only when named: its builds are for CPUs with AVX-512; our own ring does the same"
+        return (
+            "used only when named: its builds are for CPUs with AVX-512; our own ring does the same"
+        )
     return "usable"
 
 
 def _memlock(memlock: Memlock) -> str:
-    soft, hard = ("unlimited" if n is None else format_bytes(n) for n in (memlock.soft_bytes, memlock.hard_bytes))
+    soft, hard = (
+        "unlimited" if n is None else format_bytes(n)
+        for n in (memlock.soft_bytes, memlock.hard_bytes)
+    )
     both = soft if soft == hard else f"{soft}, can be raised to {hard}"
     return f"{both}; not enforced, as this process has CAP_IPC_LOCK" if memlock.exempt else both

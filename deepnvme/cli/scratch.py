@@ -1,4 +1,7 @@
-"""A file to measure on, and a progress bar. The file is gone afterwards, also after Ctrl-C, a signal or an error."""
+"""A file to measure on, and a progress bar.
+
+The file is gone afterwards, also after Ctrl-C, a signal or an error.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,15 @@ _Advance = Callable[[str], None]
 
 
 class UnusableError(OSError):
-    """There is nothing to measure with, or nowhere; the message says why, and how much room it would need."""
+    """There is nothing to measure with, or nowhere; the message says why, and how much room it
+    would need.
+    """
 
 
 @contextlib.contextmanager
 def progress_bar(steps: int) -> Iterator[_Advance]:
-    """Show on standard error how many of the steps are done; yields what to call, with what comes, at each of them.
+    """Show on standard error how many of the steps are done; yields what to call, with what comes,
+    at each of them.
 
     Nothing is drawn in between: a thread that draws would take part in what is measured.
     """
@@ -69,7 +75,8 @@ def usable_backend(name: str) -> str:
     """Return the backend to measure.
 
     Raises:
-        UnusableError: there is none of that name, which may be the environment's, or it is not one for drives.
+        UnusableError: there is none of that name, which may be the environment's, or it is not one
+            for drives.
         BackendUnavailableError: it is refused here.
     """
     try:
@@ -82,7 +89,8 @@ def usable_backend(name: str) -> str:
 
 
 def usable_directory(directory: Path, nbytes: int) -> Path:
-    """Return the directory's real path, where a file of `nbytes` can be made; warn where it is no place to measure.
+    """Return the directory's real path, where a file of `nbytes` can be made; warn where it is no
+    place to measure.
 
     Raises:
         UnusableError: no file can be made there, or not so large a one.
@@ -96,7 +104,8 @@ def usable_directory(directory: Path, nbytes: int) -> Path:
     free = probe.free_bytes or 0
     if free < nbytes:
         raise UnusableError(
-            f"{probe.path}: the file to measure on needs {format_bytes(nbytes)}, and {format_bytes(free)} are free"
+            f"{probe.path}: the file to measure on needs {format_bytes(nbytes)}, and "
+            f"{format_bytes(free)} are free"
         )
     return Path(probe.path)
 
@@ -105,7 +114,9 @@ def usable_directory(directory: Path, nbytes: int) -> Path:
 def data_file(
     directory: Path, nbytes: int, *, backend: str, advance: _Advance, seconds: float = float("inf")
 ) -> Iterator[tuple[Path, int]]:
-    """Write a file of up to `nbytes` random bytes, as many as the time allows; yield its path and length."""
+    """Write a file of up to `nbytes` random bytes, as many as the time allows; yield its path and
+    length.
+    """
     with signals_are_exceptions():
         descriptor, name = tempfile.mkstemp(prefix="deepnvme-", suffix=".tmp", dir=directory)
         os.close(descriptor)

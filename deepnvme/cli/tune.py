@@ -1,6 +1,8 @@
-"""`deepnvme tune`: measures which settings suit one drive best, and keeps them where every IOQueue finds them.
+"""`deepnvme tune`: measures which settings suit one drive best, and keeps them where every IOQueue
+finds them.
 
-What to choose is decided by pure functions over measured medians. Exit status: 0 measured and kept, 1 not.
+What to choose is decided by pure functions over measured medians. Exit status: 0 measured and kept,
+1 not.
 """
 
 from __future__ import annotations
@@ -20,8 +22,25 @@ from rich.text import Text
 from deepnvme.cli.arguments import seconds_argument
 from deepnvme.cli.doctor import settings_text
 from deepnvme.cli.report import Output
-from deepnvme.cli.scratch import PIECE_BYTES, data_file, progress_bar, usable_backend, usable_directory
-from deepnvme.measure import GIB, MIB, Load, Workload, cut, fill, in_turn, measure, pending_for, small_pages
+from deepnvme.cli.scratch import (
+    PIECE_BYTES,
+    data_file,
+    progress_bar,
+    usable_backend,
+    usable_directory,
+)
+from deepnvme.measure import (
+    GIB,
+    MIB,
+    Load,
+    Workload,
+    cut,
+    fill,
+    in_turn,
+    measure,
+    pending_for,
+    small_pages,
+)
 from deepnvme.pool import Pool
 from deepnvme.profile import (
     PROFILE_VARIABLE,
@@ -35,10 +54,23 @@ from deepnvme.profile import (
 )
 from deepnvme.sizes import format_bytes
 
-__all__ = ["CHUNKS", "HELP", "INFLIGHT", "NAME", "Rates", "add_arguments", "choose_memory", "choose_sizes", "run"]
+__all__ = [
+    "CHUNKS",
+    "HELP",
+    "INFLIGHT",
+    "NAME",
+    "Rates",
+    "add_arguments",
+    "choose_memory",
+    "choose_sizes",
+    "run",
+]
 
 NAME = "tune"
-HELP = "Measure which settings suit the drive of a directory best, and keep them for every queue that uses it."
+HELP = (
+    "Measure which settings suit the drive of a directory best, and keep them for every queue that "
+    "uses it."
+)
 CHUNKS = (MIB // 4, MIB // 2, MIB, 2 * MIB, 4 * MIB)
 INFLIGHT = (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)
 
@@ -46,7 +78,8 @@ _FILE_BYTES = GIB
 _OPERATION_BYTES = 16 * MIB
 _WORKLOADS = (Workload.READ, Workload.OVERWRITE)
 _ROUNDS = 3
-# Of the time: for writing the file, for the sizes, for the memory; and of that, in measurements and not between them.
+# Of the time: for writing the file, for the sizes, for the memory; and of that, in measurements and
+# not between them.
 _FILE_SHARE, _SIZES_SHARE, _MEMORY_SHARE, _MEASURING_SHARE = 0.1, 0.75, 0.15, 0.8
 _WORTH_A_CHANGE = 1.1  # the best of many noisy figures is easily some percent too good
 
@@ -66,9 +99,14 @@ class Rates:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `deepnvme tune`."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="on the drive; the file made there is removed")
     parser.add_argument(
-        "--seconds", type=seconds_argument, default=20.0, help="to take about that long (default: %(default)s)"
+        "directory", type=Path, metavar="DIR", help="on the drive; the file made there is removed"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=seconds_argument,
+        default=20.0,
+        help="to take about that long (default: %(default)s)",
     )
 
 
@@ -76,7 +114,10 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, keep."""
     kept_in = profile_path()
     if kept_in is None:
-        raise ProfileError(f"there is no place for a profile: let the environment variable {PROFILE_VARIABLE} name one")
+        raise ProfileError(
+            f"there is no place for a profile: let the environment variable {PROFILE_VARIABLE} "
+            "name one"
+        )
     read_profile(kept_in)  # a file that cannot be added to is told now
     directory = usable_directory(options.directory, _FILE_BYTES)
     key, backend = drive_key(directory), usable_backend("auto")
@@ -99,9 +140,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def choose_sizes(measured: Mapping[Settings, Rates]) -> Settings:
-    """Return the fastest settings; of those as good within noise the default, else those with the least in flight."""
+    """Return the fastest settings; of those as good within noise the default, else those with the
+    least in flight.
+    """
     fastest = max(rates.both for rates in measured.values())
-    good = [settings for settings, rates in measured.items() if rates.both * _WORTH_A_CHANGE >= fastest]
+    good = [
+        settings for settings, rates in measured.items() if rates.both * _WORTH_A_CHANGE >= fastest
+    ]
     if Settings() in good:
         return Settings()
     return min(good, key=lambda settings: (settings.inflight_bytes, -settings.chunk_bytes))
@@ -110,11 +155,17 @@ def choose_sizes(measured: Mapping[Settings, Rates]) -> Settings:
 def choose_memory(measured: Mapping[UserMemory, Rates]) -> UserMemory:
     """Return how ordinary memory travels faster; copying it must be worth the CPU time."""
     copied, direct = measured[UserMemory.BOUNCE], measured[UserMemory.ZERO_COPY]
-    return UserMemory.BOUNCE if copied.both > direct.both * _WORTH_A_CHANGE else UserMemory.ZERO_COPY
+    return (
+        UserMemory.BOUNCE if copied.both > direct.both * _WORTH_A_CHANGE else UserMemory.ZERO_COPY
+    )
 
 
-def _measure(directory: Path, seconds: float, backend: str) -> tuple[dict[Settings, Rates], dict[UserMemory, Rates]]:
-    """Return the rates of each pair of sizes, and, at the best of them, of each way for ordinary memory to travel."""
+def _measure(
+    directory: Path, seconds: float, backend: str
+) -> tuple[dict[Settings, Rates], dict[UserMemory, Rates]]:
+    """Return the rates of each pair of sizes, and, at the best of them, of each way for ordinary
+    memory to travel.
+    """
     grid = [Settings(chunk, inflight) for inflight in INFLIGHT for chunk in CHUNKS]
     pool = Pool(_OPERATION_BYTES * pending_for(_OPERATION_BYTES, max(INFLIGHT)))
     memory, ordinary = pool.buffer(pool.capacity), small_pages(pool.capacity)
@@ -123,13 +174,17 @@ def _measure(directory: Path, seconds: float, backend: str) -> tuple[dict[Settin
     steps = _FILE_BYTES // PIECE_BYTES + _ROUNDS * len(_WORKLOADS) * (len(grid) + len(UserMemory))
     with (
         progress_bar(steps) as advance,
-        data_file(directory, _FILE_BYTES, backend=backend, advance=advance, seconds=seconds * _FILE_SHARE) as (
+        data_file(
+            directory, _FILE_BYTES, backend=backend, advance=advance, seconds=seconds * _FILE_SHARE
+        ) as (
             path,
             file_bytes,
         ),
     ):
 
-        def rates(choices: Sequence[Settings], memory: memoryview, pool: Pool | None, most_s: float) -> list[Rates]:
+        def rates(
+            choices: Sequence[Settings], memory: memoryview, pool: Pool | None, most_s: float
+        ) -> list[Rates]:
             points = [(settings, workload) for settings in choices for workload in _WORKLOADS]
 
             def bytes_per_s(point: tuple[Settings, Workload]) -> float:
@@ -142,12 +197,17 @@ def _measure(directory: Path, seconds: float, backend: str) -> tuple[dict[Settin
                     operation_bytes=_OPERATION_BYTES,
                     seconds=most_s * _MEASURING_SHARE / (_ROUNDS * len(points)),
                 )
-                buffers = cut(memory, _OPERATION_BYTES, pending_for(_OPERATION_BYTES, settings.inflight_bytes))
+                buffers = cut(
+                    memory, _OPERATION_BYTES, pending_for(_OPERATION_BYTES, settings.inflight_bytes)
+                )
                 return measure(load, buffers, settings, backend=backend, pool=pool).bytes_per_s
 
             found = in_turn(points, bytes_per_s, rounds=_ROUNDS, seconds=most_s)
             medians = {point: statistics.median(results) for point, results in found.items()}
-            return [Rates(*(medians[settings, workload] for workload in _WORKLOADS)) for settings in choices]
+            return [
+                Rates(*(medians[settings, workload] for workload in _WORKLOADS))
+                for settings in choices
+            ]
 
         sizes = dict(zip(grid, rates(grid, memory, pool, seconds * _SIZES_SHARE), strict=True))
         ways = [replace(choose_sizes(sizes), user_memory=way) for way in UserMemory]
@@ -155,7 +215,12 @@ def _measure(directory: Path, seconds: float, backend: str) -> tuple[dict[Settin
     return sizes, dict(zip(UserMemory, travel, strict=True))
 
 
-def _show(console: Console, sizes: Mapping[Settings, Rates], ways: Mapping[UserMemory, Rates], best: Settings) -> None:
+def _show(
+    console: Console,
+    sizes: Mapping[Settings, Rates],
+    ways: Mapping[UserMemory, Rates],
+    best: Settings,
+) -> None:
     table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
     table.add_column("chunk", justify="right", no_wrap=True)
     for inflight in INFLIGHT:

@@ -1,6 +1,8 @@
-"""`deepnvme verify`: reads all of a store or a safetensors file, and compares a store's bytes with their checksums.
+"""`deepnvme verify`: reads all of a store or a safetensors file, and compares a store's bytes with
+their checksums.
 
-Exit status: 0 all are sound, 1 some are damaged, 2 some could not be looked at (not there, in use, or wrong usage).
+Exit status: 0 all are sound, 1 some are damaged, 2 some could not be looked at (not there, in use,
+or wrong usage).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=place_argument,
         metavar="PLACE",
-        help="a store: its directory, or several joined by commas; or a .safetensors file, which has no checksums: its "
+        help="a store: its directory, or several joined by commas; or a .safetensors file, which "
+        "has no checksums: its "
         "header is checked, and that it can be read",
     )
     add_generation_argument(parser)
@@ -85,5 +88,8 @@ def _verified_file(place: Place) -> int:
             for nbytes in file.pieces(_PIECE_BYTES):
                 advance(nbytes)
     what = f"{tensor_count(len(header.tensors))}, {format_bytes(header.nbytes)}"
-    print(f"{place}: {what}: header sound, all could be read; the format has no checksums to compare with")
+    print(
+        f"{place}: {what}: header sound, all could be read; the format has no checksums to compare "
+        "with"
+    )
     return _SOUND

@@ -1,11 +1,14 @@
-"""What every accelerator can do: streams of copies and of device work, events that end them, and flat device memory.
+"""What every accelerator can do: streams of copies and of device work, events that end them, and
+flat device memory.
 
-Bytes, not tensors: a buffer is a run of device bytes, a copy moves bytes between host and device. Decides nothing about
-what moves when. Called by memory/, tiering/ and whatever runs updates, from one host thread for each accelerator.
+Bytes, not tensors: a buffer is a run of device bytes, a copy moves bytes between host and device.
+Decides nothing about what moves when. Called by memory/, tiering/ and whatever runs updates, from
+one host thread for each accelerator.
 
-Three rules hold on all of them. Operations of one stream follow one another; those of different streams are ordered
-only by `after`, by `wait_for`, and by what the host waited for before it submitted. Source and target of a copy belong
-to the copy until its event has passed. An error belongs to the event of the operation that failed; see `Event`.
+Three rules hold on all of them. Operations of one stream follow one another; those of different
+streams are ordered only by `after`, by `wait_for`, and by what the host waited for before it
+submitted. Source and target of a copy belong to the copy until its event has passed. An error
+belongs to the event of the operation that failed; see `Event`.
 """
 
 from __future__ import annotations
@@ -41,11 +44,15 @@ class StreamKind(Enum):
     COMPUTE = "compute"  # Device work. On cuda, the stream that modules compute in.
     H2D = "h2d"  # Copies from host to device.
     D2H = "d2h"  # Copies from device to host.
-    COLLECTIVE = "collective"  # Device work that waits for other ranks, so that it holds up no other work.
+    # Device work that waits for other ranks, so that it holds up no other work.
+    COLLECTIVE = "collective"
 
 
 class Stream:
-    """A line of operations that follow one another. Made by `Accelerator.stream`, and of use to that one only."""
+    """A line of operations that follow one another.
+
+    Made by `Accelerator.stream`, and of use to that one only.
+    """
 
     __slots__ = ("kind", "name")
 
@@ -60,17 +67,21 @@ class Stream:
 class Event(ABC):
     """The end of an operation, or of all that a stream was given before `record`.
 
-    An operation that failed has ended: `done` says so and `wait` raises its error, each time. What depends on it does
-    not run and carries the same error: whatever names it in `after` or was put behind it with `wait_for`, and what
-    follows it in its stream until the host was told, which is when some `wait` or `synchronize` raised the error. So
-    nothing works on the results of a failure that was not reported, and a stream can be used again afterwards.
+    An operation that failed has ended: `done` says so and `wait` raises its error, each time. What
+    depends on it does not run and carries the same error: whatever names it in `after` or was put
+    behind it with `wait_for`, and what follows it in its stream until the host was told, which is
+    when some `wait` or `synchronize` raised the error. So nothing works on the results of a failure
+    that was not reported, and a stream can be used again afterwards.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def done(self) -> bool:
-        """Tell whether the operation has ended, without blocking. Where time is virtual, asking does not pass it."""
+        """Tell whether the operation has ended, without blocking.
+
+        Where time is virtual, asking does not pass it.
+        """
 
     @abstractmethod
     def wait(self) -> None:
@@ -78,7 +89,10 @@ class Event(ABC):
 
 
 class Buffer:
-    """`nbytes` flat bytes of device memory. Made by `Accelerator.allocate`, given back with `Accelerator.free`."""
+    """`nbytes` flat bytes of device memory.
+
+    Made by `Accelerator.allocate`, given back with `Accelerator.free`.
+    """
 
     __slots__ = ("_memory", "nbytes")
 
@@ -86,21 +100,28 @@ class Buffer:
         self.nbytes = memory.numel()
         self._memory: torch.Tensor | None = memory
 
-    def tensor(self, dtype: torch.dtype, shape: int | Sequence[int], offset: int = 0) -> torch.Tensor:
+    def tensor(
+        self, dtype: torch.dtype, shape: int | Sequence[int], offset: int = 0
+    ) -> torch.Tensor:
         """Return the bytes from `offset` on as a tensor, which shares them."""
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         nbytes = math.prod(sizes) * dtype.itemsize
         if min(sizes, default=0) < 0 or offset < 0 or offset + nbytes > self.nbytes:
             raise ValueError(
-                f"expected a tensor within the buffer's {self.nbytes} B, got {nbytes} B at offset {offset} "
+                f"expected a tensor within the buffer's {self.nbytes} B, got {nbytes} B at offset "
+                f"{offset} "
                 f"(shape {sizes} of {dtype})"
             )
         if offset % dtype.itemsize:
-            raise ValueError(f"expected an offset that is a multiple of {dtype.itemsize} B for {dtype}, got {offset}")
+            raise ValueError(
+                f"expected an offset that is a multiple of {dtype.itemsize} B for {dtype}, got "
+                f"{offset}"
+            )
         return self._held()[offset : offset + nbytes].view(dtype).view(sizes)
 
     def shared(self) -> tuple[torch.Tensor, object]:
-        """Return all bytes as a tensor with a storage of its own, and what lives until the last view of that is gone.
+        """Return all bytes as a tensor with a storage of its own, and what lives until the last
+        view of that is gone.
 
         The buffer keeps neither.
         """
@@ -112,7 +133,10 @@ class Buffer:
         return torch.as_tensor(owner, device=memory.device), owner
 
     def release(self) -> torch.Tensor:
-        """Give the memory up: the buffer has none from here on. Called by the accelerator that made it."""
+        """Give the memory up: the buffer has none from here on.
+
+        Called by the accelerator that made it.
+        """
         memory = self._held()
         self._memory = None
         return memory
@@ -122,12 +146,17 @@ class Buffer:
 
     def _held(self) -> torch.Tensor:
         if self._memory is None:
-            raise ValueError(f"this buffer of {self.nbytes} B was freed: expected it to be used before free()")
+            raise ValueError(
+                f"this buffer of {self.nbytes} B was freed: expected it to be used before free()"
+            )
         return self._memory
 
 
 class _DeviceArray:
-    """Bytes of a GPU as other libraries take them over; who does, keeps this. Has not run on a GPU yet."""
+    """Bytes of a GPU as other libraries take them over; who does, keeps this.
+
+    Has not run on a GPU yet.
+    """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -161,7 +190,10 @@ class TimeCost:
 
 
 Cost = UpdateCost | TimeCost
-"""What device work costs. An emulated device takes its time from it; others run as fast as they can."""
+"""What device work costs.
+
+An emulated device takes its time from it; others run as fast as they can.
+"""
 
 
 class DeviceBytes(NamedTuple):
@@ -191,22 +223,38 @@ class Accelerator(ABC):
 
     @abstractmethod
     def wait_for(self, stream: Stream, event: Event) -> None:
-        """Let whatever is submitted to `stream` from here on wait for `event`. The host does not wait."""
+        """Let whatever is submitted to `stream` from here on wait for `event`.
 
-    @abstractmethod
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, stream: Stream, after: Sequence[Event] = ()) -> Event:
-        """Copy bytes between host and device, once all of `after` have passed; return at once.
-
-        Both are flat uint8 tensors of one length, one of them in host and one in device memory, as the kind of `stream`
-        says: H2D or D2H. Neither may be changed, freed or, for the target, read before the event has passed.
+        The host does not wait.
         """
 
     @abstractmethod
-    def run(self, work: Callable[[], object], *, stream: Stream, cost: Cost, after: Sequence[Event] = ()) -> Event:
-        """Let `work` happen on the device, in a COMPUTE or COLLECTIVE stream, once all of `after` have passed.
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        stream: Stream,
+        after: Sequence[Event] = (),
+    ) -> Event:
+        """Copy bytes between host and device, once all of `after` have passed; return at once.
 
-        `work` gets at its bytes through tensors that it holds, may be called on another thread, and calls nothing of
-        the accelerator. On cuda it is called at once, with the stream current, and launches what the stream is to do.
+        Both are flat uint8 tensors of one length, one of them in host and one in device memory, as
+        the kind of `stream`
+        says: H2D or D2H. Neither may be changed, freed or, for the target, read before the event
+            has passed.
+        """
+
+    @abstractmethod
+    def run(
+        self, work: Callable[[], object], *, stream: Stream, cost: Cost, after: Sequence[Event] = ()
+    ) -> Event:
+        """Let `work` happen on the device, in a COMPUTE or COLLECTIVE stream, once all of `after`
+        have passed.
+
+        `work` gets at its bytes through tensors that it holds, may be called on another thread, and
+        calls nothing of the accelerator. On cuda it is called at once, with the stream current, and
+        launches what the stream is to do.
         """
 
     @abstractmethod
@@ -221,14 +269,21 @@ class Accelerator(ABC):
 
     @abstractmethod
     def free(self, buffer: Buffer) -> None:
-        """Give a buffer back. Every event of an operation that uses it must have passed; views of it are dead."""
+        """Give a buffer back.
+
+        Every event of an operation that uses it must have passed; views of it are dead.
+        """
 
     def leave(self, buffer: Buffer) -> None:
-        """Let those who have views of a buffer's memory have it for good: it is the device's no more."""
+        """Let those who have views of a buffer's memory have it for good: it is the device's no
+        more.
+        """
         buffer.release()
 
-    def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:  # noqa: B027  # where memory is freed at once
-        """Let a tensor's memory, which others allocated, be free before `stream` has done what it was given.
+    # where memory is freed at once
+    def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:  # noqa: B027
+        """Let a tensor's memory, which others allocated, be free before `stream` has done what it
+        was given.
 
         The code that submitted a copy of it need not keep it then.
         """
@@ -237,17 +292,20 @@ class Accelerator(ABC):
         """Keep nothing of what was given back."""
 
     def host_updated(self, params: int) -> None:  # noqa: B027  # most have no clock of their own
-        """Hear that the host has updated so many parameters, which on an emulated device's virtual clock takes time."""
+        """Hear that the host has updated so many parameters, which on an emulated device's virtual
+        clock takes time.
+        """
 
     @abstractmethod
     def memory(self) -> DeviceBytes:
         """Return how much device memory there is now."""
 
     def cap(self, nbytes: int | None) -> None:  # noqa: B027  # most cannot
-        """Let torch take so many bytes of the device more than it has, at most, with all that is allocated here.
+        """Let torch take so many bytes of the device more than it has, at most, with all that is
+        allocated here.
 
-        None: as many as before. What would be more raises torch.OutOfMemoryError in the caller. Where the device allows
-        no cap, nothing.
+        None: as many as before. What would be more raises torch.OutOfMemoryError in the caller.
+        Where the device allows no cap, nothing.
         """
 
     def taken_by_torch(self) -> int | None:
@@ -256,20 +314,33 @@ class Accelerator(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the host until all that was submitted has ended, and raise the first error not yet raised."""
+        """Block the host until all that was submitted has ended, and raise the first error not yet
+        raised.
+        """
 
     @abstractmethod
     def stop(self) -> None:
-        """Wait for all that was submitted and stop the device, whatever failed. A second call does nothing."""
+        """Wait for all that was submitted and stop the device, whatever failed.
+
+        A second call does nothing.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the device, and raise the first error that was not yet raised. A second call does nothing."""
+        """Stop the device, and raise the first error that was not yet raised.
+
+        A second call does nothing.
+        """
 
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if error is None:
             self.close()
         else:

@@ -1,8 +1,9 @@
-"""The host as its own device: DEVICE and HOST are one memory, so there is nothing to copy, and work happens at once.
+"""The host as its own device: DEVICE and HOST are one memory, so there is nothing to copy, and work
+happens at once.
 
-Starts no thread: a buffer is an ordinary tensor's. Pages that were given back are kept for buffers to come as far as
-their owner allows, because new ones cost as much time as filling them. DEVICE's bytes count as HOST's, which is the
-business of whoever keeps the budgets.
+Starts no thread: a buffer is an ordinary tensor's. Pages that were given back are kept for buffers
+to come as far as their owner allows, because new ones cost as much time as filling them. DEVICE's
+bytes count as HOST's, which is the business of whoever keeps the budgets.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
         self.torch_device = torch.device("cpu")
         self._pages = PageStock()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, stream: Stream, after: Sequence[Event] = ()) -> Event:
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        stream: Stream,
+        after: Sequence[Event] = (),
+    ) -> Event:
         """Refuse: there is nothing to copy."""
         raise RuntimeError(
             "the accelerator cpu copies nothing: DEVICE and HOST are one memory. "
@@ -52,10 +60,15 @@ class CpuAccelerator(OrderedAccelerator[Operation]):
                 return Buffer(torch.empty(nbytes, dtype=torch.uint8))
             memory = self._pages.take(nbytes, keep=idle_bytes)
             return Buffer(torch.frombuffer(memory, dtype=torch.uint8))
-        except (RuntimeError, MemoryError, OSError) as error:  # torch has no class of its own for this
+        except (RuntimeError, MemoryError, OSError) as error:
+            # torch has no class of its own for this
             free, total = self.memory()
             raise CapacityError(
-                tier="DEVICE", asked=nbytes, free=free, limit=total, change="let the host budget fit this machine"
+                tier="DEVICE",
+                asked=nbytes,
+                free=free,
+                limit=total,
+                change="let the host budget fit this machine",
             ) from error
 
     def free(self, buffer: Buffer) -> None:

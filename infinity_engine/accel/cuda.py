@@ -1,13 +1,15 @@
 """A GPU through torch: its streams, events and caching allocator. Has not run on a GPU yet.
 
-Copies are asynchronous where the host's side is page-locked; one warning says where it is not. Imports no CUDA until an
-accelerator is made. tests/gpu/test_accel_cuda.py is what has to pass on a machine with a GPU.
+Copies are asynchronous where the host's side is page-locked; one warning says where it is not.
+Imports no CUDA until an accelerator is made. tests/gpu/test_accel_cuda.py is what has to pass on a
+machine with a GPU.
 
-[Note: why no record_stream for buffers] torch's allocator gives a freed block away at once to the next allocation on
-the same stream, and knows nothing of other streams that still use it. Buffers are allocated on a stream of their own
-that runs nothing, so they share blocks with no other tensors, and `free` comes when every event of their use has
-passed. So a block that is given away is in use nowhere, and the allocator has nothing to watch. What others allocated
-in their own streams, as autograd does gradients, is another matter: `outlives` is for that.
+[Note: why no record_stream for buffers] torch's allocator gives a freed block away at once to the
+next allocation on the same stream, and knows nothing of other streams that still use it. Buffers
+are allocated on a stream of their own that runs nothing, so they share blocks with no other
+tensors, and `free` comes when every event of their use has passed. So a block that is given away is
+in use nowhere, and the allocator has nothing to watch. What others allocated in their own streams,
+as autograd does gradients, is another matter: `outlives` is for that.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from collections.abc import Sequence
 import torch
 
 from infinity_engine.accel.base import Buffer, DeviceBytes, Stream, StreamKind
-from infinity_engine.accel.operation import Copy, Failure, Operation, OperationOwner, Submission, Work
+from infinity_engine.accel.operation import (
+    Copy,
+    Failure,
+    Operation,
+    OperationOwner,
+    Submission,
+    Work,
+)
 from infinity_engine.accel.ordered import OrderedAccelerator
 from infinity_engine.errors import CapacityError, ConfigError, TransferError
 
@@ -44,7 +53,9 @@ class CudaOperation(Operation):
             return cause
         path = f"{self.name} on {self.stream.name} of cuda"
         try:
-            raise TransferError(errno=errno.EIO, path=path, offset=0, asked=self.nbytes, done=0) from cause
+            raise TransferError(
+                errno=errno.EIO, path=path, offset=0, asked=self.nbytes, done=0
+            ) from cause
         except TransferError as error:
             return error
 
@@ -63,7 +74,9 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
                 value="cuda",
                 expected="a machine where torch sees a GPU; `infinity doctor` says more",
             )
-        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self.torch_device = torch.device(
+            "cuda", torch.cuda.current_device() if index is None else index
+        )
         self._streams: dict[Stream, torch.cuda.Stream] = {}
         self._allocating = _new_stream(self.torch_device)
         self._pinned = True
@@ -72,7 +85,9 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
 
     @property
     def pinned(self) -> bool:
-        """Whether the host's side of every copy so far was page-locked: the host waited for those that were not."""
+        """Whether the host's side of every copy so far was page-locked: the host waited for those
+        that were not.
+        """
         return self._pinned
 
     def stream(self, kind: StreamKind) -> Stream:
@@ -80,7 +95,9 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         stream = super().stream(kind)
         computes = kind is StreamKind.COMPUTE
         device = self.torch_device
-        self._streams[stream] = torch.cuda.current_stream(device) if computes else _new_stream(device)
+        self._streams[stream] = (
+            torch.cuda.current_stream(device) if computes else _new_stream(device)
+        )
         return stream
 
     def torch_stream(self, stream: Stream) -> torch.cuda.Stream:
@@ -101,7 +118,8 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
                 asked=nbytes,
                 free=free,
                 limit=total,
-                change="let the device budget leave more to modules and to other processes on this GPU",
+                change="let the device budget leave more to modules and to other processes on this "
+                "GPU",
             ) from error
 
     def free(self, buffer: Buffer) -> None:
@@ -109,7 +127,9 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         buffer.release()
 
     def outlives(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Let torch's allocator give the tensor's memory away only when `stream` has done what it was given."""
+        """Let torch's allocator give the tensor's memory away only when `stream` has done what it
+        was given.
+        """
         tensor.record_stream(self.torch_stream(stream))
 
     def memory(self) -> DeviceBytes:
@@ -117,7 +137,9 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
         return DeviceBytes(*torch.cuda.mem_get_info(self.torch_device))
 
     def cap(self, nbytes: int | None) -> None:
-        """Set the fraction of the device that torch's caching allocator may reserve, blocks that it keeps included."""
+        """Set the fraction of the device that torch's caching allocator may reserve, blocks that it
+        keeps included.
+        """
         device = self.torch_device
         if nbytes is None:
             if self._before is not None:
@@ -133,7 +155,11 @@ class CudaAccelerator(OrderedAccelerator[CudaOperation]):
 
     def taken_by_torch(self) -> int | None:
         """Return what its tensors have; what it keeps for later it gives to who asks."""
-        return None if self._before is None else max(torch.cuda.memory_allocated(self.torch_device) - self._before, 0)
+        return (
+            None
+            if self._before is None
+            else max(torch.cuda.memory_allocated(self.torch_device) - self._before, 0)
+        )
 
     def _start(self, operation: CudaOperation, behind: Sequence[CudaOperation]) -> None:
         failure = operation.inherited()

@@ -1,9 +1,12 @@
-"""A device that lives in host memory: its bytes, its rates and what it did. A test instrument, and it says so.
+"""A device that lives in host memory: its bytes, its rates and what it did.
 
-Its memory is NaN wherever nothing was written: fresh and freed bytes are 0xFF, which is NaN in every float type. The
-two links do not slow one another, and each carries its copies one at a time in the order of their submission, whatever
-stream they are in. What modules compute is the host's own work here: it waits for events where a GPU's stream would.
-Two clocks carry the operations out: virtual.py and paced.py. Starts nothing itself.
+A test instrument, and it says so.
+
+Its memory is NaN wherever nothing was written: fresh and freed bytes are 0xFF, which is NaN in
+every float type. The two links do not slow one another, and each carries its copies one at a time
+in the order of their submission, whatever stream they are in. What modules compute is the host's
+own work here: it waits for events where a GPU's stream would. Two clocks carry the operations out:
+virtual.py and paced.py. Starts nothing itself.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ from infinity_engine.accel.ordered import OrderedAccelerator
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import Rates
 
-__all__ = ["NAN_BYTE", "Clock", "EmulatedAccelerator", "EmulatedMemory", "Emulation", "OperationRecord", "ceil_ns"]
+__all__ = [
+    "NAN_BYTE",
+    "Clock",
+    "EmulatedAccelerator",
+    "EmulatedMemory",
+    "Emulation",
+    "OperationRecord",
+    "ceil_ns",
+]
 
 NAN_BYTE = 0xFF
 _NS_PER_S = 10**9
@@ -42,13 +53,19 @@ class Emulation:
     """What an emulated device is like."""
 
     rates: Rates
-    """Of h2d, d2h and the device's updates; that of the host's where `host_takes_time`. The others are not used."""
+    """Of h2d, d2h and the device's updates; that of the host's where `host_takes_time`.
+
+    The others are not used.
+    """
     capacity_bytes: int
     clock: Clock = Clock.VIRTUAL
-    host_takes_time: bool = False  # Whether a virtual clock goes on while the host updates, at its rate.
+    # Whether a virtual clock goes on while the host updates, at its rate.
+    host_takes_time: bool = False
     seed: int = 0  # Draws one of the legal orders, where the clock is virtual.
     fault: Callable[[StreamKind], Exception | None] | None = None
-    """Asked, with the stream's kind, before each copy and work; the error that it returns is how that ends."""
+    """Asked, with the stream's kind, before each copy and work; the error that it returns is how
+    that ends.
+    """
     delay_ns: Callable[[StreamKind], int] | None = None
     """Asked likewise; each copy and work takes so much longer than at its rate."""
     timeline_kept: int = 10_000  # The newest operations that timeline() tells of.
@@ -102,7 +119,10 @@ class EmulatedMemory:
         """Have a block no more; it stays as it is."""
         at = self._index(block.data_ptr())
         if at is None or self._starts[at] != block.data_ptr():
-            raise ValueError(f"expected a buffer of this accelerator (emulated), got {block.numel()} B of another one")
+            raise ValueError(
+                f"expected a buffer of this accelerator (emulated), got {block.numel()} B of "
+                "another one"
+            )
         del self._starts[at], self._blocks[at]
         self._taken_bytes -= block.numel()
 
@@ -111,7 +131,9 @@ class EmulatedMemory:
         return self._index(tensor.data_ptr()) is not None
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a flat tensor as a view of the block itself, which keeps no object of the caller's."""
+        """Return the bytes of a flat tensor as a view of the block itself, which keeps no object of
+        the caller's.
+        """
         at = self._index(tensor.data_ptr())
         if at is None:
             raise ValueError("expected a tensor in device memory")
@@ -121,7 +143,9 @@ class EmulatedMemory:
     @property
     def bytes(self) -> DeviceBytes:
         """How many bytes there are."""
-        return DeviceBytes(free=self._capacity_bytes - self._taken_bytes, total=self._capacity_bytes)
+        return DeviceBytes(
+            free=self._capacity_bytes - self._taken_bytes, total=self._capacity_bytes
+        )
 
     def _new_block(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -146,7 +170,9 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
             StreamKind.H2D: _ratio(rates.h2d_bytes_per_s, name="h2d_bytes_per_s"),
             StreamKind.D2H: _ratio(rates.d2h_bytes_per_s, name="d2h_bytes_per_s"),
         }
-        self._update_ratio = _ratio(rates.device_update_params_per_s, name="device_update_params_per_s")
+        self._update_ratio = _ratio(
+            rates.device_update_params_per_s, name="device_update_params_per_s"
+        )
         self._fault = emulation.fault
         self._delay_ns = emulation.delay_ns
         self._memory = EmulatedMemory(emulation.capacity_bytes)
@@ -161,7 +187,9 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         self._memory.free(buffer.release())
 
     def leave(self, buffer: Buffer) -> None:
-        """Let those who have views of a buffer's memory have it for good: the device has room for other blocks."""
+        """Let those who have views of a buffer's memory have it for good: the device has room for
+        other blocks.
+        """
         self._memory.leave(buffer.release())
 
     def memory(self) -> DeviceBytes:
@@ -169,7 +197,9 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
         return self._memory.bytes
 
     def timeline(self) -> tuple[OperationRecord, ...]:
-        """Return when the newest copies and works were carried out, in nanoseconds of the device's clock."""
+        """Return when the newest copies and works were carried out, in nanoseconds of the device's
+        clock.
+        """
         return tuple(self._timeline)
 
     def _duration_ns(self, stream: Stream, action: Action) -> int:
@@ -178,11 +208,15 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
             return delay_ns + ceil_ns(action.nbytes, self._ratios[stream.kind])
         if isinstance(action, Work):
             cost = action.cost
-            return delay_ns + (cost.ns if isinstance(cost, TimeCost) else ceil_ns(cost.params, self._update_ratio))
+            return delay_ns + (
+                cost.ns if isinstance(cost, TimeCost) else ceil_ns(cost.params, self._update_ratio)
+            )
         return 0
 
     def _note(self, operation: _Op, start_ns: int, end_ns: int) -> None:
-        self._timeline.append(OperationRecord(operation.name, operation.stream.name, start_ns, end_ns))
+        self._timeline.append(
+            OperationRecord(operation.name, operation.stream.name, start_ns, end_ns)
+        )
 
     def _raise_fault(self, operation: _Op) -> None:
         """Let the operation fail where that is wanted."""
@@ -192,17 +226,26 @@ class EmulatedAccelerator(OrderedAccelerator[_Op]):
 
     def _in_device(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type != "cpu":
-            raise ValueError(f"expected tensors in host memory, where the emulated device lives, got {tensor.device}")
+            raise ValueError(
+                "expected tensors in host memory, where the emulated device lives, got "
+                f"{tensor.device}"
+            )
         return self._memory.holds(tensor)
 
 
 def _ratio(rate: float | None, *, name: str) -> tuple[int, int]:
     if rate is None:
-        raise ConfigError(field=f"Emulation.rates.{name}", value=rate, expected="a rate: an emulated device needs it")
+        raise ConfigError(
+            field=f"Emulation.rates.{name}",
+            value=rate,
+            expected="a rate: an emulated device needs it",
+        )
     return rate.as_integer_ratio()
 
 
 def ceil_ns(amount: int, rate: tuple[int, int]) -> int:
-    """Return the nanoseconds that `amount` takes at a rate per second, rounded up, without any rounding before."""
+    """Return the nanoseconds that `amount` takes at a rate per second, rounded up, without any
+    rounding before.
+    """
     numerator, denominator = rate
     return -(-amount * _NS_PER_S * denominator // numerator)

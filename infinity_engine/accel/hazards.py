@@ -1,11 +1,14 @@
-"""What an operation may see of copies that it is not ordered with: NaN, never the bytes that luck would have it see.
+"""What an operation may see of copies that it is not ordered with: NaN, never the bytes that luck
+would have it see.
 
-Two operations are unordered when neither waits for the other and the host waited for neither before it submitted the
-other. Used by the virtual clock alone, in one thread; touches device memory and the targets of copies, nothing else.
+Two operations are unordered when neither waits for the other and the host waited for neither before
+it submitted the other. Used by the virtual clock alone, in one thread; touches device memory and
+the targets of copies, nothing else.
 
-[Note: why no host memory is filled in passing] While a work is carried out, the targets of unordered uploads are NaN;
-afterwards their bytes are put back. Nothing else reads device memory meanwhile. Host memory may be a drive's by then,
-as the host may have seen the end of a download and gone on: of it, only what a copy itself writes is touched.
+[Note: why no host memory is filled in passing] While a work is carried out, the targets of
+unordered uploads are NaN; afterwards their bytes are put back. Nothing else reads device memory
+meanwhile. Host memory may be a drive's by then, as the host may have seen the end of a download and
+gone on: of it, only what a copy itself writes is touched.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ __all__ = ["Footprint", "carry_out_copy", "carry_out_work"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Footprint:
-    """The bytes that a copy touches, as addresses, and those of them in device memory also as a tensor."""
+    """The bytes that a copy touches, as addresses, and those of them in device memory also as a
+    tensor.
+    """
 
     name: str
     kind: StreamKind
@@ -35,7 +40,13 @@ class Footprint:
     @classmethod
     def of(cls, copy: Copy, *, name: str, kind: StreamKind, device: torch.Tensor) -> Footprint:
         """Return the footprint of `copy`, which keeps neither of its tensors."""
-        return cls(name=name, kind=kind, reads=_addresses(copy.source), writes=_addresses(copy.target), device=device)
+        return cls(
+            name=name,
+            kind=kind,
+            reads=_addresses(copy.source),
+            writes=_addresses(copy.target),
+            device=device,
+        )
 
 
 def carry_out_copy(copy: Copy, unordered: Sequence[Footprint]) -> None:
@@ -48,7 +59,9 @@ def carry_out_copy(copy: Copy, unordered: Sequence[Footprint]) -> None:
                 copy.target[start - mine.start : stop - mine.start].fill_(NAN_BYTE)
 
 
-def carry_out_work(call: Callable[[], object], unordered: Sequence[Footprint], *, name: str) -> None:
+def carry_out_work(
+    call: Callable[[], object], unordered: Sequence[Footprint], *, name: str
+) -> None:
     """Do the work while the targets of unordered uploads are NaN.
 
     Raises:
@@ -66,8 +79,10 @@ def carry_out_work(call: Callable[[], object], unordered: Sequence[Footprint], *
             target.device.copy_(before)
     if changed:
         raise RuntimeError(
-            f"{name} changed bytes of {' and '.join(changed)}, which may be under way: expected one of them to wait "
-            "for the other, but neither does; pass the event of the one that goes first in the other's `after`"
+            f"{name} changed bytes of {' and '.join(changed)}, which may be under way: expected "
+            "one of them to wait "
+            "for the other, but neither does; pass the event of the one that goes first in the "
+            "other's `after`"
         )
 
 

@@ -1,6 +1,7 @@
 """Which accelerator is made, by its name.
 
-Decides from the name and from what torch sees; makes one and keeps none. Called by engine/, tests and benches.
+Decides from the name and from what torch sees; makes one and keeps none. Called by engine/, tests
+and benches.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ _NAMES = ("auto", "cuda", "cpu", "emulated")
 
 
 def open_accelerator(name: str, *, emulation: Emulation | None = None) -> Accelerator:
-    """Return the accelerator `name`, which its owner closes; "auto" is cuda where torch sees a GPU and otherwise cpu.
+    """Return the accelerator `name`, which its owner closes; "auto" is cuda where torch sees a GPU
+    and otherwise cpu.
 
     Raises:
-        ConfigError: there is none of that name, there is no GPU, or "emulated" comes without an `emulation`.
+        ConfigError: there is none of that name, there is no GPU, or "emulated" comes without an
+            `emulation`.
     """
     if name not in _NAMES:
         raise ConfigError.unknown_name(field="accelerator", name=name, known=_NAMES)
@@ -41,4 +44,8 @@ def open_accelerator(name: str, *, emulation: Emulation | None = None) -> Accele
 
 def emulated_accelerator(emulation: Emulation) -> VirtualAccelerator | PacedAccelerator:
     """Return an emulated device with the clock that `emulation` names."""
-    return VirtualAccelerator(emulation) if emulation.clock is Clock.VIRTUAL else PacedAccelerator(emulation)
+    return (
+        VirtualAccelerator(emulation)
+        if emulation.clock is Clock.VIRTUAL
+        else PacedAccelerator(emulation)
+    )

@@ -1,6 +1,8 @@
-"""One submitted operation: what it does, what it waits for, and the failure that it ends in or inherits.
+"""One submitted operation: what it does, what it waits for, and the failure that it ends in or
+inherits.
 
-Pure bookkeeping, the same on every accelerator. Runs nothing and knows no time: the accelerators subclass it.
+Pure bookkeeping, the same on every accelerator. Runs nothing and knows no time: the accelerators
+subclass it.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Submission:
-    """What was asked for: `previous` is what comes before it in its stream, `after` all else that it waits for."""
+    """What was asked for: `previous` is what comes before it in its stream, `after` all else that
+    it waits for.
+    """
 
     number: int
     stream: Stream
@@ -91,7 +95,10 @@ class OperationOwner(Protocol):
 
 
 class Operation(Event):
-    """One operation of one accelerator. Numbers count its submissions from 0 on: an order that all streams keep."""
+    """One operation of one accelerator.
+
+    Numbers count its submissions from 0 on: an order that all streams keep.
+    """
 
     def __init__(self, owner: OperationOwner, submission: Submission) -> None:
         self.owner = owner
@@ -121,14 +128,20 @@ class Operation(Event):
     def inherited(self) -> Failure | None:
         """Return the failure of what it depends on, once all of that has ended.
 
-        In its stream it follows a failure that the host knew of when it submitted this: that is a new beginning.
+        In its stream it follows a failure that the host knew of when it submitted this: that is a
+        new beginning.
         """
         previous = self._previous
-        if previous is not None and previous.failure is not None and not previous.failure.told_before(self.number):
+        if (
+            previous is not None
+            and previous.failure is not None
+            and not previous.failure.told_before(self.number)
+        ):
             return previous.failure
         for other in self._after:
             if other.failure is not None:
-                # Named although the host knew: to be told once more, and what follows in the stream fails until then.
+                # Named although the host knew: to be told once more, and what follows in the stream
+                # fails until then.
                 known = other.failure.told_before(self.number)
                 return Failure(other.failure.error) if known else other.failure
         return None

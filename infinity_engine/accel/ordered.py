@@ -1,6 +1,8 @@
-"""What the accelerators have in common: checked submissions, the order within streams, failures that reach the host.
+"""What the accelerators have in common: checked submissions, the order within streams, failures
+that reach the host.
 
-Knows streams as lines of operations; how an operation is carried out, and when, belongs to the subclasses.
+Knows streams as lines of operations; how an operation is carried out, and when, belongs to the
+subclasses.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _RUNS_WORK = frozenset({StreamKind.COMPUTE, StreamKind.COLLECTIVE})
 
 
 class StreamOrder(Generic[_Op]):
-    """What an accelerator knows of a stream: its newest operation, and what the next one is to wait for."""
+    """What an accelerator knows of a stream: its newest operation, and what the next one is to wait
+    for.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -35,7 +39,9 @@ class StreamOrder(Generic[_Op]):
         self._waits.append(operation)
 
     def take_waits(self) -> list[_Op]:
-        """Return what the next operation waits for, and forget it: the order in the stream does the rest."""
+        """Return what the next operation waits for, and forget it: the order in the stream does the
+        rest.
+        """
         waits, self._waits = self._waits, []
         return waits
 
@@ -69,22 +75,38 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         """Let whatever is submitted to `stream` from here on wait for `event`."""
         self._lane(stream).wait_for(self._own(event))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, stream: Stream, after: Sequence[Event] = ()) -> Event:
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        stream: Stream,
+        after: Sequence[Event] = (),
+    ) -> Event:
         """Copy bytes between host and device, once all of `after` have passed."""
         _check_bytes(target=target, source=source)
         direction = self._direction(target, source)
         if stream.kind is not direction:
-            raise ValueError(f"expected a stream of kind {direction.value} for this copy, got {stream.name}")
+            raise ValueError(
+                f"expected a stream of kind {direction.value} for this copy, got {stream.name}"
+            )
         return self._submit(stream, Copy(target, source), after)
 
-    def run(self, work: Callable[[], object], *, stream: Stream, cost: Cost, after: Sequence[Event] = ()) -> Event:
+    def run(
+        self, work: Callable[[], object], *, stream: Stream, cost: Cost, after: Sequence[Event] = ()
+    ) -> Event:
         """Let `work` happen on the device, once all of `after` have passed."""
         if stream.kind not in _RUNS_WORK:
-            raise ValueError(f"expected a stream of kind compute or collective for device work, got {stream.name}")
+            raise ValueError(
+                "expected a stream of kind compute or collective for device work, got "
+                f"{stream.name}"
+            )
         return self._submit(stream, Work(work, cost), after)
 
     def synchronize(self) -> None:
-        """Block the host until all that was submitted has ended, and raise the first error not yet raised."""
+        """Block the host until all that was submitted has ended, and raise the first error not yet
+        raised.
+        """
         self._drain()
         self._raise_untold()
 
@@ -127,10 +149,14 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
         lane = self._lane(stream)
         named = [self._own(event) for event in events]
         if self._stopped:
-            raise RuntimeError(f"the accelerator {self.name} is closed: submit nothing after close()")
+            raise RuntimeError(
+                f"the accelerator {self.name} is closed: submit nothing after close()"
+            )
         after = [*named, *lane.take_waits()]
         number, previous = self._submitted, lane.newest
-        submission = Submission(number=number, stream=stream, action=action, previous=previous, after=tuple(after))
+        submission = Submission(
+            number=number, stream=stream, action=action, previous=previous, after=tuple(after)
+        )
         operation = self._kind(self, submission)
         behind = after if previous is None else [previous, *after]
         self._submitted += 1
@@ -169,12 +195,17 @@ class OrderedAccelerator(Accelerator, Generic[_Op]):
     def _lane(self, stream: Stream) -> StreamOrder[_Op]:
         lane = self._lanes.get(stream)
         if lane is None:
-            raise ValueError(f"expected a stream of this accelerator ({self.name}), got {stream.name} of another one")
+            raise ValueError(
+                f"expected a stream of this accelerator ({self.name}), got {stream.name} of "
+                "another one"
+            )
         return lane
 
     def _own(self, event: Event) -> _Op:
         if not isinstance(event, self._kind) or event.owner is not self:
-            raise ValueError(f"expected an event of this accelerator ({self.name}), got {event!r} of another one")
+            raise ValueError(
+                f"expected an event of this accelerator ({self.name}), got {event!r} of another one"
+            )
         return event
 
     def _direction(self, target: torch.Tensor, source: torch.Tensor) -> StreamKind:
@@ -194,10 +225,12 @@ def _check_bytes(*, target: torch.Tensor, source: torch.Tensor) -> None:
     for role, tensor in (("target", target), ("source", source)):
         if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(
-                f"expected the {role} of a copy to be a flat contiguous uint8 tensor, got {tensor.dtype} of shape "
+                f"expected the {role} of a copy to be a flat contiguous uint8 tensor, got "
+                f"{tensor.dtype} of shape "
                 f"{tuple(tensor.shape)}; take tensor.view(-1).view(torch.uint8)"
             )
     if target.numel() != source.numel() or not target.numel():
         raise ValueError(
-            f"expected as many bytes in target and source, and at least one; got {target.numel()} and {source.numel()}"
+            f"expected as many bytes in target and source, and at least one; got {target.numel()} "
+            f"and {source.numel()}"
         )

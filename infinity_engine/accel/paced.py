@@ -1,9 +1,12 @@
-"""The emulated device under the real clock: threads that copy and work at set rates. For benches only.
+"""The emulated device under the real clock: threads that copy and work at set rates.
 
-One thread for each link and one for each stream of device work. A copy goes in pieces, each paced by a deadline that is
-computed from the operation's start, and an operation starts at the deadlines of what it waits for: late wake-ups do not
-add up. Memory moves without the GIL, and a thread that woke late moves all that is due at once. A machine that cannot
-keep up with the rates makes the device slower than they say.
+For benches only.
+
+One thread for each link and one for each stream of device work. A copy goes in pieces, each paced
+by a deadline that is computed from the operation's start, and an operation starts at the deadlines
+of what it waits for: late wake-ups do not add up. Memory moves without the GIL, and a thread that
+woke late moves all that is due at once. A machine that cannot keep up with the rates makes the
+device slower than they say.
 """
 
 from __future__ import annotations
@@ -16,7 +19,15 @@ from queue import SimpleQueue
 
 from infinity_engine.accel.base import Stream, StreamKind
 from infinity_engine.accel.emulated import EmulatedAccelerator, Emulation
-from infinity_engine.accel.operation import Copy, Failure, Mark, Operation, OperationOwner, Submission, Work
+from infinity_engine.accel.operation import (
+    Copy,
+    Failure,
+    Mark,
+    Operation,
+    OperationOwner,
+    Submission,
+    Work,
+)
 
 __all__ = ["PacedAccelerator", "PacedOperation"]
 
@@ -56,14 +67,18 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
 
     def __init__(self, emulation: Emulation) -> None:
         super().__init__(PacedOperation, emulation)
-        self._workers: dict[Stream | StreamKind, tuple[threading.Thread, SimpleQueue[_Job | None]]] = {}
+        self._workers: dict[
+            Stream | StreamKind, tuple[threading.Thread, SimpleQueue[_Job | None]]
+        ] = {}
 
     def _start(self, operation: PacedOperation, behind: Sequence[PacedOperation]) -> None:
         stream = operation.stream
         key = stream.kind if stream.kind in self._ratios else stream
         if key not in self._workers:
             jobs: SimpleQueue[_Job | None] = SimpleQueue()
-            thread = threading.Thread(target=self._serve, args=(jobs,), name=f"emulated {stream.name}", daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=(jobs,), name=f"emulated {stream.name}", daemon=True
+            )
             self._workers[key] = thread, jobs
             thread.start()
         self._workers[key][1].put((operation, behind))
@@ -87,7 +102,10 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
             thread.join()
 
     def _serve(self, jobs: SimpleQueue[_Job | None]) -> None:
-        """Carry out jobs one after another until there is None. All that a job waits for was submitted before it."""
+        """Carry out jobs one after another until there is None.
+
+        All that a job waits for was submitted before it.
+        """
         free_ns = 0
         while True:
             job = jobs.get()
@@ -96,7 +114,9 @@ class PacedAccelerator(EmulatedAccelerator[PacedOperation]):
             free_ns = self._carry_out(*job, free_ns)
             del job  # What it used is not kept until the next one comes.
 
-    def _carry_out(self, operation: PacedOperation, behind: Sequence[PacedOperation], free_ns: int) -> int:
+    def _carry_out(
+        self, operation: PacedOperation, behind: Sequence[PacedOperation], free_ns: int
+    ) -> int:
         for other in behind:
             other.block()
         due_ns = max([operation.submitted_ns, free_ns, *(other.end_ns for other in behind)])

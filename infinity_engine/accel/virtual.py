@@ -1,9 +1,11 @@
-"""The emulated device under a virtual clock: one thread, exact times, and every operation as late as can be.
+"""The emulated device under a virtual clock: one thread, exact times, and every operation as late
+as can be.
 
-An operation takes its time when it is submitted: it starts when its stream and its link are free, all that it waits for
-has ended and the host has come so far, and takes its bytes over the link's rate, rounded up to whole nanoseconds. It is
-carried out when the host learns that it or something behind it has ended, and not before. So code that reads, changes
-or frees too early works with NaN or the wrong bytes every time; hazards.py sees to what streams owe one another.
+An operation takes its time when it is submitted: it starts when its stream and its link are free,
+all that it waits for has ended and the host has come so far, and takes its bytes over the link's
+rate, rounded up to whole nanoseconds. It is carried out when the host learns that it or something
+behind it has ended, and not before. So code that reads, changes or frees too early works with NaN
+or the wrong bytes every time; hazards.py sees to what streams owe one another.
 """
 
 from __future__ import annotations
@@ -16,26 +18,44 @@ import torch
 from infinity_engine.accel.base import Buffer, Stream, StreamKind
 from infinity_engine.accel.emulated import NAN_BYTE, EmulatedAccelerator, Emulation, ceil_ns
 from infinity_engine.accel.hazards import Footprint, carry_out_copy, carry_out_work
-from infinity_engine.accel.operation import Copy, Failure, Mark, Operation, OperationOwner, Submission, Work
+from infinity_engine.accel.operation import (
+    Copy,
+    Failure,
+    Mark,
+    Operation,
+    OperationOwner,
+    Submission,
+    Work,
+)
 
 __all__ = ["VirtualAccelerator", "VirtualOperation"]
 
 
 class VirtualOperation(Operation):
-    """An operation with its time, what must be carried out before it, and what is known to come before it."""
+    """An operation with its time, what must be carried out before it, and what is known to come
+    before it.
+    """
 
     def __init__(self, owner: OperationOwner, submission: Submission) -> None:
         super().__init__(owner, submission)
         self.start_ns = self.end_ns = 0
         self.behind: Sequence[VirtualOperation] = ()
         self.footprint: Footprint | None = None
-        self.carried_at: int | None = None  # How many operations had been submitted when it was carried out.
+        # How many operations had been submitted when it was carried out.
+        self.carried_at: int | None = None
         self._before: dict[Stream, int] = {}
 
     def place(
-        self, *, start_ns: int, end_ns: int, behind: Sequence[VirtualOperation], before: dict[Stream, int]
+        self,
+        *,
+        start_ns: int,
+        end_ns: int,
+        behind: Sequence[VirtualOperation],
+        before: dict[Stream, int],
     ) -> None:
-        """Take its place: `before` has, for each stream, the newest operation that ends before this one begins."""
+        """Take its place: `before` has, for each stream, the newest operation that ends before this
+        one begins.
+        """
         self.start_ns, self.end_ns = start_ns, end_ns
         self.behind = behind
         self._before = before
@@ -60,7 +80,10 @@ class VirtualOperation(Operation):
 
 
 class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
-    """An emulated device whose time is computed. `done` never passes time: wait, or give the host some work."""
+    """An emulated device whose time is computed.
+
+    `done` never passes time: wait, or give the host some work.
+    """
 
     def __init__(self, emulation: Emulation) -> None:
         super().__init__(VirtualOperation, emulation)
@@ -71,8 +94,10 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         self._link_free_ns = {StreamKind.H2D: 0, StreamKind.D2H: 0}
         self._host_knows: dict[Stream, int] = {}
         self._pending: dict[int, VirtualOperation] = {}
-        self._copies: list[VirtualOperation] = []  # those that something pending may be unordered with
-        self._freed: list[tuple[int, torch.Tensor]] = []  # and those blocks that something pending may still write
+        # those that something pending may be unordered with
+        self._copies: list[VirtualOperation] = []
+        # and those blocks that something pending may still write
+        self._freed: list[tuple[int, torch.Tensor]] = []
 
     @property
     def now_ns(self) -> int:
@@ -86,7 +111,9 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         self._now_ns += ns
 
     def host_updated(self, params: int) -> None:
-        """Let the host have been busy for as long as its updates take at its rate, where that is given."""
+        """Let the host have been busy for as long as its updates take at its rate, where that is
+        given.
+        """
         if self._host_ratio is not None:
             self._now_ns += ceil_ns(params, self._host_ratio)
 
@@ -107,8 +134,12 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
         operation.place(start_ns=start_ns, end_ns=end_ns, behind=behind, before=before)
         if isinstance(action, Copy):
             self._link_free_ns[stream.kind] = end_ns
-            device = self._memory.part(action.target if stream.kind is StreamKind.H2D else action.source)
-            operation.touch(Footprint.of(action, name=operation.name, kind=stream.kind, device=device))
+            device = self._memory.part(
+                action.target if stream.kind is StreamKind.H2D else action.source
+            )
+            operation.touch(
+                Footprint.of(action, name=operation.name, kind=stream.kind, device=device)
+            )
             self._copies.append(operation)
         if not isinstance(action, Mark):
             self._note(operation, start_ns, end_ns)
@@ -192,7 +223,9 @@ class VirtualAccelerator(EmulatedAccelerator[VirtualOperation]):
     def _forget(self) -> None:
         """Let go of what can no longer matter: all that is pending was submitted later."""
         oldest = next(iter(self._pending), self._submitted)
-        self._copies = [op for op in self._copies if op.carried_at is None or op.carried_at > oldest]
+        self._copies = [
+            op for op in self._copies if op.carried_at is None or op.carried_at > oldest
+        ]
         self._freed = [(since, memory) for since, memory in self._freed if since > oldest]
 
 

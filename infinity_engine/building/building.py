@@ -1,10 +1,13 @@
-"""`building`: what an init_context does while its body runs: it sees all that modules get, and torch's calls.
+"""`building`: what an init_context does while its body runs: it sees all that modules get, and
+torch's calls.
 
-Brings what a call needs and lets the rest go to the drives. Decides nothing about what stays: `Originals` does.
+Brings what a call needs and lets the rest go to the drives. Decides nothing about what stays:
+`Originals` does.
 
-[Note: how calls are seen] torch's own TorchFunctionMode tells of every call of torch in this thread, property getters
-included, before it runs: so a parameter is there when somebody reads or writes it, however he came by it. What a C
-library or another thread does with a parameter is not seen.
+[Note: how calls are seen] torch's own TorchFunctionMode tells of every call of torch in this
+thread, property getters included, before it runs: so a parameter is there when somebody reads or
+writes it, however he came by it. What a C library or another thread does with a parameter is not
+seen.
 """
 
 from __future__ import annotations
@@ -38,18 +41,18 @@ _NEED_NO_VALUES = frozenset(
         *(
             getattr(_T, name).__get__
             for name in (
-                "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "is_meta",
-                "is_cuda", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "_version",
-                "_backward_hooks",
+                "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad",
+                "grad_fn", "is_meta", "is_cuda", "is_sparse", "is_quantized", "is_nested",
+                "itemsize", "nbytes", "_version", "_backward_hooks",
             )
         ),
         *(getattr(_T, name).__set__ for name in ("requires_grad", "grad")),
         *(
             getattr(_T, name)
             for name in (
-                "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
-                "is_signed", "requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook",
-                "__len__",
+                "size", "dim", "ndimension", "numel", "nelement", "element_size",
+                "is_floating_point", "is_complex", "is_signed", "requires_grad_", "retain_grad",
+                "register_hook", "register_post_accumulate_grad_hook", "__len__",
             )
         ),
         torch.is_floating_point,
@@ -58,7 +61,8 @@ _NEED_NO_VALUES = frozenset(
         torch._has_compatible_shallow_copy_type,
     }
 )  # fmt: skip
-# Calls that give an address away, which nobody sees the end of, and that the tensor itself keeps alive.
+# Calls that give an address away, which nobody sees the end of, and that the tensor itself keeps
+# alive.
 _GIVE_AN_ADDRESS = frozenset({_T.data_ptr, _T.numpy, _T.__array__, _T.__dlpack__})
 # Calls that run Python again, which is not seen: a checkpointed part of a forward.
 _CALL_BACK = frozenset({_T.backward, torch.autograd.backward, torch.autograd.grad})
@@ -66,20 +70,26 @@ _GET_DATA, _SET_DATA = _T.data.__get__, _T.data.__set__  # type: ignore[attr-def
 
 
 @contextmanager
-def building(budget: ResolvedBudget, cache: int | None, teller: Teller, ranks: Ranks | None) -> Iterator[BuiltModel]:
-    """Let what modules get as parameters in the body live on the drives. See `init_context` for what is raised.
+def building(
+    budget: ResolvedBudget, cache: int | None, teller: Teller, ranks: Ranks | None
+) -> Iterator[BuiltModel]:
+    """Let what modules get as parameters in the body live on the drives.
+
+    See `init_context` for what is raised.
 
     Of several `ranks`, all of which come to this, `budget` is this one's.
     """
     if _open() is not None:
         raise RuntimeError(
-            "an init_context is open in this thread already: build the whole model in one `with init_context(...)`"
+            "an init_context is open in this thread already: build the whole model in one `with "
+            "init_context(...)`"
         )
     with ExitStack() as failed:
         with teller.part("building on the drives", None) as written:
             built, originals = opened(budget, cache, failed, written, ranks)
             mode = _Building(originals)
-            failed.callback(lambda: built.guard(mode.modules()))  # what was built by then, and has no values
+            # what was built by then, and has no values
+            failed.callback(lambda: built.guard(mode.modules()))
             hooks = Hooks()
             hooks.on_registration(mode.gets_parameter, mode.gets_submodule)
             try:
@@ -89,7 +99,11 @@ def building(budget: ResolvedBudget, cache: int | None, teller: Teller, ranks: R
                 hooks.remove()
             mode.finish()
             originals.agree()
-            built.guard(each for each in mode.modules() if any(parameter in built for parameter in each.parameters()))
+            built.guard(
+                each
+                for each in mode.modules()
+                if any(parameter in built for parameter in each.parameters())
+            )
         failed.pop_all()
 
 
@@ -100,7 +114,8 @@ def opened(
     written: Callable[[int], None],
     ranks: Ranks | None,
 ) -> tuple[BuiltModel, Originals]:
-    """Return an empty one, with files in each directory of the budget; `failed` gives all of it back.
+    """Return an empty one, with files in each directory of the budget; `failed` gives all of it
+    back.
 
     `written` is told of the bytes of each parameter that leaves host memory.
     """
@@ -141,7 +156,7 @@ class _Building(TorchFunctionMode):
         self._strangers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._own_calls = False
 
-    # --- modules --------------------------------------------------------------------------------------------------
+    # --- modules ----------------------------------------------------------------------------------
 
     def gets_parameter(self, module: torch.nn.Module, name: str, parameter: object) -> None:
         """Take over a parameter that a module is about to have."""
@@ -163,7 +178,9 @@ class _Building(TorchFunctionMode):
 
     def modules(self) -> list[torch.nn.Module]:
         """Return the modules that were built here, and those within them."""
-        return list({id(inner): inner for module in self._alive() for inner in module.modules()}.values())
+        return list(
+            {id(inner): inner for module in self._alive() for inner in module.modules()}.values()
+        )
 
     def finish(self) -> None:
         """Let all values leave, now that nobody builds any more.
@@ -175,7 +192,9 @@ class _Building(TorchFunctionMode):
         modules = self.modules()
         for module in modules:
             self._adopt_own_of(module)
-        of_modules = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+        of_modules = {
+            id(parameter) for module in modules for parameter in module.parameters(recurse=False)
+        }
         self._originals.keep_no_others()
         strays = [each for each in self._originals.parameters() if id(each) not in of_modules]
         for parameter in strays:
@@ -206,10 +225,14 @@ class _Building(TorchFunctionMode):
         finally:
             self._own_calls = before
 
-    # --- calls ----------------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """[Note: how calls are seen]."""
         given = kwargs or {}
@@ -230,7 +253,8 @@ class _Building(TorchFunctionMode):
             used = {id(each): each for each in self._originals.parameters()}
         if not used:
             return func(*args, **given)
-        target = args[0] if func == _SET_DATA and args[1] is not args[0] else None  # needs no value before
+        # needs no value before
+        target = args[0] if func == _SET_DATA and args[1] is not args[0] else None
         with self._originals.using(used.values(), used.get(id(target))):
             result = func(*args, **given)
         if func in _GIVE_AN_ADDRESS:
@@ -241,7 +265,9 @@ class _Building(TorchFunctionMode):
         return result
 
     def _look_at(self, parameter: torch.nn.Parameter) -> None:
-        """Where this is a parameter that nobody told of, take over what modules have got without being registered."""
+        """Where this is a parameter that nobody told of, take over what modules have got without
+        being registered.
+        """
         stranger = self._strangers.get(id(parameter))
         if parameter in self._originals or (stranger is not None and stranger() is parameter):
             return
@@ -251,9 +277,11 @@ class _Building(TorchFunctionMode):
             self._strangers[id(parameter)] = weakref.ref(parameter)
 
     def _note_copy(self, parameter: torch.Tensor, frame: Any) -> None:
-        """Where this is the beginning of a deep copy of a parameter, remember where the copy will be noted.
+        """Where this is the beginning of a deep copy of a parameter, remember where the copy will
+        be noted.
 
-        A module that is copied registers nothing, and whole lists of copies are made before somebody registers them.
+        A module that is copied registers nothing, and whole lists of copies are made before
+        somebody registers them.
         """
         if frame.f_code is torch.nn.Parameter.__deepcopy__.__code__:
             self._copies.append((frame.f_locals["memo"], id(parameter)))

@@ -1,7 +1,9 @@
-"""`BuiltModel`: a model whose parameters' values are on the drives, until an engine takes them over.
+"""`BuiltModel`: a model whose parameters' values are on the drives, until an engine takes them
+over.
 
-What `init_context` gives; its modules refuse to run, and by what refuses `originals_of` finds it again. Reads and gives
-values; changes none. Of several ranks, each has its shards; what shows whole values is for all of them together.
+What `init_context` gives; its modules refuse to run, and by what refuses `originals_of` finds it
+again. Reads and gives values; changes none. Of several ranks, each has its shards; what shows whole
+values is for all of them together.
 """
 
 from __future__ import annotations
@@ -24,13 +26,18 @@ __all__ = ["BuiltModel", "originals_of"]
 
 
 class BuiltModel:
-    """The parameters of one model and where their values are. Closed by whoever has taken them all over.
+    """The parameters of one model and where their values are.
 
-    Values that somebody had views of when the context ended, and single numbers, stay in host memory, and so are those
-    that the views show. When nobody has the model or this any more, the files go too.
+    Closed by whoever has taken them all over.
+
+    Values that somebody had views of when the context ended, and single numbers, stay in host
+    memory, and so are those that the views show. When nobody has the model or this any more, the
+    files go too.
     """
 
-    def __init__(self, originals: Originals, swap: SwapFile, ledger: Ledger, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, originals: Originals, swap: SwapFile, ledger: Ledger, ranks: Ranks | None = None
+    ) -> None:
         self.swap = swap
         self.ledger = ledger
         self.ranks = ranks
@@ -40,7 +47,9 @@ class BuiltModel:
         self._closed = False
 
     def __contains__(self, parameter: object) -> bool:
-        """Tell whether it has the values of this parameter: it was built in the context, and not released."""
+        """Tell whether it has the values of this parameter: it was built in the context, and not
+        released.
+        """
         return parameter in self._originals
 
     def nbytes_of(self, parameter: torch.Tensor) -> int:
@@ -63,7 +72,8 @@ class BuiltModel:
     def piece(self, parameter: torch.Tensor, first_element: int, numel: int) -> torch.Tensor:
         """Return so many elements of a parameter, flat, from that one on, in new host memory.
 
-        Where they begin with a page of the file, as every multiple of 4096 elements does, no more than they is read.
+        Where they begin with a page of the file, as every multiple of 4096 elements does, no more
+        than they is read.
 
         Raises:
             ConfigError: it does not have the parameter's values.
@@ -81,7 +91,11 @@ class BuiltModel:
         Of several ranks, this one reads what it has: the first element is that of its shard.
         """
         spec = self.spec_of(parameter)
-        mine = parameter.numel() if spec is None or self.ranks is None else spec.shards[self.ranks.shards.rank].numel
+        mine = (
+            parameter.numel()
+            if spec is None or self.ranks is None
+            else spec.shards[self.ranks.shards.rank].numel
+        )
         self._check_within(parameter, mine, first_element, values)
         self._originals.read_into(parameter, first_element, values)
 
@@ -94,7 +108,9 @@ class BuiltModel:
         return self._originals.spec_of(parameter)
 
     def digest_of(self, parameter: torch.Tensor) -> str:
-        """Return words that differ where values of several ranks do, as far as this one has seen the whole of them."""
+        """Return words that differ where values of several ranks do, as far as this one has seen
+        the whole of them.
+        """
         return self._originals.digest_of(parameter)
 
     def hand_over_ranks(self) -> Ranks | None:
@@ -103,7 +119,9 @@ class BuiltModel:
         return ranks
 
     def release(self, parameter: torch.Tensor) -> None:
-        """Have a parameter's values no more: somebody else has them. What the parameter shows stays as it is.
+        """Have a parameter's values no more: somebody else has them.
+
+        What the parameter shows stays as it is.
 
         Raises:
             ConfigError: it does not have them.
@@ -111,7 +129,8 @@ class BuiltModel:
         self._originals.forget(parameter)
 
     def materialize(self, parameter: torch.Tensor) -> None:
-        """Give a parameter ordinary memory with its values, which no budget counts from here on; and release it.
+        """Give a parameter ordinary memory with its values, which no budget counts from here on;
+        and release it.
 
         Raises:
             CapacityError: the budget's host has no room for it.
@@ -136,7 +155,9 @@ class BuiltModel:
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Remove the files. The model runs again, unless there are values nobody took over. Again: does nothing.
+        """Remove the files. The model runs again, unless there are values nobody took over.
+
+        Again: does nothing.
 
         Of several ranks, the others are told of an `error`, if it is why.
         """
@@ -168,12 +189,21 @@ class BuiltModel:
         with self._hooks.signals:  # between two parameters, where all can be tried again
             self._originals.bring(parameter)
 
-    def _check_within(self, parameter: torch.Tensor, numel: int, first_element: int, values: torch.Tensor) -> None:
+    def _check_within(
+        self, parameter: torch.Tensor, numel: int, first_element: int, values: torch.Tensor
+    ) -> None:
         last = first_element + values.numel()
-        if first_element < 0 or last > numel or values.dtype != parameter.dtype or values.dim() != 1:
+        if (
+            first_element < 0
+            or last > numel
+            or values.dtype != parameter.dtype
+            or values.dim() != 1
+        ):
             raise ValueError(
-                f"elements {first_element} to {last} as a tensor of shape {tuple(values.shape)} and {values.dtype}: "
-                f"expected a flat one of {parameter.dtype}, within the {numel} elements of the parameter"
+                f"elements {first_element} to {last} as a tensor of shape {tuple(values.shape)} "
+                f"and {values.dtype}: "
+                f"expected a flat one of {parameter.dtype}, within the {numel} elements of the "
+                "parameter"
             )
 
     def _check_room(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -184,7 +214,8 @@ class BuiltModel:
                 asked=nbytes,
                 free=free,
                 limit=next(each.limit for each in self.ledger.usage() if each.tier is Tier.HOST),
-                change="raise the budget's host, or leave the values on the drives and call engine.initialize",
+                change="raise the budget's host, or leave the values on the drives and call "
+                "engine.initialize",
             )
 
 
@@ -202,7 +233,8 @@ def originals_of(model: torch.nn.Module) -> BuiltModel | None:
     }
     if len(found) > 1:
         raise RuntimeError(
-            f"parts of this model were built in {len(found)} contexts: build all of it in one `with init_context(...)`"
+            f"parts of this model were built in {len(found)} contexts: build all of it in one "
+            "`with init_context(...)`"
         )
     return next(iter(found.values()), None)
 
@@ -219,18 +251,22 @@ class _Unready:
     def refuse(self) -> None:
         if self.built.closed:
             raise RuntimeError(
-                "this model was built in an init_context whose values are gone, as its body failed, or it was closed "
+                "this model was built in an init_context whose values are gone, as its body "
+                "failed, or it was closed "
                 "before engine.initialize took them over: build the model again"
             )
         raise RuntimeError(
-            "this model was built in an init_context and its values are on the drives: call engine.initialize with it "
+            "this model was built in an init_context and its values are on the drives: call "
+            "engine.initialize with it "
             "first; or `built.whole()`, where it fits into host memory"
         )
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise TypeError(
-            "a model that was built in an init_context cannot be copied or pickled, as its values are on the drives: "
-            "call engine.initialize with it first; or `built.whole()`, where it fits into host memory"
+            "a model that was built in an init_context cannot be copied or pickled, as its values "
+            "are on the drives: "
+            "call engine.initialize with it first; or `built.whole()`, where it fits into host "
+            "memory"
         )
 
     def __deepcopy__(self, _memo: object) -> NoReturn:

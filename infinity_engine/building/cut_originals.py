@@ -1,12 +1,15 @@
-"""`CutOriginals`: parameters that all ranks build together, of which each has a shard on its drives.
+"""`CutOriginals`: parameters that all ranks build together, of which each has a shard on its
+drives.
 
-Decides which are away, which is the same on all ranks, and gathers what is asked for again. What a shard is, and how it
-goes to the drives, is as for one rank. Called by all ranks in one order, as they run one program.
+Decides which are away, which is the same on all ranks, and gathers what is asked for again. What a
+shard is, and how it goes to the drives, is as for one rank. Called by all ranks in one order, as
+they run one program.
 
-[Note: what is away] Who asks for a parameter that is away gathers it, so what is away must be the same on all ranks. It
-is decided by the order and the sizes of what was asked for, and by nothing else: not by what could leave host memory,
-which depends on views and on when Python's collector finds garbage, nor by what has died. What is away and could not
-leave here is gathered as well, and what comes is not looked at.
+[Note: what is away] Who asks for a parameter that is away gathers it, so what is away must be the
+same on all ranks. It is decided by the order and the sizes of what was asked for, and by nothing
+else: not by what could leave host memory, which depends on views and on when Python's collector
+finds garbage, nor by what has died. What is away and could not leave here is gathered as well, and
+what comes is not looked at.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ _WIRE_PART = 16  # of the host's budget, for the buffer that gathers go through
 
 
 class CutOriginals(Originals):
-    """Keeps `cache` bytes of values on every rank, the least that any has; each writes its shards to its `swap`."""
+    """Keeps `cache` bytes of values on every rank, the least that any has; each writes its shards
+    to its `swap`.
+    """
 
     def __init__(
         self,
@@ -45,19 +50,25 @@ class CutOriginals(Originals):
         ranks: Ranks,
     ) -> None:
         free = ledger.free(Tier.HOST)
-        least = ranks.least("cache of a model that is built", free // CACHE_PART if cache is None else cache)
+        least = ranks.least(
+            "cache of a model that is built", free // CACHE_PART if cache is None else cache
+        )
         self._most_wire = min(
-            ranks.config.bucket_bytes, ranks.least("buffer of a model that is built", free // _WIRE_PART)
+            ranks.config.bucket_bytes,
+            ranks.least("buffer of a model that is built", free // _WIRE_PART),
         )
         super().__init__(swap, ledger, budget, least, written)
         self._ranks = ranks
         self._partitioner = Partitioner(ranks.shards.size, ranks.partitioning)
-        self._recent: dict[Original, tuple[int, int]] = {}  # elements and bytes; the one that was used last at the end
+        # elements and bytes; the one that was used last at the end
+        self._recent: dict[Original, tuple[int, int]] = {}
         self._recent_bytes = 0
 
-    # --- which there are ------------------------------------------------------------------------------------------
+    # --- which there are --------------------------------------------------------------------------
 
-    def adopt_part(self, parameter: torch.Tensor, name: str, spec: ShardSpec, place: Place | None) -> None:
+    def adopt_part(
+        self, parameter: torch.Tensor, name: str, spec: ShardSpec, place: Place | None
+    ) -> None:
         """Take over a parameter that shows no values: this rank's part of them is in this place."""
         original = self._add(parameter, Original(parameter, name, place))
         original.cut(spec, self._ranks.shards.rank)
@@ -80,11 +91,14 @@ class CutOriginals(Originals):
             built[name] = f"{kind} with {self.digest_of(parameter)}"
         self._ranks.agree_on("the model that was built", built)
 
-    # --- where they are -------------------------------------------------------------------------------------------
+    # --- where they are ---------------------------------------------------------------------------
 
     @contextmanager
-    def using(self, parameters: Collection[torch.Tensor], replaced: torch.Tensor | None = None) -> Iterator[None]:
-        """Have the values of these in host memory within the body; all ranks do, and gather what is away.
+    def using(
+        self, parameters: Collection[torch.Tensor], replaced: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """Have the values of these in host memory within the body; all ranks do, and gather what is
+        away.
 
         Raises:
             CapacityError: the host's budget has no room for all of them.
@@ -112,7 +126,9 @@ class CutOriginals(Originals):
                 self._note(each)
 
     def keep_no_others(self) -> None:
-        """Let parameters go that nobody else has, also those in cycles, which are collected at any time."""
+        """Let parameters go that nobody else has, also those in cycles, which are collected at any
+        time.
+        """
         super().keep_no_others()
         gc.collect()
 
@@ -122,7 +138,9 @@ class CutOriginals(Originals):
         super().leave_all()
 
     def read_whole(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
-        """Gather a parameter on all ranks, and fill a flat tensor with its elements from the first on."""
+        """Gather a parameter on all ranks, and fill a flat tensor with its elements from the first
+        on.
+        """
         original = self._of(parameter)
         if not original.is_away:  # it has no elements, or is in use
             super().read_whole(parameter, first_element, values)
@@ -143,7 +161,7 @@ class CutOriginals(Originals):
         free = self._ranks.least("room for values of a model", self._ledger.free(Tier.HOST))
         return sum(nbytes_of(each) for each in parameters), free
 
-    # --- what is away ---------------------------------------------------------------------------------------------
+    # --- what is away -----------------------------------------------------------------------------
 
     def _note(self, parameter: torch.Tensor) -> None:
         original = self._of(parameter)
@@ -161,7 +179,9 @@ class CutOriginals(Originals):
             original.cut(None, self._ranks.shards.rank)
 
     def _let_go(self, nbytes: int) -> None:
-        """Let what was asked for longest ago be away until the rest takes no more: [Note: what is away]."""
+        """Let what was asked for longest ago be away until the rest takes no more: [Note: what is
+        away].
+        """
         for original in list(self._recent):
             if self._recent_bytes <= nbytes:
                 return
@@ -180,7 +200,7 @@ class CutOriginals(Originals):
         original = self._originals.get(number)
         return None if original is None or not original.is_away else super()._idle(number)
 
-    # --- one parameter --------------------------------------------------------------------------------------------
+    # --- one parameter ----------------------------------------------------------------------------
 
     def _gather(self, original: Original, parameter: torch.Tensor) -> None:
         """Let a parameter have its values in memory, on all ranks."""
@@ -193,7 +213,8 @@ class CutOriginals(Originals):
     def _gathered(self, original: Original, parameter: torch.Tensor) -> torch.Tensor:
         """Return the whole values, flat, in new memory."""
         assert original.part is not None, "what is away was cut"
-        # The device is said for those who make buffers within: the body may have another one as torch's default.
+        # The device is said for those who make buffers within: the body may have another one as
+        # torch's default.
         with plainly(), torch.device("cpu"):
             shard = torch.empty(original.part.numel, dtype=parameter.dtype)
             self.read_into(parameter, 0, shard)
@@ -207,7 +228,9 @@ class CutOriginals(Originals):
         """Return what a gather takes beside the values, on the rank that has the largest part."""
         assert original.spec is not None, "what is away was cut"
         largest = max(shard.numel for shard in original.spec.shards)
-        return largest * parameter.element_size() + self._wire_of(self._group(original, parameter.dtype))
+        return largest * parameter.element_size() + self._wire_of(
+            self._group(original, parameter.dtype)
+        )
 
     def _group(self, original: Original, dtype: torch.dtype) -> ShardGroup:
         assert original.spec is not None, "what is away was cut"

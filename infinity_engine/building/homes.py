@@ -1,6 +1,8 @@
-"""Brings the values of parameters and buffers to where they stay while an engine trains: device, host or drives.
+"""Brings the values of parameters and buffers to where they stay while an engine trains: device,
+host or drives.
 
-What is brought, and where to, the plan says. Where that fails, or what follows, `model_kept` takes it all back.
+What is brought, and where to, the plan says. Where that fails, or what follows, `model_kept` takes
+it all back.
 """
 
 from __future__ import annotations
@@ -30,13 +32,18 @@ _CONVERTED = 1 << 18  # elements at once, where what is read has another dtype t
 
 
 class Originals:
-    """The values that parameters have before the engine takes them: in memory, or where `built` has them."""
+    """The values that parameters have before the engine takes them: in memory, or where `built` has
+    them.
+    """
 
     def __init__(self, parameters: Sequence[ModelParameter], built: BuiltModel | None) -> None:
         self._built = built
-        self._converted: dict[torch.dtype, torch.Tensor] = {}  # one for all: many would leave holes in malloc's heap
+        # one for all: many would leave holes in malloc's heap
+        self._converted: dict[torch.dtype, torch.Tensor] = {}
         self._values = {
-            each.number: each.parameter.detach().reshape(-1) for each in parameters if not self.on_drives(each)
+            each.number: each.parameter.detach().reshape(-1)
+            for each in parameters
+            if not self.on_drives(each)
         }
 
     def on_drives(self, each: ModelParameter) -> bool:
@@ -76,7 +83,9 @@ def release_originals(parameters: Iterable[ModelParameter], built: BuiltModel | 
 
 @contextmanager
 def model_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Take back what the body gave the model's parameters and buffers to compute with where it fails."""
+    """Take back what the body gave the model's parameters and buffers to compute with where it
+    fails.
+    """
     before = [(each, each.data) for each in (*model.parameters(), *model.buffers())]
     try:
         yield
@@ -97,7 +106,8 @@ def bring_home(
     resources: ExitStack,
     teller: Teller,
 ) -> tuple[dict[int, ShardRecord], list[tuple[torch.nn.Parameter, torch.Tensor]]]:
-    """Bring the values of parameters to where they stay; return the records of those that modules fetch.
+    """Bring the values of parameters to where they stay; return the records of those that modules
+    fetch.
 
     And what the others are to show, once nobody needs what they were.
     """
@@ -113,7 +123,9 @@ def bring_home(
             if on_host and each.numel:
                 records[each.number] = _go_home(each, lanes, originals, resources)
             elif not on_host:
-                shown.append((each.parameter, _on_device(each, sizing, lanes, originals, resources)))
+                shown.append(
+                    (each.parameter, _on_device(each, sizing, lanes, originals, resources))
+                )
             placed(each.nbytes)
     return records, shown
 
@@ -131,7 +143,9 @@ def _on_device(
     return values.view(each.parameter.shape)
 
 
-def _go_home(each: ModelParameter, lanes: Lanes, originals: Originals, resources: ExitStack) -> ShardRecord:
+def _go_home(
+    each: ModelParameter, lanes: Lanes, originals: Originals, resources: ExitStack
+) -> ShardRecord:
     """Let values live on the host, in a shard of their own."""
     lease = lanes.host.lease(each.nbytes, holder="parameters")
     resources.callback(lease.close)
@@ -149,9 +163,12 @@ def _go_to_drives(
     *,
     placed: Callable[[int], None],
 ) -> ShardRecord:
-    """Let values rest on the drives, in a place of their own; they go there in pieces, which `placed` is told of."""
+    """Let values rest on the drives, in a place of their own; they go there in pieces, which
+    `placed` is told of.
+    """
     dtype = each.dtype
-    block = NORM_BLOCK * dtype.itemsize if isinstance(each, TrainedParameter) else CHECKSUM_BYTES  # as subgroups cut it
+    # as subgroups cut it
+    block = NORM_BLOCK * dtype.itemsize if isinstance(each, TrainedParameter) else CHECKSUM_BYTES
     place = swap.allocate(each.nbytes, holder=each.name, block_bytes=block)
     with lanes.host.lease_planned(SCRATCH) as scratch:
         most = scratch.nbytes // dtype.itemsize
@@ -159,14 +176,20 @@ def _go_to_drives(
             numel = min(most, each.numel - first)
             nbytes = numel * dtype.itemsize
             originals.fill(each, first, scratch.tensor(dtype)[:numel])
-            swap.write(place.part(first * dtype.itemsize, nbytes), scratch.memory()[:nbytes], what=each.name).wait()
+            swap.write(
+                place.part(first * dtype.itemsize, nbytes),
+                scratch.memory()[:nbytes],
+                what=each.name,
+            ).wait()
             placed(nbytes)
     each.rest_on_drives()
     return ShardRecord(each.name, place)
 
 
 def move_buffers(model: torch.nn.Module, where: torch.device, resources: ExitStack) -> None:
-    """Have buffers where modules compute, until the engine is closed, in the dtype that they have."""
+    """Have buffers where modules compute, until the engine is closed, in the dtype that they
+    have.
+    """
     for buffer in model.buffers():
         if buffer.device != where:
             resources.callback(_move, buffer, buffer.device)

@@ -1,6 +1,8 @@
-"""`load`: the values of a model on the meta device, from safetensors files to the drives, piece by piece.
+"""`load`: the values of a model on the meta device, from safetensors files to the drives, piece by
+piece.
 
-Checks all names and shapes first, moves the bytes, and touches the model last. Called by `load_into`.
+Checks all names and shapes first, moves the bytes, and touches the model last. Called by
+`load_into`.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor of the model, by all of its names, and where its values come from; of several ranks, how it is cut."""
+    """A tensor of the model, by all of its names, and where its values come from; of several ranks,
+    how it is cut.
+    """
 
     tensor: torch.Tensor
     names: tuple[str, ...]
@@ -101,28 +105,41 @@ def load(
     teller: Teller,
     ranks: Ranks | None,
 ) -> BuiltModel:
-    """Fill `model`; of several `ranks`, with this one's slices. See `load_into` for what is raised."""
+    """Fill `model`; of several `ranks`, with this one's slices.
+
+    See `load_into` for what is raised.
+    """
     targets = _targets(model, _found(Path(directory)), str(directory))
     if ranks is not None:
         _agree(ranks, targets)
         targets = _cut(ranks, targets)
     with ExitStack() as failed:
         built, originals = opened(budget, 0, failed, lambda _: None, ranks)
-        places = [originals.allocate(each.nbytes, each.names[0]) if each.nbytes else None for each in targets]
+        places = [
+            originals.allocate(each.nbytes, each.names[0]) if each.nbytes else None
+            for each in targets
+        ]
         originals.settle(room=sum(each.nbytes_whole for each in targets if each.is_small))
         queue = built.swap.queue
         with ExitStack() as opens:
             own = queue.settings_for(directory).inflight_bytes
-            opens.enter_context(built.ledger.reserve(Tier.HOST, own + _SLOTS_BYTES, holder="pieces of files"))
-            files = {path: opens.enter_context(queue.open(path)) for path in {each.source.path for each in targets}}
+            opens.enter_context(
+                built.ledger.reserve(Tier.HOST, own + _SLOTS_BYTES, holder="pieces of files")
+            )
+            files = {
+                path: opens.enter_context(queue.open(path))
+                for path in {each.source.path for each in targets}
+            }
             total = sum(each.nbytes for each in targets)
             with teller.part("loading values", total) as written:
                 _stream(_pieces(targets, places, files), built.swap, written)
             values = [
-                absent(each.tensor) if each.is_streamed else _read(each, files[each.source.path]) for each in targets
+                absent(each.tensor) if each.is_streamed else _read(each, files[each.source.path])
+                for each in targets
             ]
         if ranks is not None:
-            ranks.collectives.agree("the end of loading")  # the model is as it was until all have the values
+            # the model is as it was until all have the values
+            ranks.collectives.agree("the end of loading")
         with HeldSignals():  # all of the model is taken over, or nothing of it
             _give(targets, values, failed)
             for target, place in zip(targets, places, strict=True):
@@ -133,12 +150,16 @@ def load(
                     originals.adopt_absent(target.tensor, target.names[0], place)
                 elif isinstance(target.tensor, torch.nn.Parameter):
                     originals.adopt(target.tensor, target.names[0])
-            built.guard(each for each in model.modules() if any(mine in originals for mine in each.parameters()))
+            built.guard(
+                each
+                for each in model.modules()
+                if any(mine in originals for mine in each.parameters())
+            )
             failed.pop_all()
     return built
 
 
-# --- what belongs to what ----------------------------------------------------------------------------------------
+# --- what belongs to what -------------------------------------------------------------------------
 
 
 def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -> list[_Target]:
@@ -147,7 +168,11 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
     Raises:
         ConfigError: names or shapes are others, or a tensor cannot be filled.
     """
-    named = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, torch.Tensor)}
+    named = {
+        name: each
+        for name, each in model.state_dict(keep_vars=True).items()
+        if isinstance(each, torch.Tensor)
+    }
     names: dict[int, list[str]] = {}
     for name, tensor in named.items():
         names.setdefault(id(tensor), []).append(name)
@@ -155,11 +180,20 @@ def _targets(model: torch.nn.Module, found: Mapping[str, _Source], where: str) -
     missing = [each[0] for each in names.values() if not any(name in found for name in each)]
     unexpected = [name for name in found if name not in named]
     if missing or unexpected:
-        said = [f"{len(those)} {what}: {_listed(those)}" for what, those in _kinds(missing, unexpected) if those]
-        raise ConfigError(field=f"tensors in {where}", value="; ".join(said), expected="exactly those of the model")
+        said = [
+            f"{len(those)} {what}: {_listed(those)}"
+            for what, those in _kinds(missing, unexpected)
+            if those
+        ]
+        raise ConfigError(
+            field=f"tensors in {where}",
+            value="; ".join(said),
+            expected="exactly those of the model",
+        )
     targets = []
     for each in names.values():
-        source = found[[name for name in each if name in found][-1]]  # what torch's load_state_dict takes, too
+        # what torch's load_state_dict takes, too
+        source = found[[name for name in each if name in found][-1]]
         target = _Target(named[each[0]], tuple(each), source)
         if target.source.entry.shape != tuple(target.tensor.shape):
             raise ConfigError(
@@ -190,15 +224,26 @@ def _check_devices(model: torch.nn.Module, persistent: Mapping[int, object]) -> 
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             expected = "on the meta device: build the model under `with torch.device('meta')`"
-            raise ConfigError(field=f"parameter {name}", value=str(parameter.device), expected=expected)
-    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in persistent]
+            raise ConfigError(
+                field=f"parameter {name}", value=str(parameter.device), expected=expected
+            )
+    empty = [
+        name
+        for name, buffer in model.named_buffers()
+        if buffer.is_meta and id(buffer) not in persistent
+    ]
     if empty:
         expected = (
-            "values, which no file has for buffers that are not persistent. Put only parameters on the meta device, as "
-            "accelerate.init_empty_weights(include_buffers=False) does; or make the modules of these buffers again "
-            "outside of torch.device('meta'), before load_into; or build the model under init_context"
+            "values, which no file has for buffers that are not persistent. Put only parameters on "
+            "the meta device, as "
+            "accelerate.init_empty_weights(include_buffers=False) does; or make the modules of "
+            "these buffers again "
+            "outside of torch.device('meta'), before load_into; or build the model under "
+            "init_context"
         )
-        raise ConfigError(field=f"buffer {_listed(empty)}", value="on the meta device", expected=expected)
+        raise ConfigError(
+            field=f"buffer {_listed(empty)}", value="on the meta device", expected=expected
+        )
 
 
 def _found(directory: Path) -> dict[str, _Source]:
@@ -212,10 +257,15 @@ def _found(directory: Path) -> dict[str, _Source]:
         try:
             header = safetensors_header(path)
         except (SafetensorsError, OSError) as error:
-            raise ConfigError(field="file", value=str(path), expected=f"a safetensors file ({error})") from error
+            raise ConfigError(
+                field="file", value=str(path), expected=f"a safetensors file ({error})"
+            ) from error
         for name, entry in header.tensors.items():
             if name in found:
-                expected = f"in one file; both {found[name].path.name} and {path.name} have it, and no index says which"
+                expected = (
+                    f"in one file; both {found[name].path.name} and {path.name} have it, and no "
+                    "index says which"
+                )
                 raise ConfigError(field=f"files in {directory}", value=name, expected=expected)
             found[name] = _Source(path, name, entry)
     return found
@@ -225,17 +275,26 @@ def _files(directory: Path) -> list[Path]:
     indices = sorted(directory.glob(f"*{_INDEX}"))
     if len(indices) == 1:
         try:
-            return sorted({directory / name for name in json.loads(indices[0].read_text())["weight_map"].values()})
+            return sorted(
+                {
+                    directory / name
+                    for name in json.loads(indices[0].read_text())["weight_map"].values()
+                }
+            )
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             expected = f"an index with a weight_map from names to files ({error!r})"
             raise ConfigError(field="index", value=str(indices[0]), expected=expected) from error
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ConfigError(field="directory of the values", value=str(directory), expected="one with .safetensors files")
+        raise ConfigError(
+            field="directory of the values",
+            value=str(directory),
+            expected="one with .safetensors files",
+        )
     return files
 
 
-# --- several ranks -----------------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------
 
 
 def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
@@ -249,12 +308,20 @@ def _agree(ranks: Ranks, targets: Sequence[_Target]) -> None:
     entries: dict[Path, dict[str, str]] = {}
     for each in targets:
         entries.setdefault(each.source.path, {})[each.source.name] = str(each.source.entry)
-    headers = {path.name: crc32c(json.dumps(said, sort_keys=True).encode()) for path, said in entries.items()}
+    headers = {
+        path.name: crc32c(json.dumps(said, sort_keys=True).encode())
+        for path, said in entries.items()
+    }
     ranks.agree_on(
         "the files of values",
-        {path.name: f"{path.stat().st_size} B, header {headers[path.name]:08x}" for path in entries},
+        {
+            path.name: f"{path.stat().st_size} B, header {headers[path.name]:08x}"
+            for path in entries
+        },
     )
-    ranks.agree_again_on("samples of the values in files", _samples([each.source for each in targets]))
+    ranks.agree_again_on(
+        "samples of the values in files", _samples([each.source for each in targets])
+    )
 
 
 def _samples(sources: Sequence[_Source]) -> dict[str, str]:
@@ -273,7 +340,9 @@ def _samples(sources: Sequence[_Source]) -> dict[str, str]:
         with path.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             for each in those:
-                found[f"{each.name} in {path.name}"] = f"values of checksum {crc32c(_sample(file.fileno(), each)):08x}"
+                found[f"{each.name} in {path.name}"] = (
+                    f"values of checksum {crc32c(_sample(file.fileno(), each)):08x}"
+                )
     return found
 
 
@@ -289,7 +358,12 @@ def _sample(descriptor: int, source: _Source) -> bytes:
     if len(values) < nbytes:
         asked, done = nbytes, len(values)
         raise TransferError(
-            errno=error, path=str(source.path), offset=offset, asked=asked, done=done, what=source.name
+            errno=error,
+            path=str(source.path),
+            offset=offset,
+            asked=asked,
+            done=done,
+            what=source.name,
         ) from None
     return values
 
@@ -298,12 +372,14 @@ def _cut(ranks: Ranks, targets: Sequence[_Target]) -> list[_Target]:
     """Return how the ranks share what is streamed."""
     partitioner = Partitioner(ranks.shards.size, ranks.partitioning)
     return [
-        replace(each, spec=partitioner.cut(each.tensor.numel()), rank=ranks.shards.rank) if each.is_streamed else each
+        replace(each, spec=partitioner.cut(each.tensor.numel()), rank=ranks.shards.rank)
+        if each.is_streamed
+        else each
         for each in targets
     ]
 
 
-# --- bytes -------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,10 +396,14 @@ class _Piece:
 
 
 class _Slot:
-    """Memory for a piece, as it is in the file and as the model has it, and what is under way with it."""
+    """Memory for a piece, as it is in the file and as the model has it, and what is under way with
+    it.
+    """
 
     def __init__(self) -> None:
-        self._raw, self._cast = (torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2))
+        self._raw, self._cast = (
+            torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)
+        )
         self._hop: IOHop | None = None
         self._piece: _Piece | None = None
 
@@ -375,7 +455,8 @@ def _stream(pieces: Iterable[_Piece], swap: SwapFile, written: Callable[[int], N
             slot.wait()
     finally:
         for slot in slots:
-            with suppress(TransferError):  # of what a failure, which is what is told, has left behind
+            # of what a failure, which is what is told, has left behind
+            with suppress(TransferError):
                 slot.wait()
 
 
@@ -383,7 +464,9 @@ def _begin(file: File, values: torch.Tensor, offset: int, what: str) -> IOHop:
     return IOHop([file.pread(memory_of(values, writable=True), offset)], what)
 
 
-def _pieces(targets: Sequence[_Target], places: Sequence[Place | None], files: Mapping[Path, File]) -> Iterator[_Piece]:
+def _pieces(
+    targets: Sequence[_Target], places: Sequence[Place | None], files: Mapping[Path, File]
+) -> Iterator[_Piece]:
     """Yield pieces that begin on a page of their places."""
     for target, place in zip(targets, places, strict=True):
         if place is None:
@@ -411,11 +494,13 @@ def _read(target: _Target, file: File) -> torch.Tensor:
     return values.to(target.tensor.dtype)
 
 
-# --- the model ---------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 def _give(targets: Sequence[_Target], values: Sequence[torch.Tensor], failed: ExitStack) -> None:
-    """Let the model's tensors, which stay the objects that they are, have these values; `failed` takes them back."""
+    """Let the model's tensors, which stay the objects that they are, have these values; `failed`
+    takes them back.
+    """
     for target, each in zip(targets, values, strict=True):
         tensor = target.tensor
         if not tensor.is_meta:  # a buffer

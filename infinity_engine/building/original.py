@@ -1,10 +1,13 @@
-"""`Original`: one parameter of a model that is being built, and its values: in memory, on the drives, or in both.
+"""`Original`: one parameter of a model that is being built, and its values: in memory, on the
+drives, or in both.
 
-Takes values away from a parameter and gives them back; counts and decides nothing. `Originals` has them all.
+Takes values away from a parameter and gives them back; counts and decides nothing. `Originals` has
+them all.
 
-[Note: whose memory leaves] A parameter leaves host memory only where nobody else can see that memory: it is written to
-the drives, its data is taken away, and if the storage lives on after that, a view of it is somewhere and the parameter
-gets it back. So what is written through a view counts, whenever it is written.
+[Note: whose memory leaves] A parameter leaves host memory only where nobody else can see that
+memory: it is written to the drives, its data is taken away, and if the storage lives on after that,
+a view of it is somewhere and the parameter gets it back. So what is written through a view counts,
+whenever it is written.
 """
 
 from __future__ import annotations
@@ -29,10 +32,11 @@ _LONGEST_WAIT = 1024  # so often at most a parameter is passed over after it cou
 
 
 class Original:
-    """Where the values of one parameter are: `held` bytes of host memory, and `place` on the drives.
+    """Where the values of one parameter are: `held` bytes of host memory, and `place` on the
+    drives.
 
-    Those in memory are what counts where there are any. Cut over ranks, as `spec` says, it has but `part` on the
-    drives, for which there is no place where that is empty.
+    Those in memory are what counts where there are any. Cut over ranks, as `spec` says, it has but
+    `part` on the drives, for which there is no place where that is empty.
     """
 
     def __init__(self, parameter: torch.Tensor, name: str, place: Place | None = None) -> None:
@@ -41,16 +45,18 @@ class Original:
         self.place = place
         self.spec: ShardSpec | None = None
         self.part: Shard | None = None
-        self.is_away = False  # for all ranks: whoever asks for it gathers it. Its memory may still be here
+        # for all ranks: whoever asks for it gathers it. Its memory may still be here
+        self.is_away = False
         self.digest = ""  # of the whole values, where this rank has seen them
-        self.shown = weakref.ref(parameter.untyped_storage())  # while it is absent: the NaN that it shows
+        # while it is absent: the NaN that it shows
+        self.shown = weakref.ref(parameter.untyped_storage())
         self._parameter = TensorWeakRef(parameter)
         self._kept: torch.Tensor | None = None
         self._stride = torch.empty(parameter.shape, device="meta").stride()
         self._pinned = False
         self._wait = self._waited = 0
 
-    # --- the parameter --------------------------------------------------------------------------------------------
+    # --- the parameter ----------------------------------------------------------------------------
 
     @property
     def parameter(self) -> torch.Tensor | None:
@@ -76,7 +82,7 @@ class Original:
         """Whether its values are on the drives alone."""
         return not self.held and (self.place is not None or self.part is not None)
 
-    # --- what is counted ------------------------------------------------------------------------------------------
+    # --- what is counted --------------------------------------------------------------------------
 
     def holds(self, nbytes: int) -> None:
         """Note how many bytes of host memory it has."""
@@ -93,7 +99,9 @@ class Original:
         self.part = None if spec is None else spec.shards[rank]
 
     def goes_away(self, digest: str | None = None) -> None:
-        """Be away, for all ranks; with values of which these words are all that this rank has seen."""
+        """Be away, for all ranks; with values of which these words are all that this rank has
+        seen.
+        """
         self.is_away = True
         self.digest = digest or self.digest
 
@@ -103,14 +111,20 @@ class Original:
 
     def bytes_to_store(self, parameter: torch.Tensor) -> int:
         """Return how many bytes of it belong on the drives of this rank."""
-        return nbytes_of(parameter) if self.part is None else self.part.numel * parameter.element_size()
+        return (
+            nbytes_of(parameter)
+            if self.part is None
+            else self.part.numel * parameter.element_size()
+        )
 
     def pin(self) -> None:
         """Stay in host memory: somebody has its address, which nothing tells the end of."""
         self._pinned = True
 
     def is_asked_again(self) -> bool:
-        """Tell whether it is worth to try whether it can leave: ever more seldom where it could not."""
+        """Tell whether it is worth to try whether it can leave: ever more seldom where it could
+        not.
+        """
         self._wait -= 1
         return self._wait < 0
 
@@ -119,14 +133,16 @@ class Original:
         storage = parameter.untyped_storage()
         return (
             not self._pinned
-            and parameter.numel() > 1  # one element could be written to, as NaN that is shown in its place
-            # Else a graph has the parameter itself, and not a view. torch's stubs do not know how many have it.
+            # one element could be written to, as NaN that is shown in its place
+            and parameter.numel() > 1
+            # Else a graph has the parameter itself, and not a view. torch's stubs do not know how
+            # many have it.
             and parameter._use_count() == 1  # type: ignore[attr-defined]
             and storage.nbytes() == nbytes_of(parameter)  # else the rest is somebody's
             and not (parameter.is_conj() or parameter.is_neg() or storage.is_shared())
         )
 
-    # --- values ---------------------------------------------------------------------------------------------------
+    # --- values -----------------------------------------------------------------------------------
 
     def store(self, parameter: torch.Tensor, swap: SwapFile) -> None:
         """Write the values in memory to its place."""
@@ -140,7 +156,9 @@ class Original:
             swap.write(self.place, memory_of(values, writable=False), what=self.name).wait()
 
     def leave(self, parameter: torch.Tensor) -> bool:
-        """Take memory away from a parameter that was stored; tell whether it has gone: [Note: whose memory leaves]."""
+        """Take memory away from a parameter that was stored; tell whether it has gone: [Note: whose
+        memory leaves].
+        """
         storage = weakref.ref(parameter.untyped_storage())
         offset, self._stride = int(parameter.storage_offset()), parameter.stride()
         self.hide(parameter)
@@ -171,11 +189,15 @@ class Original:
         """
         with plainly():
             storage = parameter.untyped_storage()
-            if self.shown() is storage and torch.equal(_raw(storage), _raw(absent(parameter).untyped_storage())):
+            if self.shown() is storage and torch.equal(
+                _raw(storage), _raw(absent(parameter).untyped_storage())
+            ):
                 return
         raise RuntimeError(
-            f"{self.name} was changed while its values were on the drives: the change would be lost. Change it in the "
-            "body of init_context, or under `with engine.gathered([parameter], modify=True)` after engine.initialize"
+            f"{self.name} was changed while its values were on the drives: the change would be "
+            "lost. Change it in the "
+            "body of init_context, or under `with engine.gathered([parameter], modify=True)` after "
+            "engine.initialize"
         )
 
     def fill(self, parameter: torch.Tensor, swap: SwapFile) -> None:
@@ -188,10 +210,14 @@ class Original:
             self.give(parameter, values)
 
     def give(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Let the parameter have these values, which are in the order of its dimensions, in memory."""
+        """Let the parameter have these values, which are in the order of its dimensions, in
+        memory.
+        """
         with plainly():
             if values.stride() != self._stride:
-                turned = torch.empty_strided(parameter.shape, self._stride, dtype=parameter.dtype, device="cpu")
+                turned = torch.empty_strided(
+                    parameter.shape, self._stride, dtype=parameter.dtype, device="cpu"
+                )
                 values = turned.copy_(values)
             parameter.data = values
 
@@ -217,7 +243,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def absent(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what is seen of a parameter that is not here: who reads it gets NaN, who writes to it an error.
+    """Return what is seen of a parameter that is not here: who reads it gets NaN, who writes to it
+    an error.
 
     The error is torch's, and lets `fill_()` and `zero_()` through, which are seen later.
     """
@@ -232,6 +259,8 @@ def absent(parameter: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Let what the body makes be ordinary tensors, whatever the caller's modes are: none sees what it calls."""
+    """Let what the body makes be ordinary tensors, whatever the caller's modes are: none sees what
+    it calls.
+    """
     with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
         yield

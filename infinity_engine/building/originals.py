@@ -1,12 +1,15 @@
-"""`Originals`: the parameters of a model that is being built, which of them are in host memory, and which leave.
+"""`Originals`: the parameters of a model that is being built, which of them are in host memory, and
+which leave.
 
-A parameter whose values are on the drives alone keeps identity, shape and dtype, and reads as NaN (integers: 0). Knows
-parameters and no modules. Called while a model is built and until an engine has taken it over, from one thread.
+A parameter whose values are on the drives alone keeps identity, shape and dtype, and reads as NaN
+(integers: 0). Knows parameters and no modules. Called while a model is built and until an engine
+has taken it over, from one thread.
 
-[Note: what is made of absent parameters] `torch.nn.Parameter(parameter)` shares the memory and calls nothing that could
-be seen. Made of one that is absent, it shows the same NaN in the same storage, by which it is found when it is used or
-registered, and gets the memory that it should have shared. So until the model is built, parameters are kept even where
-nobody else has them, but for those that nobody has made another of when there has to be more room.
+[Note: what is made of absent parameters] `torch.nn.Parameter(parameter)` shares the memory and
+calls nothing that could be seen. Made of one that is absent, it shows the same NaN in the same
+storage, by which it is found when it is used or registered, and gets the memory that it should have
+shared. So until the model is built, parameters are kept even where nobody else has them, but for
+those that nobody has made another of when there has to be more room.
 """
 
 from __future__ import annotations
@@ -31,20 +34,25 @@ from infinity_engine.units import MiB, align_down, align_up
 __all__ = ["CACHE_PART", "Originals", "first_sizes"]
 
 CACHE_PART = 4
-"""Of what is free of the host's budget, the cache is one in so many, where nobody says how large it is."""
+"""Of what is free of the host's budget, the cache is one in so many, where nobody says how large it
+is.
+"""
 _PAGE = 4096
 _STEP = 256 * MiB  # by so much the swap file grows at least, where the budget has it
-_RETURNED = 16 * MiB  # so much that has left goes back to the system at once, rather than lie about in holes
+# so much that has left goes back to the system at once, rather than lie about in holes
+_RETURNED = 16 * MiB
 _MANY = 64  # so many new parameters are worth a look for those that nobody has any more
 _HOLDER = "parameters being built"
 
 
 class Originals:
-    """Keeps `cache` bytes of values in host memory, more only as long as one call needs or views hold more.
+    """Keeps `cache` bytes of values in host memory, more only as long as one call needs or views
+    hold more.
 
     Without `cache` it is a quarter of what is free of the host's budget.
 
-    `budget` says how many bytes of each directory `swap` may grow to. `written` is told of those that were written.
+    `budget` says how many bytes of each directory `swap` may grow to. `written` is told of those
+    that were written.
     """
 
     def __init__(
@@ -60,10 +68,12 @@ class Originals:
         self._budget = dict(budget)
         self._written = written
         self._originals: dict[int, Original] = {}
-        self._here: dict[int, None] = {}  # by parameters' ids, the one that was used last at the end
+        # by parameters' ids, the one that was used last at the end
+        self._here: dict[int, None] = {}
         self._in_use: frozenset[int] = frozenset()
         self._gone: deque[tuple[int, Original]] = deque()
-        self._shown: dict[int, tuple[weakref.ref[torch.UntypedStorage], Original]] = {}  # by its address
+        # by its address
+        self._shown: dict[int, tuple[weakref.ref[torch.UntypedStorage], Original]] = {}
         self._freed = 0  # bytes since freed memory last went back to the system
         self._new = 0  # how many were added since nobody's were last looked for
         free = ledger.free(Tier.HOST)
@@ -78,10 +88,12 @@ class Originals:
             )
         self._host = ledger.reserve(Tier.HOST, free, holder=_HOLDER)
 
-    # --- which there are ------------------------------------------------------------------------------------------
+    # --- which there are --------------------------------------------------------------------------
 
     def adopt(self, parameter: torch.Tensor, name: str) -> None:
-        """Take over a parameter as it is. One that has no dense values in host memory is left alone.
+        """Take over a parameter as it is.
+
+        One that has no dense values in host memory is left alone.
 
         Raises:
             CapacityError: the host's budget has no room for it.
@@ -94,17 +106,26 @@ class Originals:
             self._note(parameter)
 
     def adopt_absent(self, parameter: torch.Tensor, name: str, place: Place) -> None:
-        """Take over a parameter that shows no values: they are in this place, in the order of its dimensions."""
+        """Take over a parameter that shows no values: they are in this place, in the order of its
+        dimensions.
+        """
         self._add(parameter, Original(parameter, name, place))
 
     def revive(self, tensor: torch.Tensor) -> None:
-        """Give a tensor that was made of an absent parameter its memory: [Note: what is made of absent parameters]."""
+        """Give a tensor that was made of an absent parameter its memory: [Note: what is made of
+        absent parameters].
+        """
         if not is_plain(tensor) or tensor.numel() < 2 or any(tensor.stride()):
             return
         storage = tensor.untyped_storage()
         shown, original = self._shown.get(storage.data_ptr(), (None, None))
         parameter = None if original is None else original.parameter
-        if shown is not None and shown() is storage and parameter is not None and parameter is not tensor:
+        if (
+            shown is not None
+            and shown() is storage
+            and parameter is not None
+            and parameter is not tensor
+        ):
             with self.using([parameter]), plainly():
                 tensor.data = parameter.data
 
@@ -130,11 +151,14 @@ class Originals:
         found = [original.parameter for original in self._originals.values()]
         return [each for each in found if each is not None]
 
-    # --- where they are -------------------------------------------------------------------------------------------
+    # --- where they are ---------------------------------------------------------------------------
 
     @contextmanager
-    def using(self, parameters: Collection[torch.Tensor], replaced: torch.Tensor | None = None) -> Iterator[None]:
-        """Have the values of these in host memory within the body, which may change them, their shape and dtype.
+    def using(
+        self, parameters: Collection[torch.Tensor], replaced: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """Have the values of these in host memory within the body, which may change them, their
+        shape and dtype.
 
         Those of `replaced`, one of them, the body gives anew: they need not be there before.
 
@@ -160,16 +184,23 @@ class Originals:
         """Let the values of these leave host memory, as far as nobody has views of it."""
         left = [each for each in parameters if not self.is_absent(each)]
         for again in (False, True):
-            left = [each for each in left if self._of(each).may_leave(each) and not self._leave(each)]
+            left = [
+                each for each in left if self._of(each).may_leave(each) and not self._leave(each)
+            ]
             if left and not again:
-                gc.collect()  # what was only used while the model was built often has views, in a cycle
+                # what was only used while the model was built often has views, in a cycle
+                gc.collect()
 
     def leave_all(self) -> None:
-        """Let all values leave host memory, as far as nobody has views of them: the model is built."""
+        """Let all values leave host memory, as far as nobody has views of them: the model is
+        built.
+        """
         self.leave(self.parameters())
 
     def settle(self, room: int = 0) -> None:
-        """Keep no more of the budget than values take: of the host's, those that could not leave and `room` bytes."""
+        """Keep no more of the budget than values take: of the host's, those that could not leave
+        and `room` bytes.
+        """
         self._swap.trim()
         held = self._host.held
         self._host.release(held)
@@ -184,14 +215,18 @@ class Originals:
         return self._of(parameter).is_absent
 
     def bring(self, parameter: torch.Tensor) -> None:
-        """Give a parameter ordinary memory with its values, and forget it. Whoever has it counts the memory."""
+        """Give a parameter ordinary memory with its values, and forget it.
+
+        Whoever has it counts the memory.
+        """
         original = self._of(parameter)
         if original.is_absent:
             self._fill(original, parameter)
         self.forget(parameter)
 
     def read_into(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
-        """Fill a flat, contiguous tensor with its elements from the first on, in the order of its dimensions.
+        """Fill a flat, contiguous tensor with its elements from the first on, in the order of its
+        dimensions.
 
         Of one that is cut, the first element is that of this rank's part.
         """
@@ -200,7 +235,11 @@ class Originals:
         if not nbytes:
             return
         if original.place is None or not original.is_absent:
-            _copy_of(parameter, first_element + (0 if original.part is None else original.part.first_element), values)
+            _copy_of(
+                parameter,
+                first_element + (0 if original.part is None else original.part.first_element),
+                values,
+            )
             return
         original.check_untouched(parameter)
         page = align_down(start, _PAGE)
@@ -212,22 +251,30 @@ class Originals:
             values.view(torch.uint8).copy_(room[start - page :])
 
     def read_whole(self, parameter: torch.Tensor, first_element: int, values: torch.Tensor) -> None:
-        """Do as `read_into`, whatever rank has the elements: the first element is that of the parameter."""
+        """Do as `read_into`, whatever rank has the elements: the first element is that of the
+        parameter.
+        """
         if self.is_absent(parameter):
             self.read_into(parameter, first_element, values)
         else:
             _copy_of(parameter, first_element, values)
 
     def room_for(self, parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-        """Return how many bytes values of these need that are not in memory, and how many the host's budget has."""
-        return sum(nbytes_of(each) for each in parameters if self.is_absent(each)), self._ledger.free(Tier.HOST)
+        """Return how many bytes values of these need that are not in memory, and how many the
+        host's budget has.
+        """
+        return sum(
+            nbytes_of(each) for each in parameters if self.is_absent(each)
+        ), self._ledger.free(Tier.HOST)
 
     def spec_of(self, parameter: torch.Tensor) -> ShardSpec | None:
         """Return how a parameter is cut over the ranks; None: it is not."""
         return self._of(parameter).spec
 
     def digest_of(self, parameter: torch.Tensor) -> str:
-        """Return words that differ where values of a parameter that is cut do, as far as this rank has seen them."""
+        """Return words that differ where values of a parameter that is cut do, as far as this rank
+        has seen them.
+        """
         return self._of(parameter).digest
 
     def agree(self) -> None:
@@ -243,7 +290,10 @@ class Originals:
             self._prune()
         missing = align_up(nbytes, _PAGE) - self._swap.free_bytes
         if missing > 0:
-            left = {each: align_down(self._ledger.free(Tier.NVME, directory=each), _PAGE) for each in self._budget}
+            left = {
+                each: align_down(self._ledger.free(Tier.NVME, directory=each), _PAGE)
+                for each in self._budget
+            }
             if missing > sum(left.values()):
                 raise CapacityError(
                     tier=Tier.NVME.name,
@@ -251,21 +301,25 @@ class Originals:
                     asked=nbytes,
                     free=self._swap.free_bytes + sum(left.values()),
                     limit=sum(self._budget.values()),
-                    change=f"raise the budget's nvme, or name more directories in it: {name} is the parameter that has "
+                    change=f"raise the budget's nvme, or name more directories in it: {name} is "
+                    "the parameter that has "
                     f"no room, beside those that are there already",
                 )
             self._swap.grow(_shares(max(missing, _STEP, self._swap.capacity // 4), left))
         return self._swap.allocate(nbytes, holder=name)
 
     def close(self) -> None:
-        """Give the host's budget back. What was in memory is as it is; what was not cannot be had any more."""
+        """Give the host's budget back.
+
+        What was in memory is as it is; what was not cannot be had any more.
+        """
         self._originals.clear()
         self._here.clear()
         self._shown.clear()
         self._host.release(self._host.held)
         self._host.close()
 
-    # --- one parameter --------------------------------------------------------------------------------------------
+    # --- one parameter ----------------------------------------------------------------------------
 
     def _add(self, parameter: torch.Tensor, original: Original) -> Original:
         self._new += 1
@@ -296,7 +350,9 @@ class Originals:
         original.fill(parameter, self._swap)
 
     def _note(self, parameter: torch.Tensor) -> None:
-        """Count the host memory that a parameter has now, and let it be the one that was used last."""
+        """Count the host memory that a parameter has now, and let it be the one that was used
+        last.
+        """
         original = self._of(parameter)
         nbytes = parameter.untyped_storage().nbytes()
         if nbytes > original.held:
@@ -355,7 +411,7 @@ class Originals:
     def _read_part(self, original: Original, part: Place, into: torch.Tensor) -> None:
         self._swap.read(part, memory_of(into, writable=True), what=original.name).wait()
 
-    # --- room -----------------------------------------------------------------------------------------------------
+    # --- room -------------------------------------------------------------------------------------
 
     def _make_room(self, nbytes: int) -> None:
         """Let so much fit into the cache, as far as there is something that can leave.
@@ -376,9 +432,13 @@ class Originals:
                 asked=nbytes,
                 free=self._host.nbytes - self._host.held,
                 limit=self._host.nbytes,
-                holders=tuple((self._originals[each].name, self._originals[each].held) for each in self._here),
-                change="raise the budget's host, or let init_context's body use less at once: what stays in memory is "
-                "what one call needs, and what somebody has views of, such as `weight.data` in a variable",
+                holders=tuple(
+                    (self._originals[each].name, self._originals[each].held) for each in self._here
+                ),
+                change="raise the budget's host, or let init_context's body use less at once: what "
+                "stays in memory is "
+                "what one call needs, and what somebody has views of, such as `weight.data` in a "
+                "variable",
             )
 
     def _shrink(self, nbytes: int) -> None:
@@ -441,14 +501,20 @@ def _copy_of(parameter: torch.Tensor, first_element: int, values: torch.Tensor) 
 
 
 def first_sizes(budget: Mapping[str, int]) -> dict[str, int]:
-    """Return what a swap file takes of each directory before anybody knows how much it will have to hold."""
+    """Return what a swap file takes of each directory before anybody knows how much it will have to
+    hold.
+    """
     shares = _shares(_STEP, budget)
     return {name: min(nbytes, max(2 * _PAGE, shares[name])) for name, nbytes in budget.items()}
 
 
 def _shares(nbytes: int, left: Mapping[str, int]) -> dict[str, int]:
-    """Return `nbytes` at least, or all that is left, in whole pages: of each directory by what is left there."""
+    """Return `nbytes` at least, or all that is left, in whole pages: of each directory by what is
+    left there.
+    """
     total = sum(left.values())
     if nbytes >= total:
         return dict(left)
-    return {name: min(free, align_up(-(-nbytes * free // total), _PAGE)) for name, free in left.items()}
+    return {
+        name: min(free, align_up(-(-nbytes * free // total), _PAGE)) for name, free in left.items()
+    }

@@ -1,6 +1,8 @@
-"""`PreviousStates`: the states that an optimizer has made before the engine, which the engine goes on with.
+"""`PreviousStates`: the states that an optimizer has made before the engine, which the engine goes
+on with.
 
-Checks them and lets the engine's own be filled from them. The optimizer keeps them until the engine is complete.
+Checks them and lets the engine's own be filled from them. The optimizer keeps them until the engine
+is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ class PreviousStates:
     """Those of `trained`, the parameters of the model, of which each has the rule of its group."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, trained: Sequence[TrainedParameter], rules: Sequence[Rule]
+        self,
+        optimizer: torch.optim.Optimizer,
+        trained: Sequence[TrainedParameter],
+        rules: Sequence[Rule],
     ) -> None:
         self._optimizer = optimizer
         self._cut: Cut | None = None
@@ -44,7 +49,9 @@ class PreviousStates:
         cut.ranks.agree_on(
             "the optimizer's states",
             {
-                f"{name} of {known.name}": digest_of(value) if isinstance(value, torch.Tensor) else value
+                f"{name} of {known.name}": digest_of(value)
+                if isinstance(value, torch.Tensor)
+                else value
                 for known in cut.wholes
                 for name, value in self._states.get(known.number, {}).items()
             },
@@ -52,12 +59,17 @@ class PreviousStates:
         self._cut = cut
 
     def steps_of(self, number: int) -> int:
-        """Return how many updates a parameter has had. torch does not count those of SGD: one stands for all."""
+        """Return how many updates a parameter has had.
+
+        torch does not count those of SGD: one stands for all.
+        """
         state = self._states.get(number)
         return 0 if state is None else int(state.get(_STEP, 1))
 
     def fill(self, number: int, name: str, first_element: int, values: torch.Tensor) -> bool:
-        """Fill flat `values` with a state of a parameter, or of its shard, from one element on; False: it has none."""
+        """Fill flat `values` with a state of a parameter, or of its shard, from one element on;
+        False: it has none.
+        """
         state = self._states.get(number)
         if state is None:
             return False
@@ -76,7 +88,9 @@ class PreviousStates:
 
 
 def _has_stepped(state: Mapping[str, object]) -> bool:
-    """Tell whether a parameter's states in an optimizer are of steps: Adagrad makes some before its first one."""
+    """Tell whether a parameter's states in an optimizer are of steps: Adagrad makes some before its
+    first one.
+    """
     step = state.get(_STEP, 1)
     return any(value is not None for value in state.values()) and bool(step != 0)
 
@@ -89,15 +103,22 @@ def _checked(known: TrainedParameter, state: Mapping[str, Any], rule: Rule) -> d
         raise ConfigError(
             field=f"optimizer's states of {known.name}",
             value=", ".join(sorted(found)) or "nothing",
-            expected=f"{', '.join(rule.states) or 'nothing'}, as {type(rule).__name__} has them with the options of "
+            expected=f"{', '.join(rule.states) or 'nothing'}, as {type(rule).__name__} has them "
+            "with the options of "
             "its group. To begin with new states, call optimizer.state.clear()",
         )
     for name in rule.states:
         value = found[name]
-        if not isinstance(value, torch.Tensor) or value.numel() != numel or tuple(value.shape) != shape:
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.numel() != numel
+            or tuple(value.shape) != shape
+        ):
             raise ConfigError(
                 field=f"optimizer's {name} of {known.name}",
-                value=f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value,
+                value=f"a tensor of shape {tuple(value.shape)}"
+                if isinstance(value, torch.Tensor)
+                else value,
                 expected=f"a tensor of the parameter's shape {shape}",
             )
     return found

@@ -1,7 +1,9 @@
-"""Measures what this machine can do, by the code that training runs, and keeps it: figures as in `plan.Calibration`.
+"""Measures what this machine can do, by the code that training runs, and keeps it: figures as in
+`plan.Calibration`.
 
-`calibrated` takes what was kept and measures the rest; `kept_calibration` never measures. Torch is imported only when
-links and devices are measured, and only where it is installed. Used by engine/ and cli/.
+`calibrated` takes what was kept and measures the rest; `kept_calibration` never measures. Torch is
+imported only when links and devices are measured, and only where it is installed. Used by engine/
+and cli/.
 """
 
 from infinity_engine.calibration.cache import CalibrationCache, CalibrationWarning

@@ -1,7 +1,9 @@
-"""How fast modules compute: forwards and backwards of transformer blocks, with all that lies between their products.
+"""How fast modules compute: forwards and backwards of transformer blocks, with all that lies
+between their products.
 
-A matrix product alone promises more than a model reaches: normalization, activation functions, attention, sums, the
-cost of starting each of them, and new memory for gradients take their part, and it depends on the shape how much.
+A matrix product alone promises more than a model reaches: normalization, activation functions,
+attention, sums, the cost of starting each of them, and new memory for gradients take their part,
+and it depends on the shape how much.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ __all__ = ["measure_blocks"]
 _WIDTHS = MappingProxyType({"cpu": (512, 1024, 1536, 2048), "cuda": (1024, 2048, 4096)})
 _TOKENS = MappingProxyType({"cpu": (256, 1024), "cuda": (512, 2048)})
 _HEAD = 64
-_LAYERS, _VECTORS = 12, 13  # weights for each squared element of the width, and for each of its elements
-_PARTS = 5  # of the memory: parameters in each of two dtypes, gradients, and two for what lies between
+# weights for each squared element of the width, and for each of its elements
+_LAYERS, _VECTORS = 12, 13
+# of the memory: parameters in each of two dtypes, gradients, and two for what lies between
+_PARTS = 5
 _LONGEST = 0.1  # of all the time, for one forward and backward
 _PASSES = 3  # forwards that one forward with its backward computes as much as
 
@@ -32,11 +36,15 @@ _PASSES = 3  # forwards that one forward with its backward computes as much as
 def measure_blocks(
     device: torch.device, products: Mapping[str, Figure], part: MeasuringTime, nbytes: int
 ) -> dict[str, dict[BlockShape, BlockFigures]]:
-    """Measure blocks of several shapes, as far as that takes little time at the rates of these products, and memory."""
+    """Measure blocks of several shapes, as far as that takes little time at the rates of these
+    products, and memory.
+    """
     points = [
         (name, shape)
         for name, dtype in DTYPES.items()
-        for shape in _shapes(device, dtype, products[name].median or 0.0, part.seconds, nbytes // _PARTS)
+        for shape in _shapes(
+            device, dtype, products[name].median or 0.0, part.seconds, nbytes // _PARTS
+        )
     ]
     weights = {name: _weights(device, dtype, nbytes // _PARTS) for name, dtype in DTYPES.items()}
     blocks = {point: _Block(point[1], weights[point[0]]) for point in points}
@@ -54,7 +62,11 @@ def _shapes(
     device: torch.device, dtype: torch.dtype, flops_per_s: float, seconds: float, nbytes: int
 ) -> list[BlockShape]:
     """Return the shapes that fit in the memory and the time; at least the smallest."""
-    every = [BlockShape(width, tokens) for width in _WIDTHS[device.type] for tokens in _TOKENS[device.type]]
+    every = [
+        BlockShape(width, tokens)
+        for width in _WIDTHS[device.type]
+        for tokens in _TOKENS[device.type]
+    ]
     return [
         shape
         for number, shape in enumerate(every)
@@ -71,7 +83,9 @@ def _numel(shape: BlockShape) -> int:
 
 
 def _weights(device: torch.device, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
-    """Return values for parameters to be parts of: more than caches hold, where there is memory for that."""
+    """Return values for parameters to be parts of: more than caches hold, where there is memory for
+    that.
+    """
     least = _numel(BlockShape(_WIDTHS[device.type][0], 1))
     values = torch.full((max(nbytes // dtype.itemsize, least),), 0.02, device=device, dtype=dtype)
     values[::3] = -0.03  # so that sums do not grow with the width
@@ -79,7 +93,9 @@ def _weights(device: torch.device, dtype: torch.dtype, nbytes: int) -> torch.Ten
 
 
 class _Block:
-    """A block with parameters, which makes and forgets gradients of all of them; and what goes into it."""
+    """A block with parameters, which makes and forgets gradients of all of them; and what goes into
+    it.
+    """
 
     def __init__(self, shape: BlockShape, weights: torch.Tensor) -> None:
         device, dtype = weights.device, weights.dtype
@@ -97,7 +113,8 @@ class _Block:
         self._sizes = (*norms, *layers)
         self._numel = _numel(shape)
         self._weights = weights
-        self._at = 0  # where the next block's begin: not in any cache, as those of a model of many blocks
+        # where the next block's begin: not in any cache, as those of a model of many blocks
+        self._at = 0
         self._input = torch.randn(1, shape.tokens, width, device=device).to(dtype).requires_grad_()
         self._gradient = torch.full_like(self._input, 0.01)
 
@@ -114,7 +131,11 @@ class _Block:
             torch.autograd.grad(made, [self._input, *parameters], self._gradient)
             self._wait()
             end = time.perf_counter()
-            forward_s, backward_s, times = forward_s + middle - start, backward_s + end - middle, times + 1
+            forward_s, backward_s, times = (
+                forward_s + middle - start,
+                backward_s + end - middle,
+                times + 1,
+            )
         return ComputeRate(times * self._flops / forward_s, 2 * times * self._flops / backward_s)
 
     def _next_parameters(self) -> list[torch.Tensor]:
@@ -137,7 +158,9 @@ class _Block:
         with torch.enable_grad():
             x = self._input
             wide = functional.linear(functional.layer_norm(x, size, *norms[0]), *qkv)
-            query, key, value = wide.view(1, self._shape.tokens, 3, -1, _HEAD).permute(2, 0, 3, 1, 4)
+            query, key, value = wide.view(1, self._shape.tokens, 3, -1, _HEAD).permute(
+                2, 0, 3, 1, 4
+            )
             mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
             x = x + functional.linear(mixed.transpose(1, 2).flatten(2), *out)
             wide = functional.linear(functional.layer_norm(x, size, *norms[1]), *up)

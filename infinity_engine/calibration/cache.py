@@ -1,7 +1,8 @@
-"""What was measured, kept between processes: JSON files in the user's cache folder, one for a machine or a directory.
+"""What was measured, kept between processes: JSON files in the user's cache folder, one for a
+machine or a directory.
 
-A file is named by a hash of what it holds for and says it as well. Files appear whole; what is wrong with one is told
-by a warning, and it counts as not there. Measures nothing, imports no torch.
+A file is named by a hash of what it holds for and says it as well. Files appear whole; what is
+wrong with one is told by a warning, and it counts as not there. Measures nothing, imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _Figures = TypeVar("_Figures", Calibration, DriveFigures)
 
 
 class CalibrationWarning(RuntimeWarning):
-    """Figures that were kept cannot be used, or cannot be kept; the message says why and what happens instead."""
+    """Figures that were kept cannot be used, or cannot be kept; the message says why and what
+    happens instead.
+    """
 
 
 def cache_folder() -> Path | None:
@@ -55,19 +58,25 @@ class CalibrationCache:
         return cls(cache_folder())
 
     def machine(self, identity: Mapping[str, str]) -> Calibration | None:
-        """Return what was measured of this machine, without drives; None where nothing was, or nothing usable."""
+        """Return what was measured of this machine, without drives; None where nothing was, or
+        nothing usable.
+        """
 
         def read(document: Mapping[str, object]) -> Calibration:
             kept = Calibration.from_mapping(document.get("calibration"))
             if dict(kept.machine) != dict(identity):
                 expected = "the machine that the file is named after"
-                raise ConfigError(field="calibration.machine", value=dict(kept.machine), expected=expected)
+                raise ConfigError(
+                    field="calibration.machine", value=dict(kept.machine), expected=expected
+                )
             return kept
 
         return self._read("machine", identity, read)
 
     def drive(self, machine: Mapping[str, str], identity: Mapping[str, str]) -> DriveFigures | None:
-        """Return what was measured of a directory on this machine; None where nothing was, or nothing usable."""
+        """Return what was measured of a directory on this machine; None where nothing was, or
+        nothing usable.
+        """
 
         def read(document: Mapping[str, object]) -> DriveFigures:
             kept = DriveFigures.from_mapping(document.get("drive"), field="drive")
@@ -84,7 +93,9 @@ class CalibrationCache:
         self._write("machine", measured.machine, document)
 
     def keep_drive(self, machine: Mapping[str, str], measured: DriveFigures) -> None:
-        """Keep what was measured of a directory on this machine, in place of what was kept of it."""
+        """Keep what was measured of a directory on this machine, in place of what was kept of
+        it.
+        """
         document = {"machine": dict(machine), "drive": measured.to_mapping()}
         self._write("drive", {**machine, **measured.drive}, document)
 
@@ -92,12 +103,16 @@ class CalibrationCache:
         """Tell whether just this is what would be found, of the machine and of all its drives."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CalibrationWarning)
-            drives = all(self.drive(measured.machine, each.drive) == each for each in measured.drives.values())
+            drives = all(
+                self.drive(measured.machine, each.drive) == each
+                for each in measured.drives.values()
+            )
             return drives and self.machine(measured.machine) == measured.with_drives({})
 
     @contextlib.contextmanager
     def alone(self, waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Let the body run while no other process is in one; `waiting` is called where that means to wait.
+        """Let the body run while no other process is in one; `waiting` is called where that means
+        to wait.
 
         Where the folder cannot be written or its file system has no locks, the body runs at once.
         """
@@ -131,7 +146,10 @@ class CalibrationCache:
         return self.folder / f"{what}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
 
     def _read(
-        self, what: str, identity: Mapping[str, str], read: Callable[[Mapping[str, object]], _Figures]
+        self,
+        what: str,
+        identity: Mapping[str, str],
+        read: Callable[[Mapping[str, object]], _Figures],
     ) -> _Figures | None:
         path = self.path(what, identity)
         if path is None:
@@ -144,19 +162,32 @@ class CalibrationCache:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as problem:  # a ConfigError is a ValueError
-            warnings.warn(f"{path} is not used: {problem}. It is measured again", CalibrationWarning, stacklevel=4)
+            warnings.warn(
+                f"{path} is not used: {problem}. It is measured again",
+                CalibrationWarning,
+                stacklevel=4,
+            )
             return None
 
-    def _write(self, what: str, identity: Mapping[str, str], document: Mapping[str, object]) -> None:
+    def _write(
+        self, what: str, identity: Mapping[str, str], document: Mapping[str, object]
+    ) -> None:
         path = self.path(what, identity)
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, json.dumps({"version": CALIBRATION_VERSION, **document}, indent=1) + "\n")
+            _replace(
+                path, json.dumps({"version": CALIBRATION_VERSION, **document}, indent=1) + "\n"
+            )
         except OSError as problem:
-            message = f"what was measured cannot be kept in {path.parent} ({problem.strerror}): set XDG_CACHE_HOME"
-            warnings.warn(f"{message} to a folder that can be written", CalibrationWarning, stacklevel=4)
+            message = (
+                f"what was measured cannot be kept in {path.parent} ({problem.strerror}): set "
+                "XDG_CACHE_HOME"
+            )
+            warnings.warn(
+                f"{message} to a folder that can be written", CalibrationWarning, stacklevel=4
+            )
 
 
 def _replace(path: Path, text: str) -> None:

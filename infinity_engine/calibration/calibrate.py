@@ -1,4 +1,5 @@
-"""Puts a calibration together: what was kept of this machine and its directories, and what is measured now.
+"""Puts a calibration together: what was kept of this machine and its directories, and what is
+measured now.
 
 One process of a user measures at a time. Reports what it does through a function; prints nothing.
 """
@@ -21,7 +22,12 @@ from infinity_engine.calibration.cache import CalibrationCache
 from infinity_engine.calibration.drives import measure_drive
 from infinity_engine.calibration.effort import FULL, Effort, MeasuringTime, thread_counts
 from infinity_engine.calibration.host import RULES, STATE_BYTES, HostPoint, HostUpdates
-from infinity_engine.calibration.identity import default_device, drive_identity, machine_identity, usable_cores
+from infinity_engine.calibration.identity import (
+    default_device,
+    drive_identity,
+    machine_identity,
+    usable_cores,
+)
 from infinity_engine.plan import (
     BlockFigures,
     BlockShape,
@@ -60,9 +66,11 @@ def kept_calibration(
     queue: IOQueue | None = None,
     cache: CalibrationCache | None = None,
 ) -> Calibration | None:
-    """Return what was kept of this machine and those of the directories that were measured; None where nothing was.
+    """Return what was kept of this machine and those of the directories that were measured; None
+    where nothing was.
 
-    Without an accelerator and a queue, of those that an engine would have here by default. Measures nothing.
+    Without an accelerator and a queue, of those that an engine would have here by default. Measures
+    nothing.
 
     Raises:
         OSError: there is no such directory.
@@ -86,16 +94,17 @@ def calibrated(
     report: _Report = lambda _: None,
     waiting: Callable[[], object] = lambda: None,
 ) -> Calibration:
-    """Return the figures of this machine with `accelerator` and of these directories; measure what is not kept.
+    """Return the figures of this machine with `accelerator` and of these directories; measure what
+    is not kept.
 
-    With None for an accelerator, which is for where torch is missing, links, device and matrix products are not
-    measured. `queue` is used for the drives where given, and stays open. What is measured is kept in `cache`, by
-    default the user's. `report` gets each part of the work before it begins; `waiting` is called where another process
-    is at it, which is waited for.
+    With None for an accelerator, which is for where torch is missing, links, device and matrix
+    products are not measured. `queue` is used for the drives where given, and stays open. What is
+    measured is kept in `cache`, by default the user's. `report` gets each part of the work before
+    it begins; `waiting` is called where another process is at it, which is waited for.
 
     Raises:
-        OSError: a directory cannot be used, which is seen before anything is measured, or an operation failed there.
-            What was measured before is kept.
+        OSError: a directory cannot be used, which is seen before anything is measured, or an
+            operation failed there. What was measured before is kept.
     """
     names = list(Directories(dict.fromkeys(directories), field="directories"))
     cache = cache or CalibrationCache.of_user()
@@ -106,9 +115,13 @@ def calibrated(
         drives = {} if queue is None else {name: _drive(name, queue) for name in names}
         resources.enter_context(cache.alone(waiting))
         uses = kept is KeptFigures.USED
-        found = {name: cache.drive(identity, drive) if uses else None for name, drive in drives.items()}
+        found = {
+            name: cache.drive(identity, drive) if uses else None for name, drive in drives.items()
+        }
         missing = {  # looked at before anything takes its time
-            name: usable_directory(Path(name), effort.file_bytes) for name, drive in found.items() if drive is None
+            name: usable_directory(Path(name), effort.file_bytes)
+            for name, drive in found.items()
+            if drive is None
         }
         bench = _Bench(effort, report)
         machine = cache.machine(identity) if uses else None
@@ -146,10 +159,14 @@ class _Bench:
             date=datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds"),
             memory_bytes=memory.updates.numel * STATE_BYTES,
             links=links.figures,
-            dram={point.threads: figure for point, figure in host.items() if point.optimizer is None},
+            dram={
+                point.threads: figure for point, figure in host.items() if point.optimizer is None
+            },
             host_updates={
                 name: {
-                    point.threads: HostUpdateFigures(alone=figure, beside_copies=links.beside(point))
+                    point.threads: HostUpdateFigures(
+                        alone=figure, beside_copies=links.beside(point)
+                    )
                     for point, figure in host.items()
                     if point.optimizer == name
                 }
@@ -163,7 +180,12 @@ class _Bench:
         )
 
     def drive(
-        self, directory: str, place: Path, identity: Mapping[str, str], queue: IOQueue, part: MeasuringTime
+        self,
+        directory: str,
+        place: Path,
+        identity: Mapping[str, str],
+        queue: IOQueue,
+        part: MeasuringTime,
     ) -> DriveFigures:
         """Measure the drive of a directory, in `place`, which is its real path."""
         memory = self._taken()
@@ -205,7 +227,10 @@ class _Bench:
 
         self._report("transformer blocks")
         return measure_blocks(
-            accelerator.torch_device, matmul, self._effort.part(_BLOCKS_SHARE), self._effort.compute_bytes
+            accelerator.torch_device,
+            matmul,
+            self._effort.part(_BLOCKS_SHARE),
+            self._effort.compute_bytes,
         )
 
     def _device_updates(self, accelerator: Accelerator | None) -> dict[str, Figure]:
@@ -220,7 +245,9 @@ class _Bench:
 
 @dataclass(frozen=True)
 class _Memory:
-    """The memory that everything but matrix products goes through: a part for updates, and one for I/O and copies."""
+    """The memory that everything but matrix products goes through: a part for updates, and one for
+    I/O and copies.
+    """
 
     pool: Pool
     updates: HostUpdates
@@ -246,11 +273,18 @@ class _LinkFigures:
         return self.updates.get(point) or Figure.missing(self.reason, Unit.PART)
 
 
-def _measured_links(accelerator: Accelerator | None, memory: _Memory, effort: Effort, report: _Report) -> _LinkFigures:
+def _measured_links(
+    accelerator: Accelerator | None, memory: _Memory, effort: Effort, report: _Report
+) -> _LinkFigures:
     if accelerator is None:
         return _no_links(_NO_DEVICE)
     from infinity_engine.accel import StreamKind
-    from infinity_engine.calibration.links import Links, NoLinksError, measure_beside_updates, measure_links
+    from infinity_engine.calibration.links import (
+        Links,
+        NoLinksError,
+        measure_beside_updates,
+        measure_links,
+    )
 
     h2d, d2h = StreamKind.H2D, StreamKind.D2H
     part = effort.part(_LINKS_SHARE / 2)
@@ -280,7 +314,12 @@ def _measured_links(accelerator: Accelerator | None, memory: _Memory, effort: Ef
 def _no_links(reason: str) -> _LinkFigures:
     rate, part = Figure.missing(reason, Unit.BYTES), Figure.missing(reason, Unit.PART)
     figures = LinkFigures(
-        h2d=rate, d2h=rate, duplex_h2d=rate, duplex_d2h=rate, h2d_beside_updates=part, d2h_beside_updates=part
+        h2d=rate,
+        d2h=rate,
+        duplex_h2d=rate,
+        duplex_d2h=rate,
+        h2d_beside_updates=part,
+        d2h_beside_updates=part,
     )
     return _LinkFigures(figures, {}, reason)
 
@@ -295,6 +334,8 @@ def _device(accelerator: Accelerator | None) -> str:
 
 def _drive(directory: str, queue: IOQueue | None) -> Mapping[str, str]:
     if queue is not None:
-        return drive_identity(directory, backend=queue.backend, settings=queue.settings_for(directory))
+        return drive_identity(
+            directory, backend=queue.backend, settings=queue.settings_for(directory)
+        )
     settings = settle(load_profile().for_path(directory))
     return drive_identity(directory, backend=choose_backend("auto"), settings=settings)

@@ -1,6 +1,8 @@
-"""What updates of the host and some other work lose to one another: each measured alone and with the other, in turn.
+"""What updates of the host and some other work lose to one another: each measured alone and with
+the other, in turn.
 
-The samples of a comparison follow one another, so that whatever else the machine does disturbs all of them alike.
+The samples of a comparison follow one another, so that whatever else the machine does disturbs all
+of them alike.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ class Contention(Generic[_Result]):
 
 
 def measure_contention(
-    updates: HostUpdates, points: Sequence[HostPoint], work: Callable[[Stops], _Result], part: MeasuringTime
+    updates: HostUpdates,
+    points: Sequence[HostPoint],
+    work: Callable[[Stops], _Result],
+    part: MeasuringTime,
 ) -> Contention[_Result]:
     """Measure the points beside `work`, which goes on until it is told to stop."""
     others: list[Pair[_Result]] = []
@@ -59,7 +64,9 @@ def measure_contention(
         return 2 * beside / (before + after)
 
     found = part.in_turn(points, part_left, samples=_SAMPLES)
-    return Contention({point: Figure.of(parts, Unit.PART) for point, parts in found.items()}, others)
+    return Contention(
+        {point: Figure.of(parts, Unit.PART) for point, parts in found.items()}, others
+    )
 
 
 def until(seconds: float) -> Stops:

@@ -1,6 +1,7 @@
 """How fast the device updates parameters and multiplies matrices.
 
-The update of a GPU has not run on one yet. What cannot be measured here has the reason in its figure.
+The update of a GPU has not run on one yet. What cannot be measured here has the reason in its
+figure.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ __all__ = ["DTYPES", "device_identity", "measure_device_updates", "measure_matmu
 DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 _FEWEST_COLUMNS, _COLUMNS = 256, MappingProxyType({"cpu": 2048, "cuda": 4096})
 _LONG_ENOUGH_S = 0.01  # of one product
-_AT_ONCE = 8  # products or updates that a GPU is given at once, so that it seldom waits for the host
+# products or updates that a GPU is given at once, so that it seldom waits for the host
+_AT_ONCE = 8
 
 
 def device_identity(accelerator: Accelerator) -> str:
@@ -55,7 +57,9 @@ def measure_matmul(device: torch.device, part: MeasuringTime) -> dict[str, Figur
     return {name: Figure.of(samples, Unit.FLOPS) for name, samples in found.items()}
 
 
-def measure_device_updates(accelerator: Accelerator, nbytes: int, part: MeasuringTime) -> dict[str, Figure]:
+def measure_device_updates(
+    accelerator: Accelerator, nbytes: int, part: MeasuringTime
+) -> dict[str, Figure]:
     """Measure the updates of each optimizer on the device, in up to so many bytes of its memory."""
     if accelerator.unified:
         return _missing("device and host are one memory, so the host updates")
@@ -92,7 +96,11 @@ def _emulated(accelerator: Accelerator) -> _Update:
     params = 1 << 20
 
     def clock() -> float:
-        return accelerator.now_ns / 1e9 if isinstance(accelerator, VirtualAccelerator) else time.perf_counter()
+        return (
+            accelerator.now_ns / 1e9
+            if isinstance(accelerator, VirtualAccelerator)
+            else time.perf_counter()
+        )
 
     def update() -> None:
         accelerator.run(lambda: None, stream=stream, cost=UpdateCost(params)).wait()
@@ -115,7 +123,12 @@ def _on_gpu(accelerator: Accelerator, buffer: Buffer, numel: int) -> _Update:
         offset += numel * dtype.itemsize
     master, first, second, gradient, parameter = map(Stream.of, tensors)
     steps = {
-        name: steps_of(rule, updates_state(numel, master, (first, second)[: len(rule.states)]), gradient, parameter)
+        name: steps_of(
+            rule,
+            updates_state(numel, master, (first, second)[: len(rule.states)]),
+            gradient,
+            parameter,
+        )
         for name, rule in RULES.items()
     }
 
@@ -127,7 +140,10 @@ def _on_gpu(accelerator: Accelerator, buffer: Buffer, numel: int) -> _Update:
     def rate(name: str, seconds: float) -> float:
         def some() -> None:
             cost = UpdateCost(numel)
-            events = [accelerator.run(lambda: launched(name), stream=stream, cost=cost) for _ in range(_AT_ONCE)]
+            events = [
+                accelerator.run(lambda: launched(name), stream=stream, cost=cost)
+                for _ in range(_AT_ONCE)
+            ]
             events[-1].wait()
 
         return repeated(some, numel * _AT_ONCE, seconds)
@@ -148,8 +164,12 @@ def _product(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], Non
         columns *= 2
 
 
-def _product_of(device: torch.device, dtype: torch.dtype, columns: int, times: int) -> Callable[[], None]:
-    left, right = (torch.full((columns, columns), 0.5, dtype=dtype, device=device) for _ in range(2))
+def _product_of(
+    device: torch.device, dtype: torch.dtype, columns: int, times: int
+) -> Callable[[], None]:
+    left, right = (
+        torch.full((columns, columns), 0.5, dtype=dtype, device=device) for _ in range(2)
+    )
     into = torch.empty_like(left)
 
     def product() -> None:

@@ -1,6 +1,8 @@
-"""How fast the drive behind a directory is read and written by a deepnvme queue, alone and beside updates of the host.
+"""How fast the drive behind a directory is read and written by a deepnvme queue, alone and beside
+updates of the host.
 
-Writes one file there, which is removed when it is done, has failed, or was told to end. Imports no torch.
+Writes one file there, which is removed when it is done, has failed, or was told to end. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -34,14 +36,18 @@ _Report = Callable[[str], object]
 
 @dataclass(frozen=True, kw_only=True)
 class _DriveLoad:
-    """A file, and the memory that operations on it go through; as many are pending as there are buffers."""
+    """A file, and the memory that operations on it go through; as many are pending as there are
+    buffers.
+    """
 
     file: File
     file_bytes: int
     buffers: Sequence[memoryview]
 
     def bytes_per_s(self, workload: Workload, stops: Stops) -> float:
-        """Keep operations pending until told to stop, and one has ended; what ends after that does not count."""
+        """Keep operations pending until told to stop, and one has ended; what ends after that does
+        not count.
+        """
         verbs = (self.file.pread, self.file.pwrite)
         course = transfers(workload, self.file_bytes, self.buffers[0].nbytes)
         starts = (partial(verbs[writes], offset=offset) for writes, offset in course)
@@ -70,7 +76,8 @@ def measure_drive(
     part: MeasuringTime,
     report: _Report,
 ) -> DriveFigures:
-    """Measure a directory in `place`, its real path; what is moved lies in `memory`, which the queue's pool has.
+    """Measure a directory in `place`, its real path; what is moved lies in `memory`, which the
+    queue's pool has.
 
     Raises:
         OSError: an operation failed there.
@@ -99,12 +106,18 @@ def measure_drive(
 
 
 def _alone(load: _DriveLoad, part: MeasuringTime) -> dict[Workload, Figure]:
-    """Return what is read, written, and moved both ways at once, while nothing else is done here."""
-    found = part.in_turn(tuple(Workload), lambda each, sample_s: load.bytes_per_s(each, until(sample_s)))
+    """Return what is read, written, and moved both ways at once, while nothing else is done
+    here.
+    """
+    found = part.in_turn(
+        tuple(Workload), lambda each, sample_s: load.bytes_per_s(each, until(sample_s))
+    )
     return {workload: Figure.of(samples, Unit.BYTES) for workload, samples in found.items()}
 
 
-def _beside(load: _DriveLoad, updates: HostUpdates, part: MeasuringTime) -> tuple[Figure, dict[str, dict[int, Figure]]]:
+def _beside(
+    load: _DriveLoad, updates: HostUpdates, part: MeasuringTime
+) -> tuple[Figure, dict[str, dict[int, Figure]]]:
     """Return the parts that the drive, and that updates keep of their rates where both work."""
     points = updates.points(RULES)
     found = measure_contention(updates, points, partial(load.bytes_per_s, Workload.MIXED), part)
@@ -115,13 +128,17 @@ def _beside(load: _DriveLoad, updates: HostUpdates, part: MeasuringTime) -> tupl
 
 
 def _write(file: File, buffers: Sequence[memoryview], nbytes: int, seconds: float) -> int:
-    """Write what there is time for of the file, at least one operation on each buffer; return how long it is then."""
+    """Write what there is time for of the file, at least one operation on each buffer; return how
+    long it is then.
+    """
     end = time.perf_counter() + seconds
     step = buffers[0].nbytes
     written = 0
     while written + step <= nbytes and (written == 0 or time.perf_counter() < end):
         round_of = [(buffer, written + number * step) for number, buffer in enumerate(buffers)]
-        pending = [file.pwrite(buffer, offset) for buffer, offset in round_of if offset + step <= nbytes]
+        pending = [
+            file.pwrite(buffer, offset) for buffer, offset in round_of if offset + step <= nbytes
+        ]
         for future in pending:
             future.result()
         written += len(pending) * step
@@ -132,7 +149,9 @@ def _write(file: File, buffers: Sequence[memoryview], nbytes: int, seconds: floa
 
 @contextmanager
 def _scratch_file(directory: Path) -> Iterator[Path]:
-    """Yield an empty file that is gone afterwards, also after Ctrl-C, a signal to end, or an error."""
+    """Yield an empty file that is gone afterwards, also after Ctrl-C, a signal to end, or an
+    error.
+    """
     with signals_are_exceptions():
         descriptor, name = tempfile.mkstemp(prefix=FILE_PREFIX, suffix=".tmp", dir=directory)
         path = Path(name)

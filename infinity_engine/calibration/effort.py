@@ -24,7 +24,9 @@ _EACH_UP_TO = 4  # threads; beyond, two numbers for each doubling
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuringTime:
-    """What some measuring may take: so many seconds, for so many rounds of samples that are not too short."""
+    """What some measuring may take: so many seconds, for so many rounds of samples that are not too
+    short.
+    """
 
     seconds: float
     rounds: int
@@ -35,14 +37,21 @@ class MeasuringTime:
         return replace(self, seconds=self.seconds * share)
 
     def in_turn(
-        self, points: Sequence[_Point], measure: Callable[[_Point, float], _Result], *, samples: int = 1
+        self,
+        points: Sequence[_Point],
+        measure: Callable[[_Point, float], _Result],
+        *,
+        samples: int = 1,
     ) -> dict[_Point, list[_Result]]:
-        """Measure every point once per round; `measure` gets the seconds for each of the `samples` that it takes.
+        """Measure every point once per round; `measure` gets the seconds for each of the `samples`
+        that it takes.
 
         The first round is always whole; later ones stop when the time is up.
         """
         sample_s = self.sample_s(samples * len(points))
-        return in_turn(points, lambda point: measure(point, sample_s), rounds=self.rounds, seconds=self.seconds)
+        return in_turn(
+            points, lambda point: measure(point, sample_s), rounds=self.rounds, seconds=self.seconds
+        )
 
     def sample_s(self, samples: int) -> float:
         """Return how long each sample takes where there are so many in a round."""
@@ -51,7 +60,9 @@ class MeasuringTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """What measuring may take: `seconds` in all, about, and the bytes of memory and of a file in each directory."""
+    """What measuring may take: `seconds` in all, about, and the bytes of memory and of a file in
+    each directory.
+    """
 
     seconds: float
     rounds: int
@@ -68,17 +79,26 @@ class Effort:
 
     def part(self, share: float) -> MeasuringTime:
         """Return what a share of the time allows."""
-        return MeasuringTime(seconds=self.seconds * share, rounds=self.rounds, shortest_s=self.shortest_s)
+        return MeasuringTime(
+            seconds=self.seconds * share, rounds=self.rounds, shortest_s=self.shortest_s
+        )
 
 
 FULL = Effort(
-    seconds=40.0, rounds=5, update_bytes=128 * MiB, io_bytes=64 * MiB, file_bytes=GiB, compute_bytes=320 * MiB
+    seconds=40.0,
+    rounds=5,
+    update_bytes=128 * MiB,
+    io_bytes=64 * MiB,
+    file_bytes=GiB,
+    compute_bytes=320 * MiB,
 )
 QUICK = Effort(seconds=4.0, rounds=3, update_bytes=32 * MiB, io_bytes=16 * MiB, file_bytes=64 * MiB)
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:
-    """Return the numbers of threads to measure on so many cores: 1 2 3 4 6 8 12 16 24 and so on, and all of them."""
+    """Return the numbers of threads to measure on so many cores: 1 2 3 4 6 8 12 16 24 and so on,
+    and all of them.
+    """
     if cores < 1:
         raise ConfigError(field="cores", value=cores, expected="1 or more")
     counts = set(range(1, min(cores, _EACH_UP_TO) + 1))
@@ -90,9 +110,14 @@ def thread_counts(cores: int) -> tuple[int, ...]:
 
 
 def repeated(
-    work: Callable[[], object], amount: int, seconds: float, clock: Callable[[], float] = time.perf_counter
+    work: Callable[[], object],
+    amount: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Do `work` again and again for so long, at least once; return the rate of the `amount` that each time does."""
+    """Do `work` again and again for so long, at least once; return the rate of the `amount` that
+    each time does.
+    """
     start = clock()
     times = 0
     while True:

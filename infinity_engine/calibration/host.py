@@ -1,4 +1,5 @@
-"""How fast this host updates and sweeps its memory, with each number of threads: the kernels of training on one state.
+"""How fast this host updates and sweeps its memory, with each number of threads: the kernels of
+training on one state.
 
 Holds the memory that is measured on until it is forgotten. Imports no torch.
 """
@@ -65,7 +66,9 @@ FORMATS = Formats(parameter=FloatFormat.BF16)
 STATE_BYTES = 16
 """Of memory for each parameter: gradient and parameter of 16 bits, fp32 master, two fp32 states."""
 SWEEP_BYTES = 28
-"""Read and written for each parameter by a sweep, which goes through the memory as AdamW does: 16 and 12 of them."""
+"""Read and written for each parameter by a sweep, which goes through the memory as AdamW does: 16
+and 12 of them.
+"""
 
 
 class Kernels(Protocol):
@@ -77,14 +80,18 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostPoint:
-    """What is measured: the updates of one optimizer, or with None the bare sweep, by so many threads."""
+    """What is measured: the updates of one optimizer, or with None the bare sweep, by so many
+    threads.
+    """
 
     optimizer: str | None
     threads: int
 
 
 class HostUpdates:
-    """One state in `pool`'s memory, as large as `nbytes` allow, and pools of as many threads as are measured."""
+    """One state in `pool`'s memory, as large as `nbytes` allow, and pools of as many threads as are
+    measured.
+    """
 
     def __init__(self, pool: Pool, nbytes: int, threads: Iterable[int]) -> None:
         self.numel = max(align_down(nbytes // STATE_BYTES, NORM_BLOCK), NORM_BLOCK)
@@ -95,7 +102,9 @@ class HostUpdates:
             values.fill(np.float32(0.01).view(np.uint32) >> 16)
         for values, value in zip(wide, (0.5, 0.01, 1e-4), strict=True):
             values.fill(value)
-        self._gradient, self._parameter = (Stream.of(values, format=FloatFormat.BF16) for values in narrow)
+        self._gradient, self._parameter = (
+            Stream.of(values, format=FloatFormat.BF16) for values in narrow
+        )
         master, first, second = map(Stream.of, wide)
         self._kernels = {count: HostKernels(UpdateThreads.anywhere(count)) for count in self.counts}
         self._steps = {
@@ -131,7 +140,9 @@ class HostUpdates:
         kernels = self._kernels[point.threads]
         if point.optimizer is None:
             records, threads, home = self._swept.records, kernels.threads.native, kernels.home
-            return repeated(lambda: _native.sweep(records, threads, home), self.numel * SWEEP_BYTES, seconds)
+            return repeated(
+                lambda: _native.sweep(records, threads, home), self.numel * SWEEP_BYTES, seconds
+            )
         step = self._steps[point.optimizer]
         return repeated(lambda: step(kernels), self.numel, seconds)
 
@@ -154,7 +165,9 @@ def updates_state(numel: int, master: Stream, states: tuple[Stream, ...]) -> Sub
     return SubgroupState(subgroup=Subgroup(0, (segment,), FORMATS), master=master, states=states)
 
 
-def steps_of(rule: Rule, state: SubgroupState, gradient: Stream, parameter: Stream) -> Callable[[Kernels], None]:
+def steps_of(
+    rule: Rule, state: SubgroupState, gradient: Stream, parameter: Stream
+) -> Callable[[Kernels], None]:
     """Return what makes one step of the rule, by the kernels of whoever has the memory."""
 
     def step(kernels: Kernels) -> None:

@@ -1,4 +1,5 @@
-"""What tells one machine, device and drive from another, as texts: what was measured there holds as long as they do.
+"""What tells one machine, device and drive from another, as texts: what was measured there holds as
+long as they do.
 
 Asks the system, measures nothing, imports no torch.
 """
@@ -39,9 +40,15 @@ def machine_identity(device: str) -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Return how many threads can run at once: cores that this process may use, no more than its quota of time."""
+    """Return how many threads can run at once: cores that this process may use, no more than its
+    quota of time.
+    """
     cpu = probe_cpu()
-    return cpu.usable_cores if cpu.quota_cores is None else max(1, min(cpu.usable_cores, round(cpu.quota_cores)))
+    return (
+        cpu.usable_cores
+        if cpu.quota_cores is None
+        else max(1, min(cpu.usable_cores, round(cpu.quota_cores)))
+    )
 
 
 def default_device() -> str:
@@ -59,7 +66,8 @@ def gpu_device() -> str:
 
 
 def drive_identity(directory: str, *, backend: str, settings: Settings) -> Mapping[str, str]:
-    """Return what the figures of a directory hold for: where it is, which drive that is, how it is used.
+    """Return what the figures of a directory hold for: where it is, which drive that is, how it is
+    used.
 
     Raises:
         OSError: there is no such directory.

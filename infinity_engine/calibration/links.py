@@ -1,6 +1,8 @@
-"""How fast bytes go between host and device, one way, both ways at once, and while the host updates as well.
+"""How fast bytes go between host and device, one way, both ways at once, and while the host updates
+as well.
 
-Copies by an accelerator's own streams, on the clock that its times are on. Called from one thread at a time.
+Copies by an accelerator's own streams, on the clock that its times are on. Called from one thread
+at a time.
 """
 
 from __future__ import annotations
@@ -36,14 +38,19 @@ class NoLinksError(Exception):
 
 
 class Links:
-    """Both ways between `host`, page-locked where that matters, and as much memory of the device."""
+    """Both ways between `host`, page-locked where that matters, and as much memory of the
+    device.
+    """
 
     def __init__(self, accelerator: Accelerator, host: torch.Tensor, device: torch.Tensor) -> None:
         half = align_down(min(host.numel(), device.numel()) // 2, _ALIGNED)
         self._accelerator = accelerator
         self._clock_ns = _clock_of(accelerator)
         self._streams = {kind: accelerator.stream(kind) for kind in (_H2D, _D2H)}
-        self._ends = {_H2D: (device[:half], host[:half]), _D2H: (host[half : 2 * half], device[half : 2 * half])}
+        self._ends = {
+            _H2D: (device[:half], host[:half]),
+            _D2H: (host[half : 2 * half], device[half : 2 * half]),
+        }
         self._nbytes = {kind: min(_SMALLEST, half) for kind in (_H2D, _D2H)}
         for kind in (_H2D, _D2H):
             while self._nbytes[kind] < half and self._one_copy_ns(kind) < _LONG_ENOUGH_NS:
@@ -65,7 +72,10 @@ class Links:
         except (CapacityError, ValueError) as problem:
             raise NoLinksError(f"there is no room on the device: {problem}") from None
         try:
-            host, device = torch.frombuffer(memory, dtype=torch.uint8), buffer.tensor(torch.uint8, nbytes)
+            host, device = (
+                torch.frombuffer(memory, dtype=torch.uint8),
+                buffer.tensor(torch.uint8, nbytes),
+            )
             yield cls(accelerator, host, device)
             accelerator.synchronize()
         finally:
@@ -73,7 +83,9 @@ class Links:
 
     @property
     def beside_updates(self) -> bool:
-        """Whether copies take their time while the host works, as they do unless time is computed."""
+        """Whether copies take their time while the host works, as they do unless time is
+        computed.
+        """
         return not isinstance(self._accelerator, VirtualAccelerator)
 
     def rates(self, kinds: Sequence[StreamKind], seconds: float) -> LinkRates:
@@ -82,7 +94,9 @@ class Links:
         return self.copy_until(lambda: self._clock_ns() >= end_ns, kinds)
 
     def copy_until(self, stops: Stops, kinds: Sequence[StreamKind] = (_H2D, _D2H)) -> LinkRates:
-        """Keep some copies pending in each direction until told to stop, and one has ended in each."""
+        """Keep some copies pending in each direction until told to stop, and one has ended in
+        each.
+        """
         start_ns = self._clock_ns()
         last_ns = dict.fromkeys(kinds, start_ns)
         moved = dict.fromkeys(kinds, 0)
@@ -110,7 +124,9 @@ class Links:
         return self._clock_ns() - start_ns
 
 
-def measure_links(links: Links, part: MeasuringTime) -> dict[tuple[StreamKind, ...], dict[StreamKind, Figure]]:
+def measure_links(
+    links: Links, part: MeasuringTime
+) -> dict[tuple[StreamKind, ...], dict[StreamKind, Figure]]:
     """Measure each direction alone, and both at once; the keys say which were at work."""
     points: list[tuple[StreamKind, ...]] = [(_H2D,), (_D2H,), (_H2D, _D2H)]
     found = part.in_turn(points, links.rates)
@@ -123,7 +139,9 @@ def measure_links(links: Links, part: MeasuringTime) -> dict[tuple[StreamKind, .
 def measure_beside_updates(
     links: Links, updates: HostUpdates, part: MeasuringTime
 ) -> tuple[dict[HostPoint, Figure], dict[StreamKind, Figure]]:
-    """Return the parts that updates, and that both directions keep of their rates where all of them are at work."""
+    """Return the parts that updates, and that both directions keep of their rates where all of them
+    are at work.
+    """
     found = measure_contention(updates, updates.points(RULES), links.copy_until, part)
     parts = {
         kind: Figure.of([pair.beside[kind] / pair.alone[kind] for pair in found.others], Unit.PART)

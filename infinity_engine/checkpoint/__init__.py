@@ -1,6 +1,8 @@
-"""Checkpoints: what a run needs to go on with the same bits, in a format that a stranger can read (decision 0027).
+"""Checkpoints: what a run needs to go on with the same bits, in a format that a stranger can read
+(decision 0027).
 
-Knows parameters by name, flat streams of their elements, and files. Knows no tier, no strategy and no torch.
+Knows parameters by name, flat streams of their elements, and files. Knows no tier, no strategy and
+no torch.
 """
 
 from infinity_engine.checkpoint.directory import CheckpointDirectory

@@ -1,7 +1,9 @@
-"""`CheckpointDirectory`: the checkpoints of one run by tag; what makes one whole, and what removes old ones.
+"""`CheckpointDirectory`: the checkpoints of one run by tag; what makes one whole, and what removes
+old ones.
 
-A name without a leading dot is a whole checkpoint, put there by one rename. What begins with a dot is being written or
-removed, and what a killed run left of that goes with the next save. Reads and writes no tensors.
+A name without a leading dot is a whole checkpoint, put there by one rename. What begins with a dot
+is being written or removed, and what a killed run left of that goes with the next save. Reads and
+writes no tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from pathlib import Path
 
 from deepnvme.syncing import sync_directory, sync_file
 from infinity_engine.checkpoint.manifest import MANIFEST, Manifest, encode, parse
-from infinity_engine.errors import CheckpointError, ConfigError, DamagedCheckpoint, IncompleteCheckpoint
+from infinity_engine.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpoint,
+    IncompleteCheckpoint,
+)
 
 __all__ = ["LATEST", "CheckpointDirectory", "open_regular", "read_manifest", "tag_of_step"]
 
@@ -40,12 +47,16 @@ class CheckpointDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
-    # --- looking --------------------------------------------------------------------------------------------------
+    # --- looking ----------------------------------------------------------------------------------
 
     def tags(self) -> list[str]:
         """Return the tags of all whole checkpoints, the oldest first."""
         try:
-            found = [entry for entry in self.path.iterdir() if _TAG.fullmatch(entry.name) and _is_whole(entry)]
+            found = [
+                entry
+                for entry in self.path.iterdir()
+                if _TAG.fullmatch(entry.name) and _is_whole(entry)
+            ]
         except FileNotFoundError:
             return []
         return [entry.name for entry in sorted(found, key=_age)]
@@ -76,10 +87,11 @@ class CheckpointDirectory:
             raise IncompleteCheckpoint(path=str(self.path / found), missing=(MANIFEST,))
         return self.path / found
 
-    # --- saving ---------------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
     def begin(self, tag: str) -> Path:
-        """Return a new directory for the files of a checkpoint; what killed runs have left is removed first.
+        """Return a new directory for the files of a checkpoint; what killed runs have left is
+        removed first.
 
         Raises:
             ConfigError: `tag` cannot be a tag, or a checkpoint has it already.
@@ -89,7 +101,8 @@ class CheckpointDirectory:
             raise ConfigError(
                 field="tag",
                 value=tag,
-                expected=f"a tag that no checkpoint in {self.path} has: remove that one, or choose another tag",
+                expected=f"a tag that no checkpoint in {self.path} has: remove that one, or choose "
+                "another tag",
             )
         self.path.mkdir(parents=True, exist_ok=True)
         self._sweep()
@@ -102,9 +115,12 @@ class CheckpointDirectory:
         return self.path / f".{_checked(tag)}.writing"
 
     def commit(self, tag: str, manifest: Manifest) -> Path:
-        """Make what `begin` has begun a checkpoint: all or nothing, from one instant to the next. Move `latest`.
+        """Make what `begin` has begun a checkpoint: all or nothing, from one instant to the next.
 
-        The files are written and synced by now. When this returns, the checkpoint survives a power loss.
+        Move `latest`.
+
+        The files are written and synced by now. When this returns, the checkpoint survives a power
+        loss.
         """
         draft, target = self.draft_of(tag), self.path / tag
         path = draft / MANIFEST
@@ -123,14 +139,16 @@ class CheckpointDirectory:
     def retire(self, keep: int) -> list[str]:
         """Remove all but the newest `keep` checkpoints; return the tags of those removed.
 
-        Stay: the one that `latest` names, and those whose manifests cannot be read, as their age is unknown.
+        Stay: the one that `latest` names, and those whose manifests cannot be read, as their age is
+            unknown.
         """
         tags, latest = [tag for tag in self.tags() if _age(self.path / tag)[0] >= 0], self.latest()
         gone = [tag for tag in tags[: max(0, len(tags) - keep)] if tag != latest]
         for tag in gone:
             leaving = self.path / f".{tag}.removing"
             shutil.rmtree(leaving, ignore_errors=True)
-            (self.path / tag).rename(leaving)  # from here on it is no checkpoint, and not half of one
+            # from here on it is no checkpoint, and not half of one
+            (self.path / tag).rename(leaving)
             sync_directory(self.path)
             shutil.rmtree(leaving, ignore_errors=True)
         return gone
@@ -162,14 +180,19 @@ def read_manifest(path: Path) -> Manifest:
         DamagedCheckpoint: it is damaged, of a newer version, or no manifest at all.
     """
     try:
-        with open_regular(path / MANIFEST) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
+        with (
+            open_regular(path / MANIFEST) as descriptor,
+            os.fdopen(os.dup(descriptor), "rb") as file,
+        ):
             data = file.read(_MOST_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         raise IncompleteCheckpoint(path=str(path), missing=(MANIFEST,)) from None
     except OSError as problem:
         raise DamagedCheckpoint(path=str(path), entry=MANIFEST, flaw=str(problem)) from None
     if len(data) > _MOST_MANIFEST_BYTES:
-        raise DamagedCheckpoint(path=str(path), entry=MANIFEST, flaw=f"it has more than {_MOST_MANIFEST_BYTES} B")
+        raise DamagedCheckpoint(
+            path=str(path), entry=MANIFEST, flaw=f"it has more than {_MOST_MANIFEST_BYTES} B"
+        )
     try:
         return parse(data)
     except ValueError as flaw:
@@ -194,7 +217,9 @@ def open_regular(path: Path) -> Iterator[int]:
 
 def _checked(tag: str) -> str:
     if not _TAG.fullmatch(tag) or tag == LATEST:
-        expected = "1 to 128 of the characters A-Z a-z 0-9 . _ -, none of . and - first, and not 'latest'"
+        expected = (
+            "1 to 128 of the characters A-Z a-z 0-9 . _ -, none of . and - first, and not 'latest'"
+        )
         raise ConfigError(field="tag", value=tag, expected=expected)
     return tag
 
@@ -204,7 +229,10 @@ def _is_whole(path: Path) -> bool:
 
 
 def _age(path: Path) -> tuple[int, str, str]:
-    """Return what checkpoints are sorted by: their manifests, as a copied file has another time. Damaged ones first."""
+    """Return what checkpoints are sorted by: their manifests, as a copied file has another time.
+
+    Damaged ones first.
+    """
     try:
         manifest = read_manifest(path)
     except CheckpointError:

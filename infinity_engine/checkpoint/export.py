@@ -1,6 +1,7 @@
 """Writes the weights of a checkpoint as a folder that `from_pretrained` and `load_into` read.
 
-Streams: a few MiB of memory, whatever the size of the model. Tied weights are written once, by their first name.
+Streams: a few MiB of memory, whatever the size of the model. Tied weights are written once, by
+    their first name.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 class Dtype(Enum):
     """What floating-point weights are written in."""
 
-    AS_COMPUTED = "model"  # What modules compute with, which differs between tensors where the model mixes dtypes.
+    # What modules compute with, which differs between tensors where the model mixes dtypes.
+    AS_COMPUTED = "model"
     FP32 = "fp32"  # The masters.
     BF16 = "bf16"  # The masters, rounded to nearest even.
     FP16 = "fp16"  # Likewise.
@@ -85,7 +87,9 @@ def export(
                 writer.write_in_parts(tensor, _parts(reader, by_name[tensor]))
     if len(shards) > 1:
         weight_map = {
-            weight.tensor.name: name for name, weights in zip(names, shards, strict=True) for weight in weights
+            weight.tensor.name: name
+            for name, weights in zip(names, shards, strict=True)
+            for weight in weights
         }
         total = sum(weight.nbytes for weights in shards for weight in weights)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -100,12 +104,15 @@ def _check_free(path: Path) -> None:
         raise ConfigError(
             field="path",
             value=str(path),
-            expected=f"a directory without weights, not one with {(found or [path / _INDEX])[0].name}: choose another",
+            expected="a directory without weights, not one with "
+            f"{(found or [path / _INDEX])[0].name}: choose another",
         )
 
 
 def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+    return (
+        "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+    )
 
 
 def _weights(reader: CheckpointReader, dtype: Dtype, *, trainable_only: bool) -> list[_Weight]:
@@ -148,7 +155,9 @@ def _parts(reader: CheckpointReader, weight: _Weight) -> Iterator[Memory]:
 
 
 def _converted(raw: npt.NDArray[np.uint8], have: str, want: str) -> npt.NDArray[np.uint8]:
-    """Return the bytes of values in another dtype, rounded to nearest even as the engine's kernels round."""
+    """Return the bytes of values in another dtype, rounded to nearest even as the engine's kernels
+    round.
+    """
     if have == want:
         return raw
     values = _as_fp32(raw, have)

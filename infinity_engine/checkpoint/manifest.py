@@ -1,6 +1,7 @@
 """`Manifest`: what one checkpoint is, as data, and its bytes. Believes nothing that it parses.
 
-The format is in docs/checkpoint-format.md. Does no I/O. Called by the writer's caller, the reader and the commands.
+The format is in docs/checkpoint-format.md. Does no I/O. Called by the writer's caller, the reader
+and the commands.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from deepnvme.arrays import ITEMSIZES, MAX_DIMENSIONS
 from deepnvme.framing import as_json, framed_json, shown, strict_json, unframed
 from infinity_engine.checkpoint.streams import Stream
 
-__all__ = ["BLOCK_BYTES", "MANIFEST", "Kind", "Manifest", "SavedFile", "SavedTensor", "encode", "parse"]
+__all__ = [
+    "BLOCK_BYTES",
+    "MANIFEST",
+    "Kind",
+    "Manifest",
+    "SavedFile",
+    "SavedTensor",
+    "encode",
+    "parse",
+]
 
 MANIFEST = "manifest"
 """The name of the manifest's file."""
@@ -42,7 +52,9 @@ class Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensor:
-    """One parameter or buffer: `dtype` is what modules see of it, `streams` maps a stream's name to its own dtype."""
+    """One parameter or buffer: `dtype` is what modules see of it, `streams` maps a stream's name to
+    its own dtype.
+    """
 
     name: str
     kind: Kind
@@ -90,9 +102,14 @@ class Manifest:
     tensors: tuple[SavedTensor, ...]
     files: tuple[SavedFile, ...]
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What the run is beside its streams: loss scale, optimizer groups, configuration, versions. JSON."""
+    """What the run is beside its streams: loss scale, optimizer groups, configuration, versions.
+
+    JSON.
+    """
     objects: Mapping[str, Any] = field(default_factory=dict)
-    """The structures of further state dicts by name, whose tensors are in the file `objects.safetensors`."""
+    """The structures of further state dicts by name, whose tensors are in the file
+    `objects.safetensors`.
+    """
 
     def tensor(self, name: str) -> SavedTensor:
         """Return a tensor by its name.
@@ -126,7 +143,11 @@ def encode(manifest: Manifest) -> bytes:
             for tensor in manifest.tensors
         ],
         "files": [
-            {"name": file.name, "bytes": file.nbytes, "checksums": "".join(f"{crc:08x}" for crc in file.checksums)}
+            {
+                "name": file.name,
+                "bytes": file.nbytes,
+                "checksums": "".join(f"{crc:08x}" for crc in file.checksums),
+            }
             for file in manifest.files
         ],
         "run": dict(manifest.run),
@@ -140,7 +161,8 @@ def parse(data: bytes) -> Manifest:
 
     Raises:
         NewerVersionError: a newer version of the format wrote them; nothing is wrong with them.
-        ValueError: they are no manifest, or a damaged or contradictory one; the text says where and why.
+        ValueError: they are no manifest, or a damaged or contradictory one; the text says where and
+            why.
     """
     payload, rest = unframed(_KIND, _VERSION, data)
     if rest:
@@ -149,33 +171,56 @@ def parse(data: bytes) -> Manifest:
         content = strict_json(payload)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
-    top = _fields(content, "the manifest", "tag", "step", "created", "ranks", "tensors", "files", "run", "objects")
+    top = _fields(
+        content,
+        "the manifest",
+        "tag",
+        "step",
+        "created",
+        "ranks",
+        "tensors",
+        "files",
+        "run",
+        "objects",
+    )
     manifest = Manifest(
         tag=_text(top["tag"], "tag"),
         step=_integer(top["step"], "step"),
         created=_text(top["created"], "created"),
         ranks=_integer(top["ranks"], "ranks", least=1),
         tensors=tuple(
-            _tensor(entry, f"tensors[{number}]") for number, entry in enumerate(_list(top["tensors"], "tensors"))
+            _tensor(entry, f"tensors[{number}]")
+            for number, entry in enumerate(_list(top["tensors"], "tensors"))
         ),
-        files=tuple(_file(entry, f"files[{number}]") for number, entry in enumerate(_list(top["files"], "files"))),
+        files=tuple(
+            _file(entry, f"files[{number}]")
+            for number, entry in enumerate(_list(top["files"], "files"))
+        ),
         run=_object(top["run"], "run"),
         objects=_object(top["objects"], "objects"),
     )
     _check_unique((file.name for file in manifest.files), "files")
-    _check_unique((name for tensor in manifest.tensors for name in (tensor.name, *tensor.aliases)), "tensors")
+    _check_unique(
+        (name for tensor in manifest.tensors for name in (tensor.name, *tensor.aliases)), "tensors"
+    )
     return manifest
 
 
 def _tensor(entry: Any, where: str) -> SavedTensor:
     found = _fields(entry, where, "name", "kind", "shape", "dtype", "streams", "steps", "aliases")
-    shape = tuple(_integer(size, f"{where}.shape") for size in _list(found["shape"], f"{where}.shape"))
+    shape = tuple(
+        _integer(size, f"{where}.shape") for size in _list(found["shape"], f"{where}.shape")
+    )
     if len(shape) > MAX_DIMENSIONS or math.prod(shape) > _MOST // 16:
-        raise ValueError(f"{where}.shape is {shown(list(shape))}: no tensor has so many dimensions or elements")
+        raise ValueError(
+            f"{where}.shape is {shown(list(shape))}: no tensor has so many dimensions or elements"
+        )
     streams = _object(found["streams"], f"{where}.streams")
     for name, dtype in streams.items():
         if not _STREAM.fullmatch(name):
-            raise ValueError(f"{where}.streams has {shown(name)}: expected a name of a-z, 0-9 and _")
+            raise ValueError(
+                f"{where}.streams has {shown(name)}: expected a name of a-z, 0-9 and _"
+            )
         _dtype(dtype, f"{where}.streams.{name}")
     return SavedTensor(
         name=_text(found["name"], f"{where}.name"),
@@ -184,7 +229,10 @@ def _tensor(entry: Any, where: str) -> SavedTensor:
         dtype=_dtype(found["dtype"], f"{where}.dtype"),
         streams=streams,
         steps=_integer(found["steps"], f"{where}.steps"),
-        aliases=tuple(_text(alias, f"{where}.aliases") for alias in _list(found["aliases"], f"{where}.aliases")),
+        aliases=tuple(
+            _text(alias, f"{where}.aliases")
+            for alias in _list(found["aliases"], f"{where}.aliases")
+        ),
     )
 
 
@@ -192,19 +240,29 @@ def _file(entry: Any, where: str) -> SavedFile:
     found = _fields(entry, where, "name", "bytes", "checksums")
     name, nbytes = _text(found["name"], f"{where}.name"), _integer(found["bytes"], f"{where}.bytes")
     if not _FILE.fullmatch(name) or name == MANIFEST:
-        raise ValueError(f"{where}.name is {shown(name)}: expected a plain file name of the checkpoint's own directory")
+        raise ValueError(
+            f"{where}.name is {shown(name)}: expected a plain file name of the checkpoint's own "
+            "directory"
+        )
     digits = _text(found["checksums"], f"{where}.checksums")
     blocks = -(-nbytes // BLOCK_BYTES)
     if len(digits) != _CHECKSUM_DIGITS * blocks or not re.fullmatch(r"[0-9a-f]*", digits):
-        raise ValueError(f"{where}.checksums has {len(digits)} characters, expected {8 * blocks} hexadecimal digits")
-    checksums = tuple(int(digits[at : at + 8], 16) for at in range(0, len(digits), _CHECKSUM_DIGITS))
+        raise ValueError(
+            f"{where}.checksums has {len(digits)} characters, expected {8 * blocks} hexadecimal "
+            "digits"
+        )
+    checksums = tuple(
+        int(digits[at : at + 8], 16) for at in range(0, len(digits), _CHECKSUM_DIGITS)
+    )
     return SavedFile(name=name, nbytes=nbytes, checksums=checksums)
 
 
 def _fields(value: Any, where: str, *names: str) -> Mapping[str, Any]:
     found = _object(value, where)
     if sorted(found) != sorted(names):
-        raise ValueError(f"{where} has the fields {shown(sorted(found))}, expected {', '.join(sorted(names))}")
+        raise ValueError(
+            f"{where} has the fields {shown(sorted(found))}, expected {', '.join(sorted(names))}"
+        )
     return found
 
 
@@ -242,7 +300,9 @@ def _dtype(value: Any, where: str) -> str:
 
 def _integer(value: Any, where: str, *, least: int = 0) -> int:
     if type(value) is not int or not least <= value <= _MOST:
-        raise ValueError(f"{where} is {shown(value)}, expected a whole number from {least} to 2**63 - 1")
+        raise ValueError(
+            f"{where} is {shown(value)}, expected a whole number from {least} to 2**63 - 1"
+        )
     return value
 
 

@@ -1,6 +1,9 @@
-"""State dicts beside the model: random generators, schedulers, samplers, optimizer groups. Nothing is pickled.
+"""State dicts beside the model: random generators, schedulers, samplers, optimizer groups.
 
-Each rank has a file of the tensors in them; their structures are JSON in the manifest (`deepnvme.tree`).
+Nothing is pickled.
+
+Each rank has a file of the tensors in them; their structures are JSON in the manifest
+(`deepnvme.tree`).
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ def write_objects(
     layout = {name: (leaf.code, leaf.shape) for name, leaf in described.items()}
     sums, path = BlockChecksums(BLOCK_BYTES), directory / objects_file(rank)
     try:
-        with SafetensorsWriter(path, layout, sums=sums, staging_bytes=staging_bytes, queue=queue) as writer:
+        with SafetensorsWriter(
+            path, layout, sums=sums, staging_bytes=staging_bytes, queue=queue
+        ) as writer:
             writer.write({name: described[name] for name in writer.names})
             nbytes = writer.nbytes
     except NVMeError as error:

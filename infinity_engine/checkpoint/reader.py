@@ -1,7 +1,9 @@
-"""`CheckpointReader`: reads slices of a checkpoint's streams and checks every byte before the caller gets it.
+"""`CheckpointReader`: reads slices of a checkpoint's streams and checks every byte before the
+caller gets it.
 
-Opens nothing that the manifest does not name, and believes no header: the slices of the files have to cover each stream
-exactly once. Memory: a few MiB for the blocks that a slice begins and ends in. One thread at a time.
+Opens nothing that the manifest does not name, and believes no header: the slices of the files have
+to cover each stream exactly once. Memory: a few MiB for the blocks that a slice begins and ends in.
+One thread at a time.
 """
 
 from __future__ import annotations
@@ -26,11 +28,22 @@ from deepnvme.errors import NVMeError
 from deepnvme.framing import shown
 from deepnvme.pipeline import once_there_is_room
 from deepnvme.queue import File
-from deepnvme.safetensors import SafetensorsEntry, SafetensorsError, SafetensorsHeader, header_of, safetensors_header
+from deepnvme.safetensors import (
+    SafetensorsEntry,
+    SafetensorsError,
+    SafetensorsHeader,
+    header_of,
+    safetensors_header,
+)
 from infinity_engine.checkpoint.directory import open_regular, read_manifest
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
 from infinity_engine.checkpoint.streams import Slice, Stream, parse_tensor
-from infinity_engine.errors import ChecksumError, DamagedCheckpoint, IncompleteCheckpoint, ManifestMismatch
+from infinity_engine.errors import (
+    ChecksumError,
+    DamagedCheckpoint,
+    IncompleteCheckpoint,
+    ManifestMismatch,
+)
 from infinity_engine.storage import transfer_error
 
 __all__ = ["SHARD", "STAGING_BYTES", "CheckpointReader", "Damage"]
@@ -39,7 +52,10 @@ SHARD = "rank-"
 """How the names of the files begin whose tensors are slices of streams."""
 
 STAGING_BYTES = 32 << 20
-"""The memory that blocks are read to, where the caller asks for no other. The least is one block."""
+"""The memory that blocks are read to, where the caller asks for no other.
+
+The least is one block.
+"""
 
 _READ_BLOCKS = 8  # of one operation that reads to where the bytes belong
 _IN_FLIGHT = 4  # operations
@@ -47,7 +63,9 @@ _IN_FLIGHT = 4  # operations
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A block of a file that is not as it was written, and the tensors that have bytes in it: none in a header."""
+    """A block of a file that is not as it was written, and the tensors that have bytes in it: none
+    in a header.
+    """
 
     file: str
     offset: int
@@ -80,7 +98,9 @@ class CheckpointReader:
     ) -> None:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
-        missing = tuple(file.name for file in self.manifest.files if not os.path.lexists(self.path / file.name))
+        missing = tuple(
+            file.name for file in self.manifest.files if not os.path.lexists(self.path / file.name)
+        )
         if missing:
             raise IncompleteCheckpoint(path=str(self.path), missing=missing)
         with ExitStack() as ends:
@@ -98,7 +118,7 @@ class CheckpointReader:
             }
             self._ends = ends.pop_all()
 
-    # --- reading --------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def read(self, stream: Stream, first: int, into: Any) -> None:
         """Fill `into`, an array or other buffer, with the elements of a stream from `first` on.
@@ -146,17 +166,22 @@ class CheckpointReader:
         _ = self._slices  # building the index checks it
 
     def verify(self, progress: Callable[[int], object] = lambda nbytes: None) -> Iterator[Damage]:
-        """Read every byte; yield each damaged block. `progress` is called with the bytes of each block."""
+        """Read every byte; yield each damaged block.
+
+        `progress` is called with the bytes of each block.
+        """
         for file in self._files.values():
             yield from file.verify(progress)
 
-    # --- the index ------------------------------------------------------------------------------------------------
+    # --- the index --------------------------------------------------------------------------------
 
     @cached_property
     def _slices(self) -> Mapping[Stream, tuple[_Held, ...]]:
         """Where each stream lies: its slices cover it once, whatever the files say."""
         streams = {
-            (tensor.name, name): tensor.stream(name) for tensor in self.manifest.tensors for name in tensor.streams
+            (tensor.name, name): tensor.stream(name)
+            for tensor in self.manifest.tensors
+            for name in tensor.streams
         }
         found: dict[Stream, list[_Held]] = {stream: [] for stream in streams.values()}
         for name, file in self._files.items():
@@ -166,24 +191,35 @@ class CheckpointReader:
                 parsed = parse_tensor(tensor)
                 stream = None if parsed is None else streams.get(parsed[:2])
                 if stream is None or parsed is None:
-                    raise self._flaw(name, f"its tensor {shown(tensor)} belongs to no stream of the manifest")
+                    raise self._flaw(
+                        name, f"its tensor {shown(tensor)} belongs to no stream of the manifest"
+                    )
                 if entry.dtype != stream.dtype or len(entry.shape) != 1:
                     flaw = f"its tensor {shown(tensor)} is {entry.dtype} of shape {entry.shape}"
                     raise self._flaw(name, f"{flaw}, expected {stream.dtype} of one dimension")
-                found[stream].append(_Held(Slice(stream, parsed[2], entry.shape[0]), name, entry.offset))
-        return MappingProxyType({stream: self._covering(stream, held) for stream, held in found.items()})
+                found[stream].append(
+                    _Held(Slice(stream, parsed[2], entry.shape[0]), name, entry.offset)
+                )
+        return MappingProxyType(
+            {stream: self._covering(stream, held) for stream, held in found.items()}
+        )
 
     def _covering(self, stream: Stream, held: list[_Held]) -> tuple[_Held, ...]:
-        held = sorted((each for each in held if each.part.numel), key=lambda found: found.part.first)
+        held = sorted(
+            (each for each in held if each.part.numel), key=lambda found: found.part.first
+        )
         at = 0
         for found in held:
             if found.part.first != at:
                 problem = "is missing" if found.part.first > at else "is there twice"
-                raise self._flaw(found.file, f"element {min(at, found.part.first)} of {_named(stream)} {problem}")
+                raise self._flaw(
+                    found.file, f"element {min(at, found.part.first)} of {_named(stream)} {problem}"
+                )
             at += found.part.numel
         if at != stream.numel:
             raise IncompleteCheckpoint(
-                path=str(self.path), missing=(f"elements {at} to {stream.numel} of {_named(stream)}",)
+                path=str(self.path),
+                missing=(f"elements {at} to {stream.numel} of {_named(stream)}",),
             )
         return tuple(held)
 
@@ -195,7 +231,9 @@ class CheckpointReader:
                 path=str(self.path),
                 entry=_named(stream),
                 expected=f"{stream.numel} elements of {stream.dtype}",
-                found="no such stream" if found is None else f"{found.numel} elements of {found.dtype}",
+                found="no such stream"
+                if found is None
+                else f"{found.numel} elements of {found.dtype}",
             )
         return self._slices[stream]
 
@@ -211,22 +249,31 @@ class CheckpointReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close."""
         self.close()
 
 
 class _CheckedFile:
-    """One file of a checkpoint, of which no byte is handed out unchecked. `staging` is shared with the others."""
+    """One file of a checkpoint, of which no byte is handed out unchecked.
 
-    def __init__(self, directory: Path, saved: SavedFile, queue: IOQueue, staging: deque[Memory]) -> None:
+    `staging` is shared with the others.
+    """
+
+    def __init__(
+        self, directory: Path, saved: SavedFile, queue: IOQueue, staging: deque[Memory]
+    ) -> None:
         self._directory = directory
         self._saved = saved
         self._queue = queue
         self._staging = staging
         self._path = directory / saved.name
-        self._edge: tuple[int, bytes] | None = None  # the block that was read last into staging memory, checked
+        # the block that was read last into staging memory, checked
+        self._edge: tuple[int, bytes] | None = None
         self._file: File | None = None
         self._header: SafetensorsHeader | None = None
 
@@ -241,7 +288,9 @@ class _CheckedFile:
         return self._header
 
     def read(self, offset: int, into: Memory) -> None:
-        """Fill `into` with the bytes from `offset` on: whole blocks directly, the rest through staging memory."""
+        """Fill `into` with the bytes from `offset` on: whole blocks directly, the rest through
+        staging memory.
+        """
         end = offset + into.nbytes
         if end > self._saved.nbytes:
             raise self._flaw(f"bytes {offset} to {end} were asked for, it has {self._saved.nbytes}")
@@ -280,7 +329,9 @@ class _CheckedFile:
                 future.exception()
 
     def _tensors_if_known(self) -> Mapping[str, SafetensorsEntry]:
-        """Return the tensors of the header, to name what is damaged: the bytes of the header itself may be."""
+        """Return the tensors of the header, to name what is damaged: the bytes of the header itself
+        may be.
+        """
         try:
             return self.header.tensors
         except DamagedCheckpoint:
@@ -292,7 +343,11 @@ class _CheckedFile:
                 return {}
 
     def _damages(
-        self, future: IOFuture[int], block: int, room: Memory, tensors: Mapping[str, SafetensorsEntry]
+        self,
+        future: IOFuture[int],
+        block: int,
+        room: Memory,
+        tensors: Mapping[str, SafetensorsEntry],
     ) -> Iterator[Damage]:
         """Wait for the blocks from `block` on; yield the damaged ones among them."""
         for number, found in enumerate(self._sums(future, room), block):
@@ -319,7 +374,9 @@ class _CheckedFile:
         ctypes.memmove(into.address, memory_of(view, writable=False).address, into.nbytes)
 
     def _block(self, block: int) -> bytes:
-        """Return a block, checked; the last one is kept, as the slice that follows often begins in it."""
+        """Return a block, checked; the last one is kept, as the slice that follows often begins in
+        it.
+        """
         if self._edge is None or self._edge[0] != block:
             room = self._staging[0].part(0, self._block_bytes(block))
             self._wait(self._begin(block, room), block, room)
@@ -327,7 +384,9 @@ class _CheckedFile:
         return self._edge[1]
 
     def _read_blocks(self, first: int, last: int, into: Memory) -> None:
-        """Read whole blocks to where they belong, several operations at a time, and check them there."""
+        """Read whole blocks to where they belong, several operations at a time, and check them
+        there.
+        """
         reading: deque[tuple[IOFuture[int], int, Memory]] = deque()
         try:
             for block in range(first, last, _READ_BLOCKS):
@@ -390,7 +449,10 @@ class _CheckedFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
             self._file.close()

@@ -1,7 +1,8 @@
 """The protocol between the engine and checkpoints: named flat streams of each parameter, in slices.
 
-A stream is what a checkpoint keeps of one parameter under one name: `master`, a moment, or `value` where nothing trains
-it. This module holds the words; the engine implements `StreamSource`, writer and reader call it.
+A stream is what a checkpoint keeps of one parameter under one name: `master`, a moment, or `value`
+where nothing trains it. This module holds the words; the engine implements `StreamSource`, writer
+and reader call it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from deepnvme.arrays import ITEMSIZES
 
 __all__ = ["Slice", "Stream", "StreamSource", "parse_tensor"]
 
-_TENSOR = re.compile(r"(?P<parameter>.*)#(?P<stream>[a-z0-9_]{1,64})@(?P<first>0|[1-9][0-9]{0,18})", re.DOTALL)
+_TENSOR = re.compile(
+    r"(?P<parameter>.*)#(?P<stream>[a-z0-9_]{1,64})@(?P<first>0|[1-9][0-9]{0,18})", re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One stream of one parameter: `dtype` is a safetensors code such as F32, `numel` the elements of all ranks."""
+    """One stream of one parameter: `dtype` is a safetensors code such as F32, `numel` the elements
+    of all ranks.
+    """
 
     parameter: str
     name: str
@@ -55,11 +60,15 @@ class StreamSource(Protocol):
         ...
 
     def hand_out(self, take: Callable[[Slice, memoryview], None]) -> None:
-        """Call `take` with each slice and its bytes, in the order of `slices`; they are valid until it returns."""
+        """Call `take` with each slice and its bytes, in the order of `slices`; they are valid until
+        it returns.
+        """
         ...
 
 
 def parse_tensor(name: str) -> tuple[str, str, int] | None:
-    """Return parameter, stream and first element from a tensor's name in a shard; None where it has another form."""
+    """Return parameter, stream and first element from a tensor's name in a shard; None where it has
+    another form.
+    """
     found = _TENSOR.fullmatch(name)
     return None if found is None else (found["parameter"], found["stream"], int(found["first"]))

@@ -1,7 +1,8 @@
-"""Writes one rank's shard of a checkpoint: its slices, in safetensors files, as the source hands them out.
+"""Writes one rank's shard of a checkpoint: its slices, in safetensors files, as the source hands
+them out.
 
-Holds one slice at a time beside the queue's staging memory. Commits nothing: `CheckpointDirectory` does that once all
-ranks have written.
+Holds one slice at a time beside the queue's staging memory. Commits nothing: `CheckpointDirectory`
+does that once all ranks have written.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ def write_shard(
     staging_bytes: int = STAGING_BYTES,
     file_bytes: int = FILE_BYTES,
 ) -> tuple[SavedFile, ...]:
-    """Write what `source` has into files of `directory`, synced; return what the manifest says of them.
+    """Write what `source` has into files of `directory`, synced; return what the manifest says of
+    them.
 
     Raises:
-        TransferError: the drive is full or failed. What was written is no checkpoint and stays for `abandon`.
+        TransferError: the drive is full or failed. What was written is no checkpoint and stays for
+            `abandon`.
     """
-    with _ShardFiles(directory, rank, list(_files(source.slices(), file_bytes)), queue, staging_bytes) as files:
+    with _ShardFiles(
+        directory, rank, list(_files(source.slices(), file_bytes)), queue, staging_bytes
+    ) as files:
         source.hand_out(files.take)
     return tuple(files.saved)
 
@@ -63,10 +68,18 @@ def _files(slices: Sequence[Slice], file_bytes: int) -> Iterator[list[Slice]]:
 
 
 class _ShardFiles:
-    """The files of one shard, one of them open at a time. A context manager: all slices are in them at its end."""
+    """The files of one shard, one of them open at a time.
+
+    A context manager: all slices are in them at its end.
+    """
 
     def __init__(
-        self, directory: Path, rank: int, files: list[list[Slice]], queue: IOQueue, staging_bytes: int
+        self,
+        directory: Path,
+        rank: int,
+        files: list[list[Slice]],
+        queue: IOQueue,
+        staging_bytes: int,
     ) -> None:
         self.saved: list[SavedFile] = []
         self._directory = directory
@@ -107,7 +120,9 @@ class _ShardFiles:
         writer, self._writer = self._writer, None
         with writer:
             pass
-        saved = SavedFile(name=writer.path.name, nbytes=writer.nbytes, checksums=self._sums.checksums())
+        saved = SavedFile(
+            name=writer.path.name, nbytes=writer.nbytes, checksums=self._sums.checksums()
+        )
         self.saved.append(saved)
 
     @contextmanager
@@ -132,7 +147,10 @@ class _ShardFiles:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._writer is not None:
             self._writer.__exit__(kind or RuntimeError, error, trace)

@@ -1,4 +1,5 @@
-"""`infinity calibrate`: measures what this machine and the drives of some directories can do, and keeps it.
+"""`infinity calibrate`: measures what this machine and the drives of some directories can do, and
+keeps it.
 
 Progress goes to standard error. Exit status: 0 measured, 1 not, 130 interrupted.
 """
@@ -30,7 +31,10 @@ from infinity_engine.units import format_bytes
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 
 NAME = "calibrate"
-HELP = "Measure what this machine and its drives can do, in less than a minute, and keep it for every plan."
+HELP = (
+    "Measure what this machine and its drives can do, in less than a minute, and keep it for every "
+    "plan."
+)
 _FAILED, _INTERRUPTED = 1, 130
 _STANDARD_OUTPUT = "-"
 
@@ -38,17 +42,29 @@ _STANDARD_OUTPUT = "-"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `infinity calibrate`."""
     parser.add_argument(
-        "directories", nargs="*", metavar="DIR", help="measure its drive too; the file made there is removed"
+        "directories",
+        nargs="*",
+        metavar="DIR",
+        help="measure its drive too; the file made there is removed",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write all figures there as JSON; - for standard output, without the tables"
+        "--json",
+        metavar="FILE",
+        help="write all figures there as JSON; - for standard output, without the tables",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a few seconds, in less memory: rough figures, which are not kept"
+        "--quick",
+        action="store_true",
+        help="a few seconds, in less memory: rough figures, which are not kept",
     )
-    parser.add_argument("--seconds", type=seconds_argument, help="to take about that long (default: 40; quick: 4)")
     parser.add_argument(
-        "--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="the device (default: %(default)s)"
+        "--seconds", type=seconds_argument, help="to take about that long (default: 40; quick: 4)"
+    )
+    parser.add_argument(
+        "--accelerator",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="the device (default: %(default)s)",
     )
 
 
@@ -145,7 +161,9 @@ def _what_happened(error: Exception) -> str:
 
 
 class _Rows(NamedTuple):
-    """One table: a title with its unit, what the columns are, and the figures of each row, None where none was due."""
+    """One table: a title with its unit, what the columns are, and the figures of each row, None
+    where none was due.
+    """
 
     title: str
     columns: Sequence[str]
@@ -165,7 +183,12 @@ def _show(measured: Calibration, kept_in: Path | None) -> None:
             console.print(Text(f"not measured{': ' if names is None else f' {names}: '}{reason}"))
     console.print()
     memory = format_bytes(measured.memory_bytes)
-    console.print(Text(f"Updates and sweeps went through {memory}: caches that hold much of it make them too fast."))
+    console.print(
+        Text(
+            f"Updates and sweeps went through {memory}: caches that hold much of it make them too "
+            "fast."
+        )
+    )
     console.print(Text("Not kept." if kept_in is None else f"Kept in {kept_in}."))
 
 
@@ -189,7 +212,11 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
                 "both at once": (drive.mixed, drive.mixed_beside_updates),
             },
         )
-    yield _Rows("Host memory, GB/s", ("sweep",), {_threads(count): (each,) for count, each in measured.dram.items()})
+    yield _Rows(
+        "Host memory, GB/s",
+        ("sweep",),
+        {_threads(count): (each,) for count, each in measured.dram.items()},
+    )
     yield _Rows(
         "Updates on the host, billions of parameters per second",
         ("alone", "left beside copies", *(f"left beside I/O in {name}" for name in drives)),
@@ -228,14 +255,20 @@ def _tables(measured: Calibration) -> Iterator[_Rows]:
 
 
 def _print_rows(console: Console, rows: _Rows) -> dict[str, str | None]:
-    """Print the columns in which something was measured; return the reasons for the others, None where all are."""
+    """Print the columns in which something was measured; return the reasons for the others, None
+    where all are.
+    """
     missing: dict[str, list[str]] = {}
     shown = []
     for number, name in enumerate(rows.columns):
-        column = [figure for figures in rows.rows.values() if (figure := figures[number]) is not None]
+        column = [
+            figure for figures in rows.rows.values() if (figure := figures[number]) is not None
+        ]
         if any(figure.reason is None for figure in column):
             shown.append(number)
-        for reason in dict.fromkeys(figure.reason for figure in column if figure.reason is not None):
+        for reason in dict.fromkeys(
+            figure.reason for figure in column if figure.reason is not None
+        ):
             missing.setdefault(reason, []).append(name)
     if shown:
         table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False)
@@ -259,5 +292,7 @@ def _cell(figure: Figure | None) -> str:
     if figure.median is None or figure.least is None or figure.most is None:
         return "-"
     one, sign = (0.01, "%") if figure.unit is Unit.PART else (1e9, "")
-    median, least, most = (f"{each / one:.3g}" for each in (figure.median, figure.least, figure.most))
+    median, least, most = (
+        f"{each / one:.3g}" for each in (figure.median, figure.least, figure.most)
+    )
     return f"{median}{sign} ({least} to {most})"

@@ -1,4 +1,6 @@
-"""`infinity checkpoint`: looks at checkpoints, checks and compares them, exports their weights. Offline, without a GPU.
+"""`infinity checkpoint`: looks at checkpoints, checks and compares them, exports their weights.
+
+Offline, without a GPU.
 
 Exit status: 0 all is well, 1 there is damage or a difference, 2 wrong usage or no checkpoint.
 """
@@ -30,14 +32,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subparsers = {}
     for name, help_ in _COMMANDS:
         subparsers[name] = subparser = commands.add_parser(name, help=help_, description=help_)
-        subparser.add_argument("path", type=Path, help="a directory of checkpoints, or one checkpoint in it")
-        subparser.add_argument("--tag", help="which checkpoint of the directory (default: the latest)")
+        subparser.add_argument(
+            "path", type=Path, help="a directory of checkpoints, or one checkpoint in it"
+        )
+        subparser.add_argument(
+            "--tag", help="which checkpoint of the directory (default: the latest)"
+        )
         subparser.set_defaults(command=name)
     inspect, diff, export = subparsers["inspect"], subparsers["diff"], subparsers["export"]
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
-    inspect.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    diff.add_argument("other", type=Path, help="the other one: a directory of checkpoints, or one checkpoint")
-    diff.add_argument("--other-tag", help="which checkpoint of the other directory (default: the latest)")
+    inspect.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
+    diff.add_argument(
+        "other", type=Path, help="the other one: a directory of checkpoints, or one checkpoint"
+    )
+    diff.add_argument(
+        "--other-tag", help="which checkpoint of the other directory (default: the latest)"
+    )
     export.add_argument("to", type=Path, help="the directory to write, without weights yet")
     export.add_argument(
         "--dtype",
@@ -45,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="model",
         help="model (what modules compute with, the default), fp32, bf16 or fp16",
     )
-    export.add_argument("--trainable-only", action="store_true", help="only what was trained, such as adapters")
+    export.add_argument(
+        "--trainable-only", action="store_true", help="only what was trained, such as adapters"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""What the commands of `infinity checkpoint` do: read what `infinity_engine.checkpoint` reads, and print.
+"""What the commands of `infinity checkpoint` do: read what `infinity_engine.checkpoint` reads, and
+print.
 
 Memory stays within a few tens of MiB, whatever the size of the checkpoint.
 """
@@ -31,7 +32,11 @@ _COMPARED_BYTES = 16 << 20
 
 def _resolved(path: Path, tag: str | None) -> Path:
     """Return the checkpoint that is meant: `path` itself, or that tag of it."""
-    return path if tag is None and (path / MANIFEST).exists() else CheckpointDirectory(path).resolve(tag or LATEST)
+    return (
+        path
+        if tag is None and (path / MANIFEST).exists()
+        else CheckpointDirectory(path).resolve(tag or LATEST)
+    )
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -53,12 +58,22 @@ def _inspect(options: argparse.Namespace) -> int:
 def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "checkpoint", str(path)
     yield "step", f"{manifest.step:,}"
-    yield "written", f"{manifest.created}, by {manifest.ranks} rank{'s' if manifest.ranks > 1 else ''}"
-    yield "bytes", f"{format_bytes(sum(file.nbytes for file in manifest.files))} in {len(manifest.files)} files"
+    yield (
+        "written",
+        f"{manifest.created}, by {manifest.ranks} rank{'s' if manifest.ranks > 1 else ''}",
+    )
+    yield (
+        "bytes",
+        f"{format_bytes(sum(file.nbytes for file in manifest.files))} in {len(manifest.files)} "
+        "files",
+    )
     for kind in Kind:
         chosen = [tensor for tensor in manifest.tensors if tensor.kind is kind]
         if chosen:
-            yield kind.value, f"{len(chosen):,} tensors, {sum(tensor.numel for tensor in chosen):,} elements"
+            yield (
+                kind.value,
+                f"{len(chosen):,} tensors, {sum(tensor.numel for tensor in chosen):,} elements",
+            )
     for key, value in sorted(manifest.run.items()):
         yield key, value if isinstance(value, str) else json.dumps(value)
     if manifest.objects:
@@ -68,7 +83,9 @@ def _facts(path: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
 def _tensor_table(tensors: Iterable[SavedTensor]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("tensor", "kind", "dtype", "shape", "streams", "updates"):
-        table.add_column(column, justify="right" if column == "updates" else "left", overflow="fold")
+        table.add_column(
+            column, justify="right" if column == "updates" else "left", overflow="fold"
+        )
     for tensor in tensors:
         shape = " x ".join(map(str, tensor.shape)) or "one number"
         table.add_row(
@@ -117,10 +134,16 @@ def _verify(options: argparse.Namespace) -> int:
             inside = ", ".join(damage.tensors) or "its header"
             print(f"{damage.file}: damaged within the MiB at offset {damage.offset}: {inside}")
         if damaged:
-            print(f"{damaged} of the checkpoint's MiB are damaged: load an earlier one, and check the drive")
+            print(
+                f"{damaged} of the checkpoint's MiB are damaged: load an earlier one, and check "
+                "the drive"
+            )
             return 1
         reader.check_slices()
-        print(f"{reader.path}: {format_bytes(sum(read))} in {len(reader.manifest.files)} files, all as written")
+        print(
+            f"{reader.path}: {format_bytes(sum(read))} in {len(reader.manifest.files)} files, all "
+            "as written"
+        )
     return 0
 
 
@@ -137,7 +160,9 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _differences(one: CheckpointReader, other: CheckpointReader) -> Iterator[str]:
-    mine, theirs = ({tensor.name: tensor for tensor in reader.manifest.tensors} for reader in (one, other))
+    mine, theirs = (
+        {tensor.name: tensor for tensor in reader.manifest.tensors} for reader in (one, other)
+    )
     for name in [*mine, *(name for name in theirs if name not in mine)]:
         if name not in mine or name not in theirs:
             yield f"{name}: only in {(one if name in mine else other).path}"
@@ -153,10 +178,15 @@ def _differences(one: CheckpointReader, other: CheckpointReader) -> Iterator[str
 
 
 def _kind_of(tensor: SavedTensor) -> str:
-    return f"shape {tensor.shape} with {', '.join(f'{name} {dtype}' for name, dtype in tensor.streams.items())}"
+    return (
+        f"shape {tensor.shape} with "
+        f"{', '.join(f'{name} {dtype}' for name, dtype in tensor.streams.items())}"
+    )
 
 
-def _stream_difference(one: CheckpointReader, other: CheckpointReader, stream: Stream) -> Iterator[str]:
+def _stream_difference(
+    one: CheckpointReader, other: CheckpointReader, stream: Stream
+) -> Iterator[str]:
     """Say how many elements of a stream differ, and for fp32 by how much at most."""
     width = ITEMSIZES[stream.dtype]
     step = _COMPARED_BYTES // width
@@ -174,13 +204,19 @@ def _stream_difference(one: CheckpointReader, other: CheckpointReader, stream: S
             most = max(most, float(np.nanmax(gap)) if not np.isnan(gap).all() else 0.0)
     if unlike:
         by = f", by {most:.3g} at most" if stream.dtype == "F32" else ""
-        yield f"{stream.parameter}: {unlike:,} of {stream.numel:,} elements of {stream.name} differ{by}"
+        count = f"{unlike:,} of {stream.numel:,} elements"
+        yield f"{stream.parameter}: {count} of {stream.name} differ{by}"
 
 
 def _export(options: argparse.Namespace) -> int:
     with CheckpointReader(_resolved(options.path, options.tag)) as reader:
-        files = export(reader, options.to, dtype=Dtype(options.dtype), trainable_only=options.trainable_only)
-    print(f"{options.to}: {len(files)} files, {format_bytes(sum(file.stat().st_size for file in files))}")
+        files = export(
+            reader, options.to, dtype=Dtype(options.dtype), trainable_only=options.trainable_only
+        )
+    print(
+        f"{options.to}: {len(files)} files, "
+        f"{format_bytes(sum(file.stat().st_size for file in files))}"
+    )
     return 0
 
 

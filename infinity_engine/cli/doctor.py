@@ -1,7 +1,7 @@
 """`infinity doctor`: what this machine can do, and what to do where it could do more.
 
-Prints what `survey` and `diagnose` return, as tables or as one JSON object; finds out nothing by itself.
-Exit status: 0 the engine can run here, 1 it cannot.
+Prints what `survey` and `diagnose` return, as tables or as one JSON object; finds out nothing by
+itself. Exit status: 0 the engine can run here, 1 it cannot.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directories whose drives are probed (default: the current one)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,7 +71,12 @@ def run(options: argparse.Namespace) -> int:
         }
         print(json.dumps(report, indent=2))
     else:
-        show(sections, findings, cannot="The engine cannot run here, because of:", can="The engine can run here")
+        show(
+            sections,
+            findings,
+            cannot="The engine cannot run here, because of:",
+            can="The engine can run here",
+        )
     return 0 if can_work(findings) else 1
 
 
@@ -95,11 +102,15 @@ def _cpu_rows(cpu: Cpu) -> Rows:
     yield "model", cpu.model
     physical = "" if cpu.physical_cores is None else f" ({cpu.physical_cores} physical)"
     yield "cores", f"{cpu.usable_cores} usable of {cpu.logical_cores}{physical}"
-    yield "cgroup quota", "none" if cpu.quota_cores is None else f"the time of {cpu.quota_cores:g} cores"
+    yield (
+        "cgroup quota",
+        "none" if cpu.quota_cores is None else f"the time of {cpu.quota_cores:g} cores",
+    )
     yield "NUMA nodes", str(cpu.numa_nodes)
     yield (
         "SIMD",
-        f"{cpu.simd.level or 'none'} chosen; the CPU has {', '.join(cpu.simd.features) or 'nothing beyond its base'}",
+        f"{cpu.simd.level or 'none'} chosen; the CPU has "
+        f"{', '.join(cpu.simd.features) or 'nothing beyond its base'}",
     )
 
 
@@ -109,8 +120,15 @@ def _memory_rows(memory: Memory) -> Rows:
     if memory.cgroup is None:
         yield "cgroup limit", "none"
     else:
-        used = "" if memory.cgroup.used_bytes is None else f", {format_bytes(memory.cgroup.used_bytes)} of it used"
-        yield "cgroup limit", f"{format_bytes(memory.cgroup.limit_bytes)} by {memory.cgroup.directory}{used}"
+        used = (
+            ""
+            if memory.cgroup.used_bytes is None
+            else f", {format_bytes(memory.cgroup.used_bytes)} of it used"
+        )
+        yield (
+            "cgroup limit",
+            f"{format_bytes(memory.cgroup.limit_bytes)} by {memory.cgroup.directory}{used}",
+        )
 
 
 def _gpus_rows(gpus: Gpus) -> Rows:

@@ -1,6 +1,8 @@
-"""Entry point of the `infinity` command: parses the command line and hands it to the subcommand's module.
+"""Entry point of the `infinity` command: parses the command line and hands it to the subcommand's
+module.
 
-Exit status: that of the subcommand, which says what it means; 2 for wrong usage, as argparse has it.
+Exit status: that of the subcommand, which says what it means; 2 for wrong usage, as argparse has
+it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
     options = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path need not be text in this terminal's encoding
+    # a path need not be text in this terminal's encoding
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = options.run(options)

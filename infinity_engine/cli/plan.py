@@ -1,7 +1,9 @@
-"""`infinity plan`: whether a training fits, where each byte will be, how long a step takes and why, what wears out.
+"""`infinity plan`: whether a training fits, where each byte will be, how long a step takes and why,
+what wears out.
 
-Reads the arguments, asks the planner, prints its answer as tables, as one JSON object, or as a page with plots. Needs
-no torch and touches no drive. Exit status: 0 it fits, 1 it does not, 2 the question is wrong.
+Reads the arguments, asks the planner, prints its answer as tables, as one JSON object, or as a page
+with plots. Needs no torch and touches no drive. Exit status: 0 it fits, 1 it does not, 2 the
+question is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]
 
 NAME = "plan"
-HELP = "Tell whether a model can be trained with certain means, where its bytes will be, and how long a step takes."
+HELP = (
+    "Tell whether a model can be trained with certain means, where its bytes will be, and how long "
+    "a step takes."
+)
 SCHEMA = 1  # of the JSON object: raised when a field changes its meaning or goes
 
 _ASSUMED = "desktop_4090"
@@ -46,18 +51,38 @@ _OF_DTYPES = MappingProxyType({"bfloat16": "bf16", "float16": "fp16", "float32":
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `infinity plan`."""
     what = parser.add_argument_group("what is trained")
-    what.add_argument("--model", metavar="NAME|PATH", help="a preset such as llama-3-8b, or a model's config.json")
-    what.add_argument("--models", action="store_true", help="list the presets and the machines, and end")
-    what.add_argument("--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (default: 1)")
-    what.add_argument("--sequence", type=int, metavar="TOKENS", help=f"tokens of one (default: {_TOKENS}, or its most)")
-    what.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step (default: 1)")
+    what.add_argument(
+        "--model", metavar="NAME|PATH", help="a preset such as llama-3-8b, or a model's config.json"
+    )
+    what.add_argument(
+        "--models", action="store_true", help="list the presets and the machines, and end"
+    )
+    what.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="sequences in a micro-batch (default: 1)"
+    )
+    what.add_argument(
+        "--sequence",
+        type=int,
+        metavar="TOKENS",
+        help=f"tokens of one (default: {_TOKENS}, or its most)",
+    )
+    what.add_argument(
+        "--accumulation",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches of a step (default: 1)",
+    )
     what.add_argument(
         "--precision",
         choices=_PRECISIONS,
         default="bf16",
-        help="what parameters compute in; model: the dtype that the config.json states (default: bf16)",
+        help="what parameters compute in; model: the dtype that the config.json states (default: "
+        "bf16)",
     )
-    what.add_argument("--optimizer", choices=_OPTIMIZERS, default="adamw", help="sgd is the one with momentum")
+    what.add_argument(
+        "--optimizer", choices=_OPTIMIZERS, default="adamw", help="sgd is the one with momentum"
+    )
     what.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
@@ -65,32 +90,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="make the activations of blocks anew in the backward (default: yes)",
     )
     means = parser.add_argument_group("what there is for it")
-    means.add_argument("--machine", metavar="NAME", help="a known machine, whose figures hold where no other are given")
-    means.add_argument("--gpus", type=int, metavar="N", help="GPUs, one for each rank; 0: the CPU alone")
+    means.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="a known machine, whose figures hold where no other are given",
+    )
+    means.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs, one for each rank; 0: the CPU alone"
+    )
     means.add_argument("--gpu-mem", metavar="SIZE", help='memory of each GPU, such as "24GiB"')
     means.add_argument("--ram", metavar="SIZE", help="the host's memory that is free")
-    means.add_argument("--nvme", metavar="SIZE", help="what is free on all drives together; none without it")
-    means.add_argument("--tbw", metavar="SIZE", help='what the drives may be written in their life, such as "1200TB"')
-    means.add_argument("--rates", type=Path, metavar="FILE", help="a calibration, or rates, in JSON")
     means.add_argument(
-        "--tflops", type=float, metavar="N", help="what each rank computes, in 10^12 operations a second"
+        "--nvme", metavar="SIZE", help="what is free on all drives together; none without it"
+    )
+    means.add_argument(
+        "--tbw",
+        metavar="SIZE",
+        help='what the drives may be written in their life, such as "1200TB"',
+    )
+    means.add_argument(
+        "--rates", type=Path, metavar="FILE", help="a calibration, or rates, in JSON"
+    )
+    means.add_argument(
+        "--tflops",
+        type=float,
+        metavar="N",
+        help="what each rank computes, in 10^12 operations a second",
     )
     how = parser.add_argument_group("how, where that is to be so")
-    how.add_argument("--strategy", default="auto", help="a strategy by name or in JSON (default: the best)")
-    how.add_argument("--parameters", choices=("auto", "device", "host", "nvme"), default="auto", help="where they stay")
+    how.add_argument(
+        "--strategy", default="auto", help="a strategy by name or in JSON (default: the best)"
+    )
+    how.add_argument(
+        "--parameters",
+        choices=("auto", "device", "host", "nvme"),
+        default="auto",
+        help="where they stay",
+    )
     how.add_argument(
         "--overlap",
         choices=("auto", "on", "off"),
         default="auto",
-        help="whether the end of an update goes on beside the next forward (default: where a step is shorter so)",
+        help="whether the end of an update goes on beside the next forward (default: where a step "
+        "is shorter so)",
     )
     how.add_argument("--subgroup", type=int, metavar="N", help="parameters in a subgroup")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots, too")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan and print; return 0 where it fits, 1 where it does not, 2 where the question is wrong."""
+    """Plan and print; return 0 where it fits, 1 where it does not, 2 where the question is
+    wrong.
+    """
     try:
         return _list() if options.models else _plan(options)
     except ConfigError as error:
@@ -115,14 +169,23 @@ def _plan(options: argparse.Namespace) -> int:
     try:
         decision = decide(training, means, strategy=strategy, parameters=tier, subgroup_numel=numel)
     except CapacityError as error:
-        refusal = explain_refusal(training, means, strategy=strategy, parameters=tier, subgroup_numel=numel)
+        refusal = explain_refusal(
+            training, means, strategy=strategy, parameters=tier, subgroup_numel=numel
+        )
         refusal = _with_options(refusal)
         if options.json:
-            print(json.dumps({"schema": SCHEMA, **refusal.to_mapping(), "reason": str(error)}, indent=2))
+            print(
+                json.dumps(
+                    {"schema": SCHEMA, **refusal.to_mapping(), "reason": str(error)}, indent=2
+                )
+            )
         else:
             _show(_refused(refusal))
         if options.html is not None:
-            print(f"infinity plan: {options.html} is not written, as there is no plan", file=sys.stderr)
+            print(
+                f"infinity plan: {options.html} is not written, as there is no plan",
+                file=sys.stderr,
+            )
         return 1
     report = report_of(decision, rated_bytes=rated_bytes)
     report = replace(report, notes=(*sources, *report.notes))
@@ -145,22 +208,32 @@ def _list() -> int:
     return 0
 
 
-# --- the question ----------------------------------------------------------------------------------------------------
+# --- the question ---------------------------------------------------------------------------------
 
 
 def _in_words(error: ConfigError) -> str:
-    names = {"batch": "--batch", "sequence": "--sequence", "accumulation_steps": "--accumulation", "model": "--model"}
+    names = {
+        "batch": "--batch",
+        "sequence": "--sequence",
+        "accumulation_steps": "--accumulation",
+        "model": "--model",
+    }
     names |= {"machine": "--machine", "subgroup_numel": "--subgroup"}
     if error.field.startswith("Rates."):  # of a plan: what a file has wrong is told by its option
         expected = (
-            f"a file with {error.field}, which this plan uses: `infinity calibrate DIR` measures it on a machine with "
+            f"a file with {error.field}, which this plan uses: `infinity calibrate DIR` measures "
+            "it on a machine with "
             "the device, DIR being on a drive to be used"
         )
         return str(ConfigError(field="--rates", value=None, expected=expected))
     if error.field == "budget.nvme":
         expected = 'a size such as "2TB", for what is to rest on drives'
         return str(ConfigError(field="--nvme", value=error.value, expected=expected))
-    return str(ConfigError(field=names.get(error.field, error.field), value=error.value, expected=error.expected))
+    return str(
+        ConfigError(
+            field=names.get(error.field, error.field), value=error.value, expected=error.expected
+        )
+    )
 
 
 def _precision(given: str, model: ModelShape) -> str:
@@ -170,7 +243,10 @@ def _precision(given: str, model: ModelShape) -> str:
     precision = _OF_DTYPES.get(model.dtype or "")
     if precision is None:
         stated = "states no dtype" if model.dtype is None else f"states {model.dtype}"
-        expected = f"bf16, fp16 or fp32, as {model.name} {stated}; model is for one of bfloat16, float16 or float32"
+        expected = (
+            f"bf16, fp16 or fp32, as {model.name} {stated}; model is for one of bfloat16, float16 "
+            "or float32"
+        )
         raise ConfigError(field="--precision", value=given, expected=expected)
     return precision
 
@@ -203,7 +279,9 @@ def _model(given: str | None) -> ModelShape:
         expected = f"a preset ({', '.join(PRESETS)}) or a path to a config.json"
         raise ConfigError(field="--model", value=None, expected=expected)
     path = Path(given)
-    if given.lower() not in PRESETS and (path.exists() or path.suffix == ".json" or len(path.parts) > 1):
+    if given.lower() not in PRESETS and (
+        path.exists() or path.suffix == ".json" or len(path.parts) > 1
+    ):
         return read_config(path)
     return preset(given)
 
@@ -211,7 +289,13 @@ def _model(given: str | None) -> ModelShape:
 def _states(optimizer: str) -> tuple[str, ...]:
     from infinity_engine.optim import SGD, Adagrad, Adam, AdamW, Lion
 
-    rules = {"adamw": AdamW(), "adam": Adam(), "lion": Lion(), "adagrad": Adagrad(), "sgd": SGD(lr=1.0, momentum=0.9)}
+    rules = {
+        "adamw": AdamW(),
+        "adam": Adam(),
+        "lion": Lion(),
+        "adagrad": Adagrad(),
+        "sgd": SGD(lr=1.0, momentum=0.9),
+    }
     return rules[optimizer].states
 
 
@@ -243,7 +327,9 @@ def _means(options: argparse.Namespace, precision: str) -> tuple[Means, tuple[st
     if gpus < 0:
         raise ConfigError(field="--gpus", value=gpus, expected="a number of GPUs, 0 or more")
     if gpus == 0 and options.gpu_mem is not None:
-        raise ConfigError(field="--gpu-mem", value=options.gpu_mem, expected="none of it where --gpus is 0")
+        raise ConfigError(
+            field="--gpu-mem", value=options.gpu_mem, expected="none of it where --gpus is 0"
+        )
     device = 0 if gpus == 0 else _given(options.gpu_mem, known, "--gpu-mem")
     host = _given(options.ram, known, "--ram")
     drives = _given(options.nvme, known, "--nvme") if options.nvme or known else 0
@@ -281,7 +367,10 @@ def _given(given: str | None, known: MachineModel | None, field: str) -> int:
     if given is not None:
         return _size(given, field)
     if known is None:
-        expected = f'a size such as "64GiB", or a known machine with --machine (it is what is free for {field[2:]})'
+        expected = (
+            'a size such as "64GiB", or a known machine with --machine (it is what is free for '
+            f"{field[2:]})"
+        )
         raise ConfigError(field=field, value=None, expected=expected)
     sizes = {
         "--gpu-mem": known.gpu.memory_bytes,
@@ -292,7 +381,9 @@ def _given(given: str | None, known: MachineModel | None, field: str) -> int:
 
 
 class _Compute(NamedTuple):
-    """How fast modules compute, operations per second or transformer blocks; and what all else does alone."""
+    """How fast modules compute, operations per second or transformer blocks; and what all else does
+    alone.
+    """
 
     flops_per_s: float | None = None
     blocks: BlockRates | None = None
@@ -300,7 +391,13 @@ class _Compute(NamedTuple):
 
 
 def _rates(
-    options: argparse.Namespace, assumed: MachineModel, precision: str, *, ranks: int, drives: bool, named: bool
+    options: argparse.Namespace,
+    assumed: MachineModel,
+    precision: str,
+    *,
+    ranks: int,
+    drives: bool,
+    named: bool,
 ) -> tuple[Rates, _Compute, tuple[str, ...]]:
     if options.rates is not None:
         return _rates_of_file(options, precision, ranks=ranks, drives=drives)
@@ -311,9 +408,14 @@ def _rates(
         nvme=_shared(assumed, ranks),
     )
     gpu = assumed.gpu
-    flops_per_s = None if options.gpus == 0 else gpu.achieved_flops_per_s or _OF_PEAK * gpu.peak_flops_per_s
+    flops_per_s = (
+        None if options.gpus == 0 else gpu.achieved_flops_per_s or _OF_PEAK * gpu.peak_flops_per_s
+    )
     whose = "as published of" if named else "assumed to be those of"
-    note = f"rates are {whose} a {assumed.title}: measure yours with `infinity calibrate` and give --rates"
+    note = (
+        f"rates are {whose} a {assumed.title}: measure yours with `infinity calibrate` and give "
+        "--rates"
+    )
     return rates, _Compute(flops_per_s), (note,)
 
 
@@ -325,7 +427,8 @@ def _shared(assumed: MachineModel, ranks: int) -> Mapping[str, DriveRates]:
         return {}
     return {
         "NVMe": DriveRates(
-            read_bytes_per_s=drives.read_bytes_per_s / ranks, write_bytes_per_s=drives.write_bytes_per_s / ranks
+            read_bytes_per_s=drives.read_bytes_per_s / ranks,
+            write_bytes_per_s=drives.write_bytes_per_s / ranks,
         )
     }
 
@@ -340,14 +443,25 @@ def _rates_of_file(
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(field="--rates", value=str(path), expected=f"a file ({error.strerror})") from error
+        raise ConfigError(
+            field="--rates", value=str(path), expected=f"a file ({error.strerror})"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(field="--rates", value=str(path), expected=f"a file in JSON ({error})") from error
+        raise ConfigError(
+            field="--rates", value=str(path), expected=f"a file in JSON ({error})"
+        ) from error
     if isinstance(given, dict) and "links" not in given and {"calibration", "drive"} & given.keys():
-        expected = "a file that `infinity calibrate --json FILE` wrote: this is a part of what it keeps for itself"
+        expected = (
+            "a file that `infinity calibrate --json FILE` wrote: this is a part of what it keeps "
+            "for itself"
+        )
         raise ConfigError(field="--rates", value=str(path), expected=expected)
     if not (isinstance(given, dict) and "links" in given):
-        return Rates.from_mapping(given, field="--rates"), _Compute(), (f"rates are those of {path}",)
+        return (
+            Rates.from_mapping(given, field="--rates"),
+            _Compute(),
+            (f"rates are those of {path}",),
+        )
     calibration = Calibration.from_mapping(given, field="--rates")
     two_memories = options.gpus != 0
     rates, alone = (
@@ -360,10 +474,14 @@ def _rates_of_file(
     )
     dtype = "fp32" if precision == "fp32" else "bf16"
     note = f"rates were measured {calibration.date}, of one process; those of {path}"
-    return rates, _Compute(calibration.flops_per_s(dtype), calibration.block_rates(dtype), alone), (note,)
+    return (
+        rates,
+        _Compute(calibration.flops_per_s(dtype), calibration.block_rates(dtype), alone),
+        (note,),
+    )
 
 
-# --- the answer ------------------------------------------------------------------------------------------------------
+# --- the answer -----------------------------------------------------------------------------------
 
 _Section = tuple[str, Rows]
 
@@ -398,20 +516,29 @@ def _answer(report: PlanReport, training: Training) -> Iterator[_Section]:
             yield (
                 title,
                 [
-                    (each.what, format_bytes(each.nbytes) + (" (PyTorch's own)" if each.of_pytorch else ""))
+                    (
+                        each.what,
+                        format_bytes(each.nbytes) + (" (PyTorch's own)" if each.of_pytorch else ""),
+                    )
                     for each in report.holdings
                     if each.tier is tier
                 ],
             )
     yield "Time", _times(report)
-    yield "Bytes over each link in a step", [(resource(lane), format_bytes(it)) for lane, it in report.moved.items()]
+    yield (
+        "Bytes over each link in a step",
+        [(resource(lane), format_bytes(it)) for lane, it in report.moved.items()],
+    )
     if report.wear is not None:
         yield "Wear", _wear(report)
     if report.alternatives:
         yield (
             "What else fits",
             [
-                (f"{_seconds(each.step_s)}", f"{_setting(each.strategy)}, parameters on {each.parameters.value}")
+                (
+                    f"{_seconds(each.step_s)}",
+                    f"{_setting(each.strategy)}, parameters on {each.parameters.value}",
+                )
                 for each in report.alternatives[:5]
             ],
         )
@@ -422,15 +549,25 @@ def _answer(report: PlanReport, training: Training) -> Iterator[_Section]:
 def _summary(report: PlanReport, training: Training) -> Rows:
     kept = "checkpointed" if training.checkpointing else "all kept"
     yield "parameters", f"{report.parameters:,}"
-    yield "step", f"{report.ranks} x {report.micro_batches} x {training.batch} sequences of {training.sequence} tokens"
+    yield (
+        "step",
+        f"{report.ranks} x {report.micro_batches} x {training.batch} sequences of "
+        f"{training.sequence} tokens",
+    )
     yield "activations", kept
     yield "throughput", f"{report.tokens_per_s:,.1f} tokens/s"
 
 
 def _setting(value: object) -> str:
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{key}={_setting(it)}" for key, it in value.items() if key != "name" and it is not None)
-        return f"{value.get('name', '')}({inner})" if "name" in value else "those of this plan, in --json"
+        inner = ", ".join(
+            f"{key}={_setting(it)}" for key, it in value.items() if key != "name" and it is not None
+        )
+        return (
+            f"{value.get('name', '')}({inner})"
+            if "name" in value
+            else "those of this plan, in --json"
+        )
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -439,7 +576,8 @@ def _times(report: PlanReport) -> Rows:
 
     for phase in report.phases:
         used = ", ".join(
-            f"{name} {part:.0%}" for name, part in sorted(phase.utilisation.items(), key=lambda it: -it[1])
+            f"{name} {part:.0%}"
+            for name, part in sorted(phase.utilisation.items(), key=lambda it: -it[1])
         )
         yield phase.name, f"{_seconds(phase.seconds)}, bound by {phase.binding} ({used})"
     if report.update_utilisation and all(phase.name != "update" for phase in report.phases):
@@ -450,7 +588,10 @@ def _times(report: PlanReport) -> Rows:
         yield "", f"forward and backward again for {report.micro_batches - 1} more micro-batches"
     if report.least_update_s is not None:
         yield "least update", f"{_seconds(report.least_update_s)}: no order of work ends earlier"
-    yield "updates", ", ".join(f"{count} {home.value}" for home, count in report.subgroups.items() if count)
+    yield (
+        "updates",
+        ", ".join(f"{count} {home.value}" for home, count in report.subgroups.items() if count),
+    )
     if report.staging_sets:
         yield "staging sets", str(report.staging_sets)
     if report.host_buffers:
@@ -479,31 +620,50 @@ def _refused(refusal: Refusal) -> Iterator[_Section]:
     ):
         if tier == "device" and not has and not needs:
             continue
-        short = f", and at the least {format_bytes(needs)} needed, whatever the others have" if needs > has else ""
+        short = (
+            f", and at the least {format_bytes(needs)} needed, whatever the others have"
+            if needs > has
+            else ""
+        )
         rows.append((tier, f"{format_bytes(has)} there{short}"))
     yield f"{refusal.model} does not fit", rows
     if refusal.remedies:
-        yield "Any of these would do", [(f"{number}.", it.change) for number, it in enumerate(refusal.remedies, 1)]
+        yield (
+            "Any of these would do",
+            [(f"{number}.", it.change) for number, it in enumerate(refusal.remedies, 1)],
+        )
 
 
 def _with_options(refusal: Refusal) -> Refusal:
-    """Return it with the options that give what each remedy adds, as a part of what is given is left for others."""
+    """Return it with the options that give what each remedy adds, as a part of what is given is
+    left for others.
+    """
 
     def words(remedy: Remedy) -> str:
         more, there = remedy.more, refusal.there
         added = {
-            "--gpu-mem": (more.device, _to_give(there.device + more.device, lambda free: free.device)),
+            "--gpu-mem": (
+                more.device,
+                _to_give(there.device + more.device, lambda free: free.device),
+            ),
             "--ram": (more.host, _to_give(there.host + more.host, lambda free: free.host)),
-            "--nvme": (more.nvme, _to_give(there.nvme + more.nvme, lambda free: sum(free.nvme.values()))),
+            "--nvme": (
+                more.nvme,
+                _to_give(there.nvme + more.nvme, lambda free: sum(free.nvme.values())),
+            ),
         }
         options = " ".join(f"{name} {size}" for name, (much, size) in added.items() if much)
         return f"{remedy.change} ({options})" if options else remedy.change
 
-    return replace(refusal, remedies=tuple(replace(each, change=words(each)) for each in refusal.remedies))
+    return replace(
+        refusal, remedies=tuple(replace(each, change=words(each)) for each in refusal.remedies)
+    )
 
 
 def _to_give(needed: int, left: Callable[[Capacity], int]) -> str:
-    """Return the size, in whole GiB, of which so many bytes are left when others have their part."""
+    """Return the size, in whole GiB, of which so many bytes are left when others have their
+    part.
+    """
     gib = -(-needed // GiB)
     while (lacking := needed - left(_free(gib * GiB, gib * GiB, gib * GiB))) > 0:
         gib += -(-lacking // GiB)

@@ -1,6 +1,8 @@
-"""The page of `infinity plan --html`: the answer, memory of each tier over the step, and what each link does when.
+"""The page of `infinity plan --html`: the answer, memory of each tier over the step, and what each
+link does when.
 
-One file that stands by itself: no script, no style or picture of elsewhere. Only draws what the report says.
+One file that stands by itself: no script, no style or picture of elsewhere. Only draws what the
+report says.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ _LANES = MappingProxyType(
     }
 )
 _STYLE = (
-    "body{font:15px/1.45 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse}td,th{padding:.15em 1em .15em 0;text-align:left;vertical-align:top}"
+    "body{font:15px/1.45 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 "
+    "1em;color:#222}"
+    "table{border-collapse:collapse}td,th{padding:.15em 1em .15em "
+    "0;text-align:left;vertical-align:top}"
     "h2{margin-top:1.6em}svg{max-width:100%;height:auto}"
 )
 
@@ -46,7 +50,8 @@ _STYLE = (
 def page(report: PlanReport, training: Training) -> str:
     """Return the page."""
     parts = [
-        f"{report.ranks} x {report.micro_batches} x {training.batch} sequences of {training.sequence} tokens",
+        f"{report.ranks} x {report.micro_batches} x {training.batch} sequences of "
+        f"{training.sequence} tokens",
         "activations checkpointed" if training.checkpointing else "all activations kept",
         f"{report.tokens_per_s:,.1f} tokens/s",
     ]
@@ -60,12 +65,17 @@ def page(report: PlanReport, training: Training) -> str:
         "<h2>What is busy when</h2>",
         _links(report),
         "<h2>Settings</h2>",
-        _table(("setting", "value"), [(name, str(value)) for name, value in report.settings.items()]),
+        _table(
+            ("setting", "value"), [(name, str(value)) for name, value in report.settings.items()]
+        ),
         *(f"<p>{escape(note)}.</p>" for note in report.notes),
     ]
     title = escape(f"Plan for {report.model}")
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{chr(10).join(body)}\n</body></html>\n'
+    return (
+        "<!doctype html>\n<html "
+        f'lang="en"><head>{head}</head>\n<body>\n{chr(10).join(body)}\n</body></html>\n'
+    )
 
 
 def _phases(report: PlanReport) -> Iterator[Sequence[str]]:
@@ -80,7 +90,7 @@ def _table(titles: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Seque
     return "<table>" + line(titles, "th") + "".join(line(row, "td") for row in rows) + "</table>"
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +103,16 @@ class _Band:
 
 def _memory(report: PlanReport, tier: Tier) -> str:
     """Return a chart of what a tier holds, one band upon another, below its limit."""
-    times = sorted({0.0, *(end / 1e9 for phase in report.timeline.phases for end in (phase.start_ns, phase.end_ns))})
+    times = sorted(
+        {
+            0.0,
+            *(
+                end / 1e9
+                for phase in report.timeline.phases
+                for end in (phase.start_ns, phase.end_ns)
+            ),
+        }
+    )
     bands = [_band(each, times, report) for each in report.holdings if each.tier is tier]
     limit = report.limits[tier]
     top = max(limit, *(sum(band.values[at] for band in bands) for at in range(len(times))))
@@ -117,20 +136,30 @@ def _memory(report: PlanReport, tier: Tier) -> str:
         colour = _COLOURS[number % len(_COLOURS)]
         drawn.append(f'<polygon points="{path}" fill="{colour}" fill-opacity="0.8"/>')
         place = _WIDTH - _RIGHT + 14, 30 + 17 * number
-        drawn.append(f'<rect x="{place[0]}" y="{place[1] - 10}" width="11" height="11" fill="{colour}"/>')
-        drawn.append(_text(place[0] + 17, place[1], f"{band.name}: {format_bytes(round(max(band.values)))}"))
+        drawn.append(
+            f'<rect x="{place[0]}" y="{place[1] - 10}" width="11" height="11" fill="{colour}"/>'
+        )
+        drawn.append(
+            _text(place[0] + 17, place[1], f"{band.name}: {format_bytes(round(max(band.values)))}")
+        )
         below = above
     right = _WIDTH - _RIGHT
-    drawn.append(f'<line x1="{_LEFT}" x2="{right}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" stroke="#c00"/>')
+    drawn.append(
+        f'<line x1="{_LEFT}" x2="{right}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" stroke="#c00"/>'
+    )
     drawn.append(_text(_LEFT - 6, y(limit) + 4, format_bytes(limit), anchor="end"))
     drawn.append(_text(_LEFT - 6, y(0) + 4, "0", anchor="end"))
     drawn += _marks(report, x, y(0))
     height = max(_CHART, 40 + 17 * len(bands))
-    return f"<h3>{tier.value}</h3>" + _svg(height, drawn, f"memory of the {tier.value} over the step")
+    return f"<h3>{tier.value}</h3>" + _svg(
+        height, drawn, f"memory of the {tier.value} over the step"
+    )
 
 
 def _band(holding: Holding, times: Sequence[float], report: PlanReport) -> _Band:
-    """Return a holding over the step: gradients come in the backward and go in the update, activations in between."""
+    """Return a holding over the step: gradients come in the backward and go in the update,
+    activations in between.
+    """
     phases = {phase.name: phase for phase in report.timeline.phases}
     forward, backward = phases.get("forward"), phases["backward"]
     start = backward.start_ns / 1e9
@@ -139,8 +168,15 @@ def _band(holding: Holding, times: Sequence[float], report: PlanReport) -> _Band
     for at in times:
         if holding.what == "activations":
             values.append(whole if at == start else nothing)
-        elif holding.what in {"gradients", "gradients that stay", "sums of gradients"} and forward is not None:
-            computing = forward.start_ns / 1e9 <= at <= start and report.micro_batches == 1 and forward.start_ns > 0
+        elif (
+            holding.what in {"gradients", "gradients that stay", "sums of gradients"}
+            and forward is not None
+        ):
+            computing = (
+                forward.start_ns / 1e9 <= at <= start
+                and report.micro_batches == 1
+                and forward.start_ns > 0
+            )
             values.append(nothing if computing else whole)
         else:
             values.append(whole)
@@ -152,17 +188,20 @@ def _marks(report: PlanReport, x: object, bottom: float) -> Iterator[str]:
     for phase in report.timeline.phases:
         if phase.ns:
             start, end = x(phase.start_ns / 1e9), x(phase.end_ns / 1e9)
-            yield f'<line x1="{start:.1f}" x2="{start:.1f}" y1="20" y2="{bottom:.1f}" stroke="#fff" stroke-width="1"/>'
+            ends = f'x1="{start:.1f}" x2="{start:.1f}" y1="20" y2="{bottom:.1f}"'
+            yield f'<line {ends} stroke="#fff" stroke-width="1"/>'
             if end - start > 60:
                 label = f"{phase.name}: {phase.ns / 1e9:,.3g} s"
                 yield _text((start + end) / 2, bottom + 18, label, anchor="middle")
 
 
-# --- links -----------------------------------------------------------------------------------------------------------
+# --- links ----------------------------------------------------------------------------------------
 
 
 def _links(report: PlanReport) -> str:
-    """Return a strip for each lane: the darker, the larger the part of that time in which it works."""
+    """Return a strip for each lane: the darker, the larger the part of that time in which it
+    works.
+    """
     timeline = report.timeline
     end_ns = max(phase.end_ns for phase in timeline.phases) or 1
     width = _WIDTH - _LEFT - _RIGHT
@@ -174,8 +213,14 @@ def _links(report: PlanReport) -> str:
         used = _binned([span for span in timeline.spans if span.lane is lane], end_ns)
         for at, part in enumerate(used):
             if part > 0.004:
-                place = f'x="{_LEFT + width * at / _BINS:.1f}" y="{top}" width="{width / _BINS + 0.3:.2f}"'
-                drawn.append(f'<rect {place} height="{_ROW - 6}" fill="{_COLOURS[number]}" fill-opacity="{part:.2f}"/>')
+                place = (
+                    f'x="{_LEFT + width * at / _BINS:.1f}" y="{top}" '
+                    f'width="{width / _BINS + 0.3:.2f}"'
+                )
+                drawn.append(
+                    f'<rect {place} height="{_ROW - 6}" fill="{_COLOURS[number]}" '
+                    f'fill-opacity="{part:.2f}"/>'
+                )
         busy = sum(used) / _BINS
         moved = timeline.moved.get(lane)
         told = f"{busy:.0%}" + (f", {format_bytes(moved)}" if moved else "")
@@ -197,15 +242,21 @@ def _binned(spans: Sequence[Span], end_ns: int) -> list[float]:
         first = min(span.start_ns * _BINS // end_ns, _BINS - 1)
         last = min(span.end_ns * _BINS // end_ns, _BINS - 1)
         for number in range(first, last + 1):
-            used[number] += max(min(span.end_ns, edges[number + 1]) - max(span.start_ns, edges[number]), 0)
-    return [min(ns / max(end - start, 1), 1.0) for ns, (start, end) in zip(used, pairwise(edges), strict=True)]
+            used[number] += max(
+                min(span.end_ns, edges[number + 1]) - max(span.start_ns, edges[number]), 0
+            )
+    return [
+        min(ns / max(end - start, 1), 1.0)
+        for ns, (start, end) in zip(used, pairwise(edges), strict=True)
+    ]
 
 
 def _svg(height: float, parts: Sequence[str], label: str) -> str:
     box = f'viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}" height="{height:.0f}"'
     body = "\n".join(parts)
     return (
-        f'<svg {box} role="img" aria-label="{escape(label)}" font-family="sans-serif" font-size="12">\n{body}\n</svg>'
+        f'<svg {box} role="img" aria-label="{escape(label)}" font-family="sans-serif" '
+        f'font-size="12">\n{body}\n</svg>'
     )
 
 

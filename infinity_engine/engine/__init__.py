@@ -1,4 +1,7 @@
-"""The public API: what a training script calls. Imports torch only when something here is used, not when imported."""
+"""The public API: what a training script calls.
+
+Imports torch only when something here is used, not when imported.
+"""
 
 from infinity_engine.engine.api import initialize
 from infinity_engine.engine.init_context import init_context, load_into

@@ -1,4 +1,7 @@
-"""`initialize`: the door. Imports torch, native code and the rest of the engine when it is used, and not before."""
+"""`initialize`: the door.
+
+Imports torch, native code and the rest of the engine when it is used, and not before.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +36,24 @@ def initialize(
     progress: Callable[[Progress], object] | None = None,
     **settings: object,
 ) -> Engine:
-    """Wrap `model` and `optimizer` so that their states live where the budget allows; return the engine to train with.
+    """Wrap `model` and `optimizer` so that their states live where the budget allows; return the
+    engine to train with.
 
-    `optimizer` is torch's Adam, AdamW, Adagrad or SGD over parameters of the model; or asks for one over all of them: a
-    rule such as `infinity_engine.optim.Lion(lr=1e-4)`, its name, or {"name": "lion", "lr": 1e-4}.
-    Settings come as `config`, as keywords, or both; keywords go first. `device` is an accelerator that is open already,
-    such as an emulated one; it stays open, and the setting `accelerator` is not used. `policy` takes the place of the
-    setting `strategy`: a policy of your own, or the name of a built-in one, such as "eq1". It is asked once, with the
-    subgroups, the `rates` and what the budget leaves of the device; its plan is that of every update. `queue` is a
-    deepnvme.IOQueue to use for the budget's drives, which stays open; else the engine has one of its own. `progress`,
-    such as print, is told now and then how far parameters and states are on their way to where they stay.
+    `optimizer` is torch's Adam, AdamW, Adagrad or SGD over parameters of the model; or asks for one
+    over all of them: a rule such as `infinity_engine.optim.Lion(lr=1e-4)`, its name, or {"name":
+    "lion", "lr": 1e-4}. Settings come as `config`, as keywords, or both; keywords go first.
+    `device` is an accelerator that is open already, such as an emulated one; it stays open, and the
+    setting `accelerator` is not used. `policy` takes the place of the setting `strategy`: a policy
+    of your own, or the name of a built-in one, such as "eq1". It is asked once, with the subgroups,
+    the `rates` and what the budget leaves of the device; its plan is that of every update. `queue`
+    is a deepnvme.IOQueue to use for the budget's drives, which stays open; else the engine has one
+    of its own. `progress`, such as print, is told now and then how far parameters and states are on
+    their way to where they stay.
 
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.
-        ConfigError: a setting, an optimizer, a parameter or a plan that cannot be; the model is as it was.
+        ConfigError: a setting, an optimizer, a parameter or a plan that cannot be; the model is as
+            it was.
         CapacityError: a tier cannot hold what it would have to; the model is as it was.
         TransferError: what is to rest on drives could not be written there; the model is as it was.
     """
@@ -70,13 +77,17 @@ def initialize(
     )
 
 
-def _settings(config: EngineConfig | Mapping[str, object] | None, keywords: Mapping[str, object]) -> EngineConfig:
+def _settings(
+    config: EngineConfig | Mapping[str, object] | None, keywords: Mapping[str, object]
+) -> EngineConfig:
     if isinstance(config, EngineConfig):
         given: Mapping[str, object] = config.to_mapping()
     elif config is None or isinstance(config, Mapping):
         given = config or {}
     else:
-        raise ConfigError(field="config", value=config, expected="an EngineConfig, a mapping of settings, or None")
+        raise ConfigError(
+            field="config", value=config, expected="an EngineConfig, a mapping of settings, or None"
+        )
     return EngineConfig.from_mapping({**given, **keywords})
 
 
@@ -89,10 +100,15 @@ def _policy(given: object, config: EngineConfig) -> OffloadPolicy | None:
 
     policy = BUILT_IN[given] if isinstance(given, str) else given
     if not isinstance(policy, OffloadPolicy):
-        expected = "an OffloadPolicy, which @offload_policy(name) makes of a function, or the name of a built-in one"
+        expected = (
+            "an OffloadPolicy, which @offload_policy(name) makes of a function, or the name of a "
+            "built-in one"
+        )
         raise ConfigError(field="policy", value=given, expected=expected)
     if config.strategy != EngineConfig().strategy:
         strategy = config.strategy.to_plain()
-        expected = f"none beside strategy={strategy!r}: both say where updates run, so give one of the two"
+        expected = (
+            f"none beside strategy={strategy!r}: both say where updates run, so give one of the two"
+        )
         raise ConfigError(field="policy", value=policy.name, expected=expected)
     return policy

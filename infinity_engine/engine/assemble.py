@@ -19,7 +19,13 @@ from deepnvme.extents import PAGE
 from deepnvme.probing import find_mount, read_mounts
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
 from infinity_engine.building.built import originals_of
-from infinity_engine.building.homes import Originals, bring_home, model_kept, move_buffers, release_originals
+from infinity_engine.building.homes import (
+    Originals,
+    bring_home,
+    model_kept,
+    move_buffers,
+    release_originals,
+)
 from infinity_engine.config import EngineConfig, Overlap, Precision, Recording
 from infinity_engine.engine.engine import Engine, EngineParts
 from infinity_engine.errors import CapacityError
@@ -29,7 +35,13 @@ from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.lanes.kernels import device_kernels
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Meter, clock_of
-from infinity_engine.memory import DeviceMemory, Ledger, PinnedPool, Reservation, return_freed_memory
+from infinity_engine.memory import (
+    DeviceMemory,
+    Ledger,
+    PinnedPool,
+    Reservation,
+    return_freed_memory,
+)
 from infinity_engine.optim import FloatFormat, HostKernels, UpdateThreads
 from infinity_engine.optim.policy import OffloadPolicy
 from infinity_engine.parameters.awaiting import AwaitedParameters
@@ -71,7 +83,10 @@ def assemble(
     queue: IOQueue | None,
     progress: Callable[[Progress], object] | None,
 ) -> Engine:
-    """Return an engine; `device` and `queue` are used where given, and stay open. `initialize` says what is raised."""
+    """Return an engine; `device` and `queue` are used where given, and stay open.
+
+    `initialize` says what is raised.
+    """
     resources, taken, teller = ExitStack(), ExitStack(), Teller(progress)
     built = originals_of(model)
     ranks = None if built is None else built.ranks
@@ -84,9 +99,18 @@ def assemble(
         if accelerator is None:
             accelerator = resources.enter_context(open_accelerator(config.accelerator.value))
         planned = check_and_plan(
-            model, optimizer, config, accelerator, resources, policy=policy, queue=queue, ranks=ranks, built=built
+            model,
+            optimizer,
+            config,
+            accelerator,
+            resources,
+            policy=policy,
+            queue=queue,
+            ranks=ranks,
+            built=built,
         )
-        with model_kept(model), _closed_where_it_fails(taken, ranks):  # what is closed may show values of its own
+        # what is closed may show values of its own
+        with model_kept(model), _closed_where_it_fails(taken, ranks):
             parts = _parts(model, optimizer, config, planned, taken, teller=teller)
             engine = Engine(parts)
             release_originals(planned.everything, built)
@@ -105,7 +129,8 @@ def _closed_where_it_fails(resources: ExitStack, ranks: Ranks | None) -> Iterato
     except BaseException as error:
         if ranks is not None:
             ranks.close(error)
-        with suppress(Exception):  # what holds views of what is closed here is the error that is raised
+        # what holds views of what is closed here is the error that is raised
+        with suppress(Exception):
             resources.close()
         raise
 
@@ -124,11 +149,17 @@ def _parts(
     trained, everything = planned.trained, planned.everything
     ledger = Ledger(planned.budget, device_is=Tier.HOST if accelerator.unified else Tier.DEVICE)
     with refusing_beside(planned.built):
-        swap = _swap(plan, ledger, planned.budget, planned.queue, resources, sums_bytes=planned.sums_bytes)
+        swap = _swap(
+            plan, ledger, planned.budget, planned.queue, resources, sums_bytes=planned.sums_bytes
+        )
     host, on_device = _pools(plan.demand, ledger, accelerator, resources)
     passing = _passing(plan.demand, ledger, resources)
-    staying = resources.enter_context(ledger.reserve(Tier.DEVICE, plan.demand.staying, holder="gradients that stay"))
-    sums = resources.enter_context(ledger.reserve(Tier.HOST, 0, holder="sums of gradients beside the plan"))
+    staying = resources.enter_context(
+        ledger.reserve(Tier.DEVICE, plan.demand.staying, holder="gradients that stay")
+    )
+    sums = resources.enter_context(
+        ledger.reserve(Tier.HOST, 0, holder="sums of gradients beside the plan")
+    )
     _serve((host, passing), swap)
     telemetry = _telemetry(config, accelerator)
     meter = Meter(telemetry, accelerator, ledger)
@@ -141,7 +172,14 @@ def _parts(
     resources.callback(accelerator.cap, None)
     accelerator.cap(planned.budget.device)
     records, shown = bring_home(
-        everything, sizing, plan, lanes=lanes, swap=swap, originals=originals, resources=resources, teller=teller
+        everything,
+        sizing,
+        plan,
+        lanes=lanes,
+        swap=swap,
+        originals=originals,
+        resources=resources,
+        teller=teller,
     )
     move_buffers(model, accelerator.torch_device, resources)
     swapped = _swapped(plan, sizing, trained=trained, records=records, lanes=lanes, swap=swap)
@@ -161,20 +199,35 @@ def _parts(
     has_fp16 = any(subgroup.formats.parameter is FloatFormat.FP16 for subgroup in sizing.subgroups)
     sums_early = has_fp16 or config.max_grad_norm is not None
     gradients = _gradients(
-        trained, sizing, plan, lanes=lanes, swap=swap, staying=staying, sums=sums, sums_early=sums_early
+        trained,
+        sizing,
+        plan,
+        lanes=lanes,
+        swap=swap,
+        staying=staying,
+        sums=sums,
+        sums_early=sums_early,
     )
     fetcher = modules = whole = None
     if plan.steps.parameters is not Tier.DEVICE:
-        fetcher = ParameterFetcher(everything, records, lanes, plan.demand.fetched, swap=swap, passing=passing)
+        fetcher = ParameterFetcher(
+            everything, records, lanes, plan.demand.fetched, swap=swap, passing=passing
+        )
         resources.callback(fetcher.close)
     sharding = planned.sharding
     if sharding is not None:
         shards = Shards(lanes, gradients, fetcher, frozenset(records))
-        whole = sharding.whole(model, hooks, shards, ledger, resources, small_bytes=config.storage.small_bytes)
+        whole = sharding.whole(
+            model, hooks, shards, ledger, resources, small_bytes=config.storage.small_bytes
+        )
         modules = whole.modules
     elif fetcher is not None:
-        modules = ModuleParameters(model, [each for each in everything if each.number in records], fetcher, hooks)
-    early = _early_updates(sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes)
+        modules = ModuleParameters(
+            model, [each for each in everything if each.number in records], fetcher, hooks
+        )
+    early = _early_updates(
+        sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes
+    )
     if whole is None and fetcher is not None:
         states.hand_to(fetcher.receive)
         if early is not None:
@@ -211,7 +264,9 @@ def _parts(
         max_grad_norm=config.max_grad_norm,
         telemetry=telemetry,
         meter=lanes.meter,
-        drives=DriveMeter(telemetry, swap, rates=_drive_rates(config, accelerator), rated=planned.rated),
+        drives=DriveMeter(
+            telemetry, swap, rates=_drive_rates(config, accelerator), rated=planned.rated
+        ),
         ledger=ledger,
         hooks=hooks,
         queue=None if swap is None else swap.queue,
@@ -220,14 +275,20 @@ def _parts(
 
 
 def _update_threads(planned: Planned) -> UpdateThreads:
-    """Return the threads that update; ranks of one machine have theirs on cores of their own, if there are enough."""
+    """Return the threads that update; ranks of one machine have theirs on cores of their own, if
+    there are enough.
+    """
     if planned.cores is None or planned.cores.is_shared:
         return UpdateThreads.anywhere(planned.update_threads)
     return UpdateThreads.within(planned.cores.cores, planned.update_threads)
 
 
 def _lanes(
-    update_threads: UpdateThreads, accelerator: Accelerator, host: PinnedPool, device: DeviceMemory[Any], meter: Meter
+    update_threads: UpdateThreads,
+    accelerator: Accelerator,
+    host: PinnedPool,
+    device: DeviceMemory[Any],
+    meter: Meter,
 ) -> Lanes:
     """Return what moves and updates, with its streams and threads."""
     kernels = HostKernels(update_threads)
@@ -280,13 +341,18 @@ def _swap(
     *,
     sums_bytes: int,
 ) -> SwapFile | None:
-    """Take what the plan needs of each directory, as its budget is to all of them; of the host, for checksums."""
+    """Take what the plan needs of each directory, as its budget is to all of them; of the host, for
+    checksums.
+    """
     needed = plan.demand.nvme
     if not needed:
         return None
     free = sum(budget.nvme.values())
     every = max(free, 1)
-    sizes = {directory: align_up(needed * limit // every, PAGE) + 2 * PAGE for directory, limit in budget.nvme.items()}
+    sizes = {
+        directory: align_up(needed * limit // every, PAGE) + 2 * PAGE
+        for directory, limit in budget.nvme.items()
+    }
     if any(nbytes > budget.nvme[directory] for directory, nbytes in sizes.items()):
         smallest = max(min(budget.nvme.values()), 1)
         enough = needed + 3 * PAGE * every // smallest  # where the limits keep their proportion
@@ -300,7 +366,9 @@ def _swap(
             change="name another directory there, or raise the budget's host",
         )
     _warn_of_memory(sizes)
-    sums = resources.enter_context(ledger.reserve(Tier.HOST, sums_bytes, holder="checksums of swapped bytes"))
+    sums = resources.enter_context(
+        ledger.reserve(Tier.HOST, sums_bytes, holder="checksums of swapped bytes")
+    )
     sums.hold(sums_bytes)
     resources.callback(sums.release, sums_bytes)
     checksum = Summing.CRC32C if sums_bytes else Summing.NONE
@@ -314,7 +382,8 @@ def _warn_of_memory(directories: Iterable[str]) -> None:
         mount = find_mount(mounts, os.path.realpath(directory))
         if mount is not None and mount.file_system in {"tmpfs", "ramfs"}:
             warnings.warn(
-                f"{directory} is on {mount.file_system}: what rests there is in host memory all the same, beside the "
+                f"{directory} is on {mount.file_system}: what rests there is in host memory all "
+                "the same, beside the "
                 "budget's host. Name a directory on a drive",
                 RuntimeWarning,
                 stacklevel=2,
@@ -331,9 +400,11 @@ def _deferral(
     resources: ExitStack,
     awaited: Callable[[], Follower],
 ) -> Deferral | None:
-    """Return what of an update can wait until modules need it, None where all of it has to be made in the step.
+    """Return what of an update can wait until modules need it, None where all of it has to be made
+    in the step.
 
-    On one memory that gains nothing, but where drives are at work; what is not fetched there nobody would wait for.
+    On one memory that gains nothing, but where drives are at work; what is not fetched there nobody
+    would wait for.
     """
     if config.overlap is Overlap.OFF:
         return None
@@ -374,8 +445,14 @@ def _swapped(
 
 
 def _early(plan: Plan) -> list[int]:
-    """Return the subgroups that may be updated in a backward, in the order in which modules use them."""
-    return [index for index, layout in plan.layouts.items() if plan.resting.early and layout.may_be_early]
+    """Return the subgroups that may be updated in a backward, in the order in which modules use
+    them.
+    """
+    return [
+        index
+        for index, layout in plan.layouts.items()
+        if plan.resting.early and layout.may_be_early
+    ]
 
 
 def _early_updates(
@@ -433,7 +510,8 @@ def _serve(pools: Iterable[PinnedPool | None], swap: SwapFile | None) -> None:
 
 
 def _passing(demand: Demand, ledger: Ledger, resources: ExitStack) -> PinnedPool | None:
-    """Return the pool for parameters on their way from the drives to a device with memory of its own.
+    """Return the pool for parameters on their way from the drives to a device with memory of its
+    own.
 
     It is one of its own, so that it is one piece again when all that pass it have passed.
     """
@@ -447,8 +525,14 @@ def _passing(demand: Demand, ledger: Ledger, resources: ExitStack) -> PinnedPool
 
 
 def _drive_rates(config: EngineConfig, accelerator: Accelerator) -> Mapping[str, DriveRates]:
-    """Return the drives' calibrated rates, none where time is computed: drives take no time there."""
-    return {} if config.rates is None or isinstance(accelerator, VirtualAccelerator) else config.rates.nvme
+    """Return the drives' calibrated rates, none where time is computed: drives take no time
+    there.
+    """
+    return (
+        {}
+        if config.rates is None or isinstance(accelerator, VirtualAccelerator)
+        else config.rates.nvme
+    )
 
 
 def _telemetry(config: EngineConfig, accelerator: Accelerator) -> Telemetry:

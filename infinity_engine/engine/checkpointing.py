@@ -1,7 +1,7 @@
 """`Checkpoints`: saves all of one engine's run, and brings it back, between two steps.
 
-Says which streams and objects a run has, and where they go; the checkpoint package knows files. Of several ranks, each
-writes and reads the slices that it owns, and all come to the same calls.
+Says which streams and objects a run has, and where they go; the checkpoint package knows files. Of
+several ranks, each writes and reads the slices that it owns, and all come to the same calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ import torch
 
 from deepnvme import IOQueue
 from deepnvme.arrays import ITEMSIZES, Returns, code_of, empty
-from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, Kind, Manifest, SavedFile, SavedTensor
+from infinity_engine.checkpoint import (
+    CheckpointDirectory,
+    CheckpointReader,
+    Kind,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+)
 from infinity_engine.checkpoint.directory import tag_of_step
 from infinity_engine.checkpoint.objects import objects_file, read_objects, write_objects
 from infinity_engine.checkpoint.streams import Slice
@@ -53,7 +60,9 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """What `Engine.load` found: the checkpoint, and where model and checkpoint differ if it was not strict."""
+    """What `Engine.load` found: the checkpoint, and where model and checkpoint differ if it was not
+    strict.
+    """
 
     tag: str
     step: int
@@ -85,46 +94,74 @@ class Checkpoints:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    # --- saving ---------------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
-    def save(self, path: Path, tag: str | None, steps: int, extra: Mapping[str, Stateful], *, keep: int | None) -> str:
+    def save(
+        self,
+        path: Path,
+        tag: str | None,
+        steps: int,
+        extra: Mapping[str, Stateful],
+        *,
+        keep: int | None,
+    ) -> str:
         """Save the run as it is; return the tag. See `Engine.save`."""
         if keep is not None and keep < 1:
-            raise ConfigError(field="keep", value=keep, expected="how many checkpoints to keep, 1 or more; None: all")
+            raise ConfigError(
+                field="keep",
+                value=keep,
+                expected="how many checkpoints to keep, 1 or more; None: all",
+            )
         tag = tag_of_step(steps) if tag is None else tag
         directory = CheckpointDirectory(path)
-        self._agree("where the checkpoint is saved", {"path": str(path.resolve()), "tag": tag, "keep": keep})
+        self._agree(
+            "where the checkpoint is saved", {"path": str(path.resolve()), "tag": tag, "keep": keep}
+        )
         with self._staging() as (queue, staging_bytes):
             self._on_rank_0("beginning the checkpoint", lambda: directory.begin(tag))
             try:
                 draft = directory.draft_of(tag)
                 written = self._on_all(
-                    "writing the checkpoint", lambda: self._write(draft, extra, queue, staging_bytes)
+                    "writing the checkpoint",
+                    lambda: self._write(draft, extra, queue, staging_bytes),
                 )
                 manifest = self._manifest(tag, steps, written)
-                self._on_rank_0("committing the checkpoint", lambda: directory.commit(tag, manifest))
+                self._on_rank_0(
+                    "committing the checkpoint", lambda: directory.commit(tag, manifest)
+                )
             except BaseException:
                 if self._rank == 0:
                     directory.abandon(tag)
                 raise
             if keep is not None:
-                self._on_rank_0("retiring checkpoints", lambda: _retire(directory, tag, keep, queue))
+                self._on_rank_0(
+                    "retiring checkpoints", lambda: _retire(directory, tag, keep, queue)
+                )
         return tag
 
-    def _write(self, draft: Path, extra: Mapping[str, Stateful], queue: IOQueue, staging_bytes: int) -> dict[str, Any]:
+    def _write(
+        self, draft: Path, extra: Mapping[str, Stateful], queue: IOQueue, staging_bytes: int
+    ) -> dict[str, Any]:
         """Write what this rank has; return what the manifest says of it."""
         if not draft.is_dir():
             raise ConfigError(
                 field="path",
                 value=str(draft.parent),
-                expected="a directory that all ranks share: rank 0 has begun a checkpoint there, this rank sees none",
+                expected="a directory that all ranks share: rank 0 has begun a checkpoint there, "
+                "this rank sees none",
             )
-        files = list(write_shard(draft, self._rank, _Streams(self._run), queue=queue, staging_bytes=staging_bytes))
+        files = list(
+            write_shard(
+                draft, self._rank, _Streams(self._run), queue=queue, staging_bytes=staging_bytes
+            )
+        )
         structure, file = write_objects(
             draft, self._rank, self._objects(extra), queue=queue, staging_bytes=staging_bytes
         )
         return {
-            "files": [[saved.name, saved.nbytes, list(saved.checksums)] for saved in (*files, file)],
+            "files": [
+                [saved.name, saved.nbytes, list(saved.checksums)] for saved in (*files, file)
+            ],
             "objects": structure,
         }
 
@@ -150,7 +187,9 @@ class Checkpoints:
         )
 
     def _steps_of(self) -> Callable[[int], int]:
-        """Return how often each parameter was updated; a rank that owns none of it does not know by itself."""
+        """Return how often each parameter was updated; a rank that owns none of it does not know by
+        itself.
+        """
         mine = [self._run.states.steps_of(parameter.number) for parameter in self._run.trained]
         if self._run.whole is None:
             return mine.__getitem__
@@ -170,7 +209,7 @@ class Checkpoints:
             "extra": {name: thing.state_dict() for name, thing in extra.items()},
         }
 
-    # --- loading --------------------------------------------------------------------------------------------------
+    # --- loading ----------------------------------------------------------------------------------
 
     def load(
         self,
@@ -182,7 +221,10 @@ class Checkpoints:
         weights_only: bool,
         begin: Callable[[], None],
     ) -> Loaded:
-        """Bring a run back; see `Engine.load`. What can be refused is refused before `begin` is called."""
+        """Bring a run back; see `Engine.load`.
+
+        What can be refused is refused before `begin` is called.
+        """
         found = CheckpointDirectory(path).resolve(tag)
         self._agree("which checkpoint is loaded", {"checkpoint": str(found.resolve())})
         with (
@@ -198,7 +240,8 @@ class Checkpoints:
                 self._run.provider.give_up()
             begin()
             self._on_all(
-                "reading the checkpoint", lambda: self._read_trained(reader, wanted, weights_only=weights_only)
+                "reading the checkpoint",
+                lambda: self._read_trained(reader, wanted, weights_only=weights_only),
             )
             if self._run.provider is not None:
                 self._run.provider.changed(parameter.number for parameter in self._run.trained)
@@ -210,12 +253,17 @@ class Checkpoints:
     def _compare(
         self, reader: CheckpointReader, *, strict: bool, weights_only: bool
     ) -> tuple[Loaded, Mapping[str, SavedTensor]]:
-        """Return how model and checkpoint differ, and the tensors of the checkpoint that are loaded, by name.
+        """Return how model and checkpoint differ, and the tensors of the checkpoint that are
+        loaded, by name.
 
         Raises:
             ManifestMismatch: they differ, and that was not allowed.
         """
-        saved = {name: tensor for tensor in reader.manifest.tensors for name in (tensor.name, *tensor.aliases)}
+        saved = {
+            name: tensor
+            for tensor in reader.manifest.tensors
+            for name in (tensor.name, *tensor.aliases)
+        }
         mine = {tensor.name: tensor for tensor in _saved_tensors(self._run, steps_of=lambda _: 0)}
         wanted: dict[str, SavedTensor] = {}
         missing: list[str] = []
@@ -226,23 +274,38 @@ class Checkpoints:
                 wanted[name] = found
             elif strict:
                 expected, seen = flaw or ("a tensor", "none of that name")
-                raise ManifestMismatch(path=str(reader.path), entry=name, expected=expected, found=seen)
+                raise ManifestMismatch(
+                    path=str(reader.path), entry=name, expected=expected, found=seen
+                )
             else:
                 missing.append(name)
         unexpected = [
-            tensor.name for tensor in reader.manifest.tensors if mine.keys().isdisjoint((tensor.name, *tensor.aliases))
+            tensor.name
+            for tensor in reader.manifest.tensors
+            if mine.keys().isdisjoint((tensor.name, *tensor.aliases))
         ]
         if strict and unexpected:
             raise ManifestMismatch(
-                path=str(reader.path), entry=unexpected[0], expected="no tensor of that name", found="one"
+                path=str(reader.path),
+                entry=unexpected[0],
+                expected="no tensor of that name",
+                found="one",
             )
         manifest = reader.manifest
         return Loaded(
-            tag=manifest.tag, step=manifest.step, missing=tuple(missing), unexpected=tuple(unexpected)
+            tag=manifest.tag,
+            step=manifest.step,
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
         ), wanted
 
     def _check_objects(
-        self, reader: CheckpointReader, objects: Mapping[str, Any], extra: Mapping[str, Stateful], *, strict: bool
+        self,
+        reader: CheckpointReader,
+        objects: Mapping[str, Any],
+        extra: Mapping[str, Stateful],
+        *,
+        strict: bool,
     ) -> None:
         groups = len(self._run.optimizer.param_groups)
         if len(objects["optimizer_groups"]) != groups:
@@ -255,14 +318,23 @@ class Checkpoints:
         unlike = sorted(set(extra) ^ set(objects["extra"]))
         if strict and unlike:
             raise ManifestMismatch(
-                path=str(reader.path), entry="extra", expected=sorted(extra), found=sorted(objects["extra"])
+                path=str(reader.path),
+                entry="extra",
+                expected=sorted(extra),
+                found=sorted(objects["extra"]),
             )
 
-    def _read_trained(self, reader: CheckpointReader, wanted: Mapping[str, SavedTensor], *, weights_only: bool) -> None:
-        """Overwrite masters, moments and values of this rank's slices, one subgroup after another."""
+    def _read_trained(
+        self, reader: CheckpointReader, wanted: Mapping[str, SavedTensor], *, weights_only: bool
+    ) -> None:
+        """Overwrite masters, moments and values of this rank's slices, one subgroup after
+        another.
+        """
         states = self._run.states
 
-        def fill(segment: Segment, pieces: Mapping[str, torch.Tensor], values: torch.Tensor | None) -> None:
+        def fill(
+            segment: Segment, pieces: Mapping[str, torch.Tensor], values: torch.Tensor | None
+        ) -> None:
             parameter = self._run.trained[segment.parameter]
             saved = wanted.get(parameter.name)
             if saved is None:
@@ -302,17 +374,22 @@ class Checkpoints:
                     _read_weight(reader, saved, 0, flat)
                     buffer.copy_(flat.view(buffer.shape))
 
-    def _restore(self, objects: Mapping[str, Any], extra: Mapping[str, Stateful], saved_ranks: int) -> None:
+    def _restore(
+        self, objects: Mapping[str, Any], extra: Mapping[str, Stateful], saved_ranks: int
+    ) -> None:
         for name, thing in extra.items():
             if name in objects["extra"]:
                 thing.load_state_dict(objects["extra"][name])
-        for group, saved in zip(self._run.optimizer.param_groups, objects["optimizer_groups"], strict=True):
+        for group, saved in zip(
+            self._run.optimizer.param_groups, objects["optimizer_groups"], strict=True
+        ):
             group.update(saved)
         self._run.scale.load_state_dict(objects["loss_scale"])
-        if self._rank < saved_ranks:  # else the rank is a new one, and the random numbers of rank 0 are not its own
+        # else the rank is a new one, and the random numbers of rank 0 are not its own
+        if self._rank < saved_ranks:
             _set_random_state(objects["random"])
 
-    # --- ranks and memory -----------------------------------------------------------------------------------------
+    # --- ranks and memory -------------------------------------------------------------------------
 
     @property
     def _rank(self) -> int:
@@ -343,14 +420,21 @@ class Checkpoints:
                 raise failed
             return [done]
         said = self._run.whole.ranks.tell(
-            what, {"failed": None if failed is None else str(failed), "done": done if _is_json(done) else None}
+            what,
+            {
+                "failed": None if failed is None else str(failed),
+                "done": done if _is_json(done) else None,
+            },
         )
         if failed is not None:
             raise failed
         for rank, answer in enumerate(said):
             if answer["failed"] is not None:
                 raise CollectiveError(
-                    group="all ranks", rank=self._rank, op=what, reason=f"rank {rank} failed: {answer['failed']}"
+                    group="all ranks",
+                    rank=self._rank,
+                    op=what,
+                    reason=f"rank {rank} failed: {answer['failed']}",
                 )
         return [answer["done"] for answer in said]
 
@@ -359,9 +443,13 @@ class Checkpoints:
         """Have a queue, and staging memory within what the host's budget has free."""
         ledger = self._run.ledger
         with ExitStack() as ends:
-            nbytes = max(_LEAST_STAGING_BYTES, min(_MOST_STAGING_BYTES, ledger.free(Tier.HOST) // 2))
+            nbytes = max(
+                _LEAST_STAGING_BYTES, min(_MOST_STAGING_BYTES, ledger.free(Tier.HOST) // 2)
+            )
             if nbytes <= ledger.free(Tier.HOST):
-                reservation = ends.enter_context(ledger.reserve(Tier.HOST, nbytes, holder="staging of checkpoints"))
+                reservation = ends.enter_context(
+                    ledger.reserve(Tier.HOST, nbytes, holder="staging of checkpoints")
+                )
                 reservation.hold(nbytes)
                 ends.callback(reservation.release, nbytes)
             yield self._run.queue or ends.enter_context(IOQueue()), nbytes
@@ -383,17 +471,24 @@ class _Streams:
                 parameter = self._run.trained[segment.parameter]
                 tensor = self._tensors[parameter.name]
                 first = _first_element(self._run, parameter.number) + segment.first_element
-                found += [Slice(tensor.stream(name), first, segment.numel) for name in tensor.streams]
+                found += [
+                    Slice(tensor.stream(name), first, segment.numel) for name in tensor.streams
+                ]
         if self._is_first:
             for name, numel in self._others():
                 stream = self._tensors[name].stream("value")
                 step = _PIECE_BYTES // self._others_itemsize(name)
-                found += [Slice(stream, first, min(step, numel - first)) for first in range(0, numel, step)]
+                found += [
+                    Slice(stream, first, min(step, numel - first))
+                    for first in range(0, numel, step)
+                ]
         return found
 
     @property
     def _has_states(self) -> bool:
-        """Whether this rank's states are not another one's as well: of replicas, the first writes."""
+        """Whether this rank's states are not another one's as well: of replicas, the first
+        writes.
+        """
         whole = self._run.whole
         return whole is None or whole.ranks.rank < whole.ranks.shards.size
 
@@ -481,8 +576,12 @@ def _persistent_buffers(model: torch.nn.Module) -> set[str]:
     }
 
 
-def _mismatch(mine: SavedTensor, saved: SavedTensor | None, *, weights_only: bool) -> tuple[str, str] | None:
-    """Return what was expected and what was found, where a saved tensor cannot be loaded into one of the model."""
+def _mismatch(
+    mine: SavedTensor, saved: SavedTensor | None, *, weights_only: bool
+) -> tuple[str, str] | None:
+    """Return what was expected and what was found, where a saved tensor cannot be loaded into one
+    of the model.
+    """
     if saved is None:
         return ("a tensor of that name", "none")
     if saved.shape != mine.shape:
@@ -499,13 +598,21 @@ def _first_element(run: Run, number: int) -> int:
     return run.whole.sharding.cut.specs[number].shards[run.whole.ranks.shards.rank].first_element
 
 
-def _read_weight(reader: CheckpointReader, saved: SavedTensor, first: int, into: torch.Tensor) -> None:
-    """Fill a flat tensor with weights: masters of what was trained, values of what was not; rounded if need be."""
+def _read_weight(
+    reader: CheckpointReader, saved: SavedTensor, first: int, into: torch.Tensor
+) -> None:
+    """Fill a flat tensor with weights: masters of what was trained, values of what was not; rounded
+    if need be.
+    """
     _read_into(reader, saved, "master" if "master" in saved.streams else "value", first, into)
 
 
-def _read_into(reader: CheckpointReader, saved: SavedTensor, name: str, first: int, into: torch.Tensor) -> None:
-    """Fill a flat tensor with elements of a stream; by way of pieces, where it has another dtype or device."""
+def _read_into(
+    reader: CheckpointReader, saved: SavedTensor, name: str, first: int, into: torch.Tensor
+) -> None:
+    """Fill a flat tensor with elements of a stream; by way of pieces, where it has another dtype or
+    device.
+    """
     stream = saved.stream(name)
     if into.device.type == "cpu" and code_of(into) == stream.dtype and into.is_contiguous():
         reader.read(stream, first, into)
@@ -533,7 +640,8 @@ def _retire(directory: CheckpointDirectory, tag: str, keep: int, queue: IOQueue)
 
 def _random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch is
+    # torch is
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -545,7 +653,11 @@ def _random_state() -> dict[str, Any]:
 def _set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+    if (
+        "cuda" in state
+        and torch.cuda.is_available()
+        and len(state["cuda"]) == torch.cuda.device_count()
+    ):
         torch.cuda.set_rng_state_all(state["cuda"])
     if "numpy" in state:
         import numpy as np

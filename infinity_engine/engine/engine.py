@@ -1,7 +1,10 @@
-"""`Engine`: a model that trains within its budgets. Call it like the model, then `backward` and `step`.
+"""`Engine`: a model that trains within its budgets.
 
-Ties together what the rest does: hooks give gradients to their keeper, a step fixes factor and hyperparameters, the
-executor walks the plan, and modules compute with the new values. Made by `initialize`.
+Call it like the model, then `backward` and `step`.
+
+Ties together what the rest does: hooks give gradients to their keeper, a step fixes factor and
+hyperparameters, the executor walks the plan, and modules compute with the new values. Made by
+`initialize`.
 """
 
 from __future__ import annotations
@@ -67,19 +70,23 @@ _B = TypeVar("_B")
 
 
 _MOVES = (
-    "it would move or cast parameters that the engine holds. Choose where and in which type modules compute with the "
+    "it would move or cast parameters that the engine holds. Choose where and in which type "
+    "modules compute with the "
     "settings `accelerator` and `precision` of initialize"
 )
 _REFUSED = MappingProxyType(
     {
         **dict.fromkeys(
-            ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "to_empty", "type", "xpu"), _MOVES
+            ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "to_empty", "type", "xpu"),
+            _MOVES,
         ),
         "load_state_dict": "it would change parameters past the engine. Load under `with "
         "engine.gathered(engine.parameters(), modify=True): engine.module.load_state_dict(...)`",
-        "requires_grad_": "the engine trains the parameters that required a gradient when it was initialized. Close "
+        "requires_grad_": "the engine trains the parameters that required a gradient when it was "
+        "initialized. Close "
         "it, change that, and initialize another one",
-        "share_memory": "the engine's memory belongs to this process. Share what engine.state_dict() returns",
+        "share_memory": "the engine's memory belongs to this process. Share what "
+        "engine.state_dict() returns",
     }
 )
 """Methods of modules that an engine does not pass on, and why."""
@@ -104,7 +111,8 @@ class EngineParts:
     deferral: Deferral | None  # None: an update ends in its step
     early: EarlyUpdates | None  # None: an update begins in its step
     scale: LossScale
-    autocast: torch.dtype | None  # what torch.autocast is to choose beside fp32; None: it is not used
+    # what torch.autocast is to choose beside fp32; None: it is not used
+    autocast: torch.dtype | None
     accumulation_steps: int
     max_grad_norm: float | None
     telemetry: Telemetry
@@ -130,7 +138,8 @@ def _held(method: Callable[Concatenate[Engine, _P], _R]) -> Callable[Concatenate
 class Engine:
     """Trains one model. Call it like the model.
 
-    Ctrl-C, and what other signals' handlers raise, comes between ops of an update and never within one.
+    Ctrl-C, and what other signals' handlers raise, comes between ops of an update and never within
+    one.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -150,7 +159,8 @@ class Engine:
         self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
         self._accumulation = Accumulation(parts.accumulation_steps, parts.meter.micro_batch)
         self._clip_to = parts.max_grad_norm
-        self._total: GradientNorm | None = None  # of the step that was begun last, where it was asked for
+        # of the step that was begun last, where it was asked for
+        self._total: GradientNorm | None = None
         self._in_backward = False
         self._recording = False
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
@@ -193,10 +203,12 @@ class Engine:
         return self.model
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the model has under a name that the engine does not have; `generate` runs as the model does.
+        """Return what the model has under a name that the engine does not have; `generate` runs as
+        the model does.
 
         Raises:
-            AttributeError: the model does not have it either, or it would change the model past the engine.
+            AttributeError: the model does not have it either, or it would change the model past the
+                engine.
         """
         if name in _REFUSED:
             raise AttributeError(f"Engine has no {name}(): {_REFUSED[name]}")
@@ -205,14 +217,15 @@ class Engine:
         found = getattr(self.model, name)
         return partial(self._run, found) if name == "generate" else found
 
-    # --- training -------------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
 
         Raises:
             CapacityError: the device's budget has no room for what modules make.
-            RuntimeError: an update that goes on beside this has failed: the next call goes on with it.
+            RuntimeError: an update that goes on beside this has failed: the next call goes on with
+                it.
         """
         return self._run(self.model, *args, **kwargs)
 
@@ -229,25 +242,32 @@ class Engine:
                 if parts.modules is not None:
                     around.enter_context(parts.modules.saving())
                 if parts.autocast is not None:
-                    # Without its cache: the casts that it keeps would stay saved, and parameters need none.
+                    # Without its cache: the casts that it keeps would stay saved, and parameters
+                    # need none.
                     kind = self.device.type
-                    around.enter_context(torch.autocast(kind, dtype=parts.autocast, cache_enabled=False))
+                    around.enter_context(
+                        torch.autocast(kind, dtype=parts.autocast, cache_enabled=False)
+                    )
             output = call(*args, **kwargs)
         self._check_output(output)
         return output
 
     def backward(self, loss: torch.Tensor, *, scale: bool = True, **kwargs: Any) -> None:
-        """Compute the gradients of `loss`. With fp16, the engine multiplies it by the loss scale first.
+        """Compute the gradients of `loss`.
 
-        This is one micro-batch, for which the update divides gradients by `accumulation_steps`; with `scale=False` it
-        does not, and averaging is the caller's. With `retain_graph=True`, the micro-batch goes on: the next backward
-        belongs to it, unless the model or `step()` is called before.
+        With fp16, the engine multiplies it by the loss scale first.
+
+        This is one micro-batch, for which the update divides gradients by `accumulation_steps`;
+        with `scale=False` it does not, and averaging is the caller's. With `retain_graph=True`, the
+        micro-batch goes on: the next backward belongs to it, unless the model or `step()` is called
+        before.
 
         Raises:
-            CapacityError: the device's budget has no room for what modules make, or the host's for the gradients of
-                more micro-batches than `accumulation_steps`. The latter changes nothing: step() uses what has come.
-            RuntimeError: this step has gradients of backwards with the other `scale`, or its updates have begun early.
-                Nothing has changed.
+            CapacityError: the device's budget has no room for what modules make, or the host's for
+                the gradients of more micro-batches than `accumulation_steps`. The latter changes
+                nothing: step() uses what has come.
+            RuntimeError: this step has gradients of backwards with the other `scale`, or its
+                updates have begun early. Nothing has changed.
         """
         self._check_open()
         self._check_loss(loss)
@@ -257,9 +277,12 @@ class Engine:
             self._begin_backward(around, averaged=scale)
             scaled = loss if self._parts.scale.value == 1.0 else loss * self._parts.scale.value
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
-            # Where it is not said, torch retains the graph of a backward that can be differentiated.
+            # Where it is not said, torch retains the graph of a backward that can be
+            # differentiated.
             self._end_backward(
-                retains_graph=bool(kwargs.get("create_graph") if retains_graph is None else retains_graph)
+                retains_graph=bool(
+                    kwargs.get("create_graph") if retains_graph is None else retains_graph
+                )
             )
 
     @contextmanager
@@ -279,13 +302,19 @@ class Engine:
             raise ConfigError(field="loss", value=type(loss).__name__, expected=expected)
         if loss.numel() != 1:
             expected = "a tensor of one element, as Tensor.backward() needs"
-            raise ConfigError(field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected)
+            raise ConfigError(
+                field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected
+            )
         if loss.device.type == "cpu" and not math.isfinite(loss.item()):
             said = (
-                f"The loss is {loss.item()} in step {self.steps}. An update would turn every parameter that it depends "
-                "on into NaN. If the same batch gives a finite loss in plain PyTorch, your code uses a parameter where "
-                "the engine cannot see it, such as a penalty over model.parameters() or a weight that is kept in a "
-                "list: use it under `with engine.gathered(parameter)`, or call engine.register_external(module, "
+                f"The loss is {loss.item()} in step {self.steps}. An update would turn every "
+                "parameter that it depends "
+                "on into NaN. If the same batch gives a finite loss in plain PyTorch, your code "
+                "uses a parameter where "
+                "the engine cannot see it, such as a penalty over model.parameters() or a weight "
+                "that is kept in a "
+                "list: use it under `with engine.gathered(parameter)`, or call "
+                "engine.register_external(module, "
                 "parameter) for the module that uses it"
             )
             if math.isnan(loss.item()) and self._shows_nan:
@@ -294,28 +323,39 @@ class Engine:
 
     @property
     def _shows_nan(self) -> bool:
-        """Whether modules and the caller may read NaN in place of parameters, and a NaN may be the engine's own."""
+        """Whether modules and the caller may read NaN in place of parameters, and a NaN may be the
+        engine's own.
+        """
         return self._parts.modules is not None and not self._parts.scale.dynamic
 
     def _check_output(self, output: object) -> None:
-        """Refuse NaN from a model of which no module has asked for some parameters: it may have read them as NaN.
+        """Refuse NaN from a model of which no module has asked for some parameters: it may have
+        read them as NaN.
 
         Raises:
             RuntimeError: that is so; names the parameters.
         """
         modules = self._parts.modules
         unseen = [] if modules is None else modules.never_asked()
-        if unseen and any(each.is_floating_point() and bool(each.isnan().any()) for each in tensors_in(output)):
-            named = ", ".join(unseen[:_MOST_NAMED]) + (" and others" if len(unseen) > _MOST_NAMED else "")
+        if unseen and any(
+            each.is_floating_point() and bool(each.isnan().any()) for each in tensors_in(output)
+        ):
+            named = ", ".join(unseen[:_MOST_NAMED]) + (
+                " and others" if len(unseen) > _MOST_NAMED else ""
+            )
             raise RuntimeError(
-                f"The model returned NaN, and no module has asked for {named} yet. If plain PyTorch returns other "
-                "values, your code uses them where the engine cannot see it, such as through a list: they read as NaN. "
-                "Call engine.register_external(module, parameter) once for the module that uses each, or call the "
+                f"The model returned NaN, and no module has asked for {named} yet. If plain "
+                "PyTorch returns other "
+                "values, your code uses them where the engine cannot see it, such as through a "
+                "list: they read as NaN. "
+                "Call engine.register_external(module, parameter) once for the module that uses "
+                "each, or call the "
                 "model under `with engine.gathered(parameters)`"
             )
 
     def _check_gradient(self, number: int, gradient: torch.Tensor) -> None:
-        """Refuse a gradient that begins with NaN, of a loss that was finite, where parameters are fetched.
+        """Refuse a gradient that begins with NaN, of a loss that was finite, where parameters are
+        fetched.
 
         Raises:
             RuntimeError: that is so; no step can be made before zero_grad().
@@ -326,9 +366,12 @@ class Engine:
             name = self._parts.trained[number].name
             self._parts.gradients.lose(number)
             raise RuntimeError(
-                f"The gradient of {name} is NaN. If it is finite in plain PyTorch, a torch.autograd.Function in your "
-                "model keeps a parameter as an attribute of its ctx, and its backward reads NaN there: let it call "
-                "ctx.save_for_backward(parameter). No parameter was updated. Call zero_grad() before the next backward"
+                f"The gradient of {name} is NaN. If it is finite in plain PyTorch, a "
+                "torch.autograd.Function in your "
+                "model keeps a parameter as an attribute of its ctx, and its backward reads NaN "
+                "there: let it call "
+                "ctx.save_for_backward(parameter). No parameter was updated. Call zero_grad() "
+                "before the next backward"
             )
 
     @_held
@@ -356,13 +399,15 @@ class Engine:
     def step(self, update: bool | None = None) -> StepResult:
         """Update every parameter that has a gradient, and use the gradients up.
 
-        Where fewer micro-batches have come than `accumulation_steps`, leave them for a later call. `update=True`
-        updates with what has come, as at the end of an epoch; `update=False` never does. A step that was interrupted
-        in its update is finished in any case.
+        Where fewer micro-batches have come than `accumulation_steps`, leave them for a later call.
+        `update=True` updates with what has come, as at the end of an epoch; `update=False` never
+        does. A step that was interrupted in its update is finished in any case.
 
         Raises:
-            FloatingPointError: with fp16, the gradients are not finite at a loss scale of 1. Nothing was updated.
-            RuntimeError: no gradient has come since the last step, a parameter was changed by somebody else, or an op
+            FloatingPointError: with fp16, the gradients are not finite at a loss scale of 1.
+                Nothing was updated.
+            RuntimeError: no gradient has come since the last step, a parameter was changed by
+                somebody else, or an op
                 failed: call it again, and it goes on where it stopped.
         """
         self._begin()
@@ -377,8 +422,10 @@ class Engine:
         self._guards.check_states()
         if not parts.gradients.any and (parts.whole is None or not parts.whole.waits(last=last)):
             raise RuntimeError(
-                "there is nothing to step with: no gradient has come since the last step, or zero_grad() has dropped "
-                "it. Call backward() first; if you did, the loss does not depend on any parameter of the optimizer"
+                "there is nothing to step with: no gradient has come since the last step, or "
+                "zero_grad() has dropped "
+                "it. Call backward() first; if you did, the loss does not depend on any parameter "
+                "of the optimizer"
             )
         if not wanted and not parts.states.begun:
             self._accumulation.leave()
@@ -409,15 +456,19 @@ class Engine:
 
     @_held
     def zero_grad(self) -> None:
-        """Drop the gradients that have come, as if there had been no backward; a step uses them up without this."""
+        """Drop the gradients that have come, as if there had been no backward; a step uses them up
+        without this.
+        """
         self._check_whole(deferred_too=False)
         self._taken.hide()
         if self._updates.under_way:  # its gradients are in use, and none has come since
             return
         if self._accumulation.drops_in_vain():
             warnings.warn(
-                f"zero_grad() drops the gradients of {self._accumulation.count} of {self._accumulation.planned} "
-                "micro-batches of a step: where it is called after each of them, no step ever updates anything",
+                f"zero_grad() drops the gradients of {self._accumulation.count} of "
+                f"{self._accumulation.planned} "
+                "micro-batches of a step: where it is called after each of them, no step ever "
+                "updates anything",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -433,7 +484,8 @@ class Engine:
 
     @_held
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Let the next step clip the gradients to `max_norm`, unless they are dropped; return their norm as it is now.
+        """Let the next step clip the gradients to `max_norm`, unless they are dropped; return their
+        norm as it is now.
 
         What torch.nn.utils.clip_grad_norm_ is for: that one sees no gradients here.
         """
@@ -442,7 +494,8 @@ class Engine:
             raise ConfigError(
                 field="storage.early_updates",
                 value=True,
-                expected="False where gradients are clipped: some updates are made before the norm is known",
+                expected="False where gradients are clipped: some updates are made before the norm "
+                "is known",
             )
         self._finish_gradients(last=True)
         self._parts.gradients.settle()
@@ -469,7 +522,8 @@ class Engine:
                 return StepResult(Outcome.SKIPPED, gradient_norm=norm, loss_scale=parts.scale.value)
             if not total.is_finite:
                 warnings.warn(
-                    f"the norm of the gradients is {norm} in step {self.steps}: what they update will be NaN",
+                    f"the norm of the gradients is {norm} in step {self.steps}: what they update "
+                    "will be NaN",
                     RuntimeWarning,
                     stacklevel=4,
                 )
@@ -491,22 +545,35 @@ class Engine:
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
 
     def _refuse_older_graphs(self) -> None:
-        """Let PyTorch refuse the backward of a graph that has saved values which this update replaces.
+        """Let PyTorch refuse the backward of a graph that has saved values which this update
+        replaces.
 
-        Kernels write without telling autograd. Parameters that modules fetch are refused when they are fetched again.
+        Kernels write without telling autograd. Parameters that modules fetch are refused when they
+        are fetched again.
         """
         parts = self._parts
         if parts.modules is None:
-            cut = parts.whole is not None  # other ranks may have gradients of what this one has none of
-            increment_version([known.parameter for known in parts.trained if cut or parts.gradients.has(known.number)])
+            # other ranks may have gradients of what this one has none of
+            cut = parts.whole is not None
+            increment_version(
+                [
+                    known.parameter
+                    for known in parts.trained
+                    if cut or parts.gradients.has(known.number)
+                ]
+            )
 
     def _begin_gradients(self, *, averaged: bool) -> None:
-        """Refuse gradients that this step cannot take, before any comes; begin early updates if it is time."""
+        """Refuse gradients that this step cannot take, before any comes; begin early updates if it
+        is time.
+        """
         if self._accumulation.is_full:
             if self._parts.early is not None and self._parts.early.inputs is not None:
                 raise RuntimeError(
-                    f"accumulation_steps plans for {self._accumulation.planned} in a step, and this backward would be "
-                    "one more. With storage.early_updates, the updates of this step have begun already. Nothing was "
+                    f"accumulation_steps plans for {self._accumulation.planned} in a step, and "
+                    "this backward would be "
+                    "one more. With storage.early_updates, the updates of this step have begun "
+                    "already. Nothing was "
                     "lost: call step(), then compute this loss again"
                 )
             self._parts.gradients.check_room_for_more(self._accumulation.planned)
@@ -520,15 +587,25 @@ class Engine:
             return
         if self._accumulation.expects_last:
             parts.gradients.settle()  # those of earlier micro-batches are read
-            parts.early.begin(StepInputs(parts.gradients, rules_of(self.optimizer), self._unscale()))
+            parts.early.begin(
+                StepInputs(parts.gradients, rules_of(self.optimizer), self._unscale())
+            )
 
     def _check_early(self, rules: Sequence[Rule]) -> None:
-        """Refuse hyperparameters that are others than those with which updates were made in the backward."""
+        """Refuse hyperparameters that are others than those with which updates were made in the
+        backward.
+        """
         early = self._parts.early
-        if early is not None and early.inputs is not None and list(early.inputs.rules) != list(rules):
+        if (
+            early is not None
+            and early.inputs is not None
+            and list(early.inputs.rules) != list(rules)
+        ):
             raise RuntimeError(
-                "hyperparameters were changed between backward() and step(), and with storage.early_updates the "
-                "backward has used them: change them after step() or before backward(). Call zero_grad(), which takes "
+                "hyperparameters were changed between backward() and step(), and with "
+                "storage.early_updates the "
+                "backward has used them: change them after step() or before backward(). Call "
+                "zero_grad(), which takes "
                 "the update back, and do the step's backward again, or set them as they were"
             )
 
@@ -538,7 +615,10 @@ class Engine:
             self._parts.early.settle()
 
     def _adopt_early(self) -> None:
-        """Let what was made in the backward count, in a step that was begun. Interrupted, it can be done again."""
+        """Let what was made in the backward count, in a step that was begun.
+
+        Interrupted, it can be done again.
+        """
         early, fetcher = self._parts.early, self._parts.fetcher
         if early is not None and self._parts.states.begun:
             places = self._parts.states.adopt(early.made)
@@ -547,7 +627,9 @@ class Engine:
             early.end()
 
     def _finish_gradients(self, *, last: bool) -> None:
-        """Let the gradients that came to any rank be with those who own them, if they are needed by now."""
+        """Let the gradients that came to any rank be with those who own them, if they are needed by
+        now.
+        """
         if self._parts.whole is not None:
             self._parts.whole.finish(last=last)
 
@@ -573,7 +655,8 @@ class Engine:
             self._begin_gradients(averaged=True)
         if self._parts.scale.dynamic and not self._in_backward:
             raise RuntimeError(
-                "with fp16 the loss has to be scaled before its gradients are computed: call engine.backward(loss), "
+                "with fp16 the loss has to be scaled before its gradients are computed: call "
+                "engine.backward(loss), "
                 "not loss.backward()"
             )
         whole, modules = self._parts.whole, self._parts.modules
@@ -584,13 +667,15 @@ class Engine:
         (self._parts.gradients if whole is None else whole.reducer).take(number, gradient)
         self._taken.show(self._parts.trained[number])
 
-    # --- looking and changing -------------------------------------------------------------------------------------
+    # --- looking and changing ---------------------------------------------------------------------
 
     @contextmanager
     def gathered(
         self, parameters: torch.nn.Parameter | Iterable[torch.nn.Parameter], *, modify: bool = False
     ) -> Iterator[None]:
-        """Have whole parameters within the body; what it finds and changes of them, with `modify`, is kept."""
+        """Have whole parameters within the body; what it finds and changes of them, with `modify`,
+        is kept.
+        """
         wanted = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for each in wanted:
             if not isinstance(each, torch.Tensor):
@@ -617,13 +702,17 @@ class Engine:
         if changing:
             around.enter_context(self._without_early())
         if self._parts.fetcher is not None:
-            around.enter_context(self._gathered_with_room([parameter.number for parameter in known]))
+            around.enter_context(
+                self._gathered_with_room([parameter.number for parameter in known])
+            )
         if self._parts.modules is not None:
             self._parts.modules.gathered(each.number for each in known)
 
     @contextmanager
     def _gathered_with_room(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Have these in the body; what the caller has read outside of modules makes way where room is short."""
+        """Have these in the body; what the caller has read outside of modules makes way where room
+        is short.
+        """
         fetcher, modules = self._parts.fetcher, self._parts.modules
         assert fetcher is not None, "parameters are fetched"
         with ExitStack() as held:
@@ -641,7 +730,8 @@ class Engine:
         if self._parts.whole is not None:
             self._parts.whole.check_same(known)
         for each in known:
-            # The master first: until the values are home as well, they are a change that nothing goes on without.
+            # The master first: until the values are home as well, they are a change that nothing
+            # goes on without.
             if isinstance(each, TrainedParameter):
                 self._parts.states.set_master(each.number, self._own(each))
             if self._parts.fetcher is not None:
@@ -652,9 +742,9 @@ class Engine:
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
         """Let `module` have a parameter of another one whenever it runs, as it has its own.
 
-        For what it uses without reading it as an attribute of that other one: out of a variable, a list or a closure.
-        Of several ranks, all register the same. Where parameters stay on the device, no update of it waits for a
-        forward.
+        For what it uses without reading it as an attribute of that other one: out of a variable, a
+        list or a closure. Of several ranks, all register the same. Where parameters stay on the
+        device, no update of it waits for a forward.
 
         Raises:
             ConfigError: the module or the parameter is not the model's.
@@ -682,12 +772,16 @@ class Engine:
         return flat if whole is None else whole.own(each.number, flat)
 
     def _check_not_early(self) -> None:
-        """Refuse to change parameters of which new values may have been made already, from those that they have."""
+        """Refuse to change parameters of which new values may have been made already, from those
+        that they have.
+        """
         early = self._parts.early
         if early is not None and early.inputs is not None:
             raise RuntimeError(
-                "gathered(modify=True) came between backward() and step(), and with storage.early_updates the backward "
-                "has made new values from those that would be changed: change parameters after step() or before "
+                "gathered(modify=True) came between backward() and step(), and with "
+                "storage.early_updates the backward "
+                "has made new values from those that would be changed: change parameters after "
+                "step() or before "
                 "backward(), or call zero_grad(), which takes the update back"
             )
 
@@ -704,7 +798,8 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state dict as copies on the host, wherever its parameters are.
 
-        A parameter that has several names has one copy, so that what saves it can see that they are tied.
+        A parameter that has several names has one copy, so that what saves it can see that they are
+        tied.
 
         Raises:
             CapacityError: the machine, or its memory group, has too little memory for the copies.
@@ -732,7 +827,9 @@ class Engine:
         return {name: copies[id(value)] for name, value in listed.items()}
 
     def _check_room_for_copies(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Refuse copies on the host that would not fit: the kernel kills who takes more than its group has."""
+        """Refuse copies on the host that would not fit: the kernel kills who takes more than its
+        group has.
+        """
         nbytes = sum(each.numel() * each.element_size() for each in tensors)
         free, whole = free_for_copies(), self._parts.whole
         if whole is not None:
@@ -743,16 +840,18 @@ class Engine:
                 asked=nbytes,
                 free=free,
                 limit=probe_memory().usable_bytes,
-                change="copy parameter by parameter under engine.gathered(parameter) and write each to a file, or give "
+                change="copy parameter by parameter under engine.gathered(parameter) and write "
+                "each to a file, or give "
                 "the process more memory beside the budget's host",
             )
 
     @_held
     def state_of(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor | int]:
-        """Return copies of a parameter's fp32 master and moments, in its shape, and how many updates it has had.
+        """Return copies of a parameter's fp32 master and moments, in its shape, and how many
+        updates it has had.
 
-        And of its gradient, where one has come since the last step and is kept: in fp32, as the step would use it but
-        for clipping. Updates in the backward use gradients up.
+        And of its gradient, where one has come since the last step and is kept: in fp32, as the
+        step would use it but for clipping. Updates in the backward use gradients up.
 
         Raises:
             ConfigError: the engine does not train it.
@@ -771,15 +870,20 @@ class Engine:
             flat["gradient"] = gradient
         if self._parts.whole is not None:
             flat, steps = self._parts.whole.states(known, flat, steps)
-        shaped: dict[str, torch.Tensor | int] = {name: values.view(parameter.shape) for name, values in flat.items()}
+        shaped: dict[str, torch.Tensor | int] = {
+            name: values.view(parameter.shape) for name, values in flat.items()
+        }
         return {**shaped, "step": steps}
 
     def _gradient_of(self, number: int) -> torch.Tensor | None:
-        """Return a flat copy of what this rank keeps of a parameter's gradient; None where no rank has one."""
+        """Return a flat copy of what this rank keeps of a parameter's gradient; None where no rank
+        has one.
+        """
         gradients, whole = self._parts.gradients, self._parts.whole
         if whole is None and not gradients.has(number):
             return None
-        if whole is not None and whole.waits(last=self._accumulation.is_reached):  # no rank has its sum yet
+        # no rank has its sum yet
+        if whole is not None and whole.waits(last=self._accumulation.is_reached):
             return None
         self._finish_gradients(last=self._accumulation.is_reached)
         gradients.settle()
@@ -799,17 +903,20 @@ class Engine:
     ) -> str:
         """Save all that the run needs to go on with the same bits; return the checkpoint's tag.
 
-        The directory `path` holds the checkpoints of a run; all ranks share it. What is saved: parameters, masters,
-        moments, step counts, buffers, the loss scale, the optimizer's groups, random generators of every rank, and the
-        state dicts of what `extra` names: learning-rate schedulers, samplers. A checkpoint is there whole or not at
-        all; when this returns, it survives a power loss. With `keep`, all but so many of the newest are removed after
-        this one was read back and found whole. All ranks call this.
+        The directory `path` holds the checkpoints of a run; all ranks share it. What is saved:
+        parameters, masters, moments, step counts, buffers, the loss scale, the optimizer's groups,
+        random generators of every rank, and the state dicts of what `extra` names: learning-rate
+        schedulers, samplers. A checkpoint is there whole or not at all; when this returns, it
+        survives a power loss. With `keep`, all but so many of the newest are removed after this one
+        was read back and found whole. All ranks call this.
 
         Raises:
             RuntimeError: gradients have come since the last step: step() or zero_grad() first.
             ConfigError: `tag` cannot be a tag, or a checkpoint has it already.
-            TransferError: the drive is full or failed. Earlier checkpoints are as they were, and training can go on.
-            TypeError: a state dict holds what cannot be kept without pickling: where, and what to do.
+            TransferError: the drive is full or failed. Earlier checkpoints are as they were, and
+                training can go on.
+            TypeError: a state dict holds what cannot be kept without pickling: where, and what to
+                do.
             CollectiveError: another rank failed.
         """
         self._check_between_steps("save")
@@ -827,14 +934,15 @@ class Engine:
     ) -> Loaded:
         """Go on from a checkpoint, whatever strategy, budget, tier or number of ranks has saved it.
 
-        With `weights_only`, the optimizer begins anew: moments, step counts, groups and random generators are left as
-        they are. Without `strict`, tensors that only one side has are left alone and listed. `extra` has the same names
-        as in `save`. All ranks call this.
+        With `weights_only`, the optimizer begins anew: moments, step counts, groups and random
+        generators are left as they are. Without `strict`, tensors that only one side has are left
+        alone and listed. `extra` has the same names as in `save`. All ranks call this.
 
         Raises:
             IncompleteCheckpoint: there is no such checkpoint, or files of it are missing.
-            DamagedCheckpoint, ChecksumError: it is damaged: the tensor's file is named. If that shows while values are
-                being read, the engine refuses to train until a load succeeds.
+            DamagedCheckpoint, ChecksumError: it is damaged: the tensor's file is named. If that
+                shows while values are being read, the engine refuses to train until a load
+                succeeds.
             ManifestMismatch: it is of another model or optimizer.
             RuntimeError: gradients have come since the last step: step() or zero_grad() first.
             CollectiveError: another rank failed.
@@ -871,13 +979,16 @@ class Engine:
         self._parts.gradients.start_writing()
         if self._parts.gradients.any or self._accumulation.count:
             raise RuntimeError(
-                "gradients have come since the last step, and a checkpoint has none: call step() or zero_grad() before "
+                "gradients have come since the last step, and a checkpoint has none: call step() "
+                "or zero_grad() before "
                 f"{what}()"
             )
 
     @property
     def plan(self) -> StepPlan:
-        """What moves where and in which order in each update; with strategy auto, until it is planned again."""
+        """What moves where and in which order in each update; with strategy auto, until it is
+        planned again.
+        """
         return self._updates.plan
 
     @property
@@ -895,9 +1006,15 @@ class Engine:
         return self._parts.ledger.usage()
 
     def fetching(self) -> FetchingStats:
-        """Return what parameters were fetched around modules: nothing where they stay on the device."""
+        """Return what parameters were fetched around modules: nothing where they stay on the
+        device.
+        """
         fetcher = self._parts.fetcher
-        return FetchingStats(fetched=0, fetched_bytes=0, in_time=0, late=0) if fetcher is None else fetcher.stats
+        return (
+            FetchingStats(fetched=0, fetched_bytes=0, in_time=0, late=0)
+            if fetcher is None
+            else fetcher.stats
+        )
 
     def timeline(self) -> Timeline:
         """Return what was recorded of the newest steps."""
@@ -912,17 +1029,20 @@ class Engine:
         ended = [step for step in self.timeline().steps if step.end_ns is not None]
         if not ended:
             raise RuntimeError(
-                "there is no step to report on: expected one that step() has ended, and the setting "
+                "there is no step to report on: expected one that step() has ended, and the "
+                "setting "
                 "telemetry.recording to be on while it ran"
             )
         drives = self._parts.drives
         return report_of(ended[-1], self.usage(), drives.uses(ended[-1]), drives.rates_of_update())
 
     def in_step(self, batches: Iterable[_B]) -> Iterator[tuple[_B, bool]]:
-        """Yield this rank's batches as often as the rank that has most of them, each with whether it is a new one.
+        """Yield this rank's batches as often as the rank that has most of them, each with whether
+        it is a new one.
 
-        A rank that has no more gets its last one again, so that it takes part in what the others do: its result is not
-        to be counted. All ranks go through all of it. On one rank, every batch is new.
+        A rank that has no more gets its last one again, so that it takes part in what the others
+        do: its result is not to be counted. All ranks go through all of it. On one rank, every
+        batch is new.
 
         Raises:
             CollectiveError: another rank does something else, or has failed.
@@ -933,7 +1053,11 @@ class Engine:
         while True:
             new = list(islice(rest, 1))
             self._check_open()
-            if not (new if whole is None else whole.ranks.any_has_more(has_more=bool(new), has_had=bool(last))):
+            if not (
+                new
+                if whole is None
+                else whole.ranks.any_has_more(has_more=bool(new), has_had=bool(last))
+            ):
                 return
             last = new or last
             yield last[0], bool(new)
@@ -948,21 +1072,25 @@ class Engine:
         self.model.eval()
         return self
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = True) -> None:
         """Take the hooks off and give all memory back but the parameters'. Again: nothing.
 
-        Parameters that the engine fetched get ordinary memory with their values, if the machine and its memory group
-        have enough; else they show NaN, and a warning says so. With `restore=False` they show NaN and nothing is read:
-        for a model that was saved and is needed no more. Of several ranks, all say the same.
+        Parameters that the engine fetched get ordinary memory with their values, if the machine and
+        its memory group have enough; else they show NaN, and a warning says so. With
+        `restore=False` they show NaN and nothing is read: for a model that was saved and is needed
+        no more. Of several ranks, all say the same.
         """
         self._close(None, restore=restore)
 
     @_held
     def _close(self, reason: BaseException | None, *, restore: bool = True) -> None:
-        """Close; of several ranks, let the others know if there is a `reason` that they should know."""
-        if not self._closed and os.getpid() == self._process:  # a forked process has nothing of what is closed
+        """Close; of several ranks, let the others know if there is a `reason` that they should
+        know.
+        """
+        # a forked process has nothing of what is closed
+        if not self._closed and os.getpid() == self._process:
             self._closing = True
             failed: RuntimeError | None = None
             whole = self._parts.whole
@@ -998,7 +1126,10 @@ class Engine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close; where the body raised, its error is the one to see."""
         try:
@@ -1009,11 +1140,15 @@ class Engine:
 
     def __deepcopy__(self, _memo: object) -> Engine:
         """Refuse: states, hooks and memory are not to be had twice."""
-        raise TypeError("an engine cannot be copied: initialize another one for a copy of the model")
+        raise TypeError(
+            "an engine cannot be copied: initialize another one for a copy of the model"
+        )
 
     def __reduce__(self) -> str:
         """Refuse likewise."""
-        raise TypeError("an engine cannot be pickled: its states are in memory that only this process has")
+        raise TypeError(
+            "an engine cannot be pickled: its states are in memory that only this process has"
+        )
 
     def _safe_point(self) -> None:
         """Let Ctrl-C act here, unless that would leave an engine that is half closed."""
@@ -1036,20 +1171,26 @@ class Engine:
         if self._accumulation.left_by_step:
             raise RuntimeError(
                 f"{dropped_by_somebody()}. Here they are those of {self._accumulation.count} of "
-                f"{self._accumulation.planned} micro-batches of a step, and they still count. Call zero_grad() only "
+                f"{self._accumulation.planned} micro-batches of a step, and they still count. Call "
+                "zero_grad() only "
                 "after the last micro-batch. step() already clears the gradients that it used"
             )
         self.zero_grad()
 
     def _check_whole(self, *, deferred_too: bool = True) -> None:
-        """Refuse to go on from half a step; what of one was deferred is done first, or left as it is."""
+        """Refuse to go on from half a step; what of one was deferred is done first, or left as it
+        is.
+        """
         self._check_process()
         self._leave_no_half(deferred_too=deferred_too)
 
     def _leave_no_half(self, *, deferred_too: bool = True, half_loaded_too: bool = False) -> None:
         self._check_open()
         if self._half_loaded and not half_loaded_too:
-            raise RuntimeError("a load failed half-way, so the model is a mixture: call load() again until it succeeds")
+            raise RuntimeError(
+                "a load failed half-way, so the model is a mixture: call load() again until it "
+                "succeeds"
+            )
         self._updates.resume()
         if self._updates.under_way:
             if deferred_too:
@@ -1065,8 +1206,10 @@ class Engine:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"this engine belongs to process {self._process}, and this one, {os.getpid()}, was forked from it, as "
-                "workers of data loaders are: it has neither the engine's memory nor its threads. Call the engine, and "
+                f"this engine belongs to process {self._process}, and this one, {os.getpid()}, was "
+                "forked from it, as "
+                "workers of data loaders are: it has neither the engine's memory nor its threads. "
+                "Call the engine, and "
                 "its model, in that process only"
             )
 

@@ -1,4 +1,5 @@
-"""`init_context` and `load_into`: the doors to models that are larger than the host's memory, before they are trained.
+"""`init_context` and `load_into`: the doors to models that are larger than the host's memory,
+before they are trained.
 
 Import torch, native code and the rest of the engine when they are used, and not before.
 """
@@ -34,21 +35,26 @@ def init_context(
     ranks: RanksConfig | Mapping[str, object] | None = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> Iterator[BuiltModel]:
-    """Build the model in the body so that its parameters go to the drives as it grows: same seed, same bits.
+    """Build the model in the body so that its parameters go to the drives as it grows: same seed,
+    same bits.
 
-    `budget` is that of `initialize`, with one directory of NVMe at least; the device's part is not used. `cache` is how
-    many bytes, as a number or text such as "2GiB", parameters take of the host's budget while the model is built: by
-    default a quarter of what I/O leaves of it. Only what one call needs, or somebody has views of, is more; never more
-    than the budget. `progress`, such as print, is told now and then how many bytes were written to the drives.
+    `budget` is that of `initialize`, with one directory of NVMe at least; the device's part is not
+    used. `cache` is how many bytes, as a number or text such as "2GiB", parameters take of the
+    host's budget while the model is built: by default a quarter of what I/O leaves of it. Only what
+    one call needs, or somebody has views of, is more; never more than the budget. `progress`, such
+    as print, is told now and then how many bytes were written to the drives.
 
-    Of several ranks, all build the same, each with its part of the budget, and keep a shard of each parameter: `ranks`
-    is what `initialize` takes under that name.
+    Of several ranks, all build the same, each with its part of the budget, and keep a shard of each
+    parameter: `ranks` is what `initialize` takes under that name.
 
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.
-        ConfigError: the budget names no directory, or one that cannot be used; or the cache is no size.
-        CapacityError: the drives or the host cannot hold what they would have to; also in the body, where it happens.
-        CollectiveError: the ranks do not build the same, or one of them has failed; also in the body.
+        ConfigError: the budget names no directory, or one that cannot be used; or the cache is no
+            size.
+        CapacityError: the drives or the host cannot hold what they would have to; also in the body,
+            where it happens.
+        CollectiveError: the ranks do not build the same, or one of them has failed; also in the
+            body.
         TransferError: a drive failed, in the body or at its end.
     """
     require_torch("infinity_engine.init_context")
@@ -59,7 +65,10 @@ def init_context(
     from infinity_engine.ranks.ranks import together
 
     teller = Teller(progress)
-    with together(chosen, partial(_resolved, budget)) as (others, mine), building(mine, size, teller, others) as built:
+    with (
+        together(chosen, partial(_resolved, budget)) as (others, mine),
+        building(mine, size, teller, others) as built,
+    ):
         yield built
 
 
@@ -71,20 +80,23 @@ def load_into(
     ranks: RanksConfig | Mapping[str, object] | None = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> BuiltModel:
-    """Fill a model on the meta device from the safetensors files of a directory, by way of the drives.
+    """Fill a model on the meta device from the safetensors files of a directory, by way of the
+    drives.
 
-    The parameters stay the objects that they are, and their values go piece by piece from the files to the budget's
-    directories; buffers get ordinary memory. A number is converted where the model has another dtype than the file.
-    `progress`, such as print, is told now and then how many bytes are there.
+    The parameters stay the objects that they are, and their values go piece by piece from the files
+    to the budget's directories; buffers get ordinary memory. A number is converted where the model
+    has another dtype than the file. `progress`, such as print, is told now and then how many bytes
+    are there.
 
-    Of several ranks, each reads its slices and keeps them, in its part of the budget: `ranks` is what `initialize`
-    takes under that name.
+    Of several ranks, each reads its slices and keeps them, in its part of the budget: `ranks` is
+    what `initialize` takes under that name.
 
     Raises:
         MissingDependencyError: torch is missing or older than the engine supports.
-        CollectiveError: the ranks do not load the same, or one of them has failed. The model is as it was.
-        ConfigError: a name is missing or not the model's, a shape is another one; the budget names no directory, or one
-            that cannot be used. The model is as it was.
+        CollectiveError: the ranks do not load the same, or one of them has failed. The model is as
+            it was.
+        ConfigError: a name is missing or not the model's, a shape is another one; the budget names
+            no directory, or one that cannot be used. The model is as it was.
         CapacityError: the drives cannot hold the model. The model is as it was.
         TransferError: a drive failed. The model is as it was.
     """

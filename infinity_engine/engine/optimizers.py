@@ -1,6 +1,7 @@
 """Optimizers that are asked for by a specification: a rule, its name, or a mapping of its options.
 
-Makes the torch optimizer that schedulers and the engine read. Lion is the one that torch does not have.
+Makes the torch optimizer that schedulers and the engine read. Lion is the one that torch does not
+have.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ __all__ = ["Lion", "optimizer_of"]
 
 
 class Lion(torch.optim.Optimizer):
-    """Steps by the sign of an interpolated momentum (Chen et al., 2023); weight decay shrinks the parameter."""
+    """Steps by the sign of an interpolated momentum (Chen et al., 2023); weight decay shrinks the
+    parameter.
+    """
 
     def __init__(
         self,
@@ -33,11 +36,17 @@ class Lion(torch.optim.Optimizer):
         maximize: bool = False,
     ) -> None:
         LionRule(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)  # checks them
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's is overloaded
-        """Update the parameters that have gradients. In an engine none has: its own kernels update."""
+    # torch's is overloaded
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters that have gradients.
+
+        In an engine none has: its own kernels update.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -50,7 +59,10 @@ class Lion(torch.optim.Optimizer):
                 gradient = -parameter.grad if group["maximize"] else parameter.grad
                 momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(torch.sign(momentum.mul(beta1).add_(gradient, alpha=1 - beta1)), alpha=-group["lr"])
+                parameter.add_(
+                    torch.sign(momentum.mul(beta1).add_(gradient, alpha=1 - beta1)),
+                    alpha=-group["lr"],
+                )
                 momentum.mul_(beta2).add_(gradient, alpha=1 - beta2)
         return loss
 
@@ -64,14 +76,17 @@ _MADE_BY: Mapping[type[Rule], Callable[..., torch.optim.Optimizer]] = MappingPro
         LionRule: Lion,
     }
 )
-_BY_NAME: Mapping[str, type[Rule]] = MappingProxyType({rule.__name__.lower(): rule for rule in _MADE_BY})
+_BY_NAME: Mapping[str, type[Rule]] = MappingProxyType(
+    {rule.__name__.lower(): rule for rule in _MADE_BY}
+)
 
 
 def optimizer_of(model: torch.nn.Module, given: object) -> torch.optim.Optimizer:
-    """Return the optimizer itself where one is given, and otherwise one that is made of what is asked for.
+    """Return the optimizer itself where one is given, and otherwise one that is made of what is
+    asked for.
 
-    A specification is a Rule, a name such as "adamw", or a mapping of a name and options: {"name": "lion", "lr": 1e-4}.
-    It is for all parameters of the model that require a gradient.
+    A specification is a Rule, a name such as "adamw", or a mapping of a name and options: {"name":
+    "lion", "lr": 1e-4}. It is for all parameters of the model that require a gradient.
 
     Raises:
         ConfigError: it is none of these, or an option is unknown or cannot be.
@@ -82,7 +97,11 @@ def optimizer_of(model: torch.nn.Module, given: object) -> torch.optim.Optimizer
     options = {item.name: getattr(rule, item.name) for item in fields(rule)}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise ConfigError(field="optimizer", value="no parameter that requires a gradient", expected="at least one")
+        raise ConfigError(
+            field="optimizer",
+            value="no parameter that requires a gradient",
+            expected="at least one",
+        )
     return _MADE_BY[type(rule)](parameters, **options)
 
 
@@ -91,7 +110,8 @@ def _rule(given: object) -> Rule:
         return given
     if not isinstance(given, str | Mapping):
         expected = (
-            "a torch optimizer, a rule of infinity_engine.optim such as AdamW(lr=1e-3), its name, or a mapping of its "
+            "a torch optimizer, a rule of infinity_engine.optim such as AdamW(lr=1e-3), its name, "
+            "or a mapping of its "
             f"name and options; the rules are {', '.join(_BY_NAME)}"
         )
         raise ConfigError(field="optimizer", value=given, expected=expected)

@@ -11,7 +11,9 @@ __all__ = ["require_torch"]
 
 
 def require_torch(needed_by: str) -> None:
-    """Raise MissingDependencyError, naming the extra to install, unless a new enough torch is installed."""
+    """Raise MissingDependencyError, naming the extra to install, unless a new enough torch is
+    installed.
+    """
     try:
         found = metadata.version("torch")
     except metadata.PackageNotFoundError:

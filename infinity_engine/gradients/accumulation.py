@@ -1,6 +1,8 @@
-"""`Accumulation`: which micro-batches have come since the last update, and how their gradients are averaged.
+"""`Accumulation`: which micro-batches have come since the last update, and how their gradients are
+averaged.
 
-Counts backwards, not calls of `Engine.step` (decision 0020). Holds no gradients; called by `Engine`, from one thread.
+Counts backwards, not calls of `Engine.step` (decision 0020). Holds no gradients; called by
+`Engine`, from one thread.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ __all__ = ["Accumulation"]
 class Accumulation:
     """The micro-batches of one engine's steps, each of which is planned to have `planned`.
 
-    A micro-batch is open while more backwards may belong to it: of a graph that is retained, or past the engine.
-    `on_micro_batch` is called with the end of each.
+    A micro-batch is open while more backwards may belong to it: of a graph that is retained, or
+    past the engine. `on_micro_batch` is called with the end of each.
     """
 
     def __init__(self, planned: int, on_micro_batch: Callable[[], object]) -> None:
@@ -25,7 +27,8 @@ class Accumulation:
         self._averaged = True
         self._left_by_step = False  # whether a step has left what came for a later one
         self._just_left = False  # whether that was the newest call of the engine
-        self._drops_after_step = 0  # how often gradients were dropped right after that, since the last update
+        # how often gradients were dropped right after that, since the last update
+        self._drops_after_step = 0
 
     @property
     def count(self) -> int:
@@ -39,7 +42,9 @@ class Accumulation:
 
     @property
     def expects_last(self) -> bool:
-        """Whether the micro-batch that is open, or the next one, is the last that is planned, or is beyond it."""
+        """Whether the micro-batch that is open, or the next one, is the last that is planned, or is
+        beyond it.
+        """
         return self._ended >= self.planned - 1
 
     @property
@@ -57,7 +62,7 @@ class Accumulation:
         """What the sum of all gradients is divided by."""
         return self.planned if self._averaged else 1
 
-    # --- backwards ------------------------------------------------------------------------------------------------
+    # --- backwards --------------------------------------------------------------------------------
 
     def begin_backward(self, *, averaged: bool) -> None:
         """Note how the gradients of the next backward are averaged.
@@ -68,9 +73,12 @@ class Accumulation:
         if self.count and self.planned > 1 and averaged != self._averaged:
             have = f"divided by {self.planned}" if self._averaged else "not divided"
             raise RuntimeError(
-                f"The gradients of {self.count} micro-batches of this step are {have}, and those of this backward "
-                f"would be the other way. One step divides all of them or none: give each backward() of a step the "
-                f"same `scale`. A backward past the engine, loss.backward(), has scale=True. To begin the step again, "
+                f"The gradients of {self.count} micro-batches of this step are {have}, and those "
+                "of this backward "
+                "would be the other way. One step divides all of them or none: give each "
+                "backward() of a step the "
+                "same `scale`. A backward past the engine, loss.backward(), has scale=True. To "
+                "begin the step again, "
                 "call zero_grad()"
             )
         self._averaged = averaged
@@ -80,7 +88,10 @@ class Accumulation:
         self._open = True
 
     def end_backward(self, *, retains_graph: bool) -> None:
-        """Note the end of a backward. More backwards of the same micro-batch follow where it retains its graph."""
+        """Note the end of a backward.
+
+        More backwards of the same micro-batch follow where it retains its graph.
+        """
         self._open = True
         if not retains_graph:
             self.end_micro_batch()
@@ -92,7 +103,7 @@ class Accumulation:
             self._ended += 1
             self._on_micro_batch()
 
-    # --- steps ----------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def note_call(self) -> None:
         """Note that the engine is called to do anything but to drop gradients."""
@@ -103,7 +114,9 @@ class Accumulation:
         self._left_by_step = self._just_left = True
 
     def drops_in_vain(self) -> bool:
-        """Note that what came is about to be dropped; tell whether a loop seems to do so after each step."""
+        """Note that what came is about to be dropped; tell whether a loop seems to do so after each
+        step.
+        """
         self._drops_after_step += self._just_left
         return self._just_left and self._drops_after_step > 1
 

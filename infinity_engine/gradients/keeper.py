@@ -1,13 +1,15 @@
-"""`GradientKeeper`: holds each parameter's gradient from the moment it is made until the step uses it up.
+"""`GradientKeeper`: holds each parameter's gradient from the moment it is made until the step uses
+it up.
 
-The first gradient of a window stays in the dtype it came in; from the second on they are added in fp32, in the order of
-their arrival. Where they lie follows from where their subgroups are updated: what the host updates of another memory
-starts its way down at once, what rests on the drives goes there, the rest stays on the device, until it is used. On the
-drives there is one for each micro-batch, and whoever reads them adds them up in that order. Updates nothing.
+The first gradient of a window stays in the dtype it came in; from the second on they are added in
+fp32, in the order of their arrival. Where they lie follows from where their subgroups are updated:
+what the host updates of another memory starts its way down at once, what rests on the drives goes
+there, the rest stays on the device, until it is used. On the drives there is one for each
+micro-batch, and whoever reads them adds them up in that order. Updates nothing.
 
-[Note: who counts gradients that stay] Autograd has allocated them, so they are no leases; what there is of them is held
-of a reservation. A gradient that is added to a sum is not, as autograd's own until then: the device's streams let go of
-it in their order, whenever the host drops it.
+[Note: who counts gradients that stay] Autograd has allocated them, so they are no leases; what
+there is of them is held of a reservation. A gradient that is added to a sum is not, as autograd's
+own until then: the device's streams let go of it in their order, whenever the host drops it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ from infinity_engine.units import align_up
 __all__ = ["GradientKeeper", "Taker", "added_up"]
 
 Taker = Callable[[int, int, torch.Tensor, FloatFormat, int], bool]
-"""Tells whether it has taken a piece of a gradient: (parameter, piece, bytes, format, how many came before it)."""
+"""Tells whether it has taken a piece of a gradient: (parameter, piece, bytes, format, how many came
+before it).
+"""
 _Sums = npt.NDArray[np.float64]
 _Coming = tuple[Event, Callable[[], None]]
 """What the device was given to sum, and what puts the sums once the event has passed."""
@@ -48,11 +52,13 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GradientKeeper:
-    """The gradients of one engine; `pieces` has those of each parameter, in order, `names` what each is called.
+    """The gradients of one engine; `pieces` has those of each parameter, in order, `names` what
+    each is called.
 
-    `staying` is promised for what stays on the device, and `sums` for sums on the host that no plan has. Both grow
-    where there is more than was planned, as far as the budget goes, until that is dropped. `outgoing` is there where
-    some gradients go to the drives; `sums_early` says that the norm will be asked for.
+    `staying` is promised for what stays on the device, and `sums` for sums on the host that no plan
+    has. Both grow where there is more than was planned, as far as the budget goes, until that is
+    dropped. `outgoing` is there where some gradients go to the drives; `sums_early` says that the
+    norm will be asked for.
     """
 
     def __init__(
@@ -128,13 +134,15 @@ class GradientKeeper:
                 raise ConfigError(
                     field=f"gradient of {self._lost}",
                     value=str(gradient.dtype),
-                    expected=f"one of {', '.join(map(str, _GRADIENTS))}, as initialize gives parameters: cast none "
+                    expected=f"one of {', '.join(map(str, _GRADIENTS))}, as initialize gives "
+                    "parameters: cast none "
                     "after it, as model.to(dtype) does, but set its precision",
                 ) from None
             raise
 
     def check_room_for_more(self, planned: int) -> None:
-        """Refuse the gradients of more micro-batches than `planned` where the host has no room to add them up.
+        """Refuse the gradients of more micro-batches than `planned` where the host has no room to
+        add them up.
 
         Raises:
             CapacityError: that is so. Nothing has changed.
@@ -144,30 +152,42 @@ class GradientKeeper:
         except CapacityError as error:
             raise _refused(
                 error,
-                f"accumulation_steps plans for {planned} in a step. This backward() would be one more, whose gradients "
-                "are added up in host memory. Nothing was lost: call step(), which uses what has come, then compute "
-                "this loss again. If a step has more backwards, raise accumulation_steps to their number, or add up "
+                f"accumulation_steps plans for {planned} in a step. This backward() would be one "
+                "more, whose gradients "
+                "are added up in host memory. Nothing was lost: call step(), which uses what has "
+                "come, then compute "
+                "this loss again. If a step has more backwards, raise accumulation_steps to their "
+                "number, or add up "
                 "the losses of one batch",
             ) from None
 
     def lose(self, parameter: int) -> None:
-        """Let no step be made of what has come, as a gradient of this parameter cannot be used, until it is cleared."""
+        """Let no step be made of what has come, as a gradient of this parameter cannot be used,
+        until it is cleared.
+        """
         self._lost = self._names[parameter]
 
     def values(self, parameter: int, piece: int) -> Values | None:
-        """Return a piece of a gradient where its update runs, None where none has come or it is `read`."""
+        """Return a piece of a gradient where its update runs, None where none has come or it is
+        `read`.
+        """
         slots = self._slots[parameter]
         return slots.values(piece) if slots.count else None
 
     def used(self, parameter: int, piece: int) -> None:
-        """Note that nobody needs a piece any more, though it has come: a gradient on the device goes with its last one.
+        """Note that nobody needs a piece any more, though it has come: a gradient on the device
+        goes with its last one.
 
         Any thread may call.
         """
         self._slots[parameter].used(piece)
 
-    def read(self, parameter: int, piece: int, into: Sequence[memoryview], *, start: int = 0) -> list[Hop]:
-        """Begin to read a piece that is kept on the drives: of each micro-batch from `start` on that has memory."""
+    def read(
+        self, parameter: int, piece: int, into: Sequence[memoryview], *, start: int = 0
+    ) -> list[Hop]:
+        """Begin to read a piece that is kept on the drives: of each micro-batch from `start` on
+        that has memory.
+        """
         return self._slots[parameter].read(piece, into, start)
 
     def formats(self, parameter: int, piece: int) -> tuple[FloatFormat, ...]:
@@ -178,12 +198,14 @@ class GradientKeeper:
         """Finish what is under way: all that came is added up and where it is needed.
 
         Raises:
-            RuntimeError: one was refused: no step can be made of what there is, and this is raised until it is cleared.
+            RuntimeError: one was refused: no step can be made of what there is, and this is raised
+                until it is cleared.
             TransferError: some could not be written to the drives, and is lost: likewise.
         """
         if self._lost is not None:
             raise RuntimeError(
-                f"a gradient of {self._lost} was refused, as the error in its backward said, so no step can be made of "
+                f"a gradient of {self._lost} was refused, as the error in its backward said, so no "
+                "step can be made of "
                 "what there is: call zero_grad() and do the step's backward again"
             )
         for slots in self._slots:
@@ -192,7 +214,9 @@ class GradientKeeper:
             self._outgoing.settle()
 
     def start_writing(self) -> None:
-        """Begin to write what is to go to the drives, so that the memory that it passes can be waited for."""
+        """Begin to write what is to go to the drives, so that the memory that it passes can be
+        waited for.
+        """
         if self._outgoing is not None:
             self._outgoing.start()
 
@@ -203,7 +227,11 @@ class GradientKeeper:
     def sums(self) -> GradientSums:
         """Return what that norm is made of."""
         sums = GradientSums(self._numels)
-        coming = [each for number, slots in enumerate(self._slots) for each in slots.put_sums(number, sums)]
+        coming = [
+            each
+            for number, slots in enumerate(self._slots)
+            for each in slots.put_sums(number, sums)
+        ]
         if coming:
             with self._lanes.meter.waits(Wait.GRADIENTS):
                 for event, put in coming:
@@ -212,7 +240,8 @@ class GradientKeeper:
         return sums
 
     def sum_of(self, parameter: int) -> torch.Tensor | None:
-        """Return a flat fp32 copy of all that came of a gradient, which is settled; None where none did, or it is used.
+        """Return a flat fp32 copy of all that came of a gradient, which is settled; None where none
+        did, or it is used.
 
         Raises:
             CapacityError: there is no room to read it from the drives.
@@ -222,12 +251,16 @@ class GradientKeeper:
         return whole if slots.count and slots.copy_into(whole) else None
 
     def ask_first(self, taker: Taker) -> None:
-        """Let somebody take pieces that would go to the drives; what it takes counts as if it were there."""
+        """Let somebody take pieces that would go to the drives; what it takes counts as if it were
+        there.
+        """
         for parameter, slots in enumerate(self._slots):
             slots.ask_first(parameter, taker)
 
     def keep(self, parameter: int, piece: int, memory: memoryview) -> None:
-        """Write the newest gradient of a piece, which was taken and is in this memory, to the drives after all."""
+        """Write the newest gradient of a piece, which was taken and is in this memory, to the
+        drives after all.
+        """
         self._slots[parameter].keep(piece, memory)
 
     def clear(self) -> None:
@@ -242,7 +275,9 @@ class GradientKeeper:
 
 
 class _Slots:
-    """Where the gradient of one parameter is: on the device, on the host or the drives, or pieces of it on each."""
+    """Where the gradient of one parameter is: on the device, on the host or the drives, or pieces
+    of it on each.
+    """
 
     def __init__(
         self,
@@ -260,11 +295,14 @@ class _Slots:
         self._pieces = pieces
         stay = [number for number, piece in enumerate(pieces) if piece.kept is Tier.DEVICE]
         if stay and len(stay) == len(pieces):
-            whole = _DeviceSlot(GradientPiece(0, numel, Tier.DEVICE), stay, lanes, staying, is_whole=True)
+            whole = _DeviceSlot(
+                GradientPiece(0, numel, Tier.DEVICE), stay, lanes, staying, is_whole=True
+            )
             self._on_device = dict.fromkeys(stay, whole)
         else:
             self._on_device = {
-                number: _DeviceSlot(pieces[number], [number], lanes, staying, is_whole=False) for number in stay
+                number: _DeviceSlot(pieces[number], [number], lanes, staying, is_whole=False)
+                for number in stay
             }
         self._device_slots = tuple(dict.fromkeys(self._on_device.values()))
         self._on_host: dict[int, _HostSlot | _DriveSlot] = {}
@@ -273,7 +311,9 @@ class _Slots:
                 self._on_host[number] = _HostSlot(piece, lanes, sum_memory)
             elif piece.kept is Tier.NVME:
                 assert outgoing is not None, "there is a way to the drives"
-                self._on_host[number] = _DriveSlot(name, piece, lanes, outgoing, sum_memory, sums_early=sums_early)
+                self._on_host[number] = _DriveSlot(
+                    name, piece, lanes, outgoing, sum_memory, sums_early=sums_early
+                )
 
     def take(self, gradient: torch.Tensor) -> None:
         self.count += 1
@@ -284,7 +324,9 @@ class _Slots:
 
     @property
     def missing_sum_bytes(self) -> int:
-        """The bytes of the sums on the host that one more gradient of this parameter makes necessary."""
+        """The bytes of the sums on the host that one more gradient of this parameter makes
+        necessary.
+        """
         return sum(slot.missing_sum_bytes for slot in self._on_host.values()) if self.count else 0
 
     def values(self, number: int) -> Values | None:
@@ -354,10 +396,18 @@ class _Slots:
 
 
 class _DeviceSlot:
-    """A gradient, or a piece of it, where modules compute, until the pieces of these numbers are used."""
+    """A gradient, or a piece of it, where modules compute, until the pieces of these numbers are
+    used.
+    """
 
     def __init__(
-        self, part: GradientPiece, pieces: Sequence[int], lanes: Lanes, staying: Reservation, *, is_whole: bool
+        self,
+        part: GradientPiece,
+        pieces: Sequence[int],
+        lanes: Lanes,
+        staying: Reservation,
+        *,
+        is_whole: bool,
     ) -> None:
         self._part = part
         self._is_whole = is_whole
@@ -370,13 +420,16 @@ class _DeviceSlot:
         self._is_sum = False
 
     def take(self, gradient: torch.Tensor) -> None:
-        mine = gradient if self._is_whole else gradient[self._part.first_element :][: self._part.numel]
+        mine = (
+            gradient if self._is_whole else gradient[self._part.first_element :][: self._part.numel]
+        )
         if self._tensor is None:
             nbytes = mine.nbytes
             self._hold(nbytes, first=mine.dtype)  # [Note: who counts gradients that stay]
             try:
                 whole = self._is_whole and mine.untyped_storage().nbytes() == nbytes
-                self._tensor = mine if whole else mine.clone()  # the rest of the memory that it is in goes
+                # the rest of the memory that it is in goes
+                self._tensor = mine if whole else mine.clone()
             except BaseException:
                 self._staying.release(nbytes)
                 raise
@@ -388,7 +441,9 @@ class _DeviceSlot:
             self._hold(nbytes)
             try:
                 total = torch.empty(numel, dtype=torch.float32, device=gradient.device)
-                self._lanes.on_device(partial(_add, kernels.begin_sum, first, total), numel, name=_ADDING)
+                self._lanes.on_device(
+                    partial(_add, kernels.begin_sum, first, total), numel, name=_ADDING
+                )
             except BaseException:
                 self._staying.release(nbytes)
                 raise
@@ -535,7 +590,8 @@ class _HostSlot:
 class _DriveSlot:
     """A piece of a gradient on the drives: one for each micro-batch, in order.
 
-    Where more come than have a place there, they are added up in host memory from then on, as far as there is some.
+    Where more come than have a place there, they are added up in host memory from then on, as far
+    as there is some.
     """
 
     def __init__(
@@ -562,7 +618,8 @@ class _DriveSlot:
 
     def take(self, gradient: torch.Tensor) -> None:
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
-        count = len(self.formats) if self._sum is None else self._outgoing.micro_batches  # which have a place
+        # which have a place
+        count = len(self.formats) if self._sum is None else self._outgoing.micro_batches
         format_ = Values.of(gradient).format
         if self._taker is not None and self._taker(piece, format_, count):
             self.formats += (format_,)
@@ -590,7 +647,9 @@ class _DriveSlot:
         self._taker = taker
 
     def _make_place(self, count: int, nbytes: int) -> None:
-        """Have a place of so many bytes for the gradient of a micro-batch, those before which have theirs."""
+        """Have a place of so many bytes for the gradient of a micro-batch, those before which have
+        theirs.
+        """
         if count < len(self._places) and self._places[count].nbytes != nbytes:
             self._outgoing.release(self._places.pop(count))
         if count == len(self._places):
@@ -652,7 +711,9 @@ class _DriveSlot:
         return Values(lease.flat().data_ptr(), self._piece.numel, FloatFormat.FP32, lease)
 
     def _read_back(self, total: Values | None) -> _Sums:
-        """Return the block sums of what is added up, which is read for that; keep the sum in `total`, where given."""
+        """Return the block sums of what is added up, which is read for that; keep the sum in
+        `total`, where given.
+        """
         numel, kernels = self._piece.numel, self._lanes.kernels
         several = len(self.formats) > 1 or total is not None
         with ExitStack() as leases:
@@ -679,10 +740,12 @@ class _DriveSlot:
 
 
 class _SumMemory:
-    """Memory for sums of gradients: what the host's pool has for them, else what the budget has left.
+    """Memory for sums of gradients: what the host's pool has for them, else what the budget has
+    left.
 
-    A plan has room for the sums of `accumulation_steps` gradients. A parameter may get more of them: of several losses,
-    of a graph that is differentiated again, of a block that is checkpointed in several places.
+    A plan has room for the sums of `accumulation_steps` gradients. A parameter may get more of
+    them: of several losses, of a graph that is differentiated again, of a block that is
+    checkpointed in several places.
     """
 
     def __init__(self, pool: PinnedPool, unplanned: Reservation) -> None:
@@ -752,7 +815,9 @@ def added_up(kernels: HostKernels, gradients: Sequence[Values], into: Values) ->
 
 
 def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
-    """Bring bytes from where modules compute into host memory; None where they are there on return."""
+    """Bring bytes from where modules compute into host memory; None where they are there on
+    return.
+    """
     if lanes.accelerator.unified:
         lease.flat()[: piece.numel()].copy_(piece)
         return None
@@ -760,7 +825,8 @@ def _download(lanes: Lanes, piece: torch.Tensor, lease: Lease) -> Event | None:
     if lanes.accelerator.torch_device.type != "cpu":
         event = _copy_down(lanes, piece, lease, made)
         assert lanes.download is not None, "copies are between two memories"
-        lanes.accelerator.outlives(piece, lanes.download)  # autograd lets go of it, and its stream knows of no copy
+        # autograd lets go of it, and its stream knows of no copy
+        lanes.accelerator.outlives(piece, lanes.download)
         return event
     # Emulated: what autograd made is in no device memory yet.
     with lanes.meter.waits(Wait.GRADIENTS):  # until there is room
@@ -785,18 +851,25 @@ def _too_many(error: CapacityError) -> CapacityError:
     return _refused(
         error,
         "give a parameter no more gradients in a step than accumulation_steps says, as with "
-        "engine.backward(first + second) for the losses of one batch; a parameter in several segments of "
-        "reentrant checkpointing has one from each. Or let all fit in memory. Then zero_grad() and go on",
+        "engine.backward(first + second) for the losses of one batch; a parameter in several "
+        "segments of "
+        "reentrant checkpointing has one from each. Or let all fit in memory. Then zero_grad() and "
+        "go on",
     )
 
 
 def _unplanned(error: CapacityError, dtype: torch.dtype) -> CapacityError:
-    """Return what is said where there is no room for the first gradient of a parameter, of this type."""
+    """Return what is said where there is no room for the first gradient of a parameter, of this
+    type.
+    """
     return _refused(
         error,
-        f"this first gradient of a parameter is of {dtype}, and the plan has room for one of each in the type that "
-        "initialize gave its model: cast no parameters after it, as model.to(dtype) does, but set its precision; and "
-        "give no other parameter more gradients in a step than accumulation_steps says. Then zero_grad() and go on",
+        f"this first gradient of a parameter is of {dtype}, and the plan has room for one of each "
+        "in the type that "
+        "initialize gave its model: cast no parameters after it, as model.to(dtype) does, but set "
+        "its precision; and "
+        "give no other parameter more gradients in a step than accumulation_steps says. Then "
+        "zero_grad() and go on",
     )
 
 
@@ -811,5 +884,7 @@ def _refused(error: CapacityError, change: str) -> CapacityError:
     )
 
 
-def _add(kernel: Callable[[Values, Values], object], gradient: torch.Tensor, into: torch.Tensor) -> None:
+def _add(
+    kernel: Callable[[Values, Values], object], gradient: torch.Tensor, into: torch.Tensor
+) -> None:
     kernel(Values.of(gradient), Values.of(into))

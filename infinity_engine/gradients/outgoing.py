@@ -1,6 +1,8 @@
-"""`Outgoing`: gradients on their way to the drives, through host buffers that are free again when they are written.
+"""`Outgoing`: gradients on their way to the drives, through host buffers that are free again when
+they are written.
 
-Whoever sends one when no buffer is free waits for the oldest. What could not be written is told when all is settled.
+Whoever sends one when no buffer is free waits for the oldest. What could not be written is told
+when all is settled.
 """
 
 from __future__ import annotations
@@ -72,22 +74,30 @@ class Outgoing:
         return self._lanes.host.lease_planned(SUM)
 
     def send(self, lease: Lease, made: Event | None, place: Place, *, what: str) -> None:
-        """Write a gradient, which is in the buffer when `made` has passed; the buffer is this way's from here on."""
+        """Write a gradient, which is in the buffer when `made` has passed; the buffer is this way's
+        from here on.
+        """
         self._waiting.append(_Sent(lease, made, place, what))
         self._start_ready()
 
     def write_now(self, memory: memoryview, place: Place, *, what: str) -> None:
-        """Write a gradient from memory that is the caller's; what fails is told when all is settled."""
+        """Write a gradient from memory that is the caller's; what fails is told when all is
+        settled.
+        """
         with self._lanes.meter.waits(Wait.GRADIENTS):
             self._forget_written([IOEvent([self._swap.write(place, memory, what=what)])])
-        self._lanes.meter.copies(Lane.NVME_WRITE, Cargo.GRADIENTS, place.nbytes, None, name="gradient")
+        self._lanes.meter.copies(
+            Lane.NVME_WRITE, Cargo.GRADIENTS, place.nbytes, None, name="gradient"
+        )
 
     def read(self, place: Place, into: memoryview, *, what: str) -> Hop:
         """Begin to read a gradient that was sent; all that was is settled."""
         return self._swap.read(place, into, what=what)
 
     def start(self) -> None:
-        """Begin to write all that was sent: whoever needs the memory of the buffers can wait for them then."""
+        """Begin to write all that was sent: whoever needs the memory of the buffers can wait for
+        them then.
+        """
         while self._waiting:
             self._start()
 
@@ -95,7 +105,8 @@ class Outgoing:
         """Wait until all that was sent is written.
 
         Raises:
-            TransferError: some could not be; names the first. All others are. Is raised until they are dropped.
+            TransferError: some could not be; names the first. All others are. Is raised until they
+                are dropped.
         """
         self.start()
         with self._lanes.meter.waits(Wait.GRADIENTS):
@@ -127,10 +138,14 @@ class Outgoing:
         written = [each for each in self._writing if each.done()]
         self._writing = [*(each for each in self._writing if each not in written), event]
         self._forget_written(written)
-        self._lanes.meter.copies(Lane.NVME_WRITE, Cargo.GRADIENTS, sent.place.nbytes, None, name="gradient")
+        self._lanes.meter.copies(
+            Lane.NVME_WRITE, Cargo.GRADIENTS, sent.place.nbytes, None, name="gradient"
+        )
 
     def _forget_written(self, events: Sequence[IOEvent]) -> None:
-        """Wait for these, and keep what stopped the first that failed, but nothing that holds buffers."""
+        """Wait for these, and keep what stopped the first that failed, but nothing that holds
+        buffers.
+        """
         for event in events:
             try:
                 event.wait()

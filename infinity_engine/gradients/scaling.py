@@ -1,7 +1,9 @@
-"""`LossScale`: what the loss is multiplied by, so that fp16 gradients do not vanish. Grows while all goes well.
+"""`LossScale`: what the loss is multiplied by, so that fp16 gradients do not vanish.
 
-A skipped step halves it; 2,000 good steps in a row double it, as torch.amp.GradScaler does. Powers of two only, so that
-scaling and unscaling round nothing.
+Grows while all goes well.
+
+A skipped step halves it; 2,000 good steps in a row double it, as torch.amp.GradScaler does. Powers
+of two only, so that scaling and unscaling round nothing.
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ class LossScale:
         self._good = 0
         if self.value <= _LEAST:
             raise FloatingPointError(
-                "The gradients are not finite at a loss scale of 1. The range of fp16 is not the reason, and no "
-                "parameter was updated. Look for NaN or infinity in inputs, loss and parameters, and call zero_grad() "
+                "The gradients are not finite at a loss scale of 1. The range of fp16 is not the "
+                "reason, and no "
+                "parameter was updated. Look for NaN or infinity in inputs, loss and parameters, "
+                "and call zero_grad() "
                 "before the next backward"
             )
         self.value /= 2

@@ -1,7 +1,10 @@
-"""`TakenGradient`: what a parameter shows as its gradient when the engine has taken that. Who computes with it is told.
+"""`TakenGradient`: what a parameter shows as its gradient when the engine has taken that.
 
-torch.nn.utils.clip_grad_norm_ and whatever else works on gradients leaves out parameters that show none: it would do
-nothing, and say nothing. Shown by one parameter of each group from its gradient on until the engine is called again.
+Who computes with it is told.
+
+torch.nn.utils.clip_grad_norm_ and whatever else works on gradients leaves out parameters that show
+none: it would do nothing, and say nothing. Shown by one parameter of each group from its gradient
+on until the engine is called again.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ class TakenGradient(torch.Tensor):
 
     def __new__(cls, of: torch.Tensor) -> TakenGradient:
         """Return one for this parameter."""
-        made: TakenGradient = torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype, device=of.device)
+        made: TakenGradient = torch.Tensor._make_wrapper_subclass(
+            cls, of.shape, dtype=of.dtype, device=of.device
+        )
         return made
 
     @classmethod
@@ -33,13 +38,17 @@ class TakenGradient(torch.Tensor):
             RuntimeError: always.
         """
         raise RuntimeError(
-            "this gradient is not here: the engine has taken it, as all others, when it was made. To clip gradients, "
-            "or to know their norm, call engine.clip_grad_norm_(max_norm) or set max_grad_norm; to see one, call "
-            "engine.state_of(parameter) before the step; to drop them, call engine.zero_grad(). What was asked for is "
+            "this gradient is not here: the engine has taken it, as all others, when it was made. "
+            "To clip gradients, "
+            "or to know their norm, call engine.clip_grad_norm_(max_norm) or set max_grad_norm; to "
+            "see one, call "
+            "engine.state_of(parameter) before the step; to drop them, call engine.zero_grad(). "
+            "What was asked for is "
             f"{func}"
         )
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes contents, of which there are none
+    # torch's takes contents, of which there are none
+    def __repr__(self) -> str:  # type: ignore[override]
         """Say what it is."""
         return f"TakenGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -65,7 +74,11 @@ class TakenGradients:
 
     def _make_way(self, of: TrainedParameter) -> None:
         """Let no gradient be added to what is none."""
-        if of.group in self._shown and self._shown[of.group][0] is of.parameter and self._hide(of.group):
+        if (
+            of.group in self._shown
+            and self._shown[of.group][0] is of.parameter
+            and self._hide(of.group)
+        ):
             raise RuntimeError(f"{dropped_by_somebody()}. Call it now, and do this backward again")
 
     def hide(self) -> bool:
@@ -88,6 +101,8 @@ class TakenGradients:
 def dropped_by_somebody() -> str:
     """Return what is said where gradients were dropped past the engine, which still has them."""
     return (
-        "a gradient was set to None between backward and step, as optimizer.zero_grad() and model.zero_grad() do, and "
-        "the engine, which has taken all gradients, still has them: what drops them is engine.zero_grad()"
+        "a gradient was set to None between backward and step, as optimizer.zero_grad() and "
+        "model.zero_grad() do, and "
+        "the engine, which has taken all gradients, still has them: what drops them is "
+        "engine.zero_grad()"
     )

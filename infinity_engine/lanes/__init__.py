@@ -1,3 +1,5 @@
-"""What one engine works with: its streams, copies, kernels and pools; and the meter that counts what they do."""
+"""What one engine works with: its streams, copies, kernels and pools; and the meter that counts
+what they do.
+"""
 
 __all__ = ()

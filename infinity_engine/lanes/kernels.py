@@ -1,6 +1,8 @@
-"""`DeviceKernels`: the kernels of work that the device is given: a GPU's, or the host's where the device is emulated.
+"""`DeviceKernels`: the kernels of work that the device is given: a GPU's, or the host's where the
+device is emulated.
 
-Starts work in torch's current stream and waits for nothing. Decides nothing. The GPU's have not run on one yet.
+Starts work in torch's current stream and waits for nothing. Decides nothing. The GPU's have not run
+on one yet.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ def device_kernels(accelerator: Accelerator, host: HostKernels) -> DeviceKernels
     Raises:
         MissingDependencyError: it is a GPU, and cupy is not installed.
     """
-    return _OnGpu(accelerator.torch_device) if accelerator.torch_device.type == "cuda" else _OnHost(host)
+    return (
+        _OnGpu(accelerator.torch_device)
+        if accelerator.torch_device.type == "cuda"
+        else _OnHost(host)
+    )
 
 
 class _OnHost:

@@ -1,7 +1,8 @@
-"""`Lanes`: what one engine moves and works with, and the one place where its copies between host and device begin.
+"""`Lanes`: what one engine moves and works with, and the one place where its copies between host
+and device begin.
 
-Every copy is counted, and holds the leases of both its sides until it has ended. Decides nothing. Called by whoever
-keeps gradients, states or fetched parameters.
+Every copy is counted, and holds the leases of both its sides until it has ended. Decides nothing.
+Called by whoever keeps gradients, states or fetched parameters.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Lanes:
         after: Sequence[Event] = (),
         **fields: object,
     ) -> Event:
-        """Copy bytes up or down once all of `after` have passed; `name` and `fields` are for the timeline."""
+        """Copy bytes up or down once all of `after` have passed; `name` and `fields` are for the
+        timeline.
+        """
         stream = self.upload if lane is Lane.H2D else self.download
         assert stream is not None, "copies are between two memories"
         bytes_of = [each.flat() if isinstance(each, Lease) else each for each in (target, source)]
@@ -59,9 +62,17 @@ class Lanes:
         return event
 
     def on_device(
-        self, work: Callable[[], object], params: int, *, name: str, after: Sequence[Event] = (), **fields: object
+        self,
+        work: Callable[[], object],
+        params: int,
+        *,
+        name: str,
+        after: Sequence[Event] = (),
+        **fields: object,
     ) -> Event:
         """Let the device do work on so many parameters, after all that it was given before."""
-        event = self.accelerator.run(work, stream=self.compute, cost=UpdateCost(params), after=after)
+        event = self.accelerator.run(
+            work, stream=self.compute, cost=UpdateCost(params), after=after
+        )
         self.meter.works(event, name=name, params=params, **fields)
         return event

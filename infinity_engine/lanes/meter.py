@@ -1,7 +1,8 @@
-"""`Meter`: what is counted of a step: what went over each link and was updated where, and what the host waited for.
+"""`Meter`: what is counted of a step: what went over each link and was updated where, and what the
+host waited for.
 
-One for each engine; counts in its Telemetry, and knows what is called how there. Decides nothing. When a device was at
-work is asked of the device, where it knows: emulated ones do.
+One for each engine; counts in its Telemetry, and knows what is called how there. Decides nothing.
+When a device was at work is asked of the device, where it knows: emulated ones do.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from infinity_engine.accel import Accelerator, Event, OperationRecord, PacedAccelerator, VirtualAccelerator
+from infinity_engine.accel import (
+    Accelerator,
+    Event,
+    OperationRecord,
+    PacedAccelerator,
+    VirtualAccelerator,
+)
 from infinity_engine.accel.operation import Operation
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.outcome import StepResult
@@ -83,7 +90,8 @@ class Wait(Enum):
     """What the host waits for; the span of that time is called so."""
 
     PARAMETERS = "wait for parameters"  # that a module needs, or for room for them
-    GRADIENTS = "wait for gradients"  # on their way to where they are added up or used, or for room for them
+    # on their way to where they are added up or used, or for room for them
+    GRADIENTS = "wait for gradients"
     READS = WAIT_FOR_READS  # from the drives, of what the update needs
     WRITES = WAIT_FOR_WRITES  # to them, of what it has made
     OPS = WAIT_FOR_OPS  # of the update, other ones, or for room for what they move
@@ -95,22 +103,30 @@ def carried(lane: Lane, cargo: Cargo) -> str:
 
 
 def needed(cargo: Cargo, found: str) -> str:
-    """Return what the counter of bytes is called that were needed and were `FOUND` in memory, or `MISSING` there."""
+    """Return what the counter of bytes is called that were needed and were `FOUND` in memory, or
+    `MISSING` there.
+    """
     return f"bytes of {cargo.value} {found}"
 
 
 def busy(lane: Lane, unit: str) -> str:
-    """Return what the counter of the ns is called in which a link was busy, or of the bytes that it carried in them."""
+    """Return what the counter of the ns is called in which a link was busy, or of the bytes that it
+    carried in them.
+    """
     return f"{lane.value} busy {unit}"
 
 
 def updated(op: type[UpdateOp], unit: str) -> str:
-    """Return what the counter of the params is called that ops of a kind have updated, or of the ns that they took."""
+    """Return what the counter of the params is called that ops of a kind have updated, or of the ns
+    that they took.
+    """
     return f"{op.__name__} {unit}"
 
 
 def of_update(lane: Lane, unit: str) -> str:
-    """Return what the counter of the ns is called in which a lane was busy with an update, or of a drive's bytes."""
+    """Return what the counter of the ns is called in which a lane was busy with an update, or of a
+    drive's bytes.
+    """
     return f"{lane.value} {unit} of the update"
 
 
@@ -120,7 +136,9 @@ def peak_of(usage: Usage) -> str:
 
 
 def clock_of(accelerator: Accelerator) -> Callable[[], int]:
-    """Return the clock that an accelerator's own times are on: that of the device, where it computes its time."""
+    """Return the clock that an accelerator's own times are on: that of the device, where it
+    computes its time.
+    """
     if isinstance(accelerator, VirtualAccelerator):
         return lambda: accelerator.now_ns
     return time.perf_counter_ns
@@ -128,12 +146,15 @@ def clock_of(accelerator: Accelerator) -> Callable[[], int]:
 
 @dataclass(slots=True)
 class _Update:
-    """What is known of one update: when its ops were at work, and of how many that is not known yet."""
+    """What is known of one update: when its ops were at work, and of how many that is not known
+    yet.
+    """
 
     begin_ns: int
     end_ns: int
     busy_ns: Counter[Lane] = field(default_factory=Counter)
-    nbytes: Counter[Lane] = field(default_factory=Counter)  # of drives, which do not tell when they were busy
+    # of drives, which do not tell when they were busy
+    nbytes: Counter[Lane] = field(default_factory=Counter)
     unknown: Counter[Lane] = field(default_factory=Counter)
 
     def works(self, lane: Lane, start_ns: int, end_ns: int) -> None:
@@ -171,16 +192,24 @@ class Meter:
         self._left: dict[str, _Submitted] = {}  # what had not ended when its step did
         self._in_time = self._late = 0
         self._update: _Update | None = None  # that is under way
-        self._ended: tuple[_Update, int] | None = None  # in this step, and when all of it was known to have
+        # in this step, and when all of it was known to have
+        self._ended: tuple[_Update, int] | None = None
 
-    # --- as it happens --------------------------------------------------------------------------------------------
+    # --- as it happens ----------------------------------------------------------------------------
 
     def waits(self, wait: Wait) -> AbstractContextManager[None]:
         """Return what the host is in while it waits for that."""
         return self._telemetry.timed(wait.value)
 
     def copies(
-        self, lane: Lane, cargo: Cargo, nbytes: int, event: Event | None, *, name: str, **fields: object
+        self,
+        lane: Lane,
+        cargo: Cargo,
+        nbytes: int,
+        event: Event | None,
+        *,
+        name: str,
+        **fields: object,
     ) -> None:
         """Count a copy that a link was given; `event` is its end, None where it has ended."""
         if self._on:
@@ -193,7 +222,9 @@ class Meter:
             self._note(event, _Submitted(name, lane, fields, nbytes, update))
 
     def needs(self, cargo: Cargo, nbytes: int, *, found: bool) -> None:
-        """Count what could rest on drives and was needed: it was in memory already, or had to be read."""
+        """Count what could rest on drives and was needed: it was in memory already, or had to be
+        read.
+        """
         self._telemetry.counter(needed(cargo, FOUND if found else MISSING)).add(nbytes)
 
     def works(self, event: Event, *, name: str, **fields: object) -> None:
@@ -207,7 +238,9 @@ class Meter:
     def updates(self, op: UpdateOp, update: Callable[[], None]) -> None:
         """Make an update and count it, and its time where that is the host's own."""
         if op.lane is Lane.HOST or self._accelerator.unified:
-            with self._telemetry.timed(op.name, track=op.lane.value, subgroup=op.subgroup, params=op.params):
+            with self._telemetry.timed(
+                op.name, track=op.lane.value, subgroup=op.subgroup, params=op.params
+            ):
                 start_ns = self._telemetry.now_ns()
                 update()
                 if op.lane is Lane.HOST:
@@ -233,10 +266,12 @@ class Meter:
         if self._update is not None:
             self._ended, self._update = (self._update, self._telemetry.now_ns()), None
 
-    # --- at the end of a step -------------------------------------------------------------------------------------
+    # --- at the end of a step ---------------------------------------------------------------------
 
     def end_step(self, result: StepResult, *, in_time: int, late: int) -> None:
-        """End the step that is recorded: `in_time` and `late` are the fetched parameters since the beginning."""
+        """End the step that is recorded: `in_time` and `late` are the fetched parameters since the
+        beginning.
+        """
         if not self._on:
             return
         telemetry = self._telemetry
@@ -260,7 +295,9 @@ class Meter:
         return self._update if name in _OPS else None
 
     def _count_update(self) -> None:
-        """Count when the lanes were busy with the update that has ended in this step, as far as that is known."""
+        """Count when the lanes were busy with the update that has ended in this step, as far as
+        that is known.
+        """
         if self._ended is None:
             return
         (update, ended_ns), self._ended = self._ended, None
@@ -278,7 +315,10 @@ class Meter:
             self._submitted[event.name] = submitted
 
     def _ask_the_device(self) -> None:
-        """Record when the device did what it was given, as far as it has. It remembers the newest only."""
+        """Record when the device did what it was given, as far as it has.
+
+        It remembers the newest only.
+        """
         if self._device_times is None:
             return
         wanted, known = {**self._left, **self._submitted}, []
@@ -302,7 +342,9 @@ class Meter:
         self._telemetry.counter(counted_as).add(end_ns - start_ns)
         if submitted.update is not None:
             submitted.update.know(lane, start_ns, end_ns)
-        self._telemetry.record(submitted.name, track=lane.value, start_ns=start_ns, end_ns=end_ns, **fields)
+        self._telemetry.record(
+            submitted.name, track=lane.value, start_ns=start_ns, end_ns=end_ns, **fields
+        )
 
 
 def _device_times(accelerator: Accelerator) -> Callable[[], Sequence[OperationRecord]] | None:
@@ -313,7 +355,13 @@ def _device_times(accelerator: Accelerator) -> Callable[[], Sequence[OperationRe
 
 
 def _described(accelerator: Accelerator) -> str:
-    """Return what times of this accelerator are worth: an emulated one is a test instrument, and says so."""
+    """Return what times of this accelerator are worth: an emulated one is a test instrument, and
+    says so.
+    """
     if isinstance(accelerator, VirtualAccelerator):
         return "emulated, on its virtual clock"
-    return "emulated, on the real clock" if isinstance(accelerator, PacedAccelerator) else accelerator.name
+    return (
+        "emulated, on the real clock"
+        if isinstance(accelerator, PacedAccelerator)
+        else accelerator.name
+    )

@@ -1,7 +1,8 @@
-"""What a machine has to give: the Capacity that a Budget's percentages and defaults are of, less room for the rest.
+"""What a machine has to give: the Capacity that a Budget's percentages and defaults are of, less
+room for the rest.
 
-Asks the system and reserves nothing. The caller that has the accelerator's context knows its free memory: no
-torch here. Called when an engine starts, before anything is planned.
+Asks the system and reserves nothing. The caller that has the accelerator's context knows its free
+memory: no torch here. Called when an engine starts, before anything is planned.
 """
 
 from __future__ import annotations
@@ -21,37 +22,46 @@ from infinity_engine.units import GiB, MiB
 
 __all__ = ["capacity_of", "free_for_copies", "probe_capacity"]
 
-# File cache that was not used lately, as version 2 writes it, and version 1 with that of the groups below.
+# File cache that was not used lately, as version 2 writes it, and version 1 with that of the groups
+# below.
 _RECLAIMABLE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
 
 
 def probe_capacity(
     directories: Iterable[str], *, device_free_bytes: int = 0, roots: SystemRoots = HOST_ROOTS
 ) -> Capacity:
-    """Return what may be taken of this machine now, of a device with so many bytes free, and of these directories.
+    """Return what may be taken of this machine now, of a device with so many bytes free, and of
+    these directories.
 
-    Of the host's memory that is available a tenth, and at least 1 GiB or, where there is less than twice that, half of
-    it is left for the rest of the process: Python, torch, the loader's workers, page tables. Of the device's a
-    twentieth, and at least 512 MiB, for the context's own growth and for fragments. Of each file system's free space a
-    twentieth, because drives slow down when full; directories on one file system have equal parts of it.
+    Of the host's memory that is available a tenth, and at least 1 GiB or, where there is less than
+    twice that, half of it is left for the rest of the process: Python, torch, the loader's workers,
+    page tables. Of the device's a twentieth, and at least 512 MiB, for the context's own growth and
+    for fragments. Of each file system's free space a twentieth, because drives slow down when full;
+    directories on one file system have equal parts of it.
 
     Raises:
         ConfigError: one of `directories` cannot be used.
     """
-    return capacity_of(device=device_free_bytes, host=_free_host_bytes(roots), nvme=_drives(tuple(directories), roots))
+    return capacity_of(
+        device=device_free_bytes,
+        host=_free_host_bytes(roots),
+        nvme=_drives(tuple(directories), roots),
+    )
 
 
 def free_for_copies(roots: SystemRoots = HOST_ROOTS) -> int:
     """Return the bytes of the host that copies may take now, for which no budget counts.
 
-    Of what the machine and the memory groups around this process have left, a twentieth and at least 64 MiB stay for
-    the rest of the process: a group kills who takes more.
+    Of what the machine and the memory groups around this process have left, a twentieth and at
+    least 64 MiB stay for the rest of the process: a group kills who takes more.
     """
     return _without(_free_host_bytes(roots), part=20, at_least=64 * MiB)
 
 
 def capacity_of(*, device: int, host: int, nvme: Mapping[str, int]) -> Capacity:
-    """Return what may be taken where so many bytes are free; `probe_capacity` says what is left for others."""
+    """Return what may be taken where so many bytes are free; `probe_capacity` says what is left for
+    others.
+    """
     return Capacity(
         device=_without(device, part=20, at_least=512 * MiB),
         host=_without(host, part=10, at_least=min(GiB, host // 2)),
@@ -60,7 +70,9 @@ def capacity_of(*, device: int, host: int, nvme: Mapping[str, int]) -> Capacity:
 
 
 def _without(free: int, *, part: int, at_least: int = 0) -> int:
-    """Return `free` less what is left for others: one of so many parts, rounded up, and `at_least` that many bytes."""
+    """Return `free` less what is left for others: one of so many parts, rounded up, and `at_least`
+    that many bytes.
+    """
     return max(free - max(-(-free // part), at_least), 0)
 
 
@@ -71,7 +83,8 @@ def _free_host_bytes(roots: SystemRoots) -> int:
 
 
 def _used_for_good(cgroup: CgroupMemory) -> int:
-    """Return what the group uses, less the file cache that the kernel drops when a process needs memory.
+    """Return what the group uses, less the file cache that the kernel drops when a process needs
+    memory.
 
     Without this, a group that has read as many bytes of files as its limit would have nothing left.
     """
@@ -82,11 +95,15 @@ def _used_for_good(cgroup: CgroupMemory) -> int:
 def _drives(directories: tuple[str, ...], roots: SystemRoots) -> dict[str, int]:
     free = {directory: _free_bytes(directory) for directory in directories}
     mounts = read_mounts(roots)
-    # Not by st_dev, which differs between the subvolumes of one btrfs. What is on no known mount counts as one.
+    # Not by st_dev, which differs between the subvolumes of one btrfs. What is on no known mount
+    # counts as one.
     found = {directory: find_mount(mounts, os.path.realpath(directory)) for directory in free}
     file_systems = {directory: mount.device if mount else "" for directory, mount in found.items()}
     shared_by = Counter(file_systems.values())
-    return {directory: nbytes // shared_by[file_systems[directory]] for directory, nbytes in free.items()}
+    return {
+        directory: nbytes // shared_by[file_systems[directory]]
+        for directory, nbytes in free.items()
+    }
 
 
 def _free_bytes(directory: str) -> int:
@@ -95,5 +112,8 @@ def _free_bytes(directory: str) -> int:
         with os.scandir(directory):  # refuses what is no directory, which disk_usage does not
             return shutil.disk_usage(directory).free
     except OSError as error:
-        expected = f"a directory to use ({error.strerror}): make it, or mount the drive that it should be on"
+        expected = (
+            f"a directory to use ({error.strerror}): make it, or mount the drive that it should be "
+            "on"
+        )
         raise ConfigError(field="Budget.nvme", value=directory, expected=expected) from error

@@ -1,7 +1,7 @@
 """Which of a machine's cores each of its ranks has for itself, near one another.
 
-`divide_cores` decides, and is pure: ranks that give it the same get the same. `read_nodes` says how cores lie. Nothing
-here binds a thread. Called by code that starts threads for updates.
+`divide_cores` decides, and is pure: ranks that give it the same get the same. `read_nodes` says how
+cores lie. Nothing here binds a thread. Called by code that starts threads for updates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ __all__ = ["CoreShare", "divide_cores", "read_nodes"]
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """The cores of one rank; where `is_shared`, there are too few, and other ranks run on these as well."""
+    """The cores of one rank; where `is_shared`, there are too few, and other ranks run on these as
+    well.
+    """
 
     cores: tuple[int, ...]
     is_shared: bool
@@ -29,12 +31,16 @@ class CoreShare:
         return 1 if self.is_shared else max(1, len(self.cores))
 
 
-def divide_cores(allowed: Sequence[Collection[int]], nodes: Sequence[Sequence[int]]) -> tuple[CoreShare, ...]:
-    """Divide cores among ranks, of which each may run on its `allowed` ones; `nodes` are as `read_nodes` returns them.
+def divide_cores(
+    allowed: Sequence[Collection[int]], nodes: Sequence[Sequence[int]]
+) -> tuple[CoreShare, ...]:
+    """Divide cores among ranks, of which each may run on its `allowed` ones; `nodes` are as
+    `read_nodes` returns them.
 
-    No core has two owners, and who may run where nobody else may keeps all of that. Each core goes to who has fewest of
-    those who may have it. Ranks that may run on the same cores follow one another there, so that each has cores of as
-    few nodes as equal numbers allow. Where a rank is left without, it and those that it meets share.
+    No core has two owners, and who may run where nobody else may keeps all of that. Each core goes
+    to who has fewest of those who may have it. Ranks that may run on the same cores follow one
+    another there, so that each has cores of as few nodes as equal numbers allow. Where a rank is
+    left without, it and those that it meets share.
     """
     place = {core: at for at, core in enumerate(core for node in nodes for core in node)}
     users: dict[int, tuple[int, ...]] = {}
@@ -45,18 +51,26 @@ def divide_cores(allowed: Sequence[Collection[int]], nodes: Sequence[Sequence[in
     for core in sorted(users, key=lambda core: (place.get(core, len(place)), core)):
         runs.setdefault(users[core], []).append(core)
     own: list[list[int]] = [[] for _ in allowed]
-    for who in sorted(runs, key=lambda ranks: (len(ranks), ranks)):  # first where there is least choice
+    # first where there is least choice
+    for who in sorted(runs, key=lambda ranks: (len(ranks), ranks)):
         _deal(runs[who], {rank: own[rank] for rank in who})
     return _shares(allowed, own)
 
 
 def read_nodes(roots: SystemRoots = HOST_ROOTS) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of each NUMA node, those of one core side by side; empty where the system does not say."""
+    """Return the cores of each NUMA node, those of one core side by side; empty where the system
+    does not say.
+    """
     found = (roots.sys / "devices/system/node").glob("node[0-9]*")
     nodes = [
-        _numbers(read_kernel_file(each / "cpulist")) for each in sorted(found, key=lambda each: int(each.name[4:]))
+        _numbers(read_kernel_file(each / "cpulist"))
+        for each in sorted(found, key=lambda each: int(each.name[4:]))
     ]
-    return tuple(tuple(sorted(each, key=lambda core: (_first_sibling(core, roots), core))) for each in nodes if each)
+    return tuple(
+        tuple(sorted(each, key=lambda core: (_first_sibling(core, roots), core)))
+        for each in nodes
+        if each
+    )
 
 
 def _deal(cores: Sequence[int], own: dict[int, list[int]]) -> None:
@@ -69,15 +83,25 @@ def _deal(cores: Sequence[int], own: dict[int, list[int]]) -> None:
         had.extend(islice(left, count[rank] - len(had)))
 
 
-def _shares(allowed: Sequence[Collection[int]], own: Sequence[Sequence[int]]) -> tuple[CoreShare, ...]:
-    """Let ranks without any run wherever they may, where others have nothing then; who loses all does as they."""
+def _shares(
+    allowed: Sequence[Collection[int]], own: Sequence[Sequence[int]]
+) -> tuple[CoreShare, ...]:
+    """Let ranks without any run wherever they may, where others have nothing then; who loses all
+    does as they.
+    """
     sharing: set[int] = set()
     crowded: set[int] = set()
-    while more := {rank for rank, cores in enumerate(own) if rank not in sharing and crowded.issuperset(cores)}:
+    while more := {
+        rank for rank, cores in enumerate(own) if rank not in sharing and crowded.issuperset(cores)
+    }:
         sharing |= more
         crowded.update(*(allowed[rank] for rank in more))
     left = [
-        tuple(sorted(allowed[rank]) if rank in sharing else (core for core in cores if core not in crowded))
+        tuple(
+            sorted(allowed[rank])
+            if rank in sharing
+            else (core for core in cores if core not in crowded)
+        )
         for rank, cores in enumerate(own)
     ]
     users = Counter(core for cores in left for core in cores)
@@ -91,5 +115,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _first_sibling(core: int, roots: SystemRoots) -> int:
-    siblings = _numbers(read_kernel_file(roots.sys / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"))
+    siblings = _numbers(
+        read_kernel_file(roots.sys / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    )
     return min(siblings, default=core)

@@ -1,4 +1,5 @@
-"""The processor: cores this process may use, NUMA nodes, and the SIMD level that the update kernels will run at.
+"""The processor: cores this process may use, NUMA nodes, and the SIMD level that the update kernels
+will run at.
 
 Facts only; starts nothing and measures nothing. Called by doctor and by the planner's defaults.
 """
@@ -22,7 +23,9 @@ __all__ = ["Cpu", "Simd", "probe_cpu", "probe_cpu_quota", "probe_simd"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simd:
-    """The instruction sets that matter here, and the level chosen; `problem` says why none could be."""
+    """The instruction sets that matter here, and the level chosen; `problem` says why none could
+    be.
+    """
 
     features: tuple[str, ...]
     level: str | None
@@ -33,8 +36,8 @@ class Simd:
 class Cpu:
     """The processor as this process sees it.
 
-    `usable_cores` is the affinity mask's size; `quota_cores` the time control groups grant, in cores, None without
-    a quota; `physical_cores` is None where the system does not say.
+    `usable_cores` is the affinity mask's size; `quota_cores` the time control groups grant, in
+    cores, None without a quota; `physical_cores` is None where the system does not say.
     """
 
     model: str
@@ -53,7 +56,9 @@ def probe_cpu(roots: SystemRoots = HOST_ROOTS) -> Cpu:
         model=_model_name(roots),
         logical_cores=logical_cores,
         physical_cores=psutil.cpu_count(logical=False),
-        usable_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical_cores,
+        usable_cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else logical_cores,
         quota_cores=probe_cpu_quota(roots),
         numa_nodes=max(1, sum(1 for _ in (roots.sys / "devices/system/node").glob("node[0-9]*"))),
         simd=probe_simd(os.environ.get("INFINITY_SIMD")),
@@ -70,13 +75,18 @@ def probe_simd(wanted: str | None) -> Simd:
 
 
 def probe_cpu_quota(roots: SystemRoots = HOST_ROOTS) -> float | None:
-    """Return the smallest share of time that the groups around this process grant, in cores; None without a quota."""
+    """Return the smallest share of time that the groups around this process grant, in cores; None
+    without a quota.
+    """
     return min(_cgroup_quotas(roots), default=None)
 
 
 def _cgroup_quotas(roots: SystemRoots) -> Iterator[float]:
     for directory in cgroup_directories("cpu", roots):
-        quota, period = read_number(directory / "cpu.cfs_quota_us"), read_number(directory / "cpu.cfs_period_us")
+        quota, period = (
+            read_number(directory / "cpu.cfs_quota_us"),
+            read_number(directory / "cpu.cfs_period_us"),
+        )
         if quota is None:  # version 2 writes both into one file
             both = re.match(r"(\d+) (\d+)", read_kernel_file(directory / "cpu.max"))
             quota, period = (int(both[1]), int(both[2])) if both else (None, None)
@@ -85,5 +95,7 @@ def _cgroup_quotas(roots: SystemRoots) -> Iterator[float]:
 
 
 def _model_name(roots: SystemRoots) -> str:
-    named = re.search(r"^model name\s*:\s*(.+)$", read_kernel_file(roots.proc / "cpuinfo"), re.MULTILINE)
+    named = re.search(
+        r"^model name\s*:\s*(.+)$", read_kernel_file(roots.proc / "cpuinfo"), re.MULTILINE
+    )
     return named[1] if named else platform.machine()

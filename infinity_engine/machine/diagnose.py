@@ -1,8 +1,9 @@
-"""From facts about a machine to findings: what keeps the engine from running, what slows it down, and what to do.
+"""From facts about a machine to findings: what keeps the engine from running, what slows it down,
+and what to do.
 
-Adds what is about the engine to what `deepnvme.diagnosis` finds about storage. Pure functions: they ask nothing and
-start nothing, so that every finding is tested on every machine. Imports nothing that needs a native module, for one
-of the findings is that there is none.
+Adds what is about the engine to what `deepnvme.diagnosis` finds about storage. Pure functions: they
+ask nothing and start nothing, so that every finding is tested on every machine. Imports nothing
+that needs a native module, for one of the findings is that there is none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deepnvme.diagnosis import Chosen, Finding, about_directory, about_system, blocker, weak, worst_first
+from deepnvme.diagnosis import (
+    Chosen,
+    Finding,
+    about_directory,
+    about_system,
+    blocker,
+    weak,
+    worst_first,
+)
 from infinity_engine.machine.packages import OLDEST_TORCH, is_torch_new_enough
 from infinity_engine.units import format_bytes
 
@@ -21,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["diagnose", "diagnose_system"]
 
-# A process that may use less than this share of the machine's memory is probably in a container by oversight.
+# A process that may use less than this share of the machine's memory is probably in a container by
+# oversight.
 _SMALL_SHARE = 0.5
 _X86 = ("x86_64", "AMD64")
 
@@ -42,7 +52,9 @@ def diagnose(machine: Machine, chosen: Chosen = Chosen.BY_NAME) -> tuple[Finding
 
 
 def diagnose_system(system: System) -> tuple[Finding, ...]:
-    """Return the findings that can be made before anything else is known: does anything of ours run here at all?"""
+    """Return the findings that can be made before anything else is known: does anything of ours run
+    here at all?
+    """
     return tuple(_about_system(system))
 
 
@@ -51,7 +63,8 @@ def _about_system(system: System) -> Iterator[Finding]:
         yield blocker(
             "platform-unsupported",
             "platform",
-            f"{system.name} on {system.architecture}, {system.pointer_bits} bits, {system.byte_order}-endian",
+            f"{system.name} on {system.architecture}, {system.pointer_bits} bits, "
+            f"{system.byte_order}-endian",
             "use 64-bit little-endian Linux (x86-64 or aarch64)",
         )
     if system.native_problem is not None:
@@ -59,7 +72,8 @@ def _about_system(system: System) -> Iterator[Finding]:
             "native-modules-not-loaded",
             "native modules",
             f"they cannot be loaded: {system.native_problem}",
-            "install again for this Python: pip install --force-reinstall --no-deps infinity-engine",
+            "install again for this Python: pip install --force-reinstall --no-deps "
+            "infinity-engine",
         )
 
 
@@ -86,7 +100,8 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
         yield weak(
             "gpus-hidden",
             "GPU",
-            f"CUDA_VISIBLE_DEVICES={gpus.visible_devices!r} hides all {len(gpus.devices)} from this process; "
+            f"CUDA_VISIBLE_DEVICES={gpus.visible_devices!r} hides all {len(gpus.devices)} from "
+            "this process; "
             "training runs on the CPU",
             "unset CUDA_VISIBLE_DEVICES, or list GPUs in it: CUDA_VISIBLE_DEVICES=0",
         )
@@ -102,7 +117,8 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
         yield weak(
             "torch-cuda-too-new",
             "torch",
-            f"this build of PyTorch is for CUDA {build.cuda}, and the NVIDIA driver {gpus.driver} goes up to "
+            f"this build of PyTorch is for CUDA {build.cuda}, and the NVIDIA driver {gpus.driver} "
+            "goes up to "
             f"CUDA {gpus.cuda}, so that the GPUs stay unused",
             f"update the driver, or install a build of PyTorch for CUDA {_major(gpus.cuda)}: "
             "https://pytorch.org/get-started/locally",
@@ -120,7 +136,9 @@ def _about_gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _major(version: str | None) -> int:
-    """Return the first number of a CUDA version such as "13.0"; builds for one run on drivers of the same."""
+    """Return the first number of a CUDA version such as "13.0"; builds for one run on drivers of
+    the same.
+    """
     first = (version or "").split(".")[0]
     return int(first) if first.isdecimal() else 0
 
@@ -131,7 +149,8 @@ def _about_link(gpu: Gpu) -> Iterator[Finding]:
             "gpu-lanes-missing",
             f"GPU {gpu.bus_id}",
             f"its PCIe link has {gpu.link.width} of {gpu.link.max_width} lanes",
-            "seat the card in a slot wired for all lanes, and look at bifurcation in the firmware's settings",
+            "seat the card in a slot wired for all lanes, and look at bifurcation in the "
+            "firmware's settings",
         )
 
 
@@ -141,7 +160,12 @@ def _about_cpu(machine: Machine) -> Iterator[Finding]:
         yield blocker("simd-level-impossible", "SIMD", cpu.simd.problem, "unset INFINITY_SIMD")
     if cpu.simd.level == "scalar" and machine.system.architecture in _X86:
         if "avx2" in cpu.simd.features:
-            yield weak("simd-lowered", "SIMD", "INFINITY_SIMD asks for scalar kernels", "unset INFINITY_SIMD")
+            yield weak(
+                "simd-lowered",
+                "SIMD",
+                "INFINITY_SIMD asks for scalar kernels",
+                "unset INFINITY_SIMD",
+            )
         else:
             yield weak(
                 "simd-missing",
@@ -153,9 +177,11 @@ def _about_cpu(machine: Machine) -> Iterator[Finding]:
         yield weak(
             "cpu-quota",
             "CPU quota",
-            f"a control group grants the time of {cpu.quota_cores:g} cores, {cpu.usable_cores} are visible: "
+            f"a control group grants the time of {cpu.quota_cores:g} cores, {cpu.usable_cores} are "
+            "visible: "
             "threads for all of them will be throttled",
-            "raise the quota (docker run --cpus, Kubernetes limits.cpu), or set OMP_NUM_THREADS to it",
+            "raise the quota (docker run --cpus, Kubernetes limits.cpu), or set OMP_NUM_THREADS to "
+            "it",
         )
 
 
@@ -167,5 +193,6 @@ def _about_memory(machine: Machine) -> Iterator[Finding]:
             "memory limit",
             f"a control group allows {format_bytes(memory.usable_bytes)} of the machine's "
             f"{format_bytes(memory.total_bytes)} ({memory.cgroup.directory})",
-            "raise it where the machine is yours: docker run --memory, Kubernetes limits.memory, Slurm --mem",
+            "raise it where the machine is yours: docker run --memory, Kubernetes limits.memory, "
+            "Slurm --mem",
         )

@@ -1,7 +1,8 @@
-"""The NVIDIA GPUs, asked of the driver's management library (NVML) through ctypes: no CUDA context, no extra package.
+"""The NVIDIA GPUs, asked of the driver's management library (NVML) through ctypes: no CUDA context,
+no extra package.
 
-A machine without the library, or whose driver does not answer, has no GPUs and a reason why. Tested against a fake
-library that is compiled for the purpose; not yet run on a machine with a GPU.
+A machine without the library, or whose driver does not answer, has no GPUs and a reason why. Tested
+against a fake library that is compiled for the purpose; not yet run on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import TypeVar
 
 from deepnvme.probing import HOST_ROOTS, SystemRoots, read_kernel_file
 
-__all__ = ["NVML_LIBRARIES", "VISIBLE_VARIABLE", "Gpu", "Gpus", "PcieLink", "count_visible", "probe_gpus"]
+__all__ = [
+    "NVML_LIBRARIES",
+    "VISIBLE_VARIABLE",
+    "Gpu",
+    "Gpus",
+    "PcieLink",
+    "count_visible",
+    "probe_gpus",
+]
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 # Where the library is found: by the loader, in containers, in distributions, under WSL.
@@ -33,7 +42,10 @@ _Record = TypeVar("_Record", bound=ctypes.Structure)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PcieLink:
-    """A GPU's link. An idle GPU lowers the generation, so that `max_generation` is what counts; the width stays."""
+    """A GPU's link.
+
+    An idle GPU lowers the generation, so that `max_generation` is what counts; the width stays.
+    """
 
     generation: int
     max_generation: int
@@ -57,8 +69,9 @@ class Gpu:
 class Gpus:
     """All GPUs of the machine, and why they are not known where that is so.
 
-    `driver` is its version, `cuda` the newest CUDA that it serves. `visible_devices` is what CUDA_VISIBLE_DEVICES says
-    (None: it is not set), `visible_count` how many of the devices CUDA therefore offers to this process.
+    `driver` is its version, `cuda` the newest CUDA that it serves. `visible_devices` is what
+    CUDA_VISIBLE_DEVICES says (None: it is not set), `visible_count` how many of the devices CUDA
+    therefore offers to this process.
     """
 
     devices: tuple[Gpu, ...]
@@ -76,7 +89,9 @@ def probe_gpus(libraries: Sequence[str] = NVML_LIBRARIES, roots: SystemRoots = H
         return _no_gpus("no NVIDIA driver: libnvidia-ml.so.1 is not found")
     try:
         with _session(library) as nvml:
-            devices = tuple(_gpu(nvml, index, roots) for index in range(nvml.number("nvmlDeviceGetCount_v2")))
+            devices = tuple(
+                _gpu(nvml, index, roots) for index in range(nvml.number("nvmlDeviceGetCount_v2"))
+            )
             visible = os.environ.get(VISIBLE_VARIABLE)
             return Gpus(
                 devices=devices,
@@ -93,13 +108,15 @@ def probe_gpus(libraries: Sequence[str] = NVML_LIBRARIES, roots: SystemRoots = H
 def count_visible(visible_devices: str | None, count: int) -> int:
     """Return how many of `count` GPUs CUDA offers where CUDA_VISIBLE_DEVICES is `visible_devices`.
 
-    CUDA reads the list up to the first entry that is no GPU. Names, such as "GPU-8932f937", are taken for those of GPUs
-    that are there.
+    CUDA reads the list up to the first entry that is no GPU. Names, such as "GPU-8932f937", are
+    taken for those of GPUs that are there.
     """
     if visible_devices is None:
         return count
     entries = (entry.strip() for entry in visible_devices.split(","))
-    good = takewhile(lambda it: it.startswith(("GPU-", "MIG-")) or (it.isdecimal() and int(it) < count), entries)
+    good = takewhile(
+        lambda it: it.startswith(("GPU-", "MIG-")) or (it.isdecimal() and int(it) < count), entries
+    )
     return min(count, sum(1 for _ in good))
 
 
@@ -119,7 +136,11 @@ class _NvmlError(Exception):
 
 
 class _MemoryInfo(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
 
 
 class _PciInfo(ctypes.Structure):
@@ -135,7 +156,9 @@ class _PciInfo(ctypes.Structure):
 
 
 class _Nvml:
-    """NVML's calling convention: every function returns a status and writes its answer where a pointer says."""
+    """NVML's calling convention: every function returns a status and writes its answer where a
+    pointer says.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -191,7 +214,9 @@ def _session(library: ctypes.CDLL) -> Iterator[_Nvml]:
 
 
 def _cuda_version(nvml: _Nvml) -> str | None:
-    """Return the newest CUDA that the driver serves, such as "12.8"; None where it does not tell."""
+    """Return the newest CUDA that the driver serves, such as "12.8"; None where it does not
+    tell.
+    """
     try:
         number = nvml.number("nvmlSystemGetCudaDriverVersion_v2")
     except _NvmlError:
@@ -237,6 +262,9 @@ def _link(nvml: _Nvml, device: ctypes.c_void_p) -> PcieLink | None:
 
 
 def _numa_node(bus_id: str, roots: SystemRoots) -> int | None:
-    # NVML writes the domain with eight digits and in capitals, sysfs with four and in small letters.
-    node = read_kernel_file(roots.sys / "bus/pci/devices" / bus_id.lower()[-len("0000:00:00.0") :] / "numa_node")
+    # NVML writes the domain with eight digits and in capitals, sysfs with four and in small
+    # letters.
+    node = read_kernel_file(
+        roots.sys / "bus/pci/devices" / bus_id.lower()[-len("0000:00:00.0") :] / "numa_node"
+    )
     return int(node) if node.isdecimal() else None

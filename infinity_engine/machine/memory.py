@@ -21,13 +21,16 @@ _LIMIT_FILES = (
     ("memory.high", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-# Version 1 writes "no limit" as the largest multiple of the page size, which differs between architectures.
+# Version 1 writes "no limit" as the largest multiple of the page size, which differs between
+# architectures.
 _NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CgroupMemory:
-    """The tightest memory limit of the groups around this process, and what of it is used (None: not readable)."""
+    """The tightest memory limit of the groups around this process, and what of it is used (None:
+    not readable).
+    """
 
     limit_bytes: int
     used_bytes: int | None
@@ -62,7 +65,9 @@ def probe_cgroup_memory(roots: SystemRoots = HOST_ROOTS) -> CgroupMemory | None:
 
 
 def probe_cgroup_limits(roots: SystemRoots = HOST_ROOTS) -> Iterator[CgroupMemory]:
-    """Yield every memory limit on this process: its own groups' and those above, which it may share with others."""
+    """Yield every memory limit on this process: its own groups' and those above, which it may share
+    with others.
+    """
     for directory in cgroup_directories("memory", roots):
         for limit_file, used_file in _LIMIT_FILES:
             limit = read_number(directory / limit_file)

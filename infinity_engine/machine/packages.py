@@ -1,4 +1,5 @@
-"""Which of the packages that matter are installed, and how torch was built, without importing any of them.
+"""Which of the packages that matter are installed, and how torch was built, without importing any
+of them.
 
 Versions come from the installed metadata, torch's CUDA version from the text of its version.py.
 """
@@ -29,7 +30,10 @@ class TorchBuild:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packages:
-    """Installed versions, None for what is not installed. `torch_build` is None where torch does not tell."""
+    """Installed versions, None for what is not installed.
+
+    `torch_build` is None where torch does not tell.
+    """
 
     torch: str | None
     torch_build: TorchBuild | None
@@ -54,7 +58,9 @@ def probe_packages(path: Sequence[str] | None = None) -> Packages:
 
 
 def is_torch_new_enough(version: str) -> bool:
-    """Tell whether the engine supports a torch of this version, such as "2.6.0" or "2.13.0a0+git1234"."""
+    """Tell whether the engine supports a torch of this version, such as "2.6.0" or
+    "2.13.0a0+git1234".
+    """
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= OLDEST_TORCH
 
@@ -77,6 +83,10 @@ def _torch_build(torch: metadata.Distribution) -> TorchBuild | None:
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         names = [target.id for target in targets if isinstance(target, ast.Name)]
-        if "cuda" in names and isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+        if (
+            "cuda" in names
+            and isinstance(node, ast.Assign | ast.AnnAssign)
+            and isinstance(node.value, ast.Constant)
+        ):
             return TorchBuild(cuda=node.value.value if isinstance(node.value.value, str) else None)
     return None

@@ -1,4 +1,7 @@
-"""Puts the facts about one machine together. Needs the native modules; decides nothing: that is `diagnose`."""
+"""Puts the facts about one machine together.
+
+Needs the native modules; decides nothing: that is `diagnose`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ class Machine:
 
 
 def survey(system: System, directories: Sequence[Path], roots: SystemRoots = HOST_ROOTS) -> Machine:
-    """Ask the machine with this `system` for all facts, and what I/O can be done in each of `directories`."""
+    """Ask the machine with this `system` for all facts, and what I/O can be done in each of
+    `directories`.
+    """
     return Machine(
         system=system,
         cpu=probe_cpu(roots),

@@ -1,4 +1,5 @@
-"""What everything else stands on: the operating system, the architecture, and whether our native modules load there.
+"""What everything else stands on: the operating system, the architecture, and whether our native
+modules load there.
 
 Facts only; `diagnose_system` says whether they will do. Imports nothing that needs a native module.
 """
@@ -15,7 +16,9 @@ __all__ = ["System", "probe_system"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class System:
-    """The operating system, the architecture and the Python on them; `native_problem` says why ours do not load."""
+    """The operating system, the architecture and the Python on them; `native_problem` says why ours
+    do not load.
+    """
 
     name: str
     release: str
@@ -43,6 +46,7 @@ def _native_problem() -> str | None:
     try:
         for name in ("deepnvme._native", "infinity_engine._native"):
             importlib.import_module(name)
-    except (ImportError, AttributeError) as error:  # AttributeError: one left over from another version
+    except (ImportError, AttributeError) as error:
+        # AttributeError: one left over from another version
         return str(error)
     return None

@@ -1,4 +1,7 @@
-"""Who holds which bytes of DEVICE and HOST: limits, promises, buffers. Moves nothing and decides nothing."""
+"""Who holds which bytes of DEVICE and HOST: limits, promises, buffers.
+
+Moves nothing and decides nothing.
+"""
 
 from infinity_engine.memory.device import DeviceMemory, Views
 from infinity_engine.memory.layout import Layout, Request, layout

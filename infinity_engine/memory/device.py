@@ -1,11 +1,14 @@
-"""`DeviceMemory`: the device memory of one reservation, as leases of what the accelerator allocates.
+"""`DeviceMemory`: the device memory of one reservation, as leases of what the accelerator
+allocates.
 
-Counts and keeps the limit; how the device hands out memory is the accelerator's business. What it was given back is the
-device's again, and views of it are dead, unless the lease was asked for with views that keep it. Where DEVICE is the
-host's own memory, all views keep it. What is kept counts as held for as long as there is a view.
+Counts and keeps the limit; how the device hands out memory is the accelerator's business. What it
+was given back is the device's again, and views of it are dead, unless the lease was asked for with
+views that keep it. Where DEVICE is the host's own memory, all views keep it. What is kept counts as
+held for as long as there is a view.
 
-[Note: when kept memory is free] The last view goes when the host drops it, and by then the device may not have begun
-with what it was used for. So the memory of views that outlived their lease waits for an event of the time after that.
+[Note: when kept memory is free] The last view goes when the host drops it, and by then the device
+may not have begun with what it was used for. So the memory of views that outlived their lease waits
+for an event of the time after that.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ class SharedBacking(Backing, Protocol):
     """Memory that can be shared with views of it."""
 
     def shared(self) -> tuple[torch.Tensor, object]:
-        """Return all bytes as a flat tensor, and what lives until the last view of that is gone. Keep neither."""
+        """Return all bytes as a flat tensor, and what lives until the last view of that is gone.
+
+        Keep neither.
+        """
 
 
 _Buffer = TypeVar("_Buffer", bound=SharedBacking)
@@ -67,13 +73,17 @@ class Allocator(Protocol[_Buffer]):
 
 
 class Cache(Protocol):
-    """Holds leases that views keep and that it can give up where another holder needs the memory."""
+    """Holds leases that views keep and that it can give up where another holder needs the
+    memory.
+    """
 
     def give(self) -> bool:
         """Close a lease that is not in use; return whether there was one."""
 
     def used(self) -> Event:
-        """Return the end of all that the device was given so far that may use views of its leases."""
+        """Return the end of all that the device was given so far that may use views of its
+        leases.
+        """
 
 
 class DeviceMemory(Lessor, Generic[_Buffer]):
@@ -83,7 +93,8 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         super().__init__(Tier.DEVICE, reservation)
         self._accelerator = accelerator
         self._cache: Cache | None = None
-        self._gone: deque[_Given] = deque()  # the last view is gone: [Note: when kept memory is free]
+        # the last view is gone: [Note: when kept memory is free]
+        self._gone: deque[_Given] = deque()
         self._is_left_to_views = False
 
     def attach(self, cache: Cache) -> None:
@@ -94,8 +105,8 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
         """Return a buffer of `nbytes` on the device.
 
         Raises:
-            CapacityError: the reservation has not so much left, no closed lease will give it back, and who can be
-                asked has nothing to give.
+            CapacityError: the reservation has not so much left, no closed lease will give it back,
+                and who can be asked has nothing to give.
         """
         while True:
             try:
@@ -105,7 +116,9 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
                     raise
 
     def spare(self, nbytes: int, *, holder: str, views: Views = Views.DIE) -> Lease | None:
-        """Return a buffer as `lease` does, but None where another holder would have to give something back."""
+        """Return a buffer as `lease` does, but None where another holder would have to give
+        something back.
+        """
         try:
             return self._take_lease(nbytes, holder, views)
         except CapacityError:
@@ -138,7 +151,8 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
                     self._let_go(self._closing.popleft())
                 for given in kept:
                     if isinstance(given.backing, _Kept):
-                        self._accelerator.leave(given.backing.buffer)  # type: ignore[arg-type]  # as in `_free`
+                        # as in `_free`
+                        self._accelerator.leave(given.backing.buffer)  # type: ignore[arg-type]
             self._cache = None
             self._accelerator.forget_idle()
 
@@ -181,7 +195,8 @@ class DeviceMemory(Lessor, Generic[_Buffer]):
                 return
             backing = backing.buffer
         if not isinstance(backing, NoBytes):
-            self._accelerator.free(backing)  # type: ignore[arg-type]  # only `_take` makes backings of this pool
+            # only `_take` makes backings of this pool
+            self._accelerator.free(backing)  # type: ignore[arg-type]
 
     def _let_go(self, given: _Given) -> None:
         super()._let_go(given)
@@ -226,7 +241,11 @@ class _Kept:
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
         """Return a view from byte `offset` on."""
         assert self._tensor is not None, "a lease that is closed has no backing"
-        return self._tensor[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+        return (
+            self._tensor[offset : offset + math.prod(shape) * dtype.itemsize]
+            .view(dtype)
+            .view(tuple(shape))
+        )
 
     def owner(self) -> object | None:
         """Return what lives until the last view is gone; None after that."""

@@ -1,6 +1,8 @@
-"""Where buffers lie whose lifetimes a plan knows: requests with sizes and steps in, places in one run of bytes out.
+"""Where buffers lie whose lifetimes a plan knows: requests with sizes and steps in, places in one
+run of bytes out.
 
-Pure and deterministic, whatever the order of the requests; takes no memory. PinnedPool gives leases at the places.
+Pure and deterministic, whatever the order of the requests; takes no memory. PinnedPool gives leases
+at the places.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "Request", "layout"]
 
 _MOST_ROUNDS = 12
-# How many buffers are looked at while others are placed, in all rounds: a second or two of them. The first round is
-# whole. Placing one costs, by itself, what looking at so many does. Most searches end long before.
+# How many buffers are looked at while others are placed, in all rounds: a second or two of them.
+# The first round is whole. Placing one costs, by itself, what looking at so many does. Most
+# searches end long before.
 _MOST_LOOKS = 200_000_000
 _PLACING = 2000
 _SHORT = 64  # a buffer that lives for at most this part of the steps is looked up by its first one
@@ -43,15 +46,21 @@ class Request:
     def __post_init__(self) -> None:
         for what, value in (("nbytes", self.nbytes), ("first", self.first)):
             if value < 0:
-                raise ConfigError(field=f"Request({self.name!r}).{what}", value=value, expected="0 or more")
+                raise ConfigError(
+                    field=f"Request({self.name!r}).{what}", value=value, expected="0 or more"
+                )
         if self.last < self.first:
             expected = f"a step that is not before the first one, {self.first}"
-            raise ConfigError(field=f"Request({self.name!r}).last", value=self.last, expected=expected)
+            raise ConfigError(
+                field=f"Request({self.name!r}).last", value=self.last, expected=expected
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The places of all requests, by name, in `nbytes` bytes; `peak_bytes` is the most that is live in one step."""
+    """The places of all requests, by name, in `nbytes` bytes; `peak_bytes` is the most that is live
+    in one step.
+    """
 
     places: Mapping[str, Extent]
     nbytes: int
@@ -59,21 +68,26 @@ class Layout:
 
     @property
     def overhead(self) -> float:
-        """The bytes taken for each byte of the peak, which is the least that would do: 1.0 is perfect."""
+        """The bytes taken for each byte of the peak, which is the least that would do: 1.0 is
+        perfect.
+        """
         return self.nbytes / self.peak_bytes if self.peak_bytes else 1.0
 
 
 def layout(requests: Iterable[Request], *, alignment: int = PAGE) -> Layout:
-    """Return a place for each of `requests`, on a multiple of `alignment`, such that few bytes are taken in all.
+    """Return a place for each of `requests`, on a multiple of `alignment`, such that few bytes are
+    taken in all.
 
-    Buffers that are live in the same step share no byte, nor the multiple of `alignment` that one of them ends in.
-    A buffer of no bytes is at 0.
+    Buffers that are live in the same step share no byte, nor the multiple of `alignment` that one
+    of them ends in. A buffer of no bytes is at 0.
 
     Raises:
         ConfigError: two requests have the same name, or `alignment` is not positive.
     """
     if alignment <= 0:
-        raise ConfigError(field="layout alignment", value=alignment, expected="a positive number of bytes")
+        raise ConfigError(
+            field="layout alignment", value=alignment, expected="a positive number of bytes"
+        )
     ordered = sorted(requests, key=lambda each: (each.first, each.last, each.nbytes, each.name))
     _check_names(ordered)
     places = {each.name: Extent(0, 0) for each in ordered if not each.nbytes}
@@ -85,7 +99,9 @@ def layout(requests: Iterable[Request], *, alignment: int = PAGE) -> Layout:
     for each in always:
         places[each.name] = Extent(bottom, each.nbytes)
         bottom += align_up(each.nbytes, alignment)
-    others = _Buffers([each for each in filled if (each.first, each.last) != (filled[0].first, end)], alignment)
+    others = _Buffers(
+        [each for each in filled if (each.first, each.last) != (filled[0].first, end)], alignment
+    )
     tops = [bottom]
     for each, offset in zip(others.requests, _search(others).tolist(), strict=True):
         places[each.name] = Extent(bottom + offset * alignment, each.nbytes)
@@ -93,7 +109,8 @@ def layout(requests: Iterable[Request], *, alignment: int = PAGE) -> Layout:
     return Layout(
         places=places,
         nbytes=max(tops),
-        peak_bytes=sum(each.nbytes for each in always) + others.peak([each.nbytes for each in others.requests]),
+        peak_bytes=sum(each.nbytes for each in always)
+        + others.peak([each.nbytes for each in others.requests]),
     )
 
 
@@ -111,9 +128,11 @@ class _Fit(Enum):
 
 
 class _Buffers:
-    """Requests as arrays, those first that live long, each part by first step: what is in one's way stands together.
+    """Requests as arrays, those first that live long, each part by first step: what is in one's way
+    stands together.
 
-    Sizes and offsets are in units of the alignment, times in those steps in which something begins or has ended.
+    Sizes and offsets are in units of the alignment, times in those steps in which something begins
+    or has ended.
     """
 
     def __init__(self, requests: Sequence[Request], alignment: int) -> None:
@@ -126,7 +145,8 @@ class _Buffers:
         self.sizes = np.array([-(-each.nbytes // alignment) for each in self.requests], np.int64)
         self.begins = times[: len(requests)][order]
         self.ends = self.begins + lives[order]
-        # Who overlaps one in time is among the long ones before `long_end` or the short in `short_begin:short_end`.
+        # Who overlaps one in time is among the long ones before `long_end` or the short in
+        # `short_begin:short_end`.
         count = int(np.count_nonzero(~is_short))
         short_begins = self.begins[count:]
         longest = int(lives[is_short].max(initial=0))
@@ -147,16 +167,23 @@ class _Buffers:
         return int(np.cumsum(change).max())
 
     def pack(self, order: NDArray[np.int64], fit: _Fit) -> NDArray[np.int64]:
-        """Return the offsets when one after the other, in `order`, takes a gap that those before it left."""
+        """Return the offsets when one after the other, in `order`, takes a gap that those before it
+        left.
+        """
         sizes, begins, ends = self.sizes.tolist(), self.begins.tolist(), self.ends.tolist()
         offsets = np.zeros(len(order), np.int64)
         tops = np.zeros(len(order), np.int64)
-        placed_until = np.zeros(len(order), np.int64)  # the end in time; 0, and so out of the way, until placed
+        # the end in time; 0, and so out of the way, until placed
+        placed_until = np.zeros(len(order), np.int64)
         for index in order.tolist():
             short = self._short_begin[index]
-            rivals = np.flatnonzero(placed_until[short : self._short_end[index]] > begins[index]) + short
+            rivals = (
+                np.flatnonzero(placed_until[short : self._short_end[index]] > begins[index]) + short
+            )
             if long_end := self._long_end[index]:
-                rivals = np.concatenate((np.flatnonzero(placed_until[:long_end] > begins[index]), rivals))
+                rivals = np.concatenate(
+                    (np.flatnonzero(placed_until[:long_end] > begins[index]), rivals)
+                )
             offset = _place(offsets[rivals], tops[rivals], sizes[index], fit) if len(rivals) else 0
             offsets[index] = offset
             tops[index] = offset + sizes[index]
@@ -196,10 +223,12 @@ class _Attempt:
 
 
 def _search(buffers: _Buffers) -> NDArray[np.int64]:
-    """Return the best offsets found in some rounds of several orders, at once when there can be no better ones.
+    """Return the best offsets found in some rounds of several orders, at once when there can be no
+    better ones.
 
-    Size first packs lifetimes that nest or that have little to do with one another; order in time packs windows that
-    move along. Which will do is not known before; where neither does, mostly a few buffers were late and stick out.
+    Size first packs lifetimes that nest or that have little to do with one another; order in time
+    packs windows that move along. Which will do is not known before; where neither does, mostly a
+    few buffers were late and stick out.
     """
     sizes, begins, ends = buffers.sizes, buffers.begins, buffers.ends
     lives = ends - begins

@@ -1,11 +1,14 @@
-"""`Lease`: one buffer with its one holder, and `Lessor`, the part of a pool that gives leases out and takes them back.
+"""`Lease`: one buffer with its one holder, and `Lessor`, the part of a pool that gives leases out
+and takes them back.
 
-A buffer goes back when its lease is closed, the events attached to it have passed, and no view of it is left. `close`
-never waits: a request that finds no memory waits for the oldest of those events.
+A buffer goes back when its lease is closed, the events attached to it have passed, and no view of
+it is left. `close` never waits: a request that finds no memory waits for the oldest of those
+events.
 
-[Note: what the collector may do] It runs `Lease.__del__` and the ends of views wherever something is allocated, also in
-the middle of what a pool or the ledger does under its lock. So these take no lock: they only add to a deque or take out
-of a set, each of which is one step, and who next holds the lock does the rest.
+[Note: what the collector may do] It runs `Lease.__del__` and the ends of views wherever something
+is allocated, also in the middle of what a pool or the ledger does under its lock. So these take no
+lock: they only add to a deque or take out of a set, each of which is one step, and who next holds
+the lock does the rest.
 """
 
 from __future__ import annotations
@@ -66,11 +69,16 @@ class NoBytes:
 
 
 class Lease:
-    """`nbytes` of one tier, held by `holder` until it is closed. Made by a pool; a context manager."""
+    """`nbytes` of one tier, held by `holder` until it is closed.
+
+    Made by a pool; a context manager.
+    """
 
     __slots__ = ("__weakref__", "_backing", "_events", "_lessor", "holder", "nbytes", "tier")
 
-    def __init__(self, lessor: Lessor, backing: Backing, *, tier: Tier, nbytes: int, holder: str) -> None:
+    def __init__(
+        self, lessor: Lessor, backing: Backing, *, tier: Tier, nbytes: int, holder: str
+    ) -> None:
         self.tier = tier
         self.nbytes = nbytes
         self.holder = holder
@@ -91,14 +99,20 @@ class Lease:
             RuntimeError: the lease is closed.
         """
         if self._backing is None:
-            raise RuntimeError(f"the lease of {self.holder} is closed: its {self.nbytes} B are no longer its own")
+            raise RuntimeError(
+                f"the lease of {self.holder} is closed: its {self.nbytes} B are no longer its own"
+            )
         return self._backing
 
-    def tensor(self, dtype: torch.dtype, shape: Sequence[int] | None = None, *, offset: int = 0) -> torch.Tensor:
-        """Return a view of its bytes from `offset` on: of `shape`, or flat and of all that are left.
+    def tensor(
+        self, dtype: torch.dtype, shape: Sequence[int] | None = None, *, offset: int = 0
+    ) -> torch.Tensor:
+        """Return a view of its bytes from `offset` on: of `shape`, or flat and of all that are
+        left.
 
-        A view is good until the lease is closed. In the host's own memory, the bytes stay and count as held for as long
-        as one is left, but nothing says whose they are by then. Those of a device go back to it, and the view is dead.
+        A view is good until the lease is closed. In the host's own memory, the bytes stay and count
+        as held for as long as one is left, but nothing says whose they are by then. Those of a
+        device go back to it, and the view is dead.
         """
         left = self.nbytes - offset
         if shape is None:
@@ -106,12 +120,14 @@ class Lease:
         wanted = dtype.itemsize * math.prod(shape)
         if min(shape, default=0) < 0 or offset < 0 or wanted > left:
             raise ValueError(
-                f"the lease of {self.holder} has {self.nbytes} B: a view of {wanted} B at offset {offset} is not in it "
+                f"the lease of {self.holder} has {self.nbytes} B: a view of {wanted} B at offset "
+                f"{offset} is not in it "
                 f"(shape {tuple(shape)} of {dtype})"
             )
         if offset % dtype.itemsize:
             raise ValueError(
-                f"the lease of {self.holder}: expected an offset that is a multiple of {dtype.itemsize} B for {dtype}, "
+                f"the lease of {self.holder}: expected an offset that is a multiple of "
+                f"{dtype.itemsize} B for {dtype}, "
                 f"got {offset}"
             )
         return self.backing.tensor(dtype, shape, offset)
@@ -130,7 +146,9 @@ class Lease:
         """
         view = getattr(self.backing, "view", None)
         if not isinstance(view, memoryview):
-            raise TypeError(f"the lease of {self.holder} is of {self.tier.name} memory: I/O needs HOST")
+            raise TypeError(
+                f"the lease of {self.holder} is of {self.tier.name} memory: I/O needs HOST"
+            )
         return view
 
     def until(self, event: Event) -> None:
@@ -140,7 +158,10 @@ class Lease:
         self._events.append(event)
 
     def close(self) -> None:
-        """Give the buffer up; it goes back when its events have passed. Does not wait. Again: does nothing."""
+        """Give the buffer up; it goes back when its events have passed. Does not wait.
+
+        Again: does nothing.
+        """
         if self._backing is not None:
             self._lessor._take_back(self, self._backing, self._events)
             self._backing = None
@@ -157,7 +178,8 @@ class Lease:
     def __del__(self) -> None:
         backing = getattr(self, "_backing", None)  # not there when __init__ failed
         if backing is not None:
-            self._lessor._dropped.append((backing, self._events))  # [Note: what the collector may do]
+            # [Note: what the collector may do]
+            self._lessor._dropped.append((backing, self._events))
             warnings.warn(
                 f"the lease of {self.holder} ({self.nbytes} B) was dropped without being closed",
                 ResourceWarning,
@@ -188,24 +210,28 @@ class _Given:
 
     def wait(self) -> None:
         for event in self.events:
-            with suppress(
-                Exception
-            ):  # the code that started the work reports its failure; the buffer is free all the same
+            # The code that started the work reports its failure; the buffer is free all the same.
+            with suppress(Exception):
                 event.wait()
         self.events = ()
 
 
 class Lessor(ABC):
-    """What pools have in common: which leases are open, and which buffers wait for events. Any thread may call."""
+    """What pools have in common: which leases are open, and which buffers wait for events.
+
+    Any thread may call.
+    """
 
     def __init__(self, tier: Tier, reservation: Reservation) -> None:
         self.reservation = reservation
         self._tier = tier
         self._lock = threading.RLock()
-        self._open: dict[int, _Given] = {}  # by the backing's id: not the lease, which may then be dropped
+        # by the backing's id: not the lease, which may then be dropped
+        self._open: dict[int, _Given] = {}
         self._closing: deque[_Given] = deque()  # oldest first
         self._views: set[_Given] = set()  # what went back but for views that still exist
-        self._dropped: deque[tuple[Backing, Sequence[Event]]] = deque()  # of leases that were dropped without a close
+        # of leases that were dropped without a close
+        self._dropped: deque[tuple[Backing, Sequence[Event]]] = deque()
         self._waits = 0
         self._ending = self._closed = False
 
@@ -220,14 +246,20 @@ class Lessor(ABC):
     ) -> Lease:
         """Return a lease of what `take` gives; it gives None while there is no room.
 
-        Then waits for the oldest of those closed leases that are `in_the_way`; raises `refusal` where there is none.
+        Then waits for the oldest of those closed leases that are `in_the_way`; raises `refusal`
+        where there is none.
         """
         if nbytes < 0:
-            raise ConfigError(field=f"bytes leased for {holder}", value=nbytes, expected="0 or more bytes")
+            raise ConfigError(
+                field=f"bytes leased for {holder}", value=nbytes, expected="0 or more bytes"
+            )
         while True:
             with self._lock:
                 if self._ending:
-                    raise RuntimeError(f"{self.reservation.holder} is closed: {holder} cannot have {nbytes} B of it")
+                    raise RuntimeError(
+                        f"{self.reservation.holder} is closed: {holder} cannot have {nbytes} B of "
+                        "it"
+                    )
                 self._catch_up()
                 # The others are looked at when there is no room: there may be thousands.
                 while self._closing and self._closing[0].passed():
@@ -242,8 +274,8 @@ class Lessor(ABC):
                 if oldest is None:
                     raise refusal()
                 self._waits += 1
-            # Without the lock, as what it waits for may have to close leases. It stays where it is meanwhile: the first
-            # look gives it back, also when this wait is interrupted.
+            # Without the lock, as what it waits for may have to close leases. It stays where it is
+            # meanwhile: the first look gives it back, also when this wait is interrupted.
             oldest.wait()
 
     def _take_back(self, _lease: Lease, backing: Backing, events: Sequence[Event]) -> None:
@@ -280,7 +312,9 @@ class Lessor(ABC):
         return len(self._closing) < before
 
     def _let_go(self, given: _Given) -> None:
-        """Give the memory back; it counts as held until the last view of it is gone, which may be at once."""
+        """Give the memory back; it counts as held until the last view of it is gone, which may be
+        at once.
+        """
         given.wait_for(())  # events may have views of it
         memory = self._memory(given.backing)
         if memory is not None:
@@ -302,13 +336,16 @@ class Lessor(ABC):
             self._settle()
 
     def close(self) -> None:
-        """Wait for the events of closed leases and give all memory back. Again: does nothing, or what was left to do.
+        """Wait for the events of closed leases and give all memory back.
 
-        The views that are left of closed leases keep their memory, which counts as held until the last of them is gone.
+        Again: does nothing, or what was left to do.
+
+        The views that are left of closed leases keep their memory, which counts as held until the
+        last of them is gone.
 
         Raises:
-            RuntimeError: leases are open; names their holders. All else is done, and their memory counts as held until
-                they are closed.
+            RuntimeError: leases are open; names their holders. All else is done, and their memory
+                counts as held until they are closed.
         """
         while True:
             with self._lock:
@@ -328,7 +365,8 @@ class Lessor(ABC):
             named = ", ".join(f"{given.holder} ({given.nbytes} B)" for given in left[:5])
             more = f" and {len(left) - 5} others" if len(left) > 5 else ""
             raise RuntimeError(
-                f"{self.reservation.holder} was closed with {len(left)} leases open: {named}{more}. "
+                f"{self.reservation.holder} was closed with {len(left)} leases open: "
+                f"{named}{more}. "
                 "Close leases before the pool that they are of"
             )
 
@@ -359,7 +397,9 @@ class Lessor(ABC):
 
     @abstractmethod
     def _memory(self, backing: Backing) -> object | None:
-        """Return what lives until the last view of the memory is gone; None where views do not keep it."""
+        """Return what lives until the last view of the memory is gone; None where views do not keep
+        it.
+        """
 
     @abstractmethod
     def _free(self, backing: Backing) -> None:
@@ -367,7 +407,10 @@ class Lessor(ABC):
 
     @abstractmethod
     def _uncount(self, nbytes: int) -> None:
-        """Note that a buffer of so many bytes is no longer held. Takes no lock: [Note: what the collector may do]."""
+        """Note that a buffer of so many bytes is no longer held.
+
+        Takes no lock: [Note: what the collector may do].
+        """
 
     @abstractmethod
     def _free_bytes(self) -> int:
@@ -379,4 +422,7 @@ class Lessor(ABC):
 
     @abstractmethod
     def _shut_down(self) -> None:
-        """Let go of everything; what open leases and views hold stays until they go. Again: goes on."""
+        """Let go of everything; what open leases and views hold stays until they go.
+
+        Again: goes on.
+        """

@@ -1,8 +1,11 @@
-"""`Ledger`: the limit of each tier, and the bytes promised to each holder. The only place where limits are compared.
+"""`Ledger`: the limit of each tier, and the bytes promised to each holder.
 
-Takes no memory itself: pools and swap files hold bytes within their `Reservation`, taken when things are planned, so
-that what does not fit is refused before anything moves. Any thread may call; from where no lock may be waited for, as
-the garbage collector may call in the middle of everything, there is `Reservation.release_soon`.
+The only place where limits are compared.
+
+Takes no memory itself: pools and swap files hold bytes within their `Reservation`, taken when
+things are planned, so that what does not fit is refused before anything moves. Any thread may call;
+from where no lock may be waited for, as the garbage collector may call in the middle of everything,
+there is `Reservation.release_soon`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ __all__ = ["Ledger", "Reservation", "Usage"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What one tier, or one directory of NVMe, was asked to hold: bytes now, and the most there ever were."""
+    """What one tier, or one directory of NVMe, was asked to hold: bytes now, and the most there
+    ever were.
+    """
 
     tier: Tier
     directory: str | None
@@ -79,28 +84,39 @@ class _Account:
 
     def holders(self) -> tuple[tuple[str, int], ...]:
         """Return who was promised what, largest first."""
-        promised = ((reservation.holder, reservation.nbytes) for reservation in self.reservations if reservation.nbytes)
+        promised = (
+            (reservation.holder, reservation.nbytes)
+            for reservation in self.reservations
+            if reservation.nbytes
+        )
         return tuple(sorted(promised, key=lambda holder: holder[1], reverse=True))
 
 
 class _Books:
-    """The lock of all accounts of a ledger, and what is to be taken off before anybody looks at them."""
+    """The lock of all accounts of a ledger, and what is to be taken off before anybody looks at
+    them.
+    """
 
     def __init__(self) -> None:
         self.late: deque[tuple[Reservation, int]] = deque()
         self.lock = threading.Lock()
 
     def count_late(self) -> None:
-        """Take off what was released late; called with the lock held, before an account is read or changed."""
+        """Take off what was released late; called with the lock held, before an account is read or
+        changed.
+        """
         while self.late:
             reservation, nbytes = self.late.popleft()
             reservation._take_off(nbytes)
 
 
 class Reservation:
-    """Bytes of one tier that are promised to `holder`, who holds within them. Made by `Ledger.reserve`.
+    """Bytes of one tier that are promised to `holder`, who holds within them.
 
-    A context manager. Closing it gives the promise back: at once, but for what is in use, which ends as it is released.
+    Made by `Ledger.reserve`.
+
+    A context manager. Closing it gives the promise back: at once, but for what is in use, which
+    ends as it is released.
     """
 
     def __init__(self, account: _Account, books: _Books, nbytes: int, holder: str) -> None:
@@ -113,7 +129,9 @@ class Reservation:
 
     @property
     def tier(self) -> Tier:
-        """The tier of the account that it counts in: HOST for DEVICE bytes where these are one memory."""
+        """The tier of the account that it counts in: HOST for DEVICE bytes where these are one
+        memory.
+        """
         return self._account.tier
 
     @property
@@ -138,7 +156,9 @@ class Reservation:
         with self._books.lock:
             self._books.count_late()
             if self._closed:
-                raise RuntimeError(f"the reservation of {self.holder} is closed: nothing can be held within it")
+                raise RuntimeError(
+                    f"the reservation of {self.holder} is closed: nothing can be held within it"
+                )
             if self._held + nbytes > self.nbytes:
                 raise CapacityError(
                     tier=self._account.tier.name,
@@ -147,7 +167,8 @@ class Reservation:
                     free=self.nbytes - self._held,
                     limit=self.nbytes,
                     holders=((self.holder, self._held),),
-                    change=f"reserve at least {self._held + nbytes} B for {self.holder}, or hold less at once",
+                    change=f"reserve at least {self._held + nbytes} B for {self.holder}, or hold "
+                    "less at once",
                 )
             self._held += nbytes
             self._peak = max(self._peak, self._held)
@@ -181,7 +202,8 @@ class Reservation:
                 return
             if nbytes > self.nbytes - self._held:
                 raise ValueError(
-                    f"{self.holder} holds {self._held} B of {self.nbytes} B: {nbytes} B less cannot be promised"
+                    f"{self.holder} holds {self._held} B of {self.nbytes} B: {nbytes} B less "
+                    "cannot be promised"
                 )
             self.nbytes -= nbytes
             self._account.promise_more(-nbytes)
@@ -192,11 +214,15 @@ class Reservation:
         with self._books.lock:
             self._books.count_late()
             if nbytes > self._held:
-                raise ValueError(f"{self.holder} holds {self._held} B and cannot give {nbytes} B back")
+                raise ValueError(
+                    f"{self.holder} holds {self._held} B and cannot give {nbytes} B back"
+                )
             self._take_off(nbytes)
 
     def release_soon(self, nbytes: int) -> None:
-        """Count `nbytes`, which must be held, as no longer in use from the next reading of the books. Takes no lock."""
+        """Count `nbytes`, which must be held, as no longer in use from the next reading of the
+        books. Takes no lock.
+        """
         self._books.late.append((self, nbytes))
 
     def _take_off(self, nbytes: int) -> None:
@@ -207,7 +233,9 @@ class Reservation:
 
     def _check(self, nbytes: int, what: str) -> None:
         if nbytes < 0:
-            raise ConfigError(field=f"bytes {what} by {self.holder}", value=nbytes, expected="0 or more bytes")
+            raise ConfigError(
+                field=f"bytes {what} by {self.holder}", value=nbytes, expected="0 or more bytes"
+            )
 
     def close(self) -> None:
         """Give the promise back; of what is in use, when that is released. Again: does nothing."""
@@ -233,25 +261,36 @@ class Reservation:
 
     def __repr__(self) -> str:
         """Show whose it is and how much of it is in use."""
-        return f"Reservation({self.holder}: {self._held} of {self.nbytes} B of {self._account.tier.name} held)"
+        return (
+            f"Reservation({self.holder}: {self._held} of {self.nbytes} B of "
+            f"{self._account.tier.name} held)"
+        )
 
 
 class Ledger:
-    """The accounts of one rank. `device_is` says which memory DEVICE's bytes are in: HOST where there is no other.
+    """The accounts of one rank.
+
+    `device_is` says which memory DEVICE's bytes are in: HOST where there is no other.
 
     DEVICE and HOST then are one account under the host's limit.
     """
 
     def __init__(self, budget: ResolvedBudget, *, device_is: Tier = Tier.DEVICE) -> None:
         if device_is is Tier.NVME:
-            raise ConfigError(field="Ledger.device_is", value=device_is, expected="Tier.DEVICE or Tier.HOST")
+            raise ConfigError(
+                field="Ledger.device_is", value=device_is, expected="Tier.DEVICE or Tier.HOST"
+            )
         self._books = _Books()
         host = _Account(Tier.HOST, None, budget.host)
         device = host if device_is is Tier.HOST else _Account(Tier.DEVICE, None, budget.device)
         self._memory = {Tier.DEVICE: device, Tier.HOST: host}
-        self._drives = {name: _Account(Tier.NVME, name, limit) for name, limit in budget.nvme.items()}
+        self._drives = {
+            name: _Account(Tier.NVME, name, limit) for name, limit in budget.nvme.items()
+        }
 
-    def reserve(self, tier: Tier, nbytes: int, *, holder: str, directory: str | None = None) -> Reservation:
+    def reserve(
+        self, tier: Tier, nbytes: int, *, holder: str, directory: str | None = None
+    ) -> Reservation:
         """Promise `nbytes` of `tier` to `holder`; of NVME, in `directory`.
 
         Raises:
@@ -259,7 +298,9 @@ class Ledger:
             ConfigError: the budget has no such directory.
         """
         if nbytes < 0:
-            raise ConfigError(field=f"bytes reserved for {holder}", value=nbytes, expected="0 or more bytes")
+            raise ConfigError(
+                field=f"bytes reserved for {holder}", value=nbytes, expected="0 or more bytes"
+            )
         account = self._account(tier, directory)
         with self._books.lock:
             self._books.count_late()
@@ -300,8 +341,12 @@ class Ledger:
     def _account(self, tier: Tier, directory: str | None) -> _Account:
         if tier is not Tier.NVME:
             if directory is not None:
-                raise ConfigError(field="directory", value=directory, expected=f"None for {tier.name}")
+                raise ConfigError(
+                    field="directory", value=directory, expected=f"None for {tier.name}"
+                )
             return self._memory[tier]
         if directory is None or directory not in self._drives:
-            raise ConfigError.unknown_name(field="directory of NVME", name=directory, known=self._drives)
+            raise ConfigError.unknown_name(
+                field="directory of NVME", name=directory, known=self._drives
+            )
         return self._drives[directory]

@@ -1,7 +1,9 @@
-"""`PinnedPool`: the host memory of one reservation, cut into leases. One buffer serves NVMe and GPU without a copy.
+"""`PinnedPool`: the host memory of one reservation, cut into leases.
 
-Owns the places and the leases; `deepnvme.Pool` owns the memory, which is mapped, touched and registered once and never
-grows. Close it before the CUDA context goes.
+One buffer serves NVMe and GPU without a copy.
+
+Owns the places and the leases; `deepnvme.Pool` owns the memory, which is mapped, touched and
+registered once and never grows. Close it before the CUDA context goes.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Freed(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolStats:
-    """The state of a pool: what is given out counts in whole pages where it says so, otherwise in bytes asked for."""
+    """The state of a pool: what is given out counts in whole pages where it says so, otherwise in
+    bytes asked for.
+    """
 
     capacity: int
     held: int
@@ -60,7 +64,9 @@ class PoolStats:
 
 
 class PinnedPool(Lessor):
-    """Takes the whole of `reservation`, in pages, at once. The places that `layout` names are for planned buffers.
+    """Takes the whole of `reservation`, in pages, at once.
+
+    The places that `layout` names are for planned buffers.
 
     Without CUDA, or without the right to lock memory, it works unpinned; `pinned` says which.
     """
@@ -90,7 +96,8 @@ class PinnedPool(Lessor):
         self._freed = freed
         self._queues: list[IOQueue] = []
         self._held = self._held_pages = self._peak_held = self._peak_pages = 0
-        self._gone: deque[int] = deque()  # the bytes of buffers that are no longer held and are not yet counted off
+        # the bytes of buffers that are no longer held and are not yet counted off
+        self._gone: deque[int] = deque()
         self._planned: _Region | None = None
         self._others: _Region | None = None
         try:
@@ -111,7 +118,9 @@ class PinnedPool(Lessor):
     def serve(self, queue: IOQueue) -> None:
         """Register the memory with the queue's rings, for I/O without copies and page lookups."""
         if self._ending:
-            raise RuntimeError(f"{self.reservation.holder} is closed: it has no memory to register with a queue")
+            raise RuntimeError(
+                f"{self.reservation.holder} is closed: it has no memory to register with a queue"
+            )
         self._queues.append(queue)  # first: what is half registered is to be forgotten as well
         for pool in self._pools():
             queue.use_pool(pool)
@@ -131,10 +140,12 @@ class PinnedPool(Lessor):
         )
 
     def lease_planned(self, slot: str, *, holder: str | None = None) -> Lease:
-        """Return the buffer that the layout calls `slot`, waiting for the events of the lease that had its place.
+        """Return the buffer that the layout calls `slot`, waiting for the events of the lease that
+        had its place.
 
         Raises:
-            CapacityError: another lease still holds some of its place: the step differs from its plan.
+            CapacityError: another lease still holds some of its place: the step differs from its
+                plan.
             ConfigError: the layout has no such slot.
         """
         places = {} if self._layout is None else self._layout.places
@@ -185,7 +196,9 @@ class PinnedPool(Lessor):
             return NoBytes()
         assert self._planned is not None, "a layout with places has bytes"
         try:
-            return self._piece(self._planned, self._planned.pool.buffer_at(place.offset, place.nbytes), place)
+            return self._piece(
+                self._planned, self._planned.pool.buffer_at(place.offset, place.nbytes), place
+            )
         except PoolExhaustedError:
             return None
 
@@ -204,7 +217,8 @@ class PinnedPool(Lessor):
             self._held_pages -= align_up(nbytes, PAGE)
 
     def _memory(self, backing: Backing) -> object | None:
-        return backing.view.obj if isinstance(backing, _PoolBytes) else None  # what parts of the view keep as well
+        # what parts of the view keep as well
+        return backing.view.obj if isinstance(backing, _PoolBytes) else None
 
     def _free(self, backing: Backing) -> None:
         if isinstance(backing, _PoolBytes):
@@ -230,8 +244,10 @@ class PinnedPool(Lessor):
             free=place.nbytes - sum(nbytes for _, nbytes in holders),
             limit=place.nbytes,
             holders=holders,
-            change=f"what runs is not what was planned: slot {slot!r} of the layout, bytes {place.offset} to "
-            f"{place.end} of {self.reservation.holder}, is still in use; close what is there before {slot!r} begins, "
+            change=f"what runs is not what was planned: slot {slot!r} of the layout, bytes "
+            f"{place.offset} to "
+            f"{place.end} of {self.reservation.holder}, is still in use; close what is there "
+            f"before {slot!r} begins, "
             "or plan with the lifetimes that there are",
         )
 
@@ -250,7 +266,9 @@ class _Region:
 
     __slots__ = ("__weakref__", "pool")
 
-    def __init__(self, nbytes: int, reservation: Reservation, cuda: Cuda, numa_node: int | None) -> None:
+    def __init__(
+        self, nbytes: int, reservation: Reservation, cuda: Cuda, numa_node: int | None
+    ) -> None:
         reservation.hold(nbytes)
         try:
             self.pool = Pool(nbytes, cuda=cuda, numa_node=numa_node)
@@ -300,14 +318,20 @@ def _place_of(backing: Backing) -> Extent | None:
 
 def _shared_bytes(place: Extent, backing: Backing) -> int:
     other = _place_of(backing)
-    return 0 if other is None else max(min(place.end, other.end) - max(place.offset, other.offset), 0)
+    return (
+        0 if other is None else max(min(place.end, other.end) - max(place.offset, other.offset), 0)
+    )
 
 
 def _check_places(layout: Layout) -> None:
     for slot, place in layout.places.items():
         if place.offset % PAGE:
             expected = f"a multiple of {PAGE} B, as layout(..., alignment={PAGE}) gives"
-            raise ConfigError(field=f"offset of {slot!r} in the layout", value=place.offset, expected=expected)
+            raise ConfigError(
+                field=f"offset of {slot!r} in the layout", value=place.offset, expected=expected
+            )
         if place.end > layout.nbytes:
             expected = f"an end within the layout's {layout.nbytes} B"
-            raise ConfigError(field=f"place of {slot!r} in the layout", value=place, expected=expected)
+            raise ConfigError(
+                field=f"place of {slot!r} in the layout", value=place, expected=expected
+            )

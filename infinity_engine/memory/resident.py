@@ -1,6 +1,7 @@
 """`ResidentMemory`: what this process really has in RAM, beside what the engine counts.
 
-Takes a baseline when it is made; the budget's promise is that RSS stays under it plus the host's limit.
+Takes a baseline when it is made; the budget's promise is that RSS stays under it plus the host's
+limit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _HIGH_WATER = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 def return_freed_memory() -> None:
-    """Let the system have what was freed and malloc still has: tensors that come and go leave holes of their size.
+    """Let the system have what was freed and malloc still has: tensors that come and go leave holes
+    of their size.
 
     Does nothing where the C library has no malloc_trim.
     """
@@ -27,10 +29,11 @@ def return_freed_memory() -> None:
 
 
 class FreedMemory:
-    """What is freed piece by piece: whenever that was `most` bytes, the system gets what malloc still has.
+    """What is freed piece by piece: whenever that was `most` bytes, the system gets what malloc
+    still has.
 
-    As soon as something small lies in the hole that a tensor has left, the next of that size does not fit: without
-    this, a process that many pass through grows by almost all of them.
+    As soon as something small lies in the hole that a tensor has left, the next of that size does
+    not fit: without this, a process that many pass through grows by almost all of them.
     """
 
     def __init__(self, most: int) -> None:
@@ -61,6 +64,8 @@ class ResidentMemory:
         return max(0, self.now_bytes() - self.baseline_bytes)
 
     def peak_bytes(self) -> int | None:
-        """Return the most that was ever resident, also before the baseline; None where the kernel does not tell."""
+        """Return the most that was ever resident, also before the baseline; None where the kernel
+        does not tell.
+        """
         found = _HIGH_WATER.search(Path("/proc/self/status").read_text())
         return int(found[1]) * 1024 if found else None

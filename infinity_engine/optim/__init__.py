@@ -1,6 +1,8 @@
-"""Optimizers: update rules, the subgroups they work on, and the kernels that carry them out, without torch.
+"""Optimizers: update rules, the subgroups they work on, and the kernels that carry them out,
+without torch.
 
-The rules give the same bits on every CPU and GPU, whatever the number of threads. Called by policies and the executor.
+The rules give the same bits on every CPU and GPU, whatever the number of threads. Called by
+policies and the executor.
 """
 
 from __future__ import annotations

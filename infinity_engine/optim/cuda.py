@@ -1,7 +1,8 @@
 """The GPU's home of the update rules: the CPU's records, addresses on the device, on a cupy stream.
 
-Gives the CPU's bits. Starts work on the stream that is current in cupy and waits for nothing; what the records name
-must stay until the stream has passed. Has not run on a GPU yet: tests/gpu compares it with the CPU there.
+Gives the CPU's bits. Starts work on the stream that is current in cupy and waits for nothing; what
+the records name must stay until the stream has passed. Has not run on a GPU yet: tests/gpu compares
+it with the CPU there.
 """
 
 from __future__ import annotations
@@ -57,22 +58,30 @@ class CudaKernels:
         self._functions["update"](grid, (_THREADS,), (records,))
 
     def block_sums(self, gradient: Stream) -> Any:
-        """Return the sums of squares of the gradient's blocks, a cupy array, valid when the stream has passed."""
+        """Return the sums of squares of the gradient's blocks, a cupy array, valid when the stream
+        has passed.
+        """
         format_ = np.uint32(gradient.format.value)
         return self._sums("block_sums", gradient, (gradient.address, format_, gradient.numel))
 
     def begin_sum(self, gradient: Stream, into: Stream) -> Any:
-        """Write a gradient to the fp32 values `into`; return the block sums of what they hold then, as above."""
+        """Write a gradient to the fp32 values `into`; return the block sums of what they hold then,
+        as above.
+        """
         return self._accumulate(gradient, into, begins=1)
 
     def add_to_sum(self, gradient: Stream, into: Stream) -> Any:
-        """Add a gradient to the fp32 values `into`; return the block sums of what they hold then, as above."""
+        """Add a gradient to the fp32 values `into`; return the block sums of what they hold then,
+        as above.
+        """
         return self._accumulate(gradient, into, begins=0)
 
     def _accumulate(self, gradient: Stream, into: Stream, *, begins: int) -> Any:
         if into.format is not FloatFormat.FP32 or into.numel != gradient.numel:
             expected = f"{gradient.numel} values of FP32, as many as the gradient has"
-            raise ConfigError(field="into", value=f"{into.numel} of {into.format.name}", expected=expected)
+            raise ConfigError(
+                field="into", value=f"{into.numel} of {into.format.name}", expected=expected
+            )
         format_ = np.uint32(gradient.format.value)
         arguments = (into.address, gradient.address, format_, np.uint32(begins), gradient.numel)
         return self._sums("accumulate", gradient, arguments)
@@ -90,8 +99,11 @@ class CudaKernels:
 
 
 def stream_of_others(cupy: Any, handle: int, device: int) -> Any:
-    """Return cupy's stream for one that another library has made and keeps, on the device of that index."""
-    adopt = getattr(cupy.cuda.Stream, "from_external", None)  # since cupy 14, which warns of what was before
+    """Return cupy's stream for one that another library has made and keeps, on the device of that
+    index.
+    """
+    # since cupy 14, which warns of what was before
+    adopt = getattr(cupy.cuda.Stream, "from_external", None)
     return cupy.cuda.ExternalStream(handle, device) if adopt is None else adopt(_OfOthers(handle))
 
 

@@ -1,7 +1,8 @@
-"""How the values of an update are stored: dtypes of gradients, parameters, masters and moments, and where they lie.
+"""How the values of an update are stored: dtypes of gradients, parameters, masters and moments, and
+where they lie.
 
-Pure descriptions: owns no memory and changes none. A Stream keeps alive what it was made of. Imports no torch: a tensor
-is whatever has a tensor's methods.
+Pure descriptions: owns no memory and changes none. A Stream keeps alive what it was made of.
+Imports no torch: a tensor is whatever has a tensor's methods.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Master(Enum):
     """How the fp32 master of a parameter is kept."""
 
     WHOLE = "whole"  # as fp32, the 16-bit parameter is a copy
-    SPLIT = "split"  # as the bf16 parameter and a 16-bit remainder, exactly; ties round away from zero
+    # as the bf16 parameter and a 16-bit remainder, exactly; ties round away from zero
+    SPLIT = "split"
 
 
 class Moments(Enum):
@@ -42,15 +44,20 @@ class Moments(Enum):
 
     FP32 = "fp32"
     BF16 = "bf16"  # rounded to nearest even when stored
-    BF16_STOCHASTIC = "bf16_stochastic"  # rounded up or down by chance, right on average; the same bits in every home
+    # rounded up or down by chance, right on average; the same bits in every home
+    BF16_STOCHASTIC = "bf16_stochastic"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formats:
-    """How masters, parameters and states of one subgroup are stored; checkpoints hold it: other forms, other bits."""
+    """How masters, parameters and states of one subgroup are stored; checkpoints hold it: other
+    forms, other bits.
+    """
 
     parameter: FloatFormat | None = None
-    """What the model computes with, written by the update; None where that is the fp32 master itself."""
+    """What the model computes with, written by the update; None where that is the fp32 master
+    itself.
+    """
     master: Master = Master.WHOLE
     moments: Moments = Moments.FP32
     seed: int = 0
@@ -132,7 +139,9 @@ class Stream:
             expected = "float32, bfloat16 or float16, or `format` given for integers of its size"
             raise ConfigError(field="dtype", value=str(values.dtype), expected=expected)
         if not (values.is_contiguous() if is_tensor else values.flags.c_contiguous):
-            raise ConfigError(field="layout", value=tuple(values.shape), expected="a contiguous array or tensor")
+            raise ConfigError(
+                field="layout", value=tuple(values.shape), expected="a contiguous array or tensor"
+            )
         address = values.data_ptr() if is_tensor else values.ctypes.data
         return cls(address, values.numel() if is_tensor else values.size, found, values)
 
@@ -144,6 +153,8 @@ class Stream:
         """
         if start < 0 or numel < 0 or start + numel > self.numel:
             raise ConfigError(
-                field="part", value=(start, numel), expected=f"within the {self.numel} values of the stream"
+                field="part",
+                value=(start, numel),
+                expected=f"within the {self.numel} values of the stream",
             )
         return Stream(self.address + start * self.format.nbytes, numel, self.format, self.owner)

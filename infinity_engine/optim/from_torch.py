@@ -1,6 +1,7 @@
 """Reads the options of a torch optimizer: one Rule for each of its parameter groups.
 
-Looks at names and numbers only, changes nothing and imports no torch. Refuses what the rules would compute otherwise.
+Looks at names and numbers only, changes nothing and imports no torch. Refuses what the rules would
+compute otherwise.
 """
 
 from __future__ import annotations
@@ -24,21 +25,30 @@ _OPTIONS = (
 
 
 def rules_of(optimizer: Any) -> tuple[Rule, ...]:
-    """Return the rule of each parameter group of a torch optimizer, with the values that the group has now.
+    """Return the rule of each parameter group of a torch optimizer, with the values that the group
+    has now.
 
     Raises:
         ConfigError: there is no such rule, or an option that it does not have.
     """
     cls = type(optimizer)
     for rule, options in _OPTIONS:
-        if cls.__name__ == rule.__name__ and (rule is Lion or cls.__module__.startswith("torch.optim.")):
+        if cls.__name__ == rule.__name__ and (
+            rule is Lion or cls.__module__.startswith("torch.optim.")
+        ):
             return tuple(_rule(rule, options, group) for group in optimizer.param_groups)
-    raise ConfigError(field="optimizer", value=f"{cls.__module__}.{cls.__qualname__}", expected=_KNOWN)
+    raise ConfigError(
+        field="optimizer", value=f"{cls.__module__}.{cls.__qualname__}", expected=_KNOWN
+    )
 
 
 def _rule(rule: type[Rule], options: tuple[str, ...], group: Mapping[str, Any]) -> Rule:
     if group.get("differentiable"):
-        raise ConfigError(field="differentiable", value=True, expected="False: updates are no part of a graph here")
+        raise ConfigError(
+            field="differentiable",
+            value=True,
+            expected="False: updates are no part of a graph here",
+        )
     if rule is Adam and group.get("decoupled_weight_decay"):
         rule = AdamW
     return rule(**{name: _plain(group[name]) for name in options if name in group})

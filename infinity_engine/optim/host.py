@@ -1,7 +1,8 @@
-"""The CPU's home of the update rules: carries out what a subgroup's records say, and sums gradients.
+"""The CPU's home of the update rules: carries out what a subgroup's records say, and sums
+gradients.
 
-Gives the same bits on every CPU, with every number of threads. Blocks the calling thread, without the GIL. The memory
-that is named must stay where it is until the call returns.
+Gives the same bits on every CPU, with every number of threads. Blocks the calling thread, without
+the GIL. The memory that is named must stay where it is until the call returns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class HostKernels:
     """The kernels of one SIMD level on a pool of threads."""
 
     def __init__(self, threads: UpdateThreads, *, home: str | None = None) -> None:
-        """Use the best kernels of this CPU, or those that `home` names; INFINITY_SIMD lowers the default.
+        """Use the best kernels of this CPU, or those that `home` names; INFINITY_SIMD lowers the
+        default.
 
         Raises:
             ConfigError: this CPU has no such kernels.
@@ -41,21 +43,31 @@ class HostKernels:
     def block_sums(self, gradient: Stream) -> npt.NDArray[np.float64]:
         """Return the sum of squares of each block of a gradient."""
         format_ = gradient.format.value
-        sums = _native.block_sums(gradient.address, format_, gradient.numel, self.threads.native, self.home)
+        sums = _native.block_sums(
+            gradient.address, format_, gradient.numel, self.threads.native, self.home
+        )
         return np.frombuffer(sums)
 
     def begin_sum(self, gradient: Stream, into: Stream) -> npt.NDArray[np.float64]:
-        """Write a gradient to the fp32 values `into`, and return the block sums of what they hold then."""
+        """Write a gradient to the fp32 values `into`, and return the block sums of what they hold
+        then.
+        """
         return self._accumulate(gradient, into, begins=True)
 
     def add_to_sum(self, gradient: Stream, into: Stream) -> npt.NDArray[np.float64]:
-        """Add a gradient to the fp32 values `into`, and return the block sums of what they hold then."""
+        """Add a gradient to the fp32 values `into`, and return the block sums of what they hold
+        then.
+        """
         return self._accumulate(gradient, into, begins=False)
 
-    def _accumulate(self, gradient: Stream, into: Stream, *, begins: bool) -> npt.NDArray[np.float64]:
+    def _accumulate(
+        self, gradient: Stream, into: Stream, *, begins: bool
+    ) -> npt.NDArray[np.float64]:
         if into.format is not FloatFormat.FP32 or into.numel != gradient.numel:
             expected = f"{gradient.numel} values of FP32, as many as the gradient has"
-            raise ConfigError(field="into", value=f"{into.numel} of {into.format.name}", expected=expected)
+            raise ConfigError(
+                field="into", value=f"{into.numel} of {into.format.name}", expected=expected
+            )
         sums = _native.accumulate(
             into.address,
             gradient.address,

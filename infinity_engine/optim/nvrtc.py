@@ -1,6 +1,7 @@
 """Compiles the GPU's update kernels from the text that the native module was compiled from.
 
-Knows the flags that exactness needs and refuses what was not compiled by them. Launches nothing; works without a GPU.
+Knows the flags that exactness needs and refuses what was not compiled by them. Launches nothing;
+works without a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _INEXACT = re.compile(r"\S*\.(?:ftz|approx)\b\S*")
 
 
 class Nvrtc(Protocol):
-    """The functions of cupy.cuda.nvrtc that are used; tests bind the same ones to NVRTC without cupy."""
+    """The functions of cupy.cuda.nvrtc that are used; tests bind the same ones to NVRTC without
+    cupy.
+    """
 
     def createProgram(  # noqa: D102, N802
         self, src: str, name: str, headers: Sequence[bytes], include_names: Sequence[bytes]
@@ -46,24 +49,29 @@ def compile_kernels(nvrtc: Nvrtc, architecture: str) -> Compiled:
     """Compile for an `architecture` such as "sm_90".
 
     Raises:
-        RuntimeError: NVRTC refuses the text, or makes of it what could give other bits than the CPU.
+        RuntimeError: NVRTC refuses the text, or makes of it what could give other bits than the
+            CPU.
     """
     sources = _native.sources()
     kernels = sources.pop("kernels.cu")
-    headers = {name.encode(): text.encode() for name, text in sources.items()}  # cupy takes these as bytes only
+    # cupy takes these as bytes only
+    headers = {name.encode(): text.encode() for name, text in sources.items()}
     program = nvrtc.createProgram(kernels, "kernels.cu", list(headers.values()), list(headers))
     try:
         try:
             nvrtc.compileProgram(program, (*FLAGS, f"--gpu-architecture={architecture}"))
         except Exception as refusal:
             log = nvrtc.getProgramLog(program)
-            raise RuntimeError(f"the update kernels do not compile for {architecture}: {log}") from refusal
+            raise RuntimeError(
+                f"the update kernels do not compile for {architecture}: {log}"
+            ) from refusal
         ptx = nvrtc.getPTX(program)
         text = ptx.decode() if isinstance(ptx, bytes) else ptx
         inexact = sorted(set(_INEXACT.findall(text)))
         if inexact:
             raise RuntimeError(
-                f"the update kernels compiled for {architecture} hold {', '.join(inexact)}, which rounds otherwise "
+                f"the update kernels compiled for {architecture} hold {', '.join(inexact)}, which "
+                "rounds otherwise "
                 f"than the CPU; compile with {' '.join(FLAGS)}"
             )
         return Compiled(text, nvrtc.getCUBIN(program))

@@ -1,7 +1,9 @@
-"""What decides where each subgroup is updated: policies, what they are given, and what helps them to make a plan.
+"""What decides where each subgroup is updated: policies, what they are given, and what helps them
+to make a plan.
 
-A policy is a pure function of subgroups, rates and limits. Starts nothing and holds no state; the built-in ones are in
-policies/. Called by the planner and the engine; `initialize(..., policy=)` takes one.
+A policy is a pure function of subgroups, rates and limits. Starts nothing and holds no state; the
+built-in ones are in policies/. Called by the planner and the engine; `initialize(..., policy=)`
+takes one.
 """
 
 from __future__ import annotations
@@ -42,17 +44,20 @@ __all__ = [
 _OF_DRIVES = (LoadStates, StoreStates)
 _OF_PARAMETERS = (UploadParameters, DownloadParameters)
 HOST_BUFFERS = 4
-"""Host buffers with which drives never wait for one: two are filled ahead, one is updated, one is emptied."""
+"""Host buffers with which drives never wait for one: two are filled ahead, one is updated, one is
+emptied.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """What a plan may take of the device, and what its transfers weigh.
 
-    `resident_bytes` are for states that stay on the device through the whole step, `staging_bytes` for those that visit
-    it during the update, when activations and most gradients are gone. `parameters` is the tier where an update leaves
-    what modules compute with, `update_bytes` what its update on the device takes for a parameter beside its states.
-    `host_buffers` is how many buffers there are for subgroups of which some rests on the drives.
+    `resident_bytes` are for states that stay on the device through the whole step, `staging_bytes`
+    for those that visit it during the update, when activations and most gradients are gone.
+    `parameters` is the tier where an update leaves what modules compute with, `update_bytes` what
+    its update on the device takes for a parameter beside its states. `host_buffers` is how many
+    buffers there are for subgroups of which some rests on the drives.
     """
 
     resident_bytes: int
@@ -64,7 +69,13 @@ class Limits:
     host_buffers: int = HOST_BUFFERS
 
     def __post_init__(self) -> None:
-        for name in ("resident_bytes", "staging_bytes", "staging_sets", "update_bytes", "host_buffers"):
+        for name in (
+            "resident_bytes",
+            "staging_bytes",
+            "staging_sets",
+            "update_bytes",
+            "host_buffers",
+        ):
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(field=f"Limits.{name}", value=value, expected="0 or more")
@@ -90,23 +101,32 @@ class Limits:
 
         Raises:
             CapacityError: it takes more of the device than there is.
-            ConfigError: it uses too many staging sets, or an op copies more or less than its subgroup weighs.
+            ConfigError: it uses too many staging sets, or an op copies more or less than its
+                subgroup weighs.
         """
         if plan.parameters is not self.parameters:
             expected = f"{self.parameters.name}, as the limits say"
-            raise ConfigError(field="StepPlan.parameters", value=plan.parameters.name, expected=expected)
+            raise ConfigError(
+                field="StepPlan.parameters", value=plan.parameters.name, expected=expected
+            )
         self._check_weights(plan)
         resident = self.device_bytes(plan.params_at(Home.RESIDENT))
         change = "keep fewer subgroups resident, or give the device a larger budget"
         _check_fits(resident, self.resident_bytes, holder="resident states", change=change)
         change = "use fewer staging sets or smaller subgroups, or give the device a larger budget"
-        _check_fits(sum(plan.staging_bytes), self.staging_bytes, holder="staging sets", change=change)
+        _check_fits(
+            sum(plan.staging_bytes), self.staging_bytes, holder="staging sets", change=change
+        )
         if len(plan.staging_bytes) > self.staging_sets:
             expected = f"{len(plan.staging_bytes)} or more: the plan uses so many"
-            raise ConfigError(field="Limits.staging_sets", value=self.staging_sets, expected=expected)
+            raise ConfigError(
+                field="Limits.staging_sets", value=self.staging_sets, expected=expected
+            )
         if len(plan.buffer_bytes) > self.host_buffers:
             expected = f"{len(plan.buffer_bytes)} or more: the plan uses so many"
-            raise ConfigError(field="Limits.host_buffers", value=self.host_buffers, expected=expected)
+            raise ConfigError(
+                field="Limits.host_buffers", value=self.host_buffers, expected=expected
+            )
 
     def _check_weights(self, plan: StepPlan) -> None:
         subgroups = {subgroup.index: subgroup for subgroup in plan.subgroups}
@@ -114,7 +134,9 @@ class Limits:
             if isinstance(op, CopyOp) and not isinstance(op, _OF_DRIVES):
                 subgroup = subgroups[op.subgroup]
                 states = subgroup.numel * self.per_parameter.states
-                weight = self.parameter_bytes(subgroup) if isinstance(op, _OF_PARAMETERS) else states
+                weight = (
+                    self.parameter_bytes(subgroup) if isinstance(op, _OF_PARAMETERS) else states
+                )
                 if op.nbytes != weight:
                     each = weight // subgroup.numel
                     expected = f"{weight} bytes: {each} for each of the subgroup's parameters"
@@ -122,7 +144,9 @@ class Limits:
 
 
 Decide = Callable[[Sequence[SubgroupSpec], Rates, Limits], StepPlan]
-"""What a policy does: from the subgroups, those that the next forward needs first coming first, to a plan."""
+"""What a policy does: from the subgroups, those that the next forward needs first coming first, to
+a plan.
+"""
 
 Homes = Callable[[Sequence[SubgroupSpec]], Mapping[int, Home]]
 """Where a policy has each of the subgroups updated, by index; they come in the same order."""
@@ -130,9 +154,12 @@ Homes = Callable[[Sequence[SubgroupSpec]], Mapping[int, Home]]
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """A function that makes plans, with the name that users know it by. An engine trains with what it makes.
+    """A function that makes plans, with the name that users know it by.
 
-    `homes` is given where nothing but the subgroups' sizes decides it, and spares plans that are made to find it out.
+    An engine trains with what it makes.
+
+    `homes` is given where nothing but the subgroups' sizes decides it, and spares plans that are
+    made to find it out.
     """
 
     name: str
@@ -144,18 +171,24 @@ class OffloadPolicy:
 
         Raises:
             CapacityError: the plan needs more of the device than the limits allow.
-            ConfigError: the policy made no sound plan, made it for other subgroups, or lacks a rate.
+            ConfigError: the policy made no sound plan, made it for other subgroups, or lacks a
+                rate.
         """
         ordered = _ordered(subgroups)
         plan = self.decide(ordered, rates, limits)
         field = f"policy {self.name!r}"
         if not isinstance(plan, StepPlan):
-            raise ConfigError(field=field, value=plan, expected="a function that returns a StepPlan")
+            raise ConfigError(
+                field=field, value=plan, expected="a function that returns a StepPlan"
+            )
         if set(plan.subgroups) != set(ordered):
             expected = "a plan for the subgroups that it was given, all of them and no others"
             raise ConfigError(field=field, value=plan.subgroups, expected=expected)
         if self.homes is not None and plan.homes() != self.homes(ordered):
-            expected = "a plan that updates each subgroup where the policy's `homes` says; leave `homes` out else"
+            expected = (
+                "a plan that updates each subgroup where the policy's `homes` says; leave `homes` "
+                "out else"
+            )
             raise ConfigError(field=field, value=plan.homes(), expected=expected)
         limits.check(plan)
         return plan
@@ -177,7 +210,8 @@ def offload_policy(name: str) -> Callable[[Decide], OffloadPolicy]:
 def split_residents(
     subgroups: Sequence[SubgroupSpec], part: float
 ) -> tuple[tuple[SubgroupSpec, ...], tuple[SubgroupSpec, ...]]:
-    """Return the others and the residents: of the last subgroups, as many as hold no more than `part` of all.
+    """Return the others and the residents: of the last subgroups, as many as hold no more than
+    `part` of all.
 
     The last ones, because their parameters are needed last, and residents are updated last.
     """
@@ -190,7 +224,10 @@ def split_residents(
 
 
 class PolicyRegistry(Mapping[str, OffloadPolicy]):
-    """The policies that can be asked for by name. It never changes: adding one makes another registry."""
+    """The policies that can be asked for by name.
+
+    It never changes: adding one makes another registry.
+    """
 
     __slots__ = ("_policies",)
 
@@ -220,25 +257,32 @@ class PolicyRegistry(Mapping[str, OffloadPolicy]):
 
 
 class PlanDraft:
-    """A plan in the making: each call adds the ops of one subgroup, in the order in which their lanes will do them."""
+    """A plan in the making: each call adds the ops of one subgroup, in the order in which their
+    lanes will do them.
+    """
 
     def __init__(self, subgroups: Sequence[SubgroupSpec], limits: Limits) -> None:
         self._subgroups = tuple(subgroups)
         self._limits = limits
         self._ops: list[Op] = []
-        self._uploaded: set[int] = set()  # The subgroups updated on the host whose parameters are up.
-        self._updated: dict[int, int] = {}  # For each subgroup updated on the host, the number of that op.
+        # The subgroups updated on the host whose parameters are up.
+        self._uploaded: set[int] = set()
+        # For each subgroup updated on the host, the number of that op.
+        self._updated: dict[int, int] = {}
         largest = max((subgroup.numel for subgroup in subgroups), default=1)
         self._set_bytes = limits.device_bytes(largest)
-        self._left: list[int | None] = [None] * limits.sets_for(largest)  # For each set, the newest download out of it.
+        # For each set, the newest download out of it.
+        self._left: list[int | None] = [None] * limits.sets_for(largest)
         self._visits = 0
         on_drives = [subgroup for subgroup in subgroups if subgroup.on_drives]
         self._buffer_bytes = max((subgroup.buffer_bytes for subgroup in on_drives), default=0)
         # For each host buffer, the newest op that empties it.
         self._stored: list[int | None] = [None] * min(limits.host_buffers, len(on_drives))
         self._loads = 0
-        self._in_buffer: dict[int, tuple[int, int]] = {}  # The buffer of each subgroup, and its load's number.
-        self._occupants: dict[int, SubgroupSpec] = {}  # By buffer: what is updated there, and not yet stored.
+        # The buffer of each subgroup, and its load's number.
+        self._in_buffer: dict[int, tuple[int, int]] = {}
+        # By buffer: what is updated there, and not yet stored.
+        self._occupants: dict[int, SubgroupSpec] = {}
 
     @property
     def staging_sets(self) -> int:
@@ -247,24 +291,31 @@ class PlanDraft:
 
     @property
     def next_set_after(self) -> int | None:
-        """The number of the op that empties the staging set of the next visit, None where it is empty."""
+        """The number of the op that empties the staging set of the next visit, None where it is
+        empty.
+        """
         return self._left[self._visits % len(self._left)] if self._left else None
 
     def update_on_host(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Let the CPU update a subgroup; `upload_parameters` is to follow, at any later time.
 
-        Where it takes the host buffer of another one whose parameters are not up yet, these go up first.
+        Where it takes the host buffer of another one whose parameters are not up yet, these go up
+        first.
         """
         loaded = self._load(subgroup)
         self._updated[subgroup.index] = len(self._ops)
         updated = self._add(
-            UpdateOnHost(subgroup=subgroup.index, params=subgroup.numel, after=self._loaded_at(subgroup))
+            UpdateOnHost(
+                subgroup=subgroup.index, params=subgroup.numel, after=self._loaded_at(subgroup)
+            )
         )
         stored = () if self._limits.parameters is Tier.DEVICE else self._store(subgroup)
         return *loaded, updated, *stored
 
     def upload_parameters(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
-        """Let the parameters of a subgroup that the CPU updated go to the device, unless they are fetched there."""
+        """Let the parameters of a subgroup that the CPU updated go to the device, unless they are
+        fetched there.
+        """
         if self._limits.parameters is not Tier.DEVICE or subgroup.index in self._uploaded:
             return ()
         self._uploaded.add(subgroup.index)
@@ -285,43 +336,65 @@ class PlanDraft:
             CapacityError: the limits allow no staging set.
         """
         if not self._left:
-            change = "keep more on the host, use smaller subgroups, or give the device a larger budget"
-            _check_fits(self._set_bytes, self._limits.staging_bytes, holder="a staging set", change=change)
-            raise ConfigError(field="Limits.staging_sets", value=0, expected="1 or more where subgroups visit")
+            change = (
+                "keep more on the host, use smaller subgroups, or give the device a larger budget"
+            )
+            _check_fits(
+                self._set_bytes, self._limits.staging_bytes, holder="a staging set", change=change
+            )
+            raise ConfigError(
+                field="Limits.staging_sets", value=0, expected="1 or more where subgroups visit"
+            )
         loaded = self._load(subgroup)
         staging = self._visits % len(self._left)
         before = self._left[staging]
         nbytes = subgroup.numel * self._limits.per_parameter.states
         after = (*(() if before is None else (before,)), *self._loaded_at(subgroup))
-        uploaded = self._add(UploadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=after))
+        uploaded = self._add(
+            UploadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=after)
+        )
         updates = self._update_on_device(subgroup, staging)
         newest = (len(self._ops) - 1,)
-        left = self._add(DownloadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=newest))
+        left = self._add(
+            DownloadStates(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=newest)
+        )
         self._left[staging] = len(self._ops) - 1
         self._visits += 1
         return *loaded, uploaded, *updates, left, *self._store(subgroup)
 
     def resident(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Let the device update a subgroup whose states stay there."""
-        return *self._load(subgroup), *self._update_on_device(subgroup, None), *self._store(subgroup)
+        return (
+            *self._load(subgroup),
+            *self._update_on_device(subgroup, None),
+            *self._store(subgroup),
+        )
 
     def _update_on_device(self, subgroup: SubgroupSpec, staging: int | None) -> tuple[Op, ...]:
-        """Let the device update a subgroup, and take its parameters to the host where they stay there."""
+        """Let the device update a subgroup, and take its parameters to the host where they stay
+        there.
+        """
         index, params = subgroup.index, subgroup.numel
         after = self._loaded_at(subgroup) if staging is None else (len(self._ops) - 1,)
-        update = self._add(UpdateOnDevice(subgroup=index, staging=staging, params=params, after=after))
+        update = self._add(
+            UpdateOnDevice(subgroup=index, staging=staging, params=params, after=after)
+        )
         if self._limits.parameters is Tier.DEVICE:
             return (update,)
         nbytes = self._limits.parameter_bytes(subgroup)
         updated = (len(self._ops) - 1,)
-        return update, self._add(DownloadParameters(subgroup=index, staging=staging, nbytes=nbytes, after=updated))
+        return update, self._add(
+            DownloadParameters(subgroup=index, staging=staging, nbytes=nbytes, after=updated)
+        )
 
     def _load(self, subgroup: SubgroupSpec) -> tuple[Op, ...]:
         """Let what of it rests on the drives come into the host buffer whose turn it is."""
         if not subgroup.on_drives:
             return ()
         if not self._stored:
-            raise ConfigError(field="Limits.host_buffers", value=0, expected="1 or more where states rest on NVMe")
+            raise ConfigError(
+                field="Limits.host_buffers", value=0, expected="1 or more where states rest on NVMe"
+            )
         buffer = self._loads % len(self._stored)
         occupant = self._occupants.get(buffer)
         made_way = () if occupant is None else self.upload_parameters(occupant)
@@ -330,7 +403,11 @@ class PlanDraft:
         self._loads += 1
         self._in_buffer[subgroup.index] = buffer, len(self._ops)
         after = () if before is None else (before,)
-        loaded = self._add(LoadStates(subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.load_bytes, after=after))
+        loaded = self._add(
+            LoadStates(
+                subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.load_bytes, after=after
+            )
+        )
         return *made_way, loaded
 
     def _loaded_at(self, subgroup: SubgroupSpec) -> tuple[int, ...]:
@@ -345,7 +422,11 @@ class PlanDraft:
         self._stored[buffer] = len(self._ops)
         self._occupants.pop(buffer, None)
         return (
-            self._add(StoreStates(subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.store_bytes, after=after)),
+            self._add(
+                StoreStates(
+                    subgroup=subgroup.index, buffer=buffer, nbytes=subgroup.store_bytes, after=after
+                )
+            ),
         )
 
     def plan(self) -> StepPlan:
@@ -370,4 +451,6 @@ class PlanDraft:
 
 def _check_fits(asked: int, free: int, *, holder: str, change: str) -> None:
     if asked > free:
-        raise CapacityError(tier="DEVICE", asked=asked, free=free, limit=free, change=f"{change} ({holder})")
+        raise CapacityError(
+            tier="DEVICE", asked=asked, free=free, limit=free, change=f"{change} ({holder})"
+        )

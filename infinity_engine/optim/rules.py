@@ -1,7 +1,9 @@
-"""The optimizers: their options as in torch.optim, and what an update kernel needs of them in one step.
+"""The optimizers: their options as in torch.optim, and what an update kernel needs of them in one
+step.
 
-Every constant is computed here, once per step, in double precision by formulas that give the same bits on every machine
-(docs/decisions/0006-optimizer-kernels.md); the kernels round them to fp32 and do the rest. Pure; imports no torch.
+Every constant is computed here, once per step, in double precision by formulas that give the same
+bits on every machine (docs/decisions/0006-optimizer-kernels.md); the kernels round them to fp32 and
+do the rest. Pure; imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,18 @@ from typing import ClassVar
 
 from infinity_engine.errors import ConfigError
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Constants", "Lion", "Rule", "RuleFlag", "RuleNumber", "power"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Constants",
+    "Lion",
+    "Rule",
+    "RuleFlag",
+    "RuleNumber",
+    "power",
+]
 
 
 class RuleNumber(IntEnum):
@@ -41,7 +54,9 @@ class RuleFlag(IntFlag):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """What a kernel needs of a rule's options in one step; the names are those of the native Segment."""
+    """What a kernel needs of a rule's options in one step; the names are those of the native
+    Segment.
+    """
 
     rule: RuleNumber
     flags: RuleFlag
@@ -58,7 +73,9 @@ class Constants:
 
 
 def power(base: float, exponent: int) -> float:
-    """Return `base` to the power of a whole number, by squaring and multiplying: the same bits on every machine."""
+    """Return `base` to the power of a whole number, by squaring and multiplying: the same bits on
+    every machine.
+    """
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -70,7 +87,10 @@ def power(base: float, exponent: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule(ABC):
-    """An optimizer with its options; one for each parameter group. `lr` may be anything that float() reads."""
+    """An optimizer with its options; one for each parameter group.
+
+    `lr` may be anything that float() reads.
+    """
 
     state_names: ClassVar[tuple[str, ...]] = ()
     lr: float = 1e-3
@@ -84,7 +104,9 @@ class Rule(ABC):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the states that these options need, those of torch where torch has the rule."""
+        """The names of the states that these options need, those of torch where torch has the
+        rule.
+        """
         return self.state_names
 
     @property
@@ -93,7 +115,8 @@ class Rule(ABC):
         return 0.0
 
     def constants(self, step: int, gradient_factor: float = 1.0) -> Constants:
-        """Return what the kernels need in this step, the first being 1; the gradient is multiplied by the factor.
+        """Return what the kernels need in this step, the first being 1; the gradient is multiplied
+        by the factor.
 
         Raises:
             ConfigError: `step` is less than 1.
@@ -116,7 +139,11 @@ class Rule(ABC):
         """Refuse what is not a number from `low` on and below `end`."""
         if not low <= value < end:
             bound = "a finite number" if end == math.inf else f"less than {end:g}"
-            raise ConfigError(field=f"{type(self).__name__}.{name}", value=value, expected=f"at least {low:g}, {bound}")
+            raise ConfigError(
+                field=f"{type(self).__name__}.{name}",
+                value=value,
+                expected=f"at least {low:g}, {bound}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,8 @@
 """The global gradient norm and the overflow check, from sums of squares of fixed blocks.
 
 Who computed a block, on how many threads or ranks, in which home, changes no bit of the result
-(docs/decisions/0006-optimizer-kernels.md). Holds one double for every 4096 elements; pure arithmetic.
+(docs/decisions/0006-optimizer-kernels.md). Holds one double for every 4096 elements; pure
+arithmetic.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class GradientNorm:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every element of every gradient is finite: the squares of finite fp32 cannot overflow a double."""
+        """Whether every element of every gradient is finite: the squares of finite fp32 cannot
+        overflow a double.
+        """
         return math.isfinite(self.sum_of_squares)
 
     def norm(self, unscale: float = 1.0) -> float:
@@ -36,7 +39,9 @@ class GradientNorm:
 
 
 class GradientSums:
-    """Collects the block sums of every parameter's gradient and adds them up in the order fixed for all homes."""
+    """Collects the block sums of every parameter's gradient and adds them up in the order fixed for
+    all homes.
+    """
 
     def __init__(self, numels: Sequence[int]) -> None:
         """Expect the gradients of parameters of these sizes; one that never comes counts 0."""
@@ -44,7 +49,8 @@ class GradientSums:
         self._blocks = [np.zeros(-(-numel // _native.NORM_BLOCK)) for numel in numels]
 
     def put(self, parameter: int, first_element: int, sums: npt.NDArray[np.float64]) -> None:
-        """Take the block sums of a piece of a gradient that begins at `first_element`, a multiple of the block.
+        """Take the block sums of a piece of a gradient that begins at `first_element`, a multiple
+        of the block.
 
         Raises:
             ConfigError: the piece does not begin with a block, or ends behind the parameter.
@@ -52,8 +58,13 @@ class GradientSums:
         first, inside = divmod(first_element, _native.NORM_BLOCK)
         blocks = self._blocks[parameter]
         if inside or first + len(sums) > len(blocks):
-            expected = f"pieces of whole blocks of {_native.NORM_BLOCK}, of {self._numels[parameter]} elements"
-            raise ConfigError(field=f"gradient {parameter}", value=(first_element, len(sums)), expected=expected)
+            expected = (
+                f"pieces of whole blocks of {_native.NORM_BLOCK}, of {self._numels[parameter]} "
+                "elements"
+            )
+            raise ConfigError(
+                field=f"gradient {parameter}", value=(first_element, len(sums)), expected=expected
+            )
         blocks[first : first + len(sums)] = sums
 
     @property
@@ -63,11 +74,16 @@ class GradientSums:
 
     def total(self) -> GradientNorm:
         """Return the norm of what came."""
-        return GradientNorm(_native.tree_sum([_native.tree_sum(blocks.tolist()) for blocks in self._blocks]))
+        return GradientNorm(
+            _native.tree_sum([_native.tree_sum(blocks.tolist()) for blocks in self._blocks])
+        )
 
 
-def gradient_factor(norm: GradientNorm, *, unscale: float = 1.0, max_norm: float | None = None) -> float:
-    """Return what gradients are multiplied by in the update: unscale, and what clips them to `max_norm`.
+def gradient_factor(
+    norm: GradientNorm, *, unscale: float = 1.0, max_norm: float | None = None
+) -> float:
+    """Return what gradients are multiplied by in the update: unscale, and what clips them to
+    `max_norm`.
 
     The clipping is that of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
     """

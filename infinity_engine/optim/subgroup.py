@@ -1,7 +1,9 @@
-"""Subgroups: optimizer states that are moved and updated as one piece, made of segments of parameters.
+"""Subgroups: optimizer states that are moved and updated as one piece, made of segments of
+parameters.
 
-Cutting is pure; a SubgroupState names the memory that a subgroup's states are in and counts each segment's steps.
-`update_records` turns both, with gradients and rules, into what the kernels of any home read. Moves no bytes itself.
+Cutting is pure; a SubgroupState names the memory that a subgroup's states are in and counts each
+segment's steps. `update_records` turns both, with gradients and rules, into what the kernels of any
+home read. Moves no bytes itself.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ __all__ = [
 ]
 
 NORM_BLOCK = _native.NORM_BLOCK
-"""Parameters are cut at multiples of so many elements, so that no block of the gradient norm is cut."""
+"""Parameters are cut at multiples of so many elements, so that no block of the gradient norm is
+cut.
+"""
 
 _FP32 = Formats()
 
@@ -64,16 +68,22 @@ class Subgroup:
         object.__setattr__(self, "numel", sum(segment.numel for segment in self.segments))
 
 
-def cut_into_subgroups(numels: Sequence[int], subgroup_numel: int, formats: Formats = _FP32) -> tuple[Subgroup, ...]:
-    """Lay the parameters, given by their sizes, one behind another and cut them into subgroups of at most that many.
+def cut_into_subgroups(
+    numels: Sequence[int], subgroup_numel: int, formats: Formats = _FP32
+) -> tuple[Subgroup, ...]:
+    """Lay the parameters, given by their sizes, one behind another and cut them into subgroups of
+    at most that many.
 
-    A parameter is cut at multiples of NORM_BLOCK only, so a subgroup may hold up to NORM_BLOCK - 1 elements less.
+    A parameter is cut at multiples of NORM_BLOCK only, so a subgroup may hold up to NORM_BLOCK - 1
+    elements less.
 
     Raises:
         ConfigError: `subgroup_numel` is less than NORM_BLOCK.
     """
     if subgroup_numel < NORM_BLOCK:
-        raise ConfigError(field="subgroup_numel", value=subgroup_numel, expected=f"at least {NORM_BLOCK}")
+        raise ConfigError(
+            field="subgroup_numel", value=subgroup_numel, expected=f"at least {NORM_BLOCK}"
+        )
     cut: list[list[Segment]] = [[]]
     room = subgroup_numel
     for parameter, numel in enumerate(numels):
@@ -88,7 +98,9 @@ def cut_into_subgroups(numels: Sequence[int], subgroup_numel: int, formats: Form
             cut[-1].append(Segment(parameter, first, taken, subgroup_numel - room))
             first += taken
             room -= taken
-    return tuple(Subgroup(index, tuple(segments), formats) for index, segments in enumerate(cut) if segments)
+    return tuple(
+        Subgroup(index, tuple(segments), formats) for index, segments in enumerate(cut) if segments
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,8 +109,8 @@ class SubgroupState:
 
     subgroup: Subgroup
     master: Stream | tuple[Stream, ...]
-    """The fp32 masters, or the 16-bit remainders of split ones. One for each segment where they lie apart: a parameter
-    in fp32 can be its own master."""
+    """The fp32 masters, or the 16-bit remainders of split ones. One for each segment where they lie
+    apart: a parameter in fp32 can be its own master."""
     states: tuple[Stream, ...]
     """In the rule's order; as many as the rule of the subgroup's segments that needs most."""
     steps: list[int] = field(default_factory=list)
@@ -125,7 +137,8 @@ class SubgroupState:
             raise ConfigError(
                 field="SubgroupState.master",
                 value=f"{len(masters)} streams",
-                expected=f"one stream for the subgroup, or {len(segments)}: one for each of its segments",
+                expected=f"one stream for the subgroup, or {len(segments)}: one for each of its "
+                "segments",
             )
         for number, (segment, stream) in enumerate(zip(segments, masters, strict=True)):
             self._check(f"master[{number}]", stream, segment.numel, wanted)
@@ -135,13 +148,16 @@ class SubgroupState:
             raise ConfigError(
                 field=f"SubgroupState.{name}",
                 value=f"{stream.numel} values of {stream.format.nbytes} bytes",
-                expected=f"{numel} values of {wanted.nbytes} bytes, as the subgroup and its formats say",
+                expected=f"{numel} values of {wanted.nbytes} bytes, as the subgroup and its "
+                "formats say",
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What one step does to one subgroup: records for the kernels, and the step counts when it is done."""
+    """What one step does to one subgroup: records for the kernels, and the step counts when it is
+    done.
+    """
 
     records: npt.NDArray[Any]
     steps: list[int]
@@ -157,11 +173,12 @@ def update_records(
     parameters: Sequence[Stream | None],
     gradient_factor: float = 1.0,
 ) -> Update:
-    """Say what the kernels shall do to a subgroup in this step; `state.steps` is set to `steps` when they have.
+    """Say what the kernels shall do to a subgroup in this step; `state.steps` is set to `steps`
+    when they have.
 
-    `rules`, `gradients` and `parameters` have one entry for each segment: the rule of its parameter group, its piece
-    of the gradient or None (the segment is skipped, its step count stays), its piece of the 16-bit parameter or None
-    where there is none. Unscale and clip make up the factor.
+    `rules`, `gradients` and `parameters` have one entry for each segment: the rule of its parameter
+    group, its piece of the gradient or None (the segment is skipped, its step count stays), its
+    piece of the 16-bit parameter or None where there is none. Unscale and clip make up the factor.
 
     Raises:
         ConfigError: something is missing, or does not fit the subgroup and its formats.
@@ -196,8 +213,12 @@ def update_records(
     return Update(records=records, steps=steps, keeps=(*masters, *state.states, *read, *copies))
 
 
-def _with_constants(rules: Sequence[Rule], steps: Sequence[int], gradient_factor: float) -> npt.NDArray[Any]:
-    """Return a record for each segment with what its rule needs in its step; most segments have the same."""
+def _with_constants(
+    rules: Sequence[Rule], steps: Sequence[int], gradient_factor: float
+) -> npt.NDArray[Any]:
+    """Return a record for each segment with what its rule needs in its step; most segments have the
+    same.
+    """
     shared: dict[tuple[int, int], int] = {}
     rows = [shared.setdefault(key, len(shared)) for key in zip(map(id, rules), steps, strict=True)]
     records = np.zeros(len(shared), segment_dtype())
@@ -222,7 +243,9 @@ def _write_masters(records: npt.NDArray[Any], state: SubgroupState, written: Seq
         records["master"] = addresses
 
 
-def _write_states(records: npt.NDArray[Any], state: SubgroupState, segments: Sequence[Segment]) -> None:
+def _write_states(
+    records: npt.NDArray[Any], state: SubgroupState, segments: Sequence[Segment]
+) -> None:
     records["numel"] = [segment.numel for segment in segments]
     records["first_element"] = [segment.first_element for segment in segments]
     records["state_format"] = state.formats.state_format.value
@@ -236,12 +259,19 @@ def _check_segment(
 ) -> None:
     name = f"parameter {segment.parameter} from element {segment.first_element} on"
     if len(state.states) < len(rule.states):
-        raise ConfigError(field=name, value=f"{len(state.states)} states", expected=f"states {', '.join(rule.states)}")
+        raise ConfigError(
+            field=name,
+            value=f"{len(state.states)} states",
+            expected=f"states {', '.join(rule.states)}",
+        )
     if gradient.numel != segment.numel:
-        raise ConfigError(field=f"gradient of {name}", value=gradient.numel, expected=f"{segment.numel} elements")
+        raise ConfigError(
+            field=f"gradient of {name}", value=gradient.numel, expected=f"{segment.numel} elements"
+        )
     wanted = state.formats.parameter
     if (parameter is None) != (wanted is None) or (
-        parameter is not None and (parameter.numel != segment.numel or parameter.format is not wanted)
+        parameter is not None
+        and (parameter.numel != segment.numel or parameter.format is not wanted)
     ):
         found = None if parameter is None else f"{parameter.numel} of {parameter.format.name}"
         expected = "None" if wanted is None else f"{segment.numel} of {wanted.name}"
@@ -252,11 +282,15 @@ def _check_segment(
 def segment_dtype() -> np.dtype[Any]:
     """Return the layout of the native Segment, as numpy describes records."""
     names, formats, offsets = zip(*_native.segment_fields(), strict=True)
-    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": _native.SEGMENT_NBYTES})
+    return np.dtype(
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": _native.SEGMENT_NBYTES}
+    )
 
 
 def rounding_key(seed: int, parameter: int, step: int) -> int:
-    """Return the 64-bit key of stochastic rounding for one parameter in one step (SplitMix64 over the three)."""
+    """Return the 64-bit key of stochastic rounding for one parameter in one step (SplitMix64 over
+    the three).
+    """
     key = 0
     for part in (seed, parameter, step):
         key = (key + part + 0x9E3779B97F4A7C15) % 2**64

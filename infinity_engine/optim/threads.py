@@ -1,7 +1,8 @@
-"""Threads for the update kernels, on the cores given, and how many of them the memory's bandwidth is worth.
+"""Threads for the update kernels, on the cores given, and how many of them the memory's bandwidth
+is worth.
 
-The threads sleep between updates and never spin, so that torch's and the I/O's keep their cores. A pool cannot be used
-in a forked child.
+The threads sleep between updates and never spin, so that torch's and the I/O's keep their cores. A
+pool cannot be used in a forked child.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class UpdateThreads:
             self.native = _native.ThreadPool(self.cores)
         except (ValueError, OSError, RuntimeError) as refusal:
             raise ConfigError(
-                field="cores", value=self.cores, expected=f"cores that this process may run on: {refusal}"
+                field="cores",
+                value=self.cores,
+                expected=f"cores that this process may run on: {refusal}",
             ) from refusal
 
     @classmethod
@@ -49,7 +52,8 @@ class UpdateThreads:
 
     @classmethod
     def within(cls, cores: Collection[int], count: int) -> UpdateThreads:
-        """Return `count` threads that the system puts where it likes on these cores, and nowhere else.
+        """Return `count` threads that the system puts where it likes on these cores, and nowhere
+        else.
 
         Raises:
             ConfigError: the system refuses these cores.
@@ -59,7 +63,9 @@ class UpdateThreads:
             os.sched_setaffinity(0, cores)
         except (OSError, ValueError) as refusal:
             raise ConfigError(
-                field="cores", value=sorted(cores), expected=f"cores that this process may run on: {refusal}"
+                field="cores",
+                value=sorted(cores),
+                expected=f"cores that this process may run on: {refusal}",
             ) from refusal
         try:
             return cls.anywhere(count)  # threads begin where the one that starts them may run
@@ -72,9 +78,16 @@ class UpdateThreads:
 
 
 def bandwidth_by_threads(
-    cores: Sequence[int], *, home: str, numel: int = 1 << 24, rounds: int = 5, clock: Callable[[], float] | None = None
+    cores: Sequence[int],
+    *,
+    home: str,
+    numel: int = 1 << 24,
+    rounds: int = 5,
+    clock: Callable[[], float] | None = None,
 ) -> Mapping[int, float]:
-    """Measure the bytes per second of a sweep over the streams of an update with 1, 2, ... of the cores.
+    """Measure the bytes per second of a sweep over the streams of an update with 1, 2, ...
+
+    of the cores.
 
     Takes 16 bytes of memory per element; the default is 256 MiB, much more than caches hold.
     """
@@ -103,5 +116,7 @@ def knee(rates: Mapping[int, float]) -> int:
         ConfigError: nothing was measured.
     """
     if not rates:
-        raise ConfigError(field="rates", value=dict(rates), expected="a rate for at least one number of threads")
+        raise ConfigError(
+            field="rates", value=dict(rates), expected="a rate for at least one number of threads"
+        )
     return min(count for count, rate in rates.items() if rate >= ENOUGH * max(rates.values()))

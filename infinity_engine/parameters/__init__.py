@@ -1,3 +1,5 @@
-"""How modules get their parameters: hooks see what they need, providers bring it and take it away again."""
+"""How modules get their parameters: hooks see what they need, providers bring it and take it away
+again.
+"""
 
 __all__ = ()

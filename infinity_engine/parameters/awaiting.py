@@ -1,7 +1,9 @@
-"""`AwaitedParameters`: parameters that stay on the device, and show NaN until an update beside a forward has made them.
+"""`AwaitedParameters`: parameters that stay on the device, and show NaN until an update beside a
+forward has made them.
 
-Modules that run, and whoever reads `module.weight`, wait for their own; who lists or copies parameters ends the update.
-Leaves to the forward only what modules were seen to ask for: what somebody holds in a variable is made in the step.
+Modules that run, and whoever reads `module.weight`, wait for their own; who lists or copies
+parameters ends the update. Leaves to the forward only what modules were seen to ask for: what
+somebody holds in a variable is made in the step.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class AwaitedParameters:
         self._asked: set[int] = set()  # what a module has asked for, of those that run in Python
         self._unseen: set[int] = set()  # what modules use and nobody sees them read
         self._absent: dict[int, torch.Tensor] = {}
-        self._hidden: dict[int, torch.Tensor] = {}  # the values that are to be shown, of the parameters that are not
+        # the values that are to be shown, of the parameters that are not
+        self._hidden: dict[int, torch.Tensor] = {}
         self._update: DeferredUpdate | None = None
         self._watch()
 
@@ -49,7 +52,8 @@ class AwaitedParameters:
             self._unseen.add(self._numbers[id(parameter)])
 
     def follow(self, update: DeferredUpdate | None) -> None:
-        """Let nobody see from here on what this update has not made yet; None: show all, and take all hooks off.
+        """Let nobody see from here on what this update has not made yet; None: show all, and take
+        all hooks off.
 
         Raises:
             RuntimeError: an op of the update failed.
@@ -65,7 +69,9 @@ class AwaitedParameters:
             update.end()
             return
         waits = self._asked - self._unseen
-        update.make(number for number in set(self._numbers.values()) - waits if self._updated(number))
+        update.make(
+            number for number in set(self._numbers.values()) - waits if self._updated(number)
+        )
         for number in self._numbers.values():
             if self._updated(number) and number not in self._hidden and not update.has_made(number):
                 self._hide(number)
@@ -73,7 +79,11 @@ class AwaitedParameters:
 
     def _watch(self) -> None:
         for module in self._model.modules():
-            own = [self._numbers[id(each)] for each in module._parameters.values() if id(each) in self._numbers]
+            own = [
+                self._numbers[id(each)]
+                for each in module._parameters.values()
+                if id(each) in self._numbers
+            ]
             if own and not is_compiled(module):
                 self._hooks.before_call(module, self._before(tuple(own)))
                 self._hooks.on_any_use(module, self._read, self._listed, self._copied)
@@ -87,8 +97,11 @@ class AwaitedParameters:
             self._need((number,))
 
     def _need(self, numbers: Iterable[int]) -> None:
-        """Let these be shown, once they are made; the host makes updates of what comes later in that time."""
-        if torch.compiler.is_compiling():  # who reads them then is the compiler: what it makes has no hooks
+        """Let these be shown, once they are made; the host makes updates of what comes later in
+        that time.
+        """
+        # who reads them then is the compiler: what it makes has no hooks
+        if torch.compiler.is_compiling():
             return
         self._asked.update(numbers)
         update = self._update
@@ -125,7 +138,8 @@ class AwaitedParameters:
     def _show(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             each = self._trained[number]
-            if each.parameter.data_ptr() == self._absent[number].data_ptr():  # else `step` refuses what somebody set
+            # else `step` refuses what somebody set
+            if each.parameter.data_ptr() == self._absent[number].data_ptr():
                 each.show(self._hidden[number])
                 each.note_values()  # copies of the update may have moved the version meanwhile
             each.live_at(None)

@@ -1,7 +1,8 @@
-"""`DeferredUpdate`: an update that goes on beside the next forward, which waits for what it needs of it.
+"""`DeferredUpdate`: an update that goes on beside the next forward, which waits for what it needs
+of it.
 
-Knows which subgroups hold which parts of each parameter; the walk carries out ops. Made by a step, followed by whoever
-lets modules have their parameters.
+Knows which subgroups hold which parts of each parameter; the walk carries out ops. Made by a step,
+followed by whoever lets modules have their parameters.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ class DeferredUpdate:
         return self._walk.failed
 
     def has_made(self, parameter: int) -> bool:
-        """Tell whether a parameter has its new values where the update leaves them. Does not wait."""
+        """Tell whether a parameter has its new values where the update leaves them.
+
+        Does not wait.
+        """
         return not self.missing(parameter)
 
     def parts(self, parameter: int) -> Sequence[Part]:
@@ -65,11 +69,15 @@ class DeferredUpdate:
         return self._parts.get(parameter, ())
 
     def missing(self, parameter: int) -> list[Part]:
-        """Return the parts of a parameter that do not have their new values there. Does not wait."""
+        """Return the parts of a parameter that do not have their new values there.
+
+        Does not wait.
+        """
         return [part for part in self.parts(parameter) if not self._has_arrived(part.subgroup)]
 
     def reach(self, parameters: Iterable[int]) -> None:
-        """Go on until these parameters are updated: they have their new values in buffers, or where it leaves them.
+        """Go on until these parameters are updated: they have their new values in buffers, or where
+        it leaves them.
 
         Raises:
             RuntimeError: as `make`.
@@ -85,7 +93,8 @@ class DeferredUpdate:
         self._walk.arrive(self._subgroups(parameters))
 
     def go_on(self) -> bool:
-        """Do what can be done without waiting, with at most one update on the host; tell whether there was one.
+        """Do what can be done without waiting, with at most one update on the host; tell whether
+        there was one.
 
         Raises:
             RuntimeError: as `make`.
@@ -93,7 +102,8 @@ class DeferredUpdate:
         return self._walk.poll()
 
     def end(self) -> None:
-        """Do all that is left of it, so that its memory is free; who follows it is told that there is none any more.
+        """Do all that is left of it, so that its memory is free; who follows it is told that there
+        is none any more.
 
         Raises:
             RuntimeError: as `make`.
@@ -113,4 +123,6 @@ class Follower(Protocol):
     """Whoever lets modules have their parameters."""
 
     def follow(self, update: DeferredUpdate | None) -> None:
-        """Let nobody have from here on what this update has not made yet; None: all of it is made."""
+        """Let nobody have from here on what this update has not made yet; None: all of it is
+        made.
+        """

@@ -1,4 +1,6 @@
-"""Describes a model, its optimizer and the settings in sizes, which is all that planning sees of them."""
+"""Describes a model, its optimizer and the settings in sizes, which is all that planning sees of
+them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def sizing_of(
     unified: bool,
     in_memory: bool = True,
 ) -> Sizing:
-    """Return what there is to be held of a model whose parameters these are, or shards of them, in memory or not."""
+    """Return what there is to be held of a model whose parameters these are, or shards of them, in
+    memory or not.
+    """
     everything = (*trained, *frozen)
     nbytes = {id(each.of_model): each.nbytes for each in everything}
     is_cut = any(each.part_of is not None for each in everything)
@@ -53,7 +57,9 @@ def sizing_of(
             config.subgroup_numel,
             small_bytes=config.storage.small_bytes if on_drives else None,
         ),
-        state_names=max((rules[group].states for group in {each.group for each in trained}), key=len),
+        state_names=max(
+            (rules[group].states for group in {each.group for each in trained}), key=len
+        ),
         parameters=tuple(nbytes.values()),
         deepest=deepest_of(model, nbytes),
         unified=unified,
@@ -64,21 +70,28 @@ def sizing_of(
     )
 
 
-def deepest_of(model: torch.nn.Module, nbytes: Mapping[int, int], leaves: Collection[str] = ()) -> int:
-    """Return the most bytes that modules within one another need at one time, of parameters by their ids.
+def deepest_of(
+    model: torch.nn.Module, nbytes: Mapping[int, int], leaves: Collection[str] = ()
+) -> int:
+    """Return the most bytes that modules within one another need at one time, of parameters by
+    their ids.
 
     Modules of `leaves` need all that is within them.
     """
     modules = dict(model.named_modules())
     return _deepest(
-        model, lambda parameter: nbytes.get(id(parameter), 0), frozenset(id(modules[name]) for name in leaves)
+        model,
+        lambda parameter: nbytes.get(id(parameter), 0),
+        frozenset(id(modules[name]) for name in leaves),
     )
 
 
 def shape_of(
     model: torch.nn.Module, trained: Iterable[TrainedParameter], frozen: Iterable[ModelParameter]
 ) -> ModelShape:
-    """Return a live model as the planner sees one that need not exist; a module's arithmetic is that of its weights."""
+    """Return a live model as the planner sees one that need not exist; a module's arithmetic is
+    that of its weights.
+    """
     ours = {id(each.of_model) for each in trained}
     widths = {id(each.of_model): each.dtype.itemsize for each in (*trained, *frozen)}
     seen: set[int] = set()
@@ -95,10 +108,14 @@ def shape_of(
         shape = ModuleShape(
             name=name,
             parameters=tuple(
-                ParameterShape(key, each.numel(), id(each) in ours, widths[id(each)]) for key, each in first
+                ParameterShape(key, each.numel(), id(each) in ours, widths[id(each)])
+                for key, each in first
             ),
-            flops_per_token=sum(2 * each.numel() for _, each in own if multiplies and each.ndim > 1),
-            shared_numel=sum(each.numel() for _, each in own) - sum(each.numel() for _, each in first),
+            flops_per_token=sum(
+                2 * each.numel() for _, each in own if multiplies and each.ndim > 1
+            ),
+            shared_numel=sum(each.numel() for _, each in own)
+            - sum(each.numel() for _, each in first),
         )
         if own:
             modules.append(shape)
@@ -138,11 +155,23 @@ def wish_of(config: EngineConfig, policy: OffloadPolicy | None) -> Wish:
     )
 
 
-def _deepest(module: torch.nn.Module, nbytes: Callable[[torch.nn.Parameter], int], leaves: Collection[int] = ()) -> int:
-    """Return what the module needs at most at one time. Lists of parameters are not called: whoever has them reads."""
+def _deepest(
+    module: torch.nn.Module,
+    nbytes: Callable[[torch.nn.Parameter], int],
+    leaves: Collection[int] = (),
+) -> int:
+    """Return what the module needs at most at one time.
+
+    Lists of parameters are not called: whoever has them reads.
+    """
     own = sum(nbytes(each) for each in module.parameters(recurse=id(module) in leaves))
     if id(module) in leaves:
         return own
     within = [child for child in module.children() if not isinstance(child, _LISTS)]
-    own += sum(nbytes(each) for child in module.children() if isinstance(child, _LISTS) for each in child.parameters())
+    own += sum(
+        nbytes(each)
+        for child in module.children()
+        if isinstance(child, _LISTS)
+        for each in child.parameters()
+    )
     return own + max((_deepest(child, nbytes, leaves) for child in within), default=0)

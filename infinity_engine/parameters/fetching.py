@@ -1,7 +1,9 @@
-"""`ParameterFetcher`: parameters that are at home on the host or on drives, and which of them are on the device.
+"""`ParameterFetcher`: parameters that are at home on the host or on drives, and which of them are
+on the device.
 
-Fetches what is asked for, ahead what the trace has next, and gives up what is needed last. What it has fetched it shows
-to modules as the parameter's own data; else they see NaN. Decides nothing about the order: trace and prefetch do.
+Fetches what is asked for, ahead what the trace has next, and gives up what is needed last. What it
+has fetched it shows to modules as the parameter's own data; else they see NaN. Decides nothing
+about the order: trace and prefetch do.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class _Here:
 
 @dataclass(slots=True)
 class _Coming:
-    """A parameter whose new values come piece by piece: some are read, others a deferred update is about to make."""
+    """A parameter whose new values come piece by piece: some are read, others a deferred update is
+    about to make.
+    """
 
     lease: Lease
     missing: dict[int, int]  # the first byte of each piece that has not come, and its bytes
@@ -54,9 +58,10 @@ class _Coming:
 class ParameterFetcher:
     """Fetches `parameters`, whose homes `records` has by their numbers, to the device.
 
-    Keeps `limit` bytes there, of what is here and of what views have left of what was; more only as long as more is in
-    use, and the device has it. Whoever else needs the device's memory gets what is not in use. What comes from `swap`
-    to a device with memory of its own passes the pool `passing`, as much at a time as that has room for.
+    Keeps `limit` bytes there, of what is here and of what views have left of what was; more only as
+    long as more is in use, and the device has it. Whoever else needs the device's memory gets what
+    is not in use. What comes from `swap` to a device with memory of its own passes the pool
+    `passing`, as much at a time as that has room for.
     """
 
     def __init__(
@@ -74,9 +79,12 @@ class ParameterFetcher:
         self._parameters = {each.number: each for each in parameters}
         self._records = records
         self._lanes = lanes
-        self._mover = Mover(lanes.accelerator, lanes.host if passing is None else passing, lanes.device, swap)
+        self._mover = Mover(
+            lanes.accelerator, lanes.host if passing is None else passing, lanes.device, swap
+        )
         self._homes = {number: record.home() for number, record in records.items()}
-        self._there = Tier.HOST if lanes.accelerator.unified else Tier.DEVICE  # what fetching brings them to
+        # what fetching brings them to
+        self._there = Tier.HOST if lanes.accelerator.unified else Tier.DEVICE
         self._nbytes = {number: record.nbytes for number, record in records.items()}
         self._trace = TraceFollower()
         self._here: dict[int, _Here] = {}
@@ -89,7 +97,8 @@ class ParameterFetcher:
         self._coming: dict[int, _Coming] = {}
         self._restores = True
         self._unused: set[int] = set()  # what was fetched and has not been needed since
-        self._ahead = 0  # all that is needed before this position of the trace is here, or on its way
+        # all that is needed before this position of the trace is here, or on its way
+        self._ahead = 0
         self._fetched = self._fetched_bytes = self._in_time = self._late = 0
         where = lanes.accelerator.torch_device
         self._absent = {}
@@ -100,15 +109,15 @@ class ParameterFetcher:
             each.note_values()
         lanes.device.attach(self)
 
-    # --- what modules need ----------------------------------------------------------------------------------------
+    # --- what modules need ------------------------------------------------------------------------
 
     def need(self, use: Use) -> None:
         """Let the parameters of `use` be on the device and shown, and fetch ahead what comes next.
 
         Raises:
             CapacityError: they and what is held do not fit into the limit together.
-            RuntimeError: a parameter that has to make room was changed by somebody else, or an update that was deferred
-                has failed.
+            RuntimeError: a parameter that has to make room was changed by somebody else, or an
+                update that was deferred has failed.
             TransferError: one could not be fetched; it can be asked for again.
         """
         if not self._trace.saw(use):
@@ -149,8 +158,12 @@ class ParameterFetcher:
 
     @contextmanager
     def gathered(self, numbers: Iterable[int]) -> Iterator[None]:
-        """Have these on the device, shown and held, within the body. What the trace says is not touched."""
-        numbers = [number for number in numbers if number in self._records]  # not those without elements
+        """Have these on the device, shown and held, within the body.
+
+        What the trace says is not touched.
+        """
+        # not those without elements
+        numbers = [number for number in numbers if number in self._records]
         self.hold(numbers)
         try:
             self._provide(numbers)
@@ -167,17 +180,24 @@ class ParameterFetcher:
         return self._by_address.get(address)
 
     def fetched(self, number: int) -> torch.Tensor:
-        """Return the values of a parameter that is shown. Whoever has views of them keeps their memory."""
+        """Return the values of a parameter that is shown.
+
+        Whoever has views of them keeps their memory.
+        """
         return self._parameters[number].parameter.data
 
     def version_of(self, number: int) -> int:
-        """Return how often the values of a parameter were changed: what was saved before is of another version."""
+        """Return how often the values of a parameter were changed: what was saved before is of
+        another version.
+        """
         return self._records[number].version
 
-    # --- what the device's memory asks --------------------------------------------------------------------------------
+    # --- what the device's memory asks ------------------------------------------------------------
 
     def give(self) -> bool:
-        """Give up what is needed last, for somebody who has no room; tell whether there was something to give."""
+        """Give up what is needed last, for somebody who has no room; tell whether there was
+        something to give.
+        """
         idle = farthest_first(self._idle(), self._trace.next_use)
         if idle:
             self._release(idle[0])
@@ -186,17 +206,19 @@ class ParameterFetcher:
             self._drop(next(reversed(self._coming)))
             return True
         viewed = self._lanes.device.kept_bytes
-        gc.collect()  # the last resort: cycles of the caller's own may have views. The engine makes none
+        # the last resort: cycles of the caller's own may have views. The engine makes none
+        gc.collect()
         return self._lanes.device.kept_bytes < viewed
 
     def used(self) -> Event:
         """Return the end of all that was submitted so far and may use views of parameters."""
         return self._lanes.accelerator.record(self._lanes.compute)
 
-    # --- steps ----------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Release everything: an update is about to change the values at home, and wants the device's memory.
+        """Release everything: an update is about to change the values at home, and wants the
+        device's memory.
 
         Raises:
             RuntimeError: a parameter was changed by somebody else, or is held.
@@ -225,7 +247,8 @@ class ParameterFetcher:
         self._beside = go_on
 
     def receive(self, number: int, start: int, values: torch.Tensor) -> None:
-        """Copy a piece of the new values of a parameter, so that it need not be read, if there is room until its use.
+        """Copy a piece of the new values of a parameter, so that it need not be read, if there is
+        room until its use.
 
         Its first byte is `start`. What was made before is read, and the rest is expected.
         """
@@ -257,9 +280,12 @@ class ParameterFetcher:
         here.transfer.result()
         record.changed()
         transfer = self._mover.move(record, self._homes[number], source=Source.KEPT)
-        self._count(Lane.D2H if self._homes[number] is Tier.HOST else Lane.NVME_WRITE, number, transfer)
+        self._count(
+            Lane.D2H if self._homes[number] is Tier.HOST else Lane.NVME_WRITE, number, transfer
+        )
         transfer.result()
-        self._mover.move(record, self._there, source=Source.KEPT).result()  # no bytes move: it is there
+        # no bytes move: it is there
+        self._mover.move(record, self._there, source=Source.KEPT).result()
         if self._homes[number] is Tier.NVME and self._there is Tier.DEVICE:
             self._mover.release(record, Tier.HOST)
         self._parameters[number].note_values()
@@ -278,7 +304,9 @@ class ParameterFetcher:
         return whole
 
     def end_step(self) -> TraceMismatch | None:
-        """Begin to fetch what the next step needs first; return where this one went another way than the one before."""
+        """Begin to fetch what the next step needs first; return where this one went another way
+        than the one before.
+        """
         mismatch = self._trace.end_step()
         self._ahead = 0
         self._fetch_ahead()
@@ -288,7 +316,10 @@ class ParameterFetcher:
     def stats(self) -> FetchingStats:
         """What was fetched."""
         return FetchingStats(
-            fetched=self._fetched, fetched_bytes=self._fetched_bytes, in_time=self._in_time, late=self._late
+            fetched=self._fetched,
+            fetched_bytes=self._fetched_bytes,
+            in_time=self._in_time,
+            late=self._late,
         )
 
     def leave_absent(self) -> None:
@@ -296,9 +327,12 @@ class ParameterFetcher:
         self._restores = False
 
     def close(self) -> None:
-        """Give all values their own ordinary memory, and all leases back. What the caller has changed, unasked, stays.
+        """Give all values their own ordinary memory, and all leases back.
 
-        They get it only if there is memory for all of them: else they stay absent, and a warning says so.
+        What the caller has changed, unasked, stays.
+
+        They get it only if there is memory for all of them: else they stay absent, and a warning
+        says so.
 
         Raises:
             TransferError: some could not be read from the drives, and are gone. All else is done.
@@ -332,20 +366,24 @@ class ParameterFetcher:
             raise again(lost)
 
     def _there_is_room_for_all(self) -> bool:
-        """Tell whether the host, or the memory group of this process, has memory for copies of all; warn where not."""
+        """Tell whether the host, or the memory group of this process, has memory for copies of all;
+        warn where not.
+        """
         nbytes, free = sum(self._nbytes.values()), free_for_copies()
         if nbytes > free:
             warnings.warn(stay_absent(nbytes, free), RuntimeWarning, stacklevel=2)
         return nbytes <= free
 
     def _count_needs(self, numbers: Iterable[int]) -> None:
-        """Count parameters on the drives that somebody begins to need: left here by another use, or read for this."""
+        """Count parameters on the drives that somebody begins to need: left here by another use, or
+        read for this.
+        """
         for number in numbers:
             if self._homes[number] is Tier.NVME:
                 found = number in self._here and number not in self._unused
                 self._lanes.meter.needs(Cargo.PARAMETERS, self._nbytes[number], found=found)
 
-    # --- several parameters ---------------------------------------------------------------------------------------
+    # --- several parameters -----------------------------------------------------------------------
 
     def _provide(self, numbers: Iterable[int]) -> None:
         """Let parameters that are held be here and shown."""
@@ -363,15 +401,22 @@ class ParameterFetcher:
             self._show(number)
 
     def _unmade(self, upcoming: Iterable[tuple[int, Use]]) -> Collection[int]:
-        """Return what of the parameters of these uses a deferred update has not made yet, and is not here."""
+        """Return what of the parameters of these uses a deferred update has not made yet, and is
+        not here.
+        """
         update = self._update
         if update is None:
             return ()
         numbers = {number for _, use in upcoming for number in use.parameters}
-        return {number for number in numbers if number not in self._here and not update.has_made(number)}
+        return {
+            number for number in numbers if number not in self._here and not update.has_made(number)
+        }
 
     def _fetch_ahead(self) -> None:
-        """Begin to fetch what comes next. Who needs what an update has failed to make is told that, and nobody here."""
+        """Begin to fetch what comes next.
+
+        Who needs what an update has failed to make is told that, and nobody here.
+        """
         try:
             if self._update is None or not self._update.failed:
                 self._fetch_upcoming()
@@ -408,16 +453,20 @@ class ParameterFetcher:
                 self._ahead = min(self._ahead, self._trace.next_use(number))
                 return
             self._drop(number)
-            lease = self._lanes.device.spare(self._nbytes[number], holder=self._holder(number), views=Views.KEEP)
+            lease = self._lanes.device.spare(
+                self._nbytes[number], holder=self._holder(number), views=Views.KEEP
+            )
             if lease is None:  # others have taken it, and nothing has to be ahead
                 self._ahead = min(self._ahead, self._trace.next_use(number))
                 return
             self._fetch(number, lease)
 
-    # --- what an update makes ---------------------------------------------------------------------------------------
+    # --- what an update makes ---------------------------------------------------------------------
 
     def _expect(self, number: int) -> None:
-        """Have memory for a parameter of which a deferred update is about to make pieces, if that takes none's turn."""
+        """Have memory for a parameter of which a deferred update is about to make pieces, if that
+        takes none's turn.
+        """
         update, at = self._update, self._trace.next_use(number)
         known = number in self._records and number not in self._here and self._there is Tier.HOST
         if update is None or not known or self._homes[number] is not Tier.NVME or at == NEVER:
@@ -443,7 +492,9 @@ class ParameterFetcher:
             self._complete(number)
 
     def _complete(self, number: int) -> None:
-        """Begin to read the pieces that are at home of what is expected in pieces; nothing where it is not."""
+        """Begin to read the pieces that are at home of what is expected in pieces; nothing where it
+        is not.
+        """
         update, coming = self._update, self._coming.get(number)
         if update is None or coming is None:
             return
@@ -466,14 +517,18 @@ class ParameterFetcher:
 
     def _bring(self, number: int, coming: _Coming) -> None:
         """Let a parameter be here all of whose pieces have come, or are being read."""
-        transfer = self._mover.bring(self._records[number], into=coming.lease, hop=Hops(coming.reading))
+        transfer = self._mover.bring(
+            self._records[number], into=coming.lease, hop=Hops(coming.reading)
+        )
         self._here[number] = _Here(coming.lease, transfer)
         del self._coming[number]
         if coming.reading:
             self._unused.add(number)
 
     def _drop(self, number: int) -> None:
-        """Give the memory of a parameter back of which pieces are expected; nothing where none are."""
+        """Give the memory of a parameter back of which pieces are expected; nothing where none
+        are.
+        """
         coming = self._coming.get(number)
         if coming is not None:
             with suppress(TransferError):
@@ -487,14 +542,16 @@ class ParameterFetcher:
         for number in list(self._coming):
             self._drop(number)
 
-    # --- one parameter --------------------------------------------------------------------------------------------
+    # --- one parameter ----------------------------------------------------------------------------
 
     @property
     def _free(self) -> int:
         return self.limit - self._taken - self._lanes.device.kept_bytes
 
     def _make_room(self, number: int) -> None:
-        """Let the limit have room for a parameter that is needed now, as far as there is something to give up."""
+        """Let the limit have room for a parameter that is needed now, as far as there is something
+        to give up.
+        """
         nbytes = self._nbytes[number]
         if nbytes > self._free:
             for idle in farthest_first(self._idle(), self._trace.next_use):
@@ -526,7 +583,9 @@ class ParameterFetcher:
     def _lease(self, number: int) -> Lease:
         """Return memory for a parameter that is needed now."""
         try:
-            return self._lanes.device.lease(self._nbytes[number], holder=self._holder(number), views=Views.KEEP)
+            return self._lanes.device.lease(
+                self._nbytes[number], holder=self._holder(number), views=Views.KEEP
+            )
         except CapacityError as error:
             if self._update is not None:  # whose staging sets may be in the way
                 self._update.end()
@@ -538,7 +597,8 @@ class ParameterFetcher:
                 limit=error.limit,
                 holders=error.holders,
                 change=f"raise the budget's {self._lanes.device.reservation.tier.name.lower()}: "
-                f"{self._parameters[number].name} is needed while these are. What a module uses stays until "
+                f"{self._parameters[number].name} is needed while these are. What a module uses "
+                "stays until "
                 "it returns, and what is read outside of modules until engine.step()",
             ) from None
 
@@ -563,7 +623,9 @@ class ParameterFetcher:
 
     def _count(self, lane: Lane, number: int, transfer: Transfer) -> None:
         nbytes, name = self._nbytes[number], self._parameters[number].name
-        self._lanes.meter.copies(lane, Cargo.PARAMETERS, nbytes, transfer.event, name="parameter", parameter=name)
+        self._lanes.meter.copies(
+            lane, Cargo.PARAMETERS, nbytes, transfer.event, name="parameter", parameter=name
+        )
 
     def _show(self, number: int) -> None:
         here, each = self._here[number], self._parameters[number]
@@ -578,7 +640,9 @@ class ParameterFetcher:
         self._by_address[address] = number
 
     def _arrived(self, here: _Here) -> None:
-        """Wait until a parameter is here; one that could not come is as if it had not been asked for."""
+        """Wait until a parameter is here; one that could not come is as if it had not been asked
+        for.
+        """
         self._wait(here)
         try:
             here.transfer.result()

@@ -1,4 +1,5 @@
-"""The only registrar of hooks: whatever the engine hangs on the user's objects is hung here, and taken off again.
+"""The only registrar of hooks: whatever the engine hangs on the user's objects is hung here, and
+taken off again.
 
 Hooks call what they are given, with signals held back, and decide nothing.
 """
@@ -29,7 +30,9 @@ class Hooks:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._watched: list[tuple[torch.nn.Module, dict[str, torch.nn.Parameter | None]]] = []
 
-    def on_gradient(self, parameter: torch.nn.Parameter, take: Callable[[torch.Tensor], None]) -> None:
+    def on_gradient(
+        self, parameter: torch.nn.Parameter, take: Callable[[torch.Tensor], None]
+    ) -> None:
         """Call `take` with each gradient of a parameter, which then has none."""
 
         @self.signals.holding
@@ -38,15 +41,21 @@ class Hooks:
             if gradient is not None:
                 take(gradient)
 
-        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch is
+        # torch is
+        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
 
     @staticmethod
     def takes_gradients(parameter: torch.nn.Parameter) -> bool:
-        """Tell whether somebody is called with the gradients of a parameter, of this engine or another one."""
+        """Tell whether somebody is called with the gradients of a parameter, of this engine or
+        another one.
+        """
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         ours = f"{Hooks.on_gradient.__qualname__}.<locals>.hook"
-        return any((each.__module__, getattr(each, "__qualname__", "")) == (__name__, ours) for each in hooks.values())
+        return any(
+            (each.__module__, getattr(each, "__qualname__", "")) == (__name__, ours)
+            for each in hooks.values()
+        )
 
     def before_accumulating(self, parameter: torch.nn.Parameter, call: Callable[[], None]) -> None:
         """Call `call` before a gradient is added to what a parameter has."""
@@ -55,9 +64,12 @@ class Hooks:
         def hook(_gradient: torch.Tensor) -> None:
             call()
 
-        self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]  # torch is
+        # torch is
+        self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def on_optimizer_step(self, optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:
+    def on_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, check: Callable[[], None]
+    ) -> None:
         """Call `check` before each of the optimizer's own steps."""
 
         def hook(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -71,7 +83,9 @@ class Hooks:
         saved: Callable[[dict[str, Any]], None],
         loaded: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Call `saved` with a state dict that the optimizer has made of itself, `loaded` before it loads one."""
+        """Call `saved` with a state dict that the optimizer has made of itself, `loaded` before it
+        loads one.
+        """
 
         def saved_hook(_optimizer: Any, state_dict: dict[str, Any]) -> None:
             saved(state_dict)
@@ -88,7 +102,9 @@ class Hooks:
         before: Callable[[torch.nn.Module], None],
         after: Callable[[torch.nn.Module, object], None],
     ) -> None:
-        """Call `before` when a module is about to run, and `after`, with what it returns, also where it raises."""
+        """Call `before` when a module is about to run, and `after`, with what it returns, also
+        where it raises.
+        """
 
         @self.signals.holding
         def pre_hook(owner: torch.nn.Module, _args: Any) -> None:
@@ -102,16 +118,22 @@ class Hooks:
         self._handles.append(module.register_forward_hook(hook, always_call=True))
 
     def before_backward(self, tensor: torch.Tensor, call: Callable[[], None]) -> None:
-        """Call `call` when the gradient of a tensor is there, before that of what it was made of is computed."""
+        """Call `call` when the gradient of a tensor is there, before that of what it was made of is
+        computed.
+        """
 
         @self.signals.holding
         def hook(_gradient: torch.Tensor) -> None:
             call()
 
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch is; it goes with the tensor
+        # torch is; it goes with the tensor
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def before_call(self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any], None]) -> None:
-        """Call `hook` itself, which so can be found again among the module's, when the module is about to run.
+    def before_call(
+        self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any], None]
+    ) -> None:
+        """Call `hook` itself, which so can be found again among the module's, when the module is
+        about to run.
 
         It is called as it is, also by compilers; nor does `on_any_use` hold signals back.
         """
@@ -122,7 +144,8 @@ class Hooks:
         parameter: Callable[[torch.nn.Module, str, object], None],
         submodule: Callable[[torch.nn.Module, str, object], None],
     ) -> None:
-        """Tell of every parameter and submodule, in any thread, that a module is about to have, and under which name.
+        """Tell of every parameter and submodule, in any thread, that a module is about to have, and
+        under which name.
 
         A submodule's own `__init__` has run by then. Either may be None.
         """
@@ -130,7 +153,9 @@ class Hooks:
         self._handles.append(register_module_module_registration_hook(submodule))
 
     def on_read(self, module: torch.nn.Module, read: Callable[[object], None]) -> None:
-        """Call `read` with a parameter of the module's own before anybody gets it as an attribute."""
+        """Call `read` with a parameter of the module's own before anybody gets it as an
+        attribute.
+        """
         parameters = module._parameters
         self._watched.append((module, parameters))
         module.__dict__["_parameters"] = _WatchedParameters(parameters, self.signals.holding(read))
@@ -142,7 +167,9 @@ class Hooks:
         listed: Callable[[], None],
         copied: Callable[[], None],
     ) -> None:
-        """As `on_read`; and call `listed` before all of the module's own are listed, `copied` before it is copied."""
+        """As `on_read`; and call `listed` before all of the module's own are listed, `copied`
+        before it is copied.
+        """
         parameters = module._parameters
         self._watched.append((module, parameters))
         module.__dict__["_parameters"] = _AwaitedParameters(parameters, read, listed, copied)
@@ -153,7 +180,8 @@ class Hooks:
         def hook(*_: Any) -> None:
             check()
 
-        self._handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]  # torch is
+        # torch is
+        self._handles.append(module.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def on_load_state_dict(self, module: torch.nn.Module, check: Callable[[], None]) -> None:
         """Call `check` before values of a state dict are taken over by the module."""
@@ -161,16 +189,22 @@ class Hooks:
         def hook(*_: Any) -> None:
             check()
 
-        self._handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]  # torch is
+        # torch is
+        self._handles.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def saving(
         self, pack: Callable[[torch.Tensor], object], unpack: Callable[[Any], torch.Tensor]
     ) -> AbstractContextManager[None]:
-        """Return what lets autograd save what `pack` returns, in this thread and within its body."""
-        return torch.autograd.graph.saved_tensors_hooks(self.signals.holding(pack), self.signals.holding(unpack))
+        """Return what lets autograd save what `pack` returns, in this thread and within its
+        body.
+        """
+        return torch.autograd.graph.saved_tensors_hooks(
+            self.signals.holding(pack), self.signals.holding(unpack)
+        )
 
     def nobody_saves(self) -> bool:
-        """Tell whether such hooks can be set: those of checkpointing see what is saved, and ours would hide it.
+        """Tell whether such hooks can be set: those of checkpointing see what is saved, and ours
+        would hide it.
 
         Nor can they within a transform of torch.func, which keeps what it needs by itself.
         """
@@ -198,9 +232,14 @@ class Hooks:
 
 
 class _WatchedParameters(dict[str, "torch.nn.Parameter | None"]):
-    """The parameters of a module by name; tells when one is read. All of them at once may be listed untold."""
+    """The parameters of a module by name; tells when one is read.
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter | None], read: Callable[[object], None]) -> None:
+    All of them at once may be listed untold.
+    """
+
+    def __init__(
+        self, parameters: dict[str, torch.nn.Parameter | None], read: Callable[[object], None]
+    ) -> None:
         super().__init__(parameters)
         self._read = read
 
@@ -211,7 +250,8 @@ class _WatchedParameters(dict[str, "torch.nn.Parameter | None"]):
 
     def __reduce_ex__(self, _protocol: object) -> Any:
         raise TypeError(
-            "a model whose parameters an engine fetches cannot be copied or pickled, as its values are not there: take "
+            "a model whose parameters an engine fetches cannot be copied or pickled, as its values "
+            "are not there: take "
             "engine.state_dict(), or close the engine first"
         )
 
@@ -233,11 +273,13 @@ class _AwaitedParameters(_WatchedParameters):
         self._listed = listed
         self._copied = copied
 
-    def items(self) -> ItemsView[str, torch.nn.Parameter | None]:  # type: ignore[override]  # dict's own view
+    # dict's own view
+    def items(self) -> ItemsView[str, torch.nn.Parameter | None]:  # type: ignore[override]
         self._listed()
         return super().items()
 
-    def values(self) -> ValuesView[torch.nn.Parameter | None]:  # type: ignore[override]  # dict's own view
+    # dict's own view
+    def values(self) -> ValuesView[torch.nn.Parameter | None]:  # type: ignore[override]
         self._listed()
         return super().values()
 

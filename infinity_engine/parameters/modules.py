@@ -1,7 +1,8 @@
 """`ModuleParameters`: sees who needs which parameters, and lets the fetcher bring them.
 
-A module that is about to run needs its own; whoever reads `module.weight` needs that one; the backward needs what was
-saved for it. What a running module asked for stays until it returns, and is its caller's if it returns it.
+A module that is about to run needs its own; whoever reads `module.weight` needs that one; the
+backward needs what was saved for it. What a running module asked for stays until it returns, and is
+its caller's if it returns it.
 """
 
 from __future__ import annotations
@@ -32,30 +33,42 @@ def check_modules(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if is_compiled(module):
             expected = (
-                "a module that is not compiled, as parameters are fetched around modules: what is compiled reads them "
-                'where no hook can fetch them. Give the device a larger budget and parameters="device", or do not '
+                "a module that is not compiled, as parameters are fetched around modules: what is "
+                "compiled reads them "
+                "where no hook can fetch them. Give the device a larger budget and "
+                'parameters="device", or do not '
                 "compile it"
             )
-            raise ConfigError(field=f"module {name or 'model'}", value=type(module).__name__, expected=expected)
+            raise ConfigError(
+                field=f"module {name or 'model'}", value=type(module).__name__, expected=expected
+            )
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Tell whether a module does not run in Python, so that hooks may not see what it reads."""
-    compiled = "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+    compiled = (
+        "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+    )
     return compiled or isinstance(module, torch.jit.ScriptModule)
 
 
 def leaves_of(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """Return the modules that these name, or whose classes they name: one within another is not one.
+    """Return the modules that these name, or whose classes they name: one within another is not
+    one.
 
     Raises:
         ConfigError: a name is that of none.
     """
     found: set[str] = set()
     for name in names:
-        some = {path for path, module in model.named_modules() if name in (path, type(module).__name__)}
+        some = {
+            path for path, module in model.named_modules() if name in (path, type(module).__name__)
+        }
         if not some:
-            expected = "the name of a module of the model, as named_modules() has it, or of a module's class"
+            expected = (
+                "the name of a module of the model, as named_modules() has it, or of a module's "
+                "class"
+            )
             raise ConfigError(field="ranks.leaf_modules", value=name, expected=expected)
         found |= some
     return frozenset(path for path in found if not _within(path, found))
@@ -68,7 +81,9 @@ def _within(path: str, modules: Collection[str]) -> bool:
 
 @dataclass(slots=True)
 class _Frame:
-    """A module that is running, the parameters that are held for it, and what keeps them from being saved."""
+    """A module that is running, the parameters that are held for it, and what keeps them from being
+    saved.
+    """
 
     module: torch.nn.Module | None
     saving: AbstractContextManager[None] | None = None
@@ -98,7 +113,10 @@ class _SavedParameter(NamedTuple):
 
 
 class _SavedTensor(NamedTuple):
-    """Anything else that is saved, and the version that it had. Not the very tensor: its graph would hold itself."""
+    """Anything else that is saved, and the version that it had.
+
+    Not the very tensor: its graph would hold itself.
+    """
 
     tensor: torch.Tensor
     version: int
@@ -107,7 +125,8 @@ class _SavedTensor(NamedTuple):
 class ModuleParameters:
     """The uses that the modules of one model make of `parameters`.
 
-    A module of `leaves` uses all that is within it, as a whole: when it begins, and when its backward does.
+    A module of `leaves` uses all that is within it, as a whole: when it begins, and when its
+    backward does.
     """
 
     def __init__(
@@ -123,7 +142,9 @@ class ModuleParameters:
         self._hooks = hooks
         self._names = {each.number: each.name for each in parameters}
         self._parameters = {each.number: each.parameter for each in parameters if each.numel}
-        self._saved_uses = {each.number: Use(f"{each.name}, as saved", (each.number,)) for each in parameters}
+        self._saved_uses = {
+            each.number: Use(f"{each.name}, as saved", (each.number,)) for each in parameters
+        }
         self._read_uses = {each.number: Use(each.name, (each.number,)) for each in parameters}
         self._numbers = {id(each.parameter): each.number for each in parameters if each.numel}
         self._outside = _Frame(None)
@@ -139,7 +160,9 @@ class ModuleParameters:
         for name, module in model.named_modules():
             is_leaf = name in leaves
             own = tuple(
-                self._numbers[id(each)] for each in module.parameters(recurse=is_leaf) if id(each) in self._numbers
+                self._numbers[id(each)]
+                for each in module.parameters(recurse=is_leaf)
+                if id(each) in self._numbers
             )
             if is_leaf:
                 self._leaf_of.update((id(each), module) for each in module.modules())
@@ -154,7 +177,8 @@ class ModuleParameters:
                     self._called.add(id(module))
 
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-        """Let a module have a parameter, from its next call on, as it has its own; one in a leaf, as the leaf has.
+        """Let a module have a parameter, from its next call on, as it has its own; one in a leaf,
+        as the leaf has.
 
         Raises:
             ConfigError: the module has come to the model since the engine was made.
@@ -189,13 +213,16 @@ class ModuleParameters:
             raise self._unseen(number)
 
     def never_asked(self) -> list[str]:
-        """Return the names of the parameters that neither a module nor the caller has asked for so far."""
+        """Return the names of the parameters that neither a module nor the caller has asked for so
+        far.
+        """
         if len(self._asked) >= len(self._parameters):
             return []
         return [self._names[number] for number in self._parameters if number not in self._asked]
 
     def saving(self) -> AbstractContextManager[None]:
-        """Let nothing in the body save parameters for the backward, which fetches them again instead.
+        """Let nothing in the body save parameters for the backward, which fetches them again
+        instead.
 
         The body calls the model: what an interrupted call has left behind ends here.
 
@@ -207,20 +234,26 @@ class ModuleParameters:
         return self._hooks.saving(self._pack, self._unpack)
 
     def close(self) -> None:
-        """Let go of everything for good: no graph that was made until now can be differentiated any more."""
+        """Let go of everything for good: no graph that was made until now can be differentiated any
+        more.
+        """
         self.let_go()
         self._closed = True
 
     def let_go(self) -> None:
-        """Let go of all that is held: no module is running, and nobody needs what was read outside of one any more."""
+        """Let go of all that is held: no module is running, and nobody needs what was read outside
+        of one any more.
+        """
         self._end_frames(1)
         self._end(self._outside)
         self.end_backward()
 
     def let_go_of_oldest_read(self, wanted: Collection[int] = ()) -> bool:
-        """Let go of the parameter that was read outside of modules first, unless it is wanted; tell if there is one.
+        """Let go of the parameter that was read outside of modules first, unless it is wanted; tell
+        if there is one.
 
-        Nothing says when the caller's code has done with such a read: the value stays until its room is needed.
+        Nothing says when the caller's code has done with such a read: the value stays until its
+        room is needed.
         """
         for number in self._outside.held:
             if number not in wanted:
@@ -233,7 +266,7 @@ class ModuleParameters:
         """Let go of what the backward of a leaf has held: no backward is running."""
         self._end(self._leaf)
 
-    # --- modules --------------------------------------------------------------------------------------------------
+    # --- modules ----------------------------------------------------------------------------------
 
     def _before(self, module: torch.nn.Module) -> None:
         use, frame = self._uses[id(module)], _Frame(module)
@@ -312,11 +345,15 @@ class ModuleParameters:
             return [number for each in output for number in self._returned(each)]
         return ()
 
-    # --- what is saved --------------------------------------------------------------------------------------------
+    # --- what is saved ----------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> object:
         number = None
-        if tensor.layout == torch.strided and tensor.numel() and not (tensor.is_conj() or tensor.is_neg()):
+        if (
+            tensor.layout == torch.strided
+            and tensor.numel()
+            and not (tensor.is_conj() or tensor.is_neg())
+        ):
             number = self._fetcher.number_at(tensor.untyped_storage().data_ptr())
         if number is None:
             self._check_seen(tensor)
@@ -336,23 +373,32 @@ class ModuleParameters:
         if any(tensor.stride()) or storage.nbytes() != tensor.element_size() or tensor.numel() < 2:
             return
         for number, parameter in self._parameters.items():
-            if parameter.untyped_storage().data_ptr() == storage.data_ptr() and not self._fetcher.is_shown(number):
+            if (
+                parameter.untyped_storage().data_ptr() == storage.data_ptr()
+                and not self._fetcher.is_shown(number)
+            ):
                 raise self._unseen(number)
 
     def _unseen(self, number: int) -> RuntimeError:
         return RuntimeError(
-            f"{self._names[number]} was used where nobody could see that it is needed, and read as NaN: what a module "
-            "has is fetched when it runs, and what it reads as an attribute of another one when it reads it; this came "
-            "another way, such as a variable, a list or model.parameters(). Call engine.register_external(module, "
-            "parameter) once for the module that uses it, or use it under `with engine.gathered(parameter)`"
+            f"{self._names[number]} was used where nobody could see that it is needed, and read as "
+            "NaN: what a module "
+            "has is fetched when it runs, and what it reads as an attribute of another one when it "
+            "reads it; this came "
+            "another way, such as a variable, a list or model.parameters(). Call "
+            "engine.register_external(module, "
+            "parameter) once for the module that uses it, or use it under `with "
+            "engine.gathered(parameter)`"
         )
 
     def _unpack(self, saved: object) -> torch.Tensor:
         if isinstance(saved, _SavedTensor):
             if saved.tensor._version != saved.version:
                 raise RuntimeError(
-                    "a tensor that the backward needs was modified by an in-place operation after it was saved: it was "
-                    f"at version {saved.version} and is at version {saved.tensor._version}, of shape "
+                    "a tensor that the backward needs was modified by an in-place operation after "
+                    "it was saved: it was "
+                    f"at version {saved.version} and is at version {saved.tensor._version}, of "
+                    "shape "
                     f"{tuple(saved.tensor.shape)}"
                 )
             return saved.tensor
@@ -360,13 +406,17 @@ class ModuleParameters:
         number = saved.number
         if self._closed:
             raise RuntimeError(
-                f"The engine was closed before this backward, which needs {self._names[number]}. A graph that was made "
-                "under the engine ends with it. Call backward() before close(), or run the model again"
+                f"The engine was closed before this backward, which needs {self._names[number]}. A "
+                "graph that was made "
+                "under the engine ends with it. Call backward() before close(), or run the model "
+                "again"
             )
         if saved.version != self._fetcher.version_of(number):
             raise RuntimeError(
-                f"the backward needs {self._names[number]} as it was in the forward, and engine.step(), or somebody "
-                "under engine.gathered(), has changed it since: call backward before that, and forward again for "
+                f"the backward needs {self._names[number]} as it was in the forward, and "
+                "engine.step(), or somebody "
+                "under engine.gathered(), has changed it since: call backward before that, and "
+                "forward again for "
                 "another one"
             )
         if number not in self._in_leaves or not self._fetcher.is_shown(number):

@@ -1,4 +1,5 @@
-"""The parameters of a model: those that the engine trains and those that are frozen, and what modules compute with.
+"""The parameters of a model: those that the engine trains and those that are frozen, and what
+modules compute with.
 
 Sees when somebody else changed one. Takes no gradients, moves and updates nothing.
 """
@@ -31,9 +32,11 @@ __all__ = [
 class ModelParameter:
     """One parameter of the model; `number` is its place among those that the engine knows.
 
-    Modules compute with it in `dtype`, which may be another one than it has when it is given to the engine.
+    Modules compute with it in `dtype`, which may be another one than it has when it is given to the
+    engine.
 
-    Or this rank's shard of one, flat: a part of the model's parameter `part_of`, with the same number and name.
+    Or this rank's shard of one, flat: a part of the model's parameter `part_of`, with the same
+    number and name.
     """
 
     number: int
@@ -67,13 +70,19 @@ class ModelParameter:
 
     @property
     def home(self) -> torch.Tensor:
-        """The contiguous tensor that has those elements: the parameter, or what modules see copies of."""
+        """The contiguous tensor that has those elements: the parameter, or what modules see copies
+        of.
+        """
         if self._on_drives:
-            raise RuntimeError(f"the values of {self.name} are on the drives: load them to see them")
+            raise RuntimeError(
+                f"the values of {self.name} are on the drives: load them to see them"
+            )
         return self.parameter if self._at_home is None else self._at_home
 
     def live_at(self, home: torch.Tensor | None) -> None:
-        """Let its values be in this flat tensor, of which modules see copies; None: they are the parameter's own."""
+        """Let its values be in this flat tensor, of which modules see copies; None: they are the
+        parameter's own.
+        """
         self._at_home = home
         self._on_drives = False
 
@@ -87,7 +96,10 @@ class ModelParameter:
         return self._on_drives
 
     def show(self, values: torch.Tensor) -> None:
-        """Let modules see these values. A change by somebody else, before, is still seen as one afterwards."""
+        """Let modules see these values.
+
+        A change by somebody else, before, is still seen as one afterwards.
+        """
         self.parameter.data = values
         self._seen = (values.data_ptr(), self._seen[1])
 
@@ -108,24 +120,30 @@ class ModelParameter:
         """
         if self._state() != self._seen:
             raise RuntimeError(
-                f"{self.name} was changed outside of the engine, which has its own copy of it: the change would be "
+                f"{self.name} was changed outside of the engine, which has its own copy of it: the "
+                "change would be "
                 "lost. Change it under `with engine.gathered([parameter], modify=True)`"
             )
 
     def _state(self) -> tuple[int, int]:
-        # Kernels do not raise the version. An update does so once, and notes it: any other change is somebody else's.
+        # Kernels do not raise the version. An update does so once, and notes it: any other change
+        # is somebody else's.
         return self.parameter.data_ptr(), self.parameter._version
 
 
 def absent(dtype: torch.dtype, shape: torch.Size, where: torch.device) -> torch.Tensor:
-    """Return what a parameter shows whose values are not there: who reads it gets NaN, who writes to it an error."""
+    """Return what a parameter shows whose values are not there: who reads it gets NaN, who writes
+    to it an error.
+    """
     nothing = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), nothing, dtype=dtype, device=where).expand(shape)
 
 
 @dataclass(eq=False)
 class TrainedParameter(ModelParameter):
-    """One parameter of the optimizer: `number` is its place among them, `group` that of its parameter group."""
+    """One parameter of the optimizer: `number` is its place among them, `group` that of its
+    parameter group.
+    """
 
     group: int
 
@@ -138,10 +156,12 @@ class TrainedParameter(ModelParameter):
 def collect_parameters(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: Precision
 ) -> tuple[TrainedParameter, ...]:
-    """Return the optimizer's parameters that are to be trained, in the model's order: about that of their use.
+    """Return the optimizer's parameters that are to be trained, in the model's order: about that of
+    their use.
 
     Raises:
-        ConfigError: one is not the model's, or is of a kind that cannot be trained here; or none is left.
+        ConfigError: one is not the model's, or is of a kind that cannot be trained here; or none is
+            left.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     dtypes = dtypes_of(model, precision)
@@ -153,7 +173,8 @@ def collect_parameters(
                 raise ConfigError(
                     field="optimizer",
                     value=f"a parameter of shape {tuple(parameter.shape)} in group {number}",
-                    expected="only parameters of the model: make the optimizer of model.parameters(), after the "
+                    expected="only parameters of the model: make the optimizer of "
+                    "model.parameters(), after the "
                     "last module was added or replaced",
                 )
             _check(name, parameter)
@@ -161,29 +182,43 @@ def collect_parameters(
                 raise ConfigError(
                     field="model",
                     value=f"one whose {name} another engine trains",
-                    expected="a model of no other engine: close that one first, which leaves an ordinary model",
+                    expected="a model of no other engine: close that one first, which leaves an "
+                    "ordinary model",
                 )
             if parameter.requires_grad:
                 formats_of(name, dtypes[id(parameter)])
                 groups[id(parameter)] = number
     if not groups:
-        raise ConfigError(field="optimizer", value="no parameter that requires a gradient", expected="at least one")
-    listed = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in groups]
+        raise ConfigError(
+            field="optimizer",
+            value="no parameter that requires a gradient",
+            expected="at least one",
+        )
+    listed = [
+        (name, parameter) for name, parameter in model.named_parameters() if id(parameter) in groups
+    ]
     return tuple(
         TrainedParameter(number, name, parameter, dtypes[id(parameter)], groups[id(parameter)])
         for number, (name, parameter) in enumerate(listed)
     )
 
 
-def check_memory_of_their_own(parameters: Iterable[ModelParameter], buffers: Mapping[str, torch.Tensor]) -> None:
-    """Refuse parameters that share elements with one another or with a buffer, where one of them is trained.
+def check_memory_of_their_own(
+    parameters: Iterable[ModelParameter], buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse parameters that share elements with one another or with a buffer, where one of them is
+    trained.
 
-    Each would get its own gradient and its own copy on another tier, so what was one tensor would become two.
+    Each would get its own gradient and its own copy on another tier, so what was one tensor would
+    become two.
 
     Raises:
         ConfigError: two share elements; it names both.
     """
-    ranges = [(*_range_of(known.parameter), known.name, isinstance(known, TrainedParameter)) for known in parameters]
+    ranges = [
+        (*_range_of(known.parameter), known.name, isinstance(known, TrainedParameter))
+        for known in parameters
+    ]
     ranges += [(*_range_of(buffer), f"buffer {name}", False) for name, buffer in buffers.items()]
     end, of, is_trained = 0, "", False  # of the range that reaches furthest so far
     for start, stop, name, trained in sorted(found for found in ranges if found[0] < found[1]):
@@ -191,8 +226,10 @@ def check_memory_of_their_own(parameters: Iterable[ModelParameter], buffers: Map
             raise ConfigError(
                 field=f"parameter {name}",
                 value=f"one that shares memory with {of}",
-                expected="memory of its own. As two parameters of one memory they would come apart on drives and in "
-                "16 bits. To tie them, let both modules have the same Parameter: second.weight = first.weight. To keep "
+                expected="memory of its own. As two parameters of one memory they would come apart "
+                "on drives and in "
+                "16 bits. To tie them, let both modules have the same Parameter: second.weight = "
+                "first.weight. To keep "
                 "both, give one its own values: parameter.data = parameter.data.clone()",
             )
         if stop > end:
@@ -200,11 +237,16 @@ def check_memory_of_their_own(parameters: Iterable[ModelParameter], buffers: Map
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses that a tensor's elements fill; nothing where they have gaps, as columns of a matrix have."""
+    """Return the addresses that a tensor's elements fill; nothing where they have gaps, as columns
+    of a matrix have.
+    """
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if last + 1 != tensor.numel():  # an expanded tensor has fewer elements in memory, which are no values of its own
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    # an expanded tensor has fewer elements in memory, which are no values of its own
+    if last + 1 != tensor.numel():
         return 0, 0
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
@@ -218,7 +260,11 @@ def collect_frozen(
         ConfigError: one is of a kind that cannot be used here.
     """
     ours, dtypes = {id(each.parameter) for each in trained}, dtypes_of(model, precision)
-    others = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in ours]
+    others = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in ours
+    ]
     for name, parameter in others:
         if parameter.is_meta or parameter.layout != torch.strided:
             expected = "a dense tensor with values, on the CPU"
@@ -239,4 +285,8 @@ def _check(name: str, parameter: torch.nn.Parameter) -> None:
     elif parameter.layout != torch.strided:
         problem = f"has the layout {parameter.layout}"
     if problem is not None:
-        raise ConfigError(field=f"parameter {name}", value=problem, expected="a dense tensor with values, on the CPU")
+        raise ConfigError(
+            field=f"parameter {name}",
+            value=problem,
+            expected="a dense tensor with values, on the CPU",
+        )

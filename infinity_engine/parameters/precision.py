@@ -1,4 +1,5 @@
-"""Which dtype each parameter computes in, by the setting `precision` and by what the model has (decision 0019).
+"""Which dtype each parameter computes in, by the setting `precision` and by what the model has
+(decision 0019).
 
 Changes nothing. Buffers are no matter of it: they keep their dtype, whatever the setting.
 """
@@ -55,15 +56,22 @@ def dtypes_of(model: torch.nn.Module, precision: Precision) -> Mapping[int, torc
         on_purpose = parameters if is_mixed else _beside_statistics(model)
         kept = {id(parameter) for parameter in on_purpose if parameter.dtype == torch.float32}
     return {
-        id(parameter): asked if parameter.dtype in _CAST and id(parameter) not in kept else parameter.dtype
+        id(parameter): asked
+        if parameter.dtype in _CAST and id(parameter) not in kept
+        else parameter.dtype
         for parameter in parameters
     }
 
 
 def _beside_statistics(model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    """Yield what torch computes with only in the dtype of statistics that stay in fp32: weights of batch norm."""
+    """Yield what torch computes with only in the dtype of statistics that stay in fp32: weights of
+    batch norm.
+    """
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and getattr(module.running_mean, "dtype", None) == torch.float32:
+        if (
+            isinstance(module, _BatchNorm)
+            and getattr(module.running_mean, "dtype", None) == torch.float32
+        ):
             yield from module.parameters(recurse=False)
 
 
@@ -75,7 +83,8 @@ def formats_of(name: str, dtype: torch.dtype) -> Formats:
     """
     if dtype not in _FORMATS:
         expected = (
-            "torch.float32, torch.bfloat16 or torch.float16, which are what the engine trains. Cast the parameter "
+            "torch.float32, torch.bfloat16 or torch.float16, which are what the engine trains. "
+            "Cast the parameter "
             "before you make the optimizer, freeze it with requires_grad_(False), or set "
             'precision="fp32", which casts fp64 to fp32'
         )

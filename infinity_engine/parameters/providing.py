@@ -1,7 +1,8 @@
-"""`Provider`: what modules and the engine ask of whoever brings parameters to modules, and takes them away.
+"""`Provider`: what modules and the engine ask of whoever brings parameters to modules, and takes
+them away.
 
-The fetcher is one, for parameters that this process has whole. Of those that are cut over ranks, the gatherer has whole
-what modules need, and replicas are whole all the time.
+The fetcher is one, for parameters that this process has whole. Of those that are cut over ranks,
+the gatherer has whole what modules need, and replicas are whole all the time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ __all__ = ["FetchingStats", "ModuleProvider", "Provider", "stay_absent"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchingStats:
-    """What was fetched since the beginning: in time is what was under way or there when it was asked for."""
+    """What was fetched since the beginning: in time is what was under way or there when it was
+    asked for.
+    """
 
     fetched: int
     fetched_bytes: int
@@ -33,7 +36,9 @@ class FetchingStats:
 
 
 class Provider(Protocol):
-    """Has parameters where modules compute, as far as they are not at home there, and takes changes of them home."""
+    """Has parameters where modules compute, as far as they are not at home there, and takes changes
+    of them home.
+    """
 
     def gathered(self, numbers: Iterable[int]) -> AbstractContextManager[None]:
         """Have these shown and held within the body."""
@@ -96,10 +101,15 @@ class ModuleProvider(Provider, Protocol):
 
 
 def stay_absent(nbytes: int, free: int) -> str:
-    """Return what is said where a close finds no memory for copies of so many bytes of parameters."""
+    """Return what is said where a close finds no memory for copies of so many bytes of
+    parameters.
+    """
     return (
-        f"After close() the model's parameters show NaN. They take {nbytes} B ({format_bytes(nbytes)}), and the "
-        f"machine or its memory group has {free} B ({format_bytes(free)}) left for copies. Save what you need before "
-        "close(): with engine.state_dict(), or parameter by parameter under engine.gathered(). If you have, call "
+        f"After close() the model's parameters show NaN. They take {nbytes} B "
+        f"({format_bytes(nbytes)}), and the "
+        f"machine or its memory group has {free} B ({format_bytes(free)}) left for copies. Save "
+        "what you need before "
+        "close(): with engine.state_dict(), or parameter by parameter under engine.gathered(). If "
+        "you have, call "
         "close(restore=False)"
     )

@@ -1,7 +1,17 @@
-"""How parameters are cut over ranks, and what the ranks do together. Decides nothing about when, and owns no memory."""
+"""How parameters are cut over ranks, and what the ranks do together.
+
+Decides nothing about when, and owns no memory.
+"""
 
 from infinity_engine.partition.collectives import CollectiveEvent, Collectives
-from infinity_engine.partition.group import MOST_TOLD, Adder, GatherState, GroupMember, ShardGroup, TorchAdder
+from infinity_engine.partition.group import (
+    MOST_TOLD,
+    Adder,
+    GatherState,
+    GroupMember,
+    ShardGroup,
+    TorchAdder,
+)
 from infinity_engine.partition.replicas import HybridReduce, ReplicaSums
 from infinity_engine.partition.shard import Partitioner, Shard, ShardSpec
 from infinity_engine.partition.sums import share_block_sums

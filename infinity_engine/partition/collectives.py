@@ -1,16 +1,21 @@
-"""`Collectives`: one rank among others, and what they do together. The only caller of torch.distributed.
+"""`Collectives`: one rank among others, and what they do together.
 
-Carries out rounds that others have laid out, in the order in which they were started, the same on every rank. Before
-data of a collective moves, the ranks tell one another which one it is: where they do not agree, or one does not answer
-in time, everyone gets a CollectiveError that says who, and nothing works after that. One thread calls it.
+The only caller of torch.distributed.
 
-[Note: what is under way goes on while a rank polls] Data of a collective starts to move when its rank polls or waits
-and sees the headers. So a rank must not block in other communication, of the user's own, while another waits for ours:
-ranks that run one program do both in one order, and do not.
+Carries out rounds that others have laid out, in the order in which they were started, the same on
+every rank. Before data of a collective moves, the ranks tell one another which one it is: where
+they do not agree, or one does not answer in time, everyone gets a CollectiveError that says who,
+and nothing works after that. One thread calls it.
 
-[Note: why headers] A collective whose ranks disagree hangs, ends the process or mixes up bytes, as backend and sizes
-will have it. A header of 256 bytes over Gloo costs one exchange on the host beside the data, which several collectives
-overlap (figures: docs/decisions/0014-many-ranks.md). It waits for the ranks' programs, never for a device.
+[Note: what is under way goes on while a rank polls] Data of a collective starts to move when its
+rank polls or waits and sees the headers. So a rank must not block in other communication, of the
+user's own, while another waits for ours: ranks that run one program do both in one order, and do
+not.
+
+[Note: why headers] A collective whose ranks disagree hangs, ends the process or mixes up bytes, as
+backend and sizes will have it. A header of 256 bytes over Gloo costs one exchange on the host
+beside the data, which several collectives overlap (figures: docs/decisions/0014-many-ranks.md). It
+waits for the ranks' programs, never for a device.
 """
 
 from __future__ import annotations
@@ -100,7 +105,7 @@ class CollectiveEvent(Event):
         return f"CollectiveEvent({self._pending.op}{', ended' if self._pending.ended else ''})"
 
 
-# --- what carries them --------------------------------------------------------------------------------------------
+# --- what carries them ----------------------------------------------------------------------------
 
 
 class _Torch:
@@ -135,7 +140,10 @@ class _Done:
 
 
 class _Channel(Protocol):
-    """The way to the other ranks. `on_host`: for bytes that are on the host, whatever the data's backend is."""
+    """The way to the other ranks.
+
+    `on_host`: for bytes that are on the host, whatever the data's backend is.
+    """
 
     store: Store | None
 
@@ -171,16 +179,26 @@ class _Alone:
 class _Groups:
     """Two process groups of the same ranks: Gloo's for what the host says, and one for data.
 
-    Torch wants all ranks to make all groups, so these are of each of `parts` in turn, of which this rank is in `mine`.
+    Torch wants all ranks to make all groups, so these are of each of `parts` in turn, of which this
+    rank is in `mine`.
     """
 
     def __init__(
-        self, parts: Sequence[Sequence[int] | None], mine: int, timeout_s: float, *, own_world: bool, backend: str
+        self,
+        parts: Sequence[Sequence[int] | None],
+        mine: int,
+        timeout_s: float,
+        *,
+        own_world: bool,
+        backend: str,
     ) -> None:
         timeout = timedelta(seconds=timeout_s)
         self._groups: list[Any] = []
         for number, ranks in enumerate(parts):
-            groups = [dist.new_group(ranks, timeout, "gloo"), dist.new_group(ranks, timeout, backend)]
+            groups = [
+                dist.new_group(ranks, timeout, "gloo"),
+                dist.new_group(ranks, timeout, backend),
+            ]
             if number == mine:
                 self._groups = groups
         self._parts, self._mine = parts, mine
@@ -195,7 +213,9 @@ class _Groups:
     def parted(self, parts: Sequence[range], mine: int, timeout_s: float) -> _Channel:
         if len(parts[0]) == 1:
             return _Alone()
-        return _Groups([list(each) for each in parts], mine, timeout_s, own_world=False, backend=self._backend)
+        return _Groups(
+            [list(each) for each in parts], mine, timeout_s, own_world=False, backend=self._backend
+        )
 
     def start(self, wire: Wire, *, on_host: bool) -> HostWork:
         group = self._groups[0 if on_host else 1]
@@ -203,56 +223,79 @@ class _Groups:
             return _Torch(_all_gather()(wire.into, wire.mine, group=group, async_op=True))
         if isinstance(wire, Exchange):
             sent, received = list(wire.sent), list(wire.received)
-            return _Torch(dist.all_to_all_single(wire.into, wire.mine, received, sent, group=group, async_op=True))
+            return _Torch(
+                dist.all_to_all_single(
+                    wire.into, wire.mine, received, sent, group=group, async_op=True
+                )
+            )
         owner = dist.get_global_rank(group, wire.owner)
         return _Torch(dist.broadcast(wire.buffer, owner, group=group, async_op=True))
 
     def close(self) -> None:
         while self._groups:
-            # Gone at once, on all ranks: one whose end waited for the garbage collector would keep others from theirs,
-            # as Gloo ends a group when what is under way in it has ended or its peers have gone.
+            # Gone at once, on all ranks: one whose end waited for the garbage collector would keep
+            # others from theirs, as Gloo ends a group when what is under way in it has ended or its
+            # peers have gone.
             group = self._groups.pop()
             with suppress(Exception):  # after a failure there is nothing to be done for them
                 dist.destroy_process_group(group)
             del group
-        # Others, of a later engine or of the user, may be of the world that this one has made; or it is another now.
-        if self._world is not None and dist.is_initialized() and dist.group.WORLD is self._world and not _others():
+        # Others, of a later engine or of the user, may be of the world that this one has made; or
+        # it is another now.
+        if (
+            self._world is not None
+            and dist.is_initialized()
+            and dist.group.WORLD is self._world
+            and not _others()
+        ):
             with suppress(Exception):
                 dist.destroy_process_group()
 
 
 def _init_world(timeout: timedelta, name: str) -> None:
-    """Meet the processes that the environment names; each time under keys of the store that no meeting has used.
+    """Meet the processes that the environment names; each time under keys of the store that no
+    meeting has used.
 
     Raises:
         CollectiveError: not all have come in time.
     """
     store, rank, size = _store_of_all(timeout, name)
-    # torch would use the keys of a group that has ended again, with the addresses that are left there.
+    # torch would use the keys of a group that has ended again, with the addresses that are left
+    # there.
     turn = store.add(f"infinity/joins of rank {rank}", 1)
     own = dist.PrefixStore(f"infinity/join {turn}", store)  # type: ignore[attr-defined]  # likewise
     try:
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         try:
-            missing = [other for other in range(size) if store.add(f"infinity/joins of rank {other}", 0) < turn]
+            missing = [
+                other
+                for other in range(size)
+                if store.add(f"infinity/joins of rank {other}", 0) < turn
+            ]
         except RuntimeError:  # rank 0 has waited as long and has left, and its store with it
             raise _not_met(timeout, name, rank, f"some of {size} ranks") from error
         if not missing:
             raise
-        raise _not_met(timeout, name, rank, f"of {size} ranks, {', '.join(map(str, missing))}") from error
+        raise _not_met(
+            timeout, name, rank, f"of {size} ranks, {', '.join(map(str, missing))}"
+        ) from error
 
 
 def _store_of_all(timeout: timedelta, name: str) -> tuple[Any, int, int]:
-    """Return the store at which the ranks meet, which may be the first of them, with this one's rank and their number.
+    """Return the store at which the ranks meet, which may be the first of them, with this one's
+    rank and their number.
 
     For one rank, rank 0 would wait in torch for all others, and could not tell who is missing.
     """
-    found = dist.rendezvous("env://?world_size=1", timeout=timeout)  # type: ignore[attr-defined]  # it is there
+    # it is there
+    found = dist.rendezvous("env://?world_size=1", timeout=timeout)  # type: ignore[attr-defined]
     try:
         store, rank, _ = next(found)
     except dist.DistError as error:
-        raise _not_met(timeout, name, int(os.environ["RANK"]), "rank 0, which holds the ranks' store,") from error
+        raise _not_met(
+            timeout, name, int(os.environ["RANK"]), "rank 0, which holds the ranks' store,"
+        ) from error
     return store, rank, int(os.environ["WORLD_SIZE"])
 
 
@@ -261,7 +304,8 @@ def _not_met(timeout: timedelta, name: str, rank: int, who: str) -> CollectiveEr
         group=name,
         rank=rank,
         op="meeting the others",
-        reason=f"{who} did not come in {timeout.total_seconds():g} s. All of them call initialize, init_context and "
+        reason=f"{who} did not come in {timeout.total_seconds():g} s. All of them call initialize, "
+        "init_context and "
         "load_into, as often as the others; a process that is to train on its own has "
         'ranks={"stage": "alone"}',
     )
@@ -269,12 +313,15 @@ def _not_met(timeout: timedelta, name: str, rank: int, who: str) -> CollectiveEr
 
 def _others() -> bool:
     """Tell whether there are process groups beside the world, whose end would be theirs."""
-    groups = getattr(dist.distributed_c10d, "_world").pg_map  # noqa: B009  # torch has no other list of them
+    # torch has no other list of them
+    groups = getattr(dist.distributed_c10d, "_world").pg_map  # noqa: B009
     return len(groups) > 1
 
 
 def _all_gather() -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    found: Callable[..., Any] = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )
     return found
 
 
@@ -298,7 +345,9 @@ class _Unpacking:
 
 @dataclass(frozen=True)
 class _Related:
-    """What the sequences of one family share, and who takes part in one of them, by number in the family."""
+    """What the sequences of one family share, and who takes part in one of them, by number in the
+    family.
+    """
 
     failures: Failures
     ranks: tuple[int, ...]
@@ -306,11 +355,14 @@ class _Related:
     sequences: list[Collectives] = field(default_factory=list)
 
 
-# --- all of them ---------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 class Collectives:
-    """Rank `rank` of `size`, and what it does together with the others. Made by `join`, `alone` or `split`."""
+    """Rank `rank` of `size`, and what it does together with the others.
+
+    Made by `join`, `alone` or `split`.
+    """
 
     def __init__(
         self,
@@ -330,7 +382,8 @@ class Collectives:
         self._channel = channel
         self._lane = lane
         self._related = related or _Related(
-            Failures(channel.store, name, rank, size, patience_s=min(_PATIENCE_S, timeout_s)), tuple(range(size))
+            Failures(channel.store, name, rank, size, patience_s=min(_PATIENCE_S, timeout_s)),
+            tuple(range(size)),
         )
         self._failures = self._related.failures
         self._failure: CollectiveError | None = None
@@ -347,19 +400,26 @@ class Collectives:
 
     @classmethod
     def alone(cls) -> Collectives:
-        """Return the only rank of a group: it starts nothing of torch.distributed and asks no other process."""
+        """Return the only rank of a group: it starts nothing of torch.distributed and asks no other
+        process.
+        """
         return cls(_Alone(), name="one rank", rank=0, size=1, timeout_s=math.inf)
 
     @classmethod
     def join(
-        cls, *, timeout_s: float, name: str = "ranks", lane: tuple[Accelerator, Stream] | None = None
+        cls,
+        *,
+        timeout_s: float,
+        name: str = "ranks",
+        lane: tuple[Accelerator, Stream] | None = None,
     ) -> Collectives:
         """Meet the other ranks of this run, or be alone where there are none.
 
-        Uses the processes that torch.distributed has been initialized with, else those that torchrun has started,
-        which its environment variables name. Process groups are made anew, so the user's own collectives do not get
-        between. `lane` is given where data is on a GPU: the accelerator, and the COLLECTIVE stream to work in.
-        `timeout_s` bounds how long one rank waits for another.
+        Uses the processes that torch.distributed has been initialized with, else those that
+        torchrun has started, which its environment variables name. Process groups are made anew, so
+        the user's own collectives do not get between. `lane` is given where data is on a GPU: the
+        accelerator, and the COLLECTIVE stream to work in. `timeout_s` bounds how long one rank
+        waits for another.
 
         Raises:
             ConfigError: `timeout_s` is not positive, or longer than torch can wait.
@@ -367,7 +427,9 @@ class Collectives:
         """
         if not 0 < timeout_s <= _LONGEST_S:
             raise ConfigError(
-                field="timeout_s", value=timeout_s, expected=f"more than 0 seconds, and at most {_LONGEST_S:g}"
+                field="timeout_s",
+                value=timeout_s,
+                expected=f"more than 0 seconds, and at most {_LONGEST_S:g}",
             )
         on_gpu = lane is not None and lane[0].torch_device.type != "cpu"
         own_world = not dist.is_initialized()
@@ -379,20 +441,27 @@ class Collectives:
             if own_world:
                 dist.destroy_process_group()
             return cls.alone()
-        groups = _Groups([None], 0, timeout_s, own_world=own_world, backend="nccl" if on_gpu else "gloo")
+        groups = _Groups(
+            [None], 0, timeout_s, own_world=own_world, backend="nccl" if on_gpu else "gloo"
+        )
         rank, size = dist.get_rank(), dist.get_world_size()
         return cls(groups, name=name, rank=rank, size=size, timeout_s=timeout_s, lane=lane)
 
     def beside(self) -> Collectives:
-        """Return a second sequence of collectives of the same ranks, each of which is in an order of its own.
+        """Return a second sequence of collectives of the same ranks, each of which is in an order
+        of its own.
 
-        Who waits for one lets both go on, and what makes one fail makes the other. All ranks call it, of a group that
-        `join` returned; they close what they got before that.
+        Who waits for one lets both go on, and what makes one fail makes the other. All ranks call
+        it, of a group that `join` returned; they close what they got before that.
         """
-        return self._made(self._channel.again(self.timeout_s), replace(self._related, own_order=True))
+        return self._made(
+            self._channel.again(self.timeout_s), replace(self._related, own_order=True)
+        )
 
     def _made(self, channel: _Channel, related: _Related, name: str | None = None) -> Collectives:
-        """Return a sequence of those who go over this channel, which shares waits and failures with this one."""
+        """Return a sequence of those who go over this channel, which shares waits and failures with
+        this one.
+        """
         return Collectives(
             channel,
             name=name or self.name,
@@ -404,15 +473,18 @@ class Collectives:
         )
 
     def on_wait(self, call: Callable[[], object]) -> None:
-        """Call this again and again while this rank waits in this sequence: what it raises ends the wait."""
+        """Call this again and again while this rank waits in this sequence: what it raises ends the
+        wait.
+        """
         self._while_waiting = call
 
     def on_stall(self, join: Callable[[int], object]) -> None:
-        """Call `join` with the number of a collective of this sequence that a rank waits for and this one lacks.
+        """Call `join` with the number of a collective of this sequence that a rank waits for and
+        this one lacks.
 
-        Called while this rank waits in another sequence for one that the other rank has not come to, so that neither
-        would go on. Where there are replicas, their collectives have the numbers of those of this sequence that they
-        follow. [Note: who waits for whom]
+        Called while this rank waits in another sequence for one that the other rank has not come
+        to, so that neither would go on. Where there are replicas, their collectives have the
+        numbers of those of this sequence that they follow. [Note: who waits for whom]
         """
         self._join = join
 
@@ -432,11 +504,13 @@ class Collectives:
         return self._closed or self._failure is not None
 
     def split(self, shard_ranks: int) -> tuple[Collectives, Collectives]:
-        """Return a mesh: the ranks among which parameters are cut, and those that own the same shards.
+        """Return a mesh: the ranks among which parameters are cut, and those that own the same
+        shards.
 
-        Every `shard_ranks` neighbours are of the first kind, whose order is that of all ranks; the second are in an
-        order of their own, as those of `beside`. What makes one fail makes all of the family. All ranks call it, of a
-        group that `join` returned; they close what they got before that.
+        Every `shard_ranks` neighbours are of the first kind, whose order is that of all ranks; the
+        second are in an order of their own, as those of `beside`. What makes one fail makes all of
+        the family. All ranks call it, of a group that `join` returned; they close what they got
+        before that.
 
         Raises:
             ConfigError: the ranks cannot be divided like that.
@@ -446,7 +520,9 @@ class Collectives:
             raise ConfigError(field="shard_ranks", value=shard_ranks, expected=expected)
         rows = [range(first, first + shard_ranks) for first in range(0, self.size, shard_ranks)]
         columns = [range(column, self.size, shard_ranks) for column in range(shard_ranks)]
-        return self._part(rows, "shards", own_order=False), self._part(columns, "replicas", own_order=True)
+        return self._part(rows, "shards", own_order=False), self._part(
+            columns, "replicas", own_order=True
+        )
 
     def _part(self, parts: Sequence[range], name: str, *, own_order: bool) -> Collectives:
         number = next(number for number, part in enumerate(parts) if self.rank in part)
@@ -454,7 +530,7 @@ class Collectives:
         channel = self._channel.parted(parts, number, self.timeout_s)
         return self._made(channel, related, f"{self.name}/{name} {number}")
 
-    # --- collectives --------------------------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
 
     def start(
         self,
@@ -466,11 +542,12 @@ class Collectives:
         after: Sequence[Event] = (),
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> CollectiveEvent:
-        """Begin a collective, whose data moves once all of `after` have passed and all ranks have come to it.
+        """Begin a collective, whose data moves once all of `after` have passed and all ranks have
+        come to it.
 
-        `op` names it for messages; all ranks must start the same, with the same `key`. `ended` is called when it
-        ends, with the error if there is one. What a rank `says` all can read from the event; where all say 0, no data
-        moves.
+        `op` names it for messages; all ranks must start the same, with the same `key`. `ended` is
+        called when it ends, with the error if there is one. What a rank `says` all can read from
+        the event; where all say 0, no data moves.
 
         Raises:
             CollectiveError: an earlier one has failed.
@@ -480,12 +557,15 @@ class Collectives:
         def of_what_was_said(said: Sequence[int]) -> Sequence[Round]:
             return rounds if says is None or any(said) else ()
 
-        pending = self._begin(op, of_what_was_said, self._issue, key=key, nbytes=says or 0, after=after, ended=ended)
+        pending = self._begin(
+            op, of_what_was_said, self._issue, key=key, nbytes=says or 0, after=after, ended=ended
+        )
         self.poll()
         return CollectiveEvent(self, pending)
 
     def agree(self, what: str, value: object = "") -> None:
-        """Wait until all ranks are here, and make sure that they have the same `value`, as it prints.
+        """Wait until all ranks are here, and make sure that they have the same `value`, as it
+        prints.
 
         Raises:
             CollectiveError: they have not; names who has what.
@@ -494,7 +574,9 @@ class Collectives:
         self.wait_for(self._begin(text, lambda _: (), self._issue_on_host, key=digest(value)))
 
     def share(self, op: str, payload: bytes | memoryview) -> tuple[bytes, ...]:
-        """Return what each rank has to say, in the ranks' order; as long as each likes. Blocks, and stays on the host.
+        """Return what each rank has to say, in the ranks' order; as long as each likes.
+
+        Blocks, and stays on the host.
 
         Raises:
             CollectiveError: not all of them came to it.
@@ -538,13 +620,18 @@ class Collectives:
 
     def wait_for_launch(self, pending: Pending) -> Event | None:
         """Let a collective come to its end or, where it has one, into its stream."""
-        self._wait_until(lambda: pending.ended or (pending.issued and isinstance(pending.work, Event)), pending)
+        self._wait_until(
+            lambda: pending.ended or (pending.issued and isinstance(pending.work, Event)), pending
+        )
         if pending.error is not None:
             raise pending.error
         return pending.work if isinstance(pending.work, Event) else None
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the others, who are told why where `error` says it. What is under way ends here. Again: nothing."""
+        """Leave the others, who are told why where `error` says it. What is under way ends here.
+
+        Again: nothing.
+        """
         if self._closed:
             return
         self._closed = True
@@ -554,18 +641,25 @@ class Collectives:
             self._failures.leave(f"has left after {self._started} collectives")
         if self._under_way and self._failure is None:
             pending = self._under_way[0]
-            self._end_all(self._error(pending.op, "it was under way when this rank closed the group"))
+            self._end_all(
+                self._error(pending.op, "it was under way when this rank closed the group")
+            )
         self._channel.close()
 
     def __enter__(self) -> Collectives:
         """Return itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         """Leave, and tell the others what the body raised."""
         self.close(error)
 
-    # --- how they go on ---------------------------------------------------------------------------------------------
+    # --- how they go on ---------------------------------------------------------------------------
 
     def _wait_until(self, reached: Callable[[], bool], pending: Pending) -> None:
         since = time.monotonic()
@@ -584,14 +678,16 @@ class Collectives:
                 self._block()
 
     def _resolve_stall(self, pending: Pending) -> None:
-        """Say which one this rank waits for; or start what a rank waits for that has not come to that.
+        """Say which one this rank waits for; or start what a rank waits for that has not come to
+        that.
 
-        [Note: who waits for whom] Where ranks do other things between two gathers, one may wait for a reduce that
-        another would start later, after a gather that the first has not come to. Who waits for a reduce says so, and
-        how many collectives it has started in the order of all ranks; who waits for one beyond that starts the reduce.
-        Nothing that belongs to it can come any more: in that order, it is past where the other is. Of a mesh, a rank
-        that waits among its shards' ranks looks at these only, as it may be anywhere past where others are; what is of
-        all ranks waits for all, so nothing can come then.
+        [Note: who waits for whom] Where ranks do other things between two gathers, one may wait for
+        a reduce that another would start later, after a gather that the first has not come to. Who
+        waits for a reduce says so, and how many collectives it has started in the order of all
+        ranks; who waits for one beyond that starts the reduce. Nothing that belongs to it can come
+        any more: in that order, it is past where the other is. Of a mesh, a rank that waits among
+        its shards' ranks looks at these only, as it may be anywhere past where others are; what is
+        of all ranks waits for all, so nothing can come then.
         """
         everybody = self._sequences[0]
         if self._related.own_order:
@@ -616,7 +712,13 @@ class Collectives:
             time.sleep(_PAUSE_S)
         else:
             others = [each for each in self._sequences if each is not self]
-            work.block(_TURN_S if any(each._under_way for each in others) else _STALL_S if others else _LOOK_S)
+            work.block(
+                _TURN_S
+                if any(each._under_way for each in others)
+                else _STALL_S
+                if others
+                else _LOOK_S
+            )
 
     def _begin(
         self,
@@ -630,13 +732,23 @@ class Collectives:
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> Pending:
         if self._closed:
-            raise RuntimeError(f"{op}: this rank has left the group {self.name}: start nothing after close()")
+            raise RuntimeError(
+                f"{op}: this rank has left the group {self.name}: start nothing after close()"
+            )
         if self._failure is not None:
             raise again(self._failure)
         self._started += 1
         header = Header(self._started, op, digest(op, key.hex()), nbytes)
         in_stream = self._lane is not None and issue == self._issue
-        pending = Pending(header, rounds, issue, after=after, ended=ended, in_stream=in_stream, position=self._position)
+        pending = Pending(
+            header,
+            rounds,
+            issue,
+            after=after,
+            ended=ended,
+            in_stream=in_stream,
+            position=self._position,
+        )
         self._under_way.append(pending)
         mine = torch.frombuffer(bytearray(header.pack() * self.size), dtype=torch.uint8)
         into = torch.empty(self.size * Header.SIZE, dtype=torch.uint8)
@@ -674,10 +786,14 @@ class Collectives:
                 self._fail(pending, error)
                 return
             said = into.numpy().tobytes()
-            headers = [Header.unpack(said[at : at + Header.SIZE]) for at in range(0, len(said), Header.SIZE)]
+            headers = [
+                Header.unpack(said[at : at + Header.SIZE])
+                for at in range(0, len(said), Header.SIZE)
+            ]
             problem = disagreement(headers, self._related.ranks)
             if problem is not None:
-                self._failures.leave(f"has stopped, as {problem}")  # no alarm: all have the same headers
+                # no alarm: all have the same headers
+                self._failures.leave(f"has stopped, as {problem}")
                 self._end_all(self._error(pending.op, problem))
                 return
             pending.agreed([header.nbytes for header in headers])
@@ -690,7 +806,8 @@ class Collectives:
 
         def work() -> None:
             round_.pack()
-            self._channel.start(round_.wire, on_host=False).wait()  # on a GPU, the stream waits and not the host
+            # on a GPU, the stream waits and not the host
+            self._channel.start(round_.wire, on_host=False).wait()
             round_.unpack()
 
         return accelerator.run(work, stream=stream, cost=TimeCost(0))
@@ -699,7 +816,7 @@ class Collectives:
         round_.pack()
         return _Unpacking(self._channel.start(round_.wire, on_host=True), round_.unpack)
 
-    # --- failure ----------------------------------------------------------------------------------------------------
+    # --- failure ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """See now and then whether others have failed, or have not come for too long."""
@@ -713,7 +830,9 @@ class Collectives:
                 self._fail(oldest, None)
 
     def _fail(self, pending: Pending, cause: BaseException | None) -> None:
-        """End everything, with an error that says who is to blame as far as that can be found out."""
+        """End everything, with an error that says who is to blame as far as that can be found
+        out.
+        """
         if self._failure is not None:
             return
         known = [] if cause is None else [_first_sentence(cause)]
@@ -724,7 +843,9 @@ class Collectives:
             self._end_all(kept(failure))
 
     def _error(self, op: str, reason: str) -> CollectiveError:
-        return CollectiveError(group=self.name, rank=self._related.ranks[self.rank], op=op, reason=reason)
+        return CollectiveError(
+            group=self.name, rank=self._related.ranks[self.rank], op=op, reason=reason
+        )
 
     def _end_all(self, failure: CollectiveError) -> None:
         self._failure = failure
@@ -744,5 +865,7 @@ def _brief(error: BaseException) -> str:
 
 
 def _first_sentence(error: BaseException) -> str:
-    """Return the fact that an error of Gloo begins with: what follows are guesses, and sources of torch."""
+    """Return the fact that an error of Gloo begins with: what follows are guesses, and sources of
+    torch.
+    """
     return re.split(r"\.\s", _brief(error))[0].removesuffix(".")

@@ -1,7 +1,9 @@
-"""`Failures`: what ranks tell one another when one cannot go on, so that each can name who it was, or can help it.
+"""`Failures`: what ranks tell one another when one cannot go on, so that each can name who it was,
+or can help it.
 
-Uses the key-value store that the ranks met at, and looks at processes of its own machine; takes no part in collectives,
-which do not work any more by then. Without a store it knows only that something failed.
+Uses the key-value store that the ranks met at, and looks at processes of its own machine; takes no
+part in collectives, which do not work any more by then. Without a store it knows only that
+something failed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, as others on its machine can find it: those of other machines or containers have another `machine`."""
+    """A process, as others on its machine can find it: those of other machines or containers have
+    another `machine`.
+    """
 
     pid: int
     started: float
@@ -66,9 +70,14 @@ class Process:
 
 
 class Failures:
-    """What rank `rank` of `size` tells the others, and what they tell it. `patience_s` bounds waiting for them."""
+    """What rank `rank` of `size` tells the others, and what they tell it.
 
-    def __init__(self, store: Store | None, name: str, rank: int, size: int, *, patience_s: float) -> None:
+    `patience_s` bounds waiting for them.
+    """
+
+    def __init__(
+        self, store: Store | None, name: str, rank: int, size: int, *, patience_s: float
+    ) -> None:
         self._store = store
         self._name = name
         self._rank = rank
@@ -97,21 +106,30 @@ class Failures:
             self._put(f"said/{self._rank}", what[:_MOST_SHOWN])
 
     def want(self, number: int, position: int, among: str) -> None:
-        """Let the others of a group know that this rank waits for a collective, and how far it is in their order."""
+        """Let the others of a group know that this rank waits for a collective, and how far it is
+        in their order.
+        """
         self._put(f"wanted/{among}", f"{number} {position}")
 
     def wanted(self, among: str) -> tuple[int, int]:
-        """Return which collective some rank of a group waits for, or waited for, and how far it is in their order."""
+        """Return which collective some rank of a group waits for, or waited for, and how far it is
+        in their order.
+        """
         text = self._get(f"wanted/{among}")
         number, position = (0, 0) if text is None else map(int, text.split())
         return number, position
 
     def account(self) -> list[str]:
-        """Say what became of each of the others; waits, for a bounded time, until they have told it."""
+        """Say what became of each of the others; waits, for a bounded time, until they have told
+        it.
+        """
         if self._size == 1:
             return []
         if self._store is None or not self._reachable():
-            return ["what became of the others is not known, as the store at which they met cannot be reached"]
+            return [
+                "what became of the others is not known, as the store at which they met cannot be "
+                "reached"
+            ]
         said: dict[int, str] = {}
         ended: dict[int, int] = {}
         missing = [rank for rank in range(self._size) if rank != self._rank]
@@ -173,12 +191,23 @@ class Failures:
             return None
 
 
-def _told(ended: Mapping[int, int], missing: list[int], said: Mapping[int, str], patience_s: float) -> list[str]:
+def _told(
+    ended: Mapping[int, int], missing: list[int], said: Mapping[int, str], patience_s: float
+) -> list[str]:
     """Say it, the likely cause first."""
-    parts = [f"rank {rank} (process {pid} of this machine) has ended without a word" for rank, pid in ended.items()]
+    parts = [
+        f"rank {rank} (process {pid} of this machine) has ended without a word"
+        for rank, pid in ended.items()
+    ]
     if missing:
-        ranks = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
-        parts.append(f"{ranks} not answered for {patience_s:g} s: dead, or busy with something else")
+        ranks = (
+            f"rank {missing[0]} has"
+            if len(missing) == 1
+            else f"ranks {', '.join(map(str, missing))} have"
+        )
+        parts.append(
+            f"{ranks} not answered for {patience_s:g} s: dead, or busy with something else"
+        )
     return [*parts, *(f"rank {rank} {text}" for rank, text in said.items())]
 
 

@@ -1,12 +1,15 @@
-"""`ShardGroup`: the shards of several parameters that one collective gathers, and whose gradients one reduces.
+"""`ShardGroup`: the shards of several parameters that one collective gathers, and whose gradients
+one reduces.
 
-Lays out what goes over the wire; `Collectives` carries it. Owns no memory: the caller gives the buffers, and what
-does not fit into them goes in several rounds. Called by the engine, which gathers parameters and reduces gradients.
+Lays out what goes over the wire; `Collectives` carries it. Owns no memory: the caller gives the
+buffers, and what does not fit into them goes in several rounds. Called by the engine, which gathers
+parameters and reduces gradients.
 
-[Note: the order of sums] A rank gets each other's gradient of its own shards as it is, in the dtype in which it was
-made, and adds them up in fp32 in the order of the ranks, beginning with rank 0's. So the sum of an element is one chain
-of additions that no bucket, no round and no algorithm of a backend changes. Nothing is scaled on the way: sums are
-fp32, and 1/N belongs to the factor of the update. A rank without a gradient sends zeros.
+[Note: the order of sums] A rank gets each other's gradient of its own shards as it is, in the dtype
+in which it was made, and adds them up in fp32 in the order of the ranks, beginning with rank 0's.
+So the sum of an element is one chain of additions that no bucket, no round and no algorithm of a
+backend changes. Nothing is scaled on the way: sums are fp32, and 1/N belongs to the factor of the
+update. A rank without a gradient sends zeros.
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ from infinity_engine.partition.wire import WIRE_ALIGNMENT, Piece, Window, WireLa
 from infinity_engine.plan import Partitioning
 from infinity_engine.units import align_down
 
-__all__ = ["GATHER_TRANSITIONS", "MOST_TOLD", "Adder", "GatherState", "GroupMember", "ShardGroup", "TorchAdder"]
+__all__ = [
+    "GATHER_TRANSITIONS",
+    "MOST_TOLD",
+    "Adder",
+    "GatherState",
+    "GroupMember",
+    "ShardGroup",
+    "TorchAdder",
+]
 
 MOST_TOLD = 63
 """Of so many members, the first, ranks tell one another whether they have a gradient."""
@@ -40,7 +51,8 @@ class GatherState(Enum):
     """What of a group's parameters this rank has."""
 
     SHARDED = "sharded"  # its own shards
-    GATHERING = "gathering"  # a collective writes the whole of them, whose bytes are undefined so far
+    # a collective writes the whole of them, whose bytes are undefined so far
+    GATHERING = "gathering"
     GATHERED = "gathered"  # the whole of them
 
 
@@ -56,7 +68,9 @@ GATHER_TRANSITIONS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """One parameter of a group: what it is called, how it is cut, and the dtype in which it goes over the wire."""
+    """One parameter of a group: what it is called, how it is cut, and the dtype in which it goes
+    over the wire.
+    """
 
     name: str
     spec: ShardSpec
@@ -74,7 +88,10 @@ class Adder(Protocol):
 
 
 class TorchAdder:
-    """Torch's own additions. The engine gives kernels in their place, whose bits no setting of torch changes."""
+    """Torch's own additions.
+
+    The engine gives kernels in their place, whose bits no setting of torch changes.
+    """
 
     def begin(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Write values to `into`."""
@@ -88,8 +105,8 @@ class TorchAdder:
 class ShardGroup:
     """The parameters `members`, cut over the ranks of `collectives`.
 
-    With BROADCAST, a parameter goes out from the rank that owns it, as a collective of its own; else every rank gives
-    its part of all of them to one.
+    With BROADCAST, a parameter goes out from the rank that owns it, as a collective of its own;
+    else every rank gives its part of all of them to one.
     """
 
     def __init__(
@@ -102,15 +119,26 @@ class ShardGroup:
     ) -> None:
         for member in members:
             if member.spec.ranks != collectives.size:
-                expected = f"a parameter that is cut over the {collectives.size} ranks of {collectives.name}"
-                raise ConfigError(field=f"{name}: {member.name}", value=f"{member.spec.ranks} ranks", expected=expected)
+                expected = (
+                    f"a parameter that is cut over the {collectives.size} ranks of "
+                    f"{collectives.name}"
+                )
+                raise ConfigError(
+                    field=f"{name}: {member.name}",
+                    value=f"{member.spec.ranks} ranks",
+                    expected=expected,
+                )
         if not members:
-            raise ConfigError(field=f"members of {name}", value=(), expected="one parameter or more")
+            raise ConfigError(
+                field=f"members of {name}", value=(), expected="one parameter or more"
+            )
         self.name = name
         self.members = tuple(members)
         self._collectives = collectives
         self._partitioning = partitioning
-        self._layout = WireLayout([each.spec for each in members], [each.dtype.itemsize for each in members])
+        self._layout = WireLayout(
+            [each.spec for each in members], [each.dtype.itemsize for each in members]
+        )
         self._key = digest(partitioning.name, *((each.spec, each.dtype) for each in members))
         self._state = GatherState.SHARDED
 
@@ -139,11 +167,15 @@ class ShardGroup:
             )
         self._state = to
 
-    # --- parameters -----------------------------------------------------------------------------------------------
+    # --- parameters -------------------------------------------------------------------------------
 
     def gather_bytes(self) -> int:
         """Return how large a buffer lets a gather go in one round; 0 where none is needed."""
-        return 0 if self._sends_whole or self._layout.is_one_run else self._layout.width * (self._layout.ranks + 1)
+        return (
+            0
+            if self._sends_whole or self._layout.is_one_run
+            else self._layout.width * (self._layout.ranks + 1)
+        )
 
     def gather(
         self,
@@ -153,24 +185,32 @@ class ShardGroup:
         wire: torch.Tensor | None = None,
         after: Sequence[Event] = (),
     ) -> CollectiveEvent:
-        """Begin to make whole parameters of all ranks' shards, once `after` have passed. Returns at once.
+        """Begin to make whole parameters of all ranks' shards, once `after` have passed.
 
-        All tensors are flat: this rank's shards, the whole parameters, and `wire`, bytes that are used until the end;
-        the more of them, up to `gather_bytes`, the fewer rounds.
+        Returns at once.
+
+        All tensors are flat: this rank's shards, the whole parameters, and `wire`, bytes that are
+        used until the end; the more of them, up to `gather_bytes`, the fewer rounds.
 
         Raises:
             CollectiveError: an earlier collective has failed.
             ConfigError: a tensor does not fit.
             IllegalTransition: they are gathered, or being gathered, already.
         """
-        self._check("shards", shards, [self.shard(number).numel for number in range(len(self.members))])
+        self._check(
+            "shards", shards, [self.shard(number).numel for number in range(len(self.members))]
+        )
         self._check("into", into, [member.spec.numel for member in self.members])
         most = self._room(wire, self.gather_bytes(), self._layout.ranks + 1)
         rounds = self._gathering(shards, into, _no_bytes() if wire is None else wire, most)
         self.advance(GatherState.GATHERING)
         try:
             return self._collectives.start(
-                f"gather of {self.name}", rounds, key=digest(self._key, most), after=after, ended=self._gathered
+                f"gather of {self.name}",
+                rounds,
+                key=digest(self._key, most),
+                after=after,
+                ended=self._gathered,
             )
         except BaseException:
             if self._state is GatherState.GATHERING:
@@ -194,7 +234,11 @@ class ShardGroup:
         self.advance(GatherState.GATHERED if error is None else GatherState.SHARDED)
 
     def _gathering(
-        self, shards: Sequence[torch.Tensor], into: Sequence[torch.Tensor], wire: torch.Tensor, most: int
+        self,
+        shards: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        wire: torch.Tensor,
+        most: int,
     ) -> list[Round]:
         layout, rank = self._layout, self._collectives.rank
         if self._sends_whole:
@@ -214,25 +258,33 @@ class ShardGroup:
             rounds.append(Round(AllGather(mine, all_), pack, unpack))
         return rounds
 
-    def _sending(self, owner: int, piece: Piece, shards: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Round:
+    def _sending(
+        self, owner: int, piece: Piece, shards: Sequence[torch.Tensor], into: Sequence[torch.Tensor]
+    ) -> Round:
         target = into[piece.member][piece.first_element :][: piece.numel]
         mine = shards[piece.member]
         if owner != self._collectives.rank or mine.data_ptr() == target.data_ptr():
             return Round(Broadcast(_bytes(target), owner))
         return Round(Broadcast(_bytes(target), owner), pack=partial(target.copy_, mine))
 
-    def _pack_shards(self, window: Window, rank: int, shards: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
+    def _pack_shards(
+        self, window: Window, rank: int, shards: Sequence[torch.Tensor], mine: torch.Tensor
+    ) -> None:
         for piece in self._layout.pieces_in(window, rank):
             first = piece.first_element - self.shard(piece.member).first_element
             self._on_wire(mine, piece).copy_(shards[piece.member][first : first + piece.numel])
 
-    def _unpack_parameters(self, window: Window, all_: torch.Tensor, width: int, into: Sequence[torch.Tensor]) -> None:
+    def _unpack_parameters(
+        self, window: Window, all_: torch.Tensor, width: int, into: Sequence[torch.Tensor]
+    ) -> None:
         for rank in range(self._layout.ranks):
             segment = all_[rank * width : (rank + 1) * width]
             for piece in self._layout.pieces_in(window, rank):
-                into[piece.member][piece.first_element :][: piece.numel].copy_(self._on_wire(segment, piece))
+                into[piece.member][piece.first_element :][: piece.numel].copy_(
+                    self._on_wire(segment, piece)
+                )
 
-    # --- gradients ------------------------------------------------------------------------------------------------
+    # --- gradients --------------------------------------------------------------------------------
 
     def reduce_bytes(self) -> int:
         """Return how large a buffer lets a reduce go in one round; 0 where none is needed."""
@@ -248,13 +300,14 @@ class ShardGroup:
         after: Sequence[Event] = (),
         ended: Callable[[BaseException | None], object] = ignore,
     ) -> CollectiveEvent:
-        """Begin to add up all ranks' gradients of this rank's shards, in fp32 and in the ranks' order, to `into`.
+        """Begin to add up all ranks' gradients of this rank's shards, in fp32 and in the ranks'
+        order, to `into`.
 
-        `gradients` are of the whole parameters, None where this rank has none; flat, as `wire` is, whose bytes are used
-        until the end: the more of them, up to `reduce_bytes`, the fewer rounds. Returns at once.
-        [Note: the order of sums] What each rank has `said` are bits: of the first MOST_TOLD members, those that it has
-        a gradient of. Where it has none, as no rank has, `into` stays as it is. `ended` is called at its
-        end, with the error if there is one.
+        `gradients` are of the whole parameters, None where this rank has none; flat, as `wire` is,
+        whose bytes are used until the end: the more of them, up to `reduce_bytes`, the fewer
+        rounds. Returns at once. [Note: the order of sums] What each rank has `said` are bits: of
+        the first MOST_TOLD members, those that it has a gradient of. Where it has none, as no rank
+        has, `into` stays as it is. `ended` is called at its end, with the error if there is one.
 
         Raises:
             CollectiveError: an earlier collective has failed.
@@ -265,11 +318,15 @@ class ShardGroup:
         self._check("into", into, mine, dtype=torch.float32)
         most = self._room(wire, self.reduce_bytes(), 2 * self._layout.ranks)
         rounds = self._reducing(gradients, into, adder, _no_bytes() if wire is None else wire, most)
-        says = sum(1 << place for place, each in enumerate(gradients[:MOST_TOLD]) if each is not None)
+        says = sum(
+            1 << place for place, each in enumerate(gradients[:MOST_TOLD]) if each is not None
+        )
         if any(each is not None for each in gradients[MOST_TOLD:]):
             says |= 1 << MOST_TOLD
         key = digest(self._key, most)
-        return self._collectives.start(f"reduce of {self.name}", rounds, key=key, says=says, after=after, ended=ended)
+        return self._collectives.start(
+            f"reduce of {self.name}", rounds, key=key, says=says, after=after, ended=ended
+        )
 
     def _reducing(
         self,
@@ -294,7 +351,9 @@ class ShardGroup:
             width = layout.nbytes_in(window, rank)
             half = (window.end - window.start) * layout.ranks
             mine, got = wire[: sum(sent)], wire[half : half + width * layout.ranks]
-            pack: Callable[[], object] = partial(self._pack_gradients, window, sent, gradients, mine)
+            pack: Callable[[], object] = partial(
+                self._pack_gradients, window, sent, gradients, mine
+            )
             if self._layout.is_one_run and width == layout.width and gradients[0] is not None:
                 mine, pack = _bytes(gradients[0]), _nothing
             unpack = partial(self._add_up, window, got, width, into, adder)
@@ -302,7 +361,11 @@ class ShardGroup:
         return rounds
 
     def _pack_gradients(
-        self, window: Window, sent: Sequence[int], gradients: Sequence[torch.Tensor | None], mine: torch.Tensor
+        self,
+        window: Window,
+        sent: Sequence[int],
+        gradients: Sequence[torch.Tensor | None],
+        mine: torch.Tensor,
     ) -> None:
         at = 0
         for rank, nbytes in enumerate(sent):
@@ -316,7 +379,12 @@ class ShardGroup:
             at += nbytes
 
     def _add_up(
-        self, window: Window, got: torch.Tensor, width: int, into: Sequence[torch.Tensor], adder: Adder
+        self,
+        window: Window,
+        got: torch.Tensor,
+        width: int,
+        into: Sequence[torch.Tensor],
+        adder: Adder,
     ) -> None:
         for piece in self._layout.pieces_in(window, self._collectives.rank):
             first = piece.first_element - self.shard(piece.member).first_element
@@ -325,20 +393,30 @@ class ShardGroup:
                 values = self._on_wire(got[rank * width : (rank + 1) * width], piece)
                 (adder.add if rank else adder.begin)(values, total)
 
-    # --- buffers --------------------------------------------------------------------------------------------------
+    # --- buffers ----------------------------------------------------------------------------------
 
     def _room(self, wire: torch.Tensor | None, enough: int, parts: int) -> int:
-        """Return how many bytes of each segment go in one round; 0 where no buffer is needed, as `enough` is 0."""
+        """Return how many bytes of each segment go in one round; 0 where no buffer is needed, as
+        `enough` is 0.
+        """
         if not enough:
             return 0
         nbytes = 0 if wire is None else wire.nbytes
-        is_flat = wire is not None and wire.dtype == torch.uint8 and wire.dim() == 1 and wire.is_contiguous()
+        is_flat = (
+            wire is not None
+            and wire.dtype == torch.uint8
+            and wire.dim() == 1
+            and wire.is_contiguous()
+        )
         most = align_down(nbytes // parts, WIRE_ALIGNMENT)
         if not most or not is_flat:
             raise ConfigError(
                 field=f"wire of {self.name}",
-                value=None if wire is None else f"{nbytes} B of {wire.dtype}, shape {tuple(wire.shape)}",
-                expected=f"flat, contiguous uint8 of {parts * WIRE_ALIGNMENT} B or more, {enough} B for one round",
+                value=None
+                if wire is None
+                else f"{nbytes} B of {wire.dtype}, shape {tuple(wire.shape)}",
+                expected=f"flat, contiguous uint8 of {parts * WIRE_ALIGNMENT} B or more, {enough} "
+                "B for one round",
             )
         return min(most, self._layout.width)
 
@@ -357,10 +435,14 @@ class ShardGroup:
         """Refuse tensors that are not what the members are."""
         if len(tensors) != len(self.members):
             expected = f"{len(self.members)}, one for each member"
-            raise ConfigError(field=f"{what} of {self.name}", value=f"{len(tensors)} tensors", expected=expected)
+            raise ConfigError(
+                field=f"{what} of {self.name}", value=f"{len(tensors)} tensors", expected=expected
+            )
         for member, tensor, numel in zip(self.members, tensors, numels, strict=True):
             wanted = dtype or member.dtype
-            if tensor is None or (tensor.shape == (numel,) and tensor.dtype == wanted and tensor.is_contiguous()):
+            if tensor is None or (
+                tensor.shape == (numel,) and tensor.dtype == wanted and tensor.is_contiguous()
+            ):
                 continue
             raise ConfigError(
                 field=f"{what} of {self.name}, {member.name}",

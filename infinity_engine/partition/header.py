@@ -1,4 +1,5 @@
-"""`Header`: what each rank says of a collective before any data moves, and what is wrong where they do not agree.
+"""`Header`: what each rank says of a collective before any data moves, and what is wrong where they
+do not agree.
 
 Bytes of one size, whatever the collective; sends nothing.
 """
@@ -17,9 +18,11 @@ _LAYOUT = struct.Struct("<QQ16sH222s")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Which collective it is: its number, what must be equal on all ranks as a digest, and its name for messages.
+    """Which collective it is: its number, what must be equal on all ranks as a digest, and its name
+    for messages.
 
-    `nbytes` may differ between ranks: it is what this one has to share, or another number that it sends along.
+    `nbytes` may differ between ranks: it is what this one has to share, or another number that it
+    sends along.
     """
 
     SIZE = _LAYOUT.size
@@ -55,7 +58,8 @@ def disagreement(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
         return None
     said = [
         f"rank{'s' if len(places) > 1 else ''} {', '.join(str(ranks[place]) for place in places)}: "
-        f"{headers[places[0]].op} (collective {headers[places[0]].number}, digest {headers[places[0]].key.hex()[:8]})"
+        f"{headers[places[0]].op} (collective {headers[places[0]].number}, digest "
+        f"{headers[places[0]].key.hex()[:8]})"
         for places in groups.values()
     ]
     return f"the ranks do not do the same; {'; '.join(said)}"

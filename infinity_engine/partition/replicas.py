@@ -1,11 +1,13 @@
-"""`ReplicaSums`: adds up what ranks that own the same shards have summed, each among its own neighbours.
+"""`ReplicaSums`: adds up what ranks that own the same shards have summed, each among its own
+neighbours.
 
-Lays out what goes over the wire; `Collectives` carries it. Owns no memory. `HybridReduce` puts it behind a reduce.
+Lays out what goes over the wire; `Collectives` carries it. Owns no memory. `HybridReduce` puts it
+behind a reduce.
 
-[Note: the order of sums on a mesh] Each replica of the model sums its ranks' gradients first, as [Note: the order of
-sums] says; then the ranks that own the same shards add these fp32 sums up, beginning with the first
-replica's. One rank adds up a part of them and all get its bits, so replicas hold the same bits, which
-no bucket and no round changes.
+[Note: the order of sums on a mesh] Each replica of the model sums its ranks' gradients first, as
+[Note: the order of sums] says; then the ranks that own the same shards add these fp32 sums up,
+beginning with the first replica's. One rank adds up a part of them and all get its bits, so
+replicas hold the same bits, which no bucket and no round changes.
 """
 
 from __future__ import annotations
@@ -42,12 +44,19 @@ class ReplicaSums:
         return 2 * self._collectives.size * align_up(part * _SIZE, WIRE_ALIGNMENT)
 
     def start(
-        self, name: str, sums: Sequence[torch.Tensor], *, says: int, adder: Adder, wire: torch.Tensor
+        self,
+        name: str,
+        sums: Sequence[torch.Tensor],
+        *,
+        says: int,
+        adder: Adder,
+        wire: torch.Tensor,
     ) -> CollectiveEvent:
-        """Begin to replace flat fp32 tensors, which are as large on all ranks, by their sums over them.
+        """Begin to replace flat fp32 tensors, which are as large on all ranks, by their sums over
+        them.
 
-        `wire`, bytes that are used until the end, bounds what goes in one round. A rank that `says` 0 has nothing: its
-        tensors count as zeros, whatever is in them. Returns at once.
+        `wire`, bytes that are used until the end, bounds what goes in one round. A rank that `says`
+        0 has nothing: its tensors count as zeros, whatever is in them. Returns at once.
 
         Raises:
             CollectiveError: an earlier collective has failed.
@@ -64,8 +73,12 @@ class ReplicaSums:
         rounds: list[Round] = []
         for first in range(0, every, max(ranks * part, 1)):
             numel = min(ranks * part, every - first)
-            rounds += self._rounds(_pieces(sums, first, numel), numel, part, values, adder, has=bool(says))
-        return self._collectives.start(f"sum of {name} over replicas", rounds, key=digest(numels, part), says=says)
+            rounds += self._rounds(
+                _pieces(sums, first, numel), numel, part, values, adder, has=bool(says)
+            )
+        return self._collectives.start(
+            f"sum of {name} over replicas", rounds, key=digest(numels, part), says=says
+        )
 
     def _rounds(
         self,
@@ -77,18 +90,27 @@ class ReplicaSums:
         *,
         has: bool,
     ) -> list[Round]:
-        """Return the rounds for `numel` elements, of which each rank adds up `part` or what is left."""
+        """Return the rounds for `numel` elements, of which each rank adds up `part` or what is
+        left.
+        """
         ranks, rank = self._collectives.size, self._collectives.rank
         counts = [min(max(numel - each * part, 0), part) for each in range(ranks)]
         mine, got = values[: ranks * part], values[ranks * part :]
         own = counts[rank]
         sent = [count * _SIZE for count in counts]
         exchange = Exchange(
-            mine[:numel].view(torch.uint8), got[: own * ranks].view(torch.uint8), sent, [own * _SIZE] * ranks
+            mine[:numel].view(torch.uint8),
+            got[: own * ranks].view(torch.uint8),
+            sent,
+            [own * _SIZE] * ranks,
         )
         gather = AllGather(mine[:part].view(torch.uint8), got[: ranks * part].view(torch.uint8))
         return [
-            Round(exchange, partial(_pack, pieces, mine, has=has), partial(_add_up, got, own, ranks, mine, adder)),
+            Round(
+                exchange,
+                partial(_pack, pieces, mine, has=has),
+                partial(_add_up, got, own, ranks, mine, adder),
+            ),
             Round(gather, unpack=partial(_unpack, got, pieces)),
         ]
 
@@ -96,9 +118,10 @@ class ReplicaSums:
 class HybridReduce:
     """A reduce among neighbours, and after it the sum of what they got over the replicas.
 
-    `reduce` begins the first and is given what to call at its end; `sum_up` begins the second, and is given which
-    members any of the neighbours had a gradient of, in bits. Reduces may end in any order: `queue` has those of which
-    the second has not begun, in the order in which they were started, which is that of all replicas.
+    `reduce` begins the first and is given what to call at its end; `sum_up` begins the second, and
+    is given which members any of the neighbours had a gradient of, in bits. Reduces may end in any
+    order: `queue` has those of which the second has not begun, in the order in which they were
+    started, which is that of all replicas.
     """
 
     def __init__(
@@ -135,7 +158,9 @@ class HybridReduce:
 
     @property
     def said(self) -> Sequence[int]:
-        """Of each replica, which members any of its ranks had a gradient of; once it has ended well."""
+        """Of each replica, which members any of its ranks had a gradient of; once it has ended
+        well.
+        """
         return () if self._second is None else self._second.said
 
     def _ended(self, error: BaseException | None) -> None:

@@ -1,6 +1,8 @@
-"""What a collective is made of: rounds, each one of torch's collectives, and `Pending`: one that is under way here.
+"""What a collective is made of: rounds, each one of torch's collectives, and `Pending`: one that is
+under way here.
 
-Knows in which order its steps follow; starts and ends them when it is told to. Calls nothing of torch.distributed.
+Knows in which order its steps follow; starts and ends them when it is told to. Calls nothing of
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,18 @@ from infinity_engine.accel import Event
 from infinity_engine.errors import CollectiveError
 from infinity_engine.partition.header import Header
 
-__all__ = ["AllGather", "Broadcast", "Exchange", "HostWork", "Pending", "Round", "Rounds", "Wire", "Work", "ignore"]
+__all__ = [
+    "AllGather",
+    "Broadcast",
+    "Exchange",
+    "HostWork",
+    "Pending",
+    "Round",
+    "Rounds",
+    "Wire",
+    "Work",
+    "ignore",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +42,9 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """Every rank gets from each the bytes that are for it: `sent` of `mine` to each, `received` from each."""
+    """Every rank gets from each the bytes that are for it: `sent` of `mine` to each, `received`
+    from each.
+    """
 
     mine: torch.Tensor
     into: torch.Tensor
@@ -58,7 +73,10 @@ def _no_rounds(_said: Sequence[int]) -> Sequence[Round]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """One collective of torch, between what fills its buffers and what empties them. All are flat uint8 tensors."""
+    """One collective of torch, between what fills its buffers and what empties them.
+
+    All are flat uint8 tensors.
+    """
 
     wire: Wire
     pack: Callable[[], object] = _nothing
@@ -66,7 +84,9 @@ class Round:
 
 
 Rounds = Callable[[Sequence[int]], Sequence[Round]]
-"""Makes the rounds, from the number that each rank has sent along, as how many bytes it has to share."""
+"""Makes the rounds, from the number that each rank has sent along, as how many bytes it has to
+share.
+"""
 
 
 class HostWork(Protocol):
@@ -126,7 +146,9 @@ class Pending:
         return self._rounds is not None and not self._rounds
 
     def agreed(self, nbytes: Sequence[int]) -> None:
-        """Note that all ranks do this, and which number each has sent along, as how many bytes it has to share."""
+        """Note that all ranks do this, and which number each has sent along, as how many bytes it
+        has to share.
+        """
         self.said = tuple(nbytes)
         self._rounds, self._make_rounds = list(self._make_rounds(nbytes)), _no_rounds
         self.since = time.monotonic()

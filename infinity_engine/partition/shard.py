@@ -1,10 +1,12 @@
 """`Shard` and `ShardSpec`: which rank owns which piece of a parameter.
 
-Pure arithmetic over numbers of elements, the same on every rank; knows no tensors and starts nothing.
+Pure arithmetic over numbers of elements, the same on every rank; knows no tensors and starts
+nothing.
 
-[Note: where parameters are cut] Only at multiples of NORM_BLOCK elements from the parameter's first one. So no block of
-the gradient norm has two owners, and its sum is the same bits on any number of ranks; and every piece but a parameter's
-last is whole pages, which drives read and write without a detour.
+[Note: where parameters are cut] Only at multiples of NORM_BLOCK elements from the parameter's first
+one. So no block of the gradient norm has two owners, and its sum is the same bits on any number of
+ranks; and every piece but a parameter's last is whole pages, which drives read and write without a
+detour.
 """
 
 from __future__ import annotations
@@ -61,26 +63,33 @@ class ShardSpec:
 
     def in_order(self) -> list[Shard]:
         """Return the shards that have elements, as they follow one another in the parameter."""
-        return sorted((shard for shard in self.shards if shard.numel), key=lambda shard: shard.first_element)
+        return sorted(
+            (shard for shard in self.shards if shard.numel), key=lambda shard: shard.first_element
+        )
 
     def _refuse(self) -> None:
         raise ConfigError(
             field="ShardSpec.shards",
             value=self.shards,
-            expected=f"one shard for each rank, which have each of the {self.numel} elements once, cut at multiples of "
+            expected=f"one shard for each rank, which have each of the {self.numel} elements once, "
+            "cut at multiples of "
             f"{_native.NORM_BLOCK}",
         )
 
 
 class Partitioner:
-    """Cuts parameters over `ranks`, one after another, so that each rank owns about as many elements.
+    """Cuts parameters over `ranks`, one after another, so that each rank owns about as many
+    elements.
 
-    The cut of a parameter depends on those before it and on nothing else, so code that builds a model can cut while it
-    grows. BANDWIDTH_CENTRIC: at any time no rank owns more than a block (NORM_BLOCK elements) more than another.
+    The cut of a parameter depends on those before it and on nothing else, so code that builds a
+    model can cut while it grows. BANDWIDTH_CENTRIC: at any time no rank owns more than a block
+    (NORM_BLOCK elements) more than another.
     BROADCAST: none more than the largest parameter.
     """
 
-    def __init__(self, ranks: int, partitioning: Partitioning = Partitioning.BANDWIDTH_CENTRIC) -> None:
+    def __init__(
+        self, ranks: int, partitioning: Partitioning = Partitioning.BANDWIDTH_CENTRIC
+    ) -> None:
         if ranks < 1:
             raise ConfigError(field="ranks", value=ranks, expected="1 or more")
         self._partitioning = partitioning
@@ -109,12 +118,15 @@ class Partitioner:
         return ShardSpec(numel, tuple(shards))
 
     def _whole(self, numel: int, owner: int) -> list[Shard]:
-        return [Shard(0, numel) if rank == owner else Shard(0, 0) for rank in range(len(self._owned))]
+        return [
+            Shard(0, numel) if rank == owner else Shard(0, 0) for rank in range(len(self._owned))
+        ]
 
     def _pieces(self, numel: int, poorest_first: Sequence[int]) -> list[Shard]:
         """Give each rank as many blocks, those that are left over to the poorest.
 
-        A short last block goes to the richest of those who get the most, so that no two ranks grow apart.
+        A short last block goes to the richest of those who get the most, so that no two ranks grow
+        apart.
         """
         block, ranks = _native.NORM_BLOCK, len(self._owned)
         each, left_over = divmod(-(-numel // block), ranks)
@@ -123,7 +135,8 @@ class Partitioner:
             blocks[rank] += 1
         order = list(blocks)
         if numel % block:
-            order.remove(last := poorest_first[left_over - 1])  # -1: the richest of all, where none is left over
+            # -1: the richest of all, where none is left over
+            order.remove(last := poorest_first[left_over - 1])
             order.append(last)
         shards, at = {}, 0
         for rank in order:

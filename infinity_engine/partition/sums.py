@@ -1,6 +1,8 @@
-"""The block sums of the gradient norm, of all ranks: who has them all computes the norm that one rank would.
+"""The block sums of the gradient norm, of all ranks: who has them all computes the norm that one
+rank would.
 
-Moves doubles as bytes and adds nothing. [Note: where parameters are cut] in shard.py says why no block has two owners.
+Moves doubles as bytes and adds nothing. [Note: where parameters are cut] in shard.py says why no
+block has two owners.
 """
 
 from __future__ import annotations
@@ -20,8 +22,12 @@ __all__ = ["share_block_sums"]
 _Sums = npt.NDArray[np.float64]
 
 
-def share_block_sums(collectives: Collectives, specs: Sequence[ShardSpec], mine: Sequence[_Sums]) -> list[_Sums]:
-    """Return the sums of all blocks of each parameter; `mine` has those of this rank's shards. Blocks.
+def share_block_sums(
+    collectives: Collectives, specs: Sequence[ShardSpec], mine: Sequence[_Sums]
+) -> list[_Sums]:
+    """Return the sums of all blocks of each parameter; `mine` has those of this rank's shards.
+
+    Blocks.
 
     Raises:
         CollectiveError: not all ranks came to it.
@@ -31,9 +37,14 @@ def share_block_sums(collectives: Collectives, specs: Sequence[ShardSpec], mine:
         wanted = _blocks(spec.shards[collectives.rank])
         if len(sums) != wanted:
             expected = f"{wanted}, one for each block of this rank's shard"
-            raise ConfigError(field=f"block sums of parameter {number}", value=len(sums), expected=expected)
+            raise ConfigError(
+                field=f"block sums of parameter {number}", value=len(sums), expected=expected
+            )
     payload = np.concatenate([np.zeros(0), *mine]).tobytes()
-    told = [np.frombuffer(each) for each in collectives.share("block sums of the gradient norm", payload)]
+    told = [
+        np.frombuffer(each)
+        for each in collectives.share("block sums of the gradient norm", payload)
+    ]
     whole = [np.zeros(-(-spec.numel // _native.NORM_BLOCK)) for spec in specs]
     for rank, sums in enumerate(told):
         at = 0

@@ -1,7 +1,9 @@
-"""`WireLayout`: where the shards of several parameters lie in the flat buffers that a collective sends and receives.
+"""`WireLayout`: where the shards of several parameters lie in the flat buffers that a collective
+sends and receives.
 
-Pure arithmetic over bytes. Each rank has a segment, in which its shards follow one another; what does not fit into a
-buffer goes in several rounds, each of which takes the same window of every rank's segment.
+Pure arithmetic over bytes. Each rank has a segment, in which its shards follow one another; what
+does not fit into a buffer goes in several rounds, each of which takes the same window of every
+rank's segment.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from infinity_engine.units import align_up
 __all__ = ["WIRE_ALIGNMENT", "Piece", "Window", "WireLayout"]
 
 WIRE_ALIGNMENT = 64
-"""Every piece begins at a multiple of so many bytes of its segment, and every window does: no element is cut."""
+"""Every piece begins at a multiple of so many bytes of its segment, and every window does: no
+element is cut.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,9 @@ class Window:
 
 
 class WireLayout:
-    """The segments of every rank for parameters that are cut as `specs` say, of elements of `itemsizes` bytes."""
+    """The segments of every rank for parameters that are cut as `specs` say, of elements of
+    `itemsizes` bytes.
+    """
 
     def __init__(self, specs: Sequence[ShardSpec], itemsizes: Sequence[int]) -> None:
         self._itemsizes = tuple(itemsizes)
@@ -70,7 +76,9 @@ class WireLayout:
         )
 
     def windows(self, most: int) -> Iterator[Window]:
-        """Yield windows of at most `most` bytes, a multiple of the alignment, that cover every segment."""
+        """Yield windows of at most `most` bytes, a multiple of the alignment, that cover every
+        segment.
+        """
         for start in range(0, self.width, most):
             yield Window(start, min(start + most, self.width))
 

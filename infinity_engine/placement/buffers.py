@@ -1,7 +1,8 @@
-"""`BufferLayout`: where in a host buffer the things of a subgroup lie, of which some rests on the drives: arithmetic.
+"""`BufferLayout`: where in a host buffer the things of a subgroup lie, of which some rests on the
+drives: arithmetic.
 
-States come first, as they lie at their place on the drives. Values and gradients of each segment begin on a page of
-their own, so that each goes to its own place without being copied.
+States come first, as they lie at their place on the drives. Values and gradients of each segment
+begin on a page of their own, so that each goes to its own place without being copied.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from deepnvme.extents import PAGE
 from infinity_engine.optim import Subgroup
 from infinity_engine.units import align_up
 
-__all__ = ["GRADIENT_SLOTS", "SCRATCH", "SUM", "BufferLayout", "Resting", "buffer_slot", "early_slot", "gradient_slot"]
+__all__ = [
+    "GRADIENT_SLOTS",
+    "SCRATCH",
+    "SUM",
+    "BufferLayout",
+    "Resting",
+    "buffer_slot",
+    "early_slot",
+    "gradient_slot",
+]
 
 GRADIENT_SLOTS = 3
 """How many gradients are on their way to the drives at once: one made, two being written."""
@@ -48,7 +58,9 @@ class Resting:
     values: Set[int] = frozenset()
     """Parameters."""
     gradients: int = 0
-    """For how many micro-batches those of these subgroups have a place there; 0: they stay in memory."""
+    """For how many micro-batches those of these subgroups have a place there; 0: they stay in
+    memory.
+    """
     small_bytes: int = 0
     """Of fewer bytes are gradients that stay in memory all the same."""
     early: int = 0
@@ -60,7 +72,9 @@ class Resting:
         return bool(self.states or self.values)
 
     def of(self, layouts: Collection[BufferLayout]) -> Resting:
-        """Return this without places for gradients, or buffers for early updates, that no layout uses."""
+        """Return this without places for gradients, or buffers for early updates, that no layout
+        uses.
+        """
         return replace(
             self,
             gradients=self.gradients if any(layout.gradients for layout in layouts) else 0,
@@ -72,8 +86,9 @@ class Resting:
 class BufferLayout:
     """Offsets in the buffer; `values` and `gradients` are by the number of the segment.
 
-    A segment's gradients are one for each micro-batch, one behind another, and where there are several, the sum.
-    `copies` is where the update writes what goes to the device; `in_place`: the values are the masters.
+    A segment's gradients are one for each micro-batch, one behind another, and where there are
+    several, the sum. `copies` is where the update writes what goes to the device; `in_place`: the
+    values are the masters.
     """
 
     states_bytes: int
@@ -88,7 +103,8 @@ class BufferLayout:
 
     @property
     def may_be_early(self) -> bool:
-        """Whether all of the subgroup rests on drives, so that it can be updated in a backward, to other places.
+        """Whether all of the subgroup rests on drives, so that it can be updated in a backward, to
+        other places.
 
         Values that are masters cannot be: later layers of the same backward may need the old ones.
         """
@@ -108,7 +124,8 @@ class BufferLayout:
     ) -> BufferLayout:
         """Return it for a subgroup with so many fp32 streams of states.
 
-        `in_place`: the values are the masters, and are loaded as well. `copies`: all of them are written once more.
+        `in_place`: the values are the masters, and are loaded as well. `copies`: all of them are
+            written once more.
         """
         width = subgroup.formats.width
         states = 4 * streams * subgroup.numel if subgroup.index in resting.states else 0
@@ -126,7 +143,9 @@ class BufferLayout:
                 load += nbytes if in_place else 0
             if resting.gradients and states and nbytes >= resting.small_bytes:
                 each = align_up(gradient_width * segment.numel, PAGE)
-                gradients[number] = tuple(at + each * micro_batch for micro_batch in range(resting.gradients))
+                gradients[number] = tuple(
+                    at + each * micro_batch for micro_batch in range(resting.gradients)
+                )
                 at += each * resting.gradients
                 load += gradient_width * segment.numel * resting.gradients
                 if resting.gradients > 1:

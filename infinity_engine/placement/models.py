@@ -1,7 +1,8 @@
-"""What planning has to know of a model: its parameters module by module, its arithmetic, and what autograd keeps.
+"""What planning has to know of a model: its parameters module by module, its arithmetic, and what
+autograd keeps.
 
-Pure numbers, put together of a Hugging Face config.json (configs.py), or of a live model by the engine. Called by the
-planner, the command line and the engine.
+Pure numbers, put together of a Hugging Face config.json (configs.py), or of a live model by the
+engine. Called by the planner, the command line and the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ _LOGITS_FP32 = 3  # a copy of the logits, their log-softmax, and its gradient
 
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
-    """One parameter. Frozen ones are not `trained`; `element_bytes` is given where it is not as modules compute."""
+    """One parameter.
+
+    Frozen ones are not `trained`; `element_bytes` is given where it is not as modules compute.
+    """
 
     name: str
     numel: int
@@ -28,8 +32,8 @@ class ParameterShape:
 class ModuleShape:
     """A module with parameters of its own, or with arithmetic.
 
-    `flops_per_token` are those of a forward, without attention between tokens; that is 4 operations for each token of
-    the sequence and each of `attention_width` elements.
+    `flops_per_token` are those of a forward, without attention between tokens; that is 4 operations
+    for each token of the sequence and each of `attention_width` elements.
     """
 
     name: str
@@ -45,16 +49,20 @@ class ModuleShape:
         return sum(each.numel for each in self.parameters)
 
     def flops(self, sequence: int) -> int:
-        """Return the operations of a forward for one token of sequences that long; causal masks save none of them."""
+        """Return the operations of a forward for one token of sequences that long; causal masks
+        save none of them.
+        """
         return self.flops_per_token + 4 * sequence * self.attention_width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activations:
-    """What autograd keeps between forward and backward, for each token, as the blocks' own code saves it.
+    """What autograd keeps between forward and backward, for each token, as the blocks' own code
+    saves it.
 
-    An estimate: `elements` have the width that modules compute with, `fp32` four bytes. Attention is taken to keep no
-    matrix of scores. A checkpointed block keeps its input, `hidden` elements, and makes the rest when it is needed.
+    An estimate: `elements` have the width that modules compute with, `fp32` four bytes. Attention
+    is taken to keep no matrix of scores. A checkpointed block keeps its input, `hidden` elements,
+    and makes the rest when it is needed.
     """
 
     blocks: int
@@ -64,7 +72,9 @@ class Activations:
     logits: int
 
     def nbytes(self, tokens: int, *, width: int, checkpointing: bool) -> int:
-        """Return the most bytes that are there at once, for so many tokens and elements of `width` bytes."""
+        """Return the most bytes that are there at once, for so many tokens and elements of `width`
+        bytes.
+        """
         block = width * self.elements + 4 * self.fp32
         kept = width * self.hidden * self.blocks + block if checkpointing else block * self.blocks
         return tokens * (kept + self.logits * (width + 4 * _LOGITS_FP32))
@@ -72,7 +82,10 @@ class Activations:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A model in numbers. `modules` and their parameters have the order in which the model registers them."""
+    """A model in numbers.
+
+    `modules` and their parameters have the order in which the model registers them.
+    """
 
     name: str
     modules: tuple[ModuleShape, ...]
@@ -97,10 +110,14 @@ class ModelShape:
 
     @property
     def width(self) -> int:
-        """The elements that a block makes of a token; where that is not known, the side of a middling product."""
+        """The elements that a block makes of a token; where that is not known, the side of a
+        middling product.
+        """
         if self.activations is not None:
             return self.activations.hidden
-        products = sorted(module.flops_per_token for module in self.modules if module.flops_per_token)
+        products = sorted(
+            module.flops_per_token for module in self.modules if module.flops_per_token
+        )
         return max(isqrt(products[len(products) // 2] // 2), 1) if products else 1
 
     def forward_flops_per_token(self, sequence: int) -> int:

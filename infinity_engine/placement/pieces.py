@@ -1,4 +1,6 @@
-"""`GradientPiece`: the pieces that a parameter's gradient is needed in, and the tier that keeps each until its use."""
+"""`GradientPiece`: the pieces that a parameter's gradient is needed in, and the tier that keeps
+each until its use.
+"""
 
 from __future__ import annotations
 

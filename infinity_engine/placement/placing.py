@@ -1,6 +1,7 @@
 """Which plan a budget allows, and what of it rests on the drives: what is best is tried first.
 
-Pure: asks policies and adds up bytes. Called by the engine, which carries out what it says, and by the planner.
+Pure: asks policies and adds up bytes. Called by the engine, which carries out what it says, and by
+    the planner.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from infinity_engine.plan.step import Home, StepPlan
 __all__ = ["Plan", "Wish", "place"]
 
 _MOST_TRIES = 4  # to find a plan whose buffers fit what it lets be updated where
-_MOST_BUFFERS = 8  # small ones are done with before a module ends, so more of them are filled ahead,
+# small ones are done with before a module ends, so more of them are filled ahead,
+_MOST_BUFFERS = 8
 _MOST_BUFFER_BYTES = 256 << 20  # within so much
 _NOTHING = Resting()
 
@@ -58,14 +60,17 @@ class Plan:
 
 
 def place(sizing: Sizing, wish: Wish, budget: ResolvedBudget, *, io_bytes: int) -> Plan:
-    """Return the plan that the policy or the strategy makes, what it takes, and what rests on drives.
+    """Return the plan that the policy or the strategy makes, what it takes, and what rests on
+    drives.
 
-    Where that is left open, parameters stay on the device if all fits with them there, else on the host; and nothing
-    rests on drives that has room elsewhere. `io_bytes` of the host are what using the drives takes.
+    Where that is left open, parameters stay on the device if all fits with them there, else on the
+    host; and nothing rests on drives that has room elsewhere. `io_bytes` of the host are what using
+    the drives takes.
 
     Raises:
         CapacityError: a tier cannot hold what it would have to.
-        ConfigError: something is to rest on drives, and the budget has none; or the policy makes no sound plan.
+        ConfigError: something is to rest on drives, and the budget has none; or the policy makes no
+            sound plan.
     """
     return _Placing(sizing, wish, budget, io_bytes).plan()
 
@@ -87,7 +92,8 @@ class _Placing:
             raise ConfigError(
                 field="budget.nvme",
                 value=None,
-                expected='directories of drives and their sizes, such as {"/mnt/nvme": "400GiB"}, for what rests there',
+                expected='directories of drives and their sizes, such as {"/mnt/nvme": "400GiB"}, '
+                "for what rests there",
             )
         refused: CapacityError | None = None
         for parameters, on_drives in self._choices():
@@ -104,15 +110,23 @@ class _Placing:
         raise again(refused)
 
     def _choices(self) -> Iterator[tuple[Tier, bool]]:
-        """Yield where parameters and states may be, what is best first: parameters' tier, and states on the drives."""
+        """Yield where parameters and states may be, what is best first: parameters' tier, and
+        states on the drives.
+        """
         wish = self.wish
-        tiers = [tier for tier in wish.tiers if tier is not Tier.HOST or not self.sizing.unified] or [Tier.DEVICE]
+        tiers = [
+            tier for tier in wish.tiers if tier is not Tier.HOST or not self.sizing.unified
+        ] or [Tier.DEVICE]
         may_rest = isinstance(wish.strategy, NvmeStreamed)
         must_rest = may_rest or (isinstance(wish.strategy, Auto) and wish.policy is None)
         for on_drives in (False, True):
             for tier in tiers:
                 drives = on_drives or tier is Tier.NVME
-                if (may_rest and not on_drives) or (drives and not self.budget.nvme) or (on_drives and not must_rest):
+                if (
+                    (may_rest and not on_drives)
+                    or (drives and not self.budget.nvme)
+                    or (on_drives and not must_rest)
+                ):
                     continue
                 yield tier, on_drives
 
@@ -132,7 +146,8 @@ class _Placing:
             steps = by(specs, wish.rates, limits)
             try:
                 demand = sizing.demand(steps, self.budget, resting, layouts)
-            except CapacityError as error:  # policies know nothing of gradients, and stage as much as there is room
+            except CapacityError as error:
+                # policies know nothing of gradients, and stage as much as there is room
                 refused = error.with_traceback(None)
             else:
                 return Plan(steps=steps, demand=demand, resting=resting, layouts=layouts)
@@ -159,14 +174,18 @@ class _Placing:
                 pass
         return made(HOST_ONLY)
 
-    # --- drives ---------------------------------------------------------------------------------------------------
+    # --- drives -----------------------------------------------------------------------------------
 
     def _plan_with_drives(self, parameters: Tier, *, states: bool) -> Plan:
-        """Return the plan that keeps as much in memory as there is room for, what is needed first before the rest."""
+        """Return the plan that keeps as much in memory as there is room for, what is needed first
+        before the rest.
+        """
         sizing, budget = self.sizing, self.budget
         small = max(self.wish.small_bytes, 1)
         values = frozenset(
-            number for number, nbytes in enumerate(sizing.parameters) if parameters is Tier.NVME and nbytes >= small
+            number
+            for number, nbytes in enumerate(sizing.parameters)
+            if parameters is Tier.NVME and nbytes >= small
         )
         resting = Resting(
             states=frozenset(each.index for each in sizing.subgroups) if states else frozenset(),
@@ -182,15 +201,25 @@ class _Placing:
         refused: CapacityError | None = None
         said = self._homes()
         homes = said or {each.index: Home.HOST for each in sizing.subgroups}
-        least: dict[int, Callable[[int], int]] = {}  # of the host, by gradients: with so many buffers
+        # of the host, by gradients: with so many buffers
+        least: dict[int, Callable[[int], int]] = {}
         if said:
             for gradients in {gradients for _, gradients in choices}:
-                least[gradients] = self._least_of_any_plan(parameters, said, replace(resting, gradients=gradients))
+                least[gradients] = self._least_of_any_plan(
+                    parameters, said, replace(resting, gradients=gradients)
+                )
         for buffers, gradients in choices:
             is_last = (buffers, gradients) == choices[-1]  # which says what is missing
-            if not is_last and not early and gradients in least and least[gradients](buffers) > budget.host:
+            if (
+                not is_last
+                and not early
+                and gradients in least
+                and least[gradients](buffers) > budget.host
+            ):
                 continue
-            tried = replace(resting, gradients=gradients, early=max(buffers, HOST_BUFFERS) if early else 0)
+            tried = replace(
+                resting, gradients=gradients, early=max(buffers, HOST_BUFFERS) if early else 0
+            )
             try:
                 plan = self._settled(parameters, homes, resting=tried, buffers=buffers)
                 homes = plan.steps.homes()
@@ -212,7 +241,8 @@ class _Placing:
                 if sizing.held_on_host(plan_of_fewer.demand) + self.io_bytes <= budget.host:
                     plan = plan_of_fewer
                     break
-                # The policy lets others be updated where this takes more; or nothing rests, which takes more as well.
+                # The policy lets others be updated where this takes more; or nothing rests, which
+                # takes more as well.
                 kept, fewer_by = kept[:-fewer_by], 2 * fewer_by
             return self._with_room(plan)
         assert refused is not None, "there is a choice"
@@ -224,28 +254,49 @@ class _Placing:
         policy = wish.policy
         if policy is None and not isinstance(wish.strategy, Auto):
             policy = policy_for(wish.strategy)
-        return None if policy is None else policy.homes_of([sizing.spec(each, None) for each in sizing.subgroups])
+        return (
+            None
+            if policy is None
+            else policy.homes_of([sizing.spec(each, None) for each in sizing.subgroups])
+        )
 
     def _most_buffers(self) -> int:
         """Return how many buffers there are where the host has room for them."""
         sizing = self.sizing
-        each = 4 * (1 + len(sizing.state_names)) * max((each.numel for each in sizing.subgroups), default=0)
+        each = (
+            4
+            * (1 + len(sizing.state_names))
+            * max((each.numel for each in sizing.subgroups), default=0)
+        )
         return max(HOST_BUFFERS, min(_MOST_BUFFERS, _MOST_BUFFER_BYTES // max(each, 1)))
 
-    def _least_of_any_plan(self, parameters: Tier, homes: Mapping[int, Home], resting: Resting) -> Callable[[int], int]:
-        """Return what of the host all plans take at least that update there, however many buffers they have."""
+    def _least_of_any_plan(
+        self, parameters: Tier, homes: Mapping[int, Home], resting: Resting
+    ) -> Callable[[int], int]:
+        """Return what of the host all plans take at least that update there, however many buffers
+        they have.
+        """
         rests = replace(resting, states=self.sizing.with_states(resting.states, homes, parameters))
-        nbytes = self.sizing.all_beside_drives(homes, parameters, rests) + self.io_bytes if rests.any else 0
+        nbytes = (
+            self.sizing.all_beside_drives(homes, parameters, rests) + self.io_bytes
+            if rests.any
+            else 0
+        )
         return lambda buffers: nbytes
 
     def _least_of_host(self, plan: Plan, buffers: int) -> int:
-        """Return what of the host a plan takes at least that has so many buffers instead, and no more of them."""
+        """Return what of the host a plan takes at least that has so many buffers instead, and no
+        more of them.
+        """
         there = plan.steps.buffer_bytes
         held = self.sizing.held_on_host(plan.demand) + self.io_bytes
         return held - (len(there) - buffers) * there[0] if there else held
 
-    def _settled(self, parameters: Tier, homes: Mapping[int, Home], *, resting: Resting, buffers: int) -> Plan:
-        """Return the plan whose buffers fit what it lets be updated where, which decides what passes them.
+    def _settled(
+        self, parameters: Tier, homes: Mapping[int, Home], *, resting: Resting, buffers: int
+    ) -> Plan:
+        """Return the plan whose buffers fit what it lets be updated where, which decides what
+        passes them.
 
         `homes` is where that may be: what another plan of the same wish does.
         """
@@ -253,10 +304,15 @@ class _Placing:
         for _ in range(_MOST_TRIES):
             rests = replace(resting, states=sizing.with_states(resting.states, homes, parameters))
             layouts = {
-                each.index: self._layout(each, rests, homes[each.index], parameters) for each in sizing.subgroups
+                each.index: self._layout(each, rests, homes[each.index], parameters)
+                for each in sizing.subgroups
             }
-            passing = MappingProxyType({index: each for index, each in layouts.items() if each.nbytes})
-            plan = self._plan(parameters, resting=rests.of(passing.values()), layouts=passing, buffers=buffers)
+            passing = MappingProxyType(
+                {index: each for index, each in layouts.items() if each.nbytes}
+            )
+            plan = self._plan(
+                parameters, resting=rests.of(passing.values()), layouts=passing, buffers=buffers
+            )
             found = plan.steps.homes()
             if found == homes:
                 return plan
@@ -265,13 +321,26 @@ class _Placing:
             field="strategy",
             value=self.wish.strategy.name,
             expected="one that says which part visits the device, such as "
-            "NvmeStreamed(update=Interleaved(share=0.5)): what is best changes with what passes the host",
+            "NvmeStreamed(update=Interleaved(share=0.5)): what is best changes with what passes "
+            "the host",
         )
 
-    def _layout(self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier) -> BufferLayout:
-        """Return where the things of a subgroup lie in a buffer; a search asks for the same ones many times."""
+    def _layout(
+        self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier
+    ) -> BufferLayout:
+        """Return where the things of a subgroup lie in a buffer; a search asks for the same ones
+        many times.
+        """
         rests = subgroup.index in resting.states
-        known = subgroup.index, rests, resting.gradients, resting.values, resting.small_bytes, home, parameters
+        known = (
+            subgroup.index,
+            rests,
+            resting.gradients,
+            resting.values,
+            resting.small_bytes,
+            home,
+            parameters,
+        )
         if known not in self._layouts:
             self._layouts[known] = self.sizing.layout(subgroup, resting, home, parameters)
         return self._layouts[known]
@@ -279,8 +348,8 @@ class _Placing:
     def _kept(self, plan: Plan, left: int) -> list[int]:
         """Return the subgroups whose states have room in so many bytes of the host.
 
-        What is needed first, first; with early updates they are spread among those that rest on the drives, so that
-        in a backward the drives have as much to do at each time as at any other.
+        What is needed first, first; with early updates they are spread among those that rest on the
+        drives, so that in a backward the drives have as much to do at each time as at any other.
         """
         homes = plan.steps.homes()
         sizes: dict[int, int] = {}
@@ -293,7 +362,9 @@ class _Placing:
                     for rests in (True, False)
                 )
                 sizes[each.index] = here - there
-        early = [index for index in sizes if plan.resting.early and plan.layouts[index].may_be_early]
+        early = [
+            index for index in sizes if plan.resting.early and plan.layouts[index].may_be_early
+        ]
         first = [index for index in sizes if index not in early]
         kept: list[int] = []
         for index in first:
@@ -304,14 +375,22 @@ class _Placing:
         return kept + _spread({index: sizes[index] for index in early}, left)
 
     def _with_room(self, plan: Plan) -> Plan:
-        """Return the plan with what the host has left as room for parameters that come from the drives."""
+        """Return the plan with what the host has left as room for parameters that come from the
+        drives.
+        """
         sizing = self.sizing
         if not sizing.unified or not plan.resting.values:
             return plan
         left = self.budget.host - self.io_bytes - sizing.held_on_host(plan.demand)
-        passing = sum(nbytes for number, nbytes in enumerate(sizing.parameters) if number in plan.resting.values)
+        passing = sum(
+            nbytes
+            for number, nbytes in enumerate(sizing.parameters)
+            if number in plan.resting.values
+        )
         more = max(min(left, passing - plan.demand.fetched), 0)
-        demand = replace(plan.demand, device=plan.demand.device + more, fetched=plan.demand.fetched + more)
+        demand = replace(
+            plan.demand, device=plan.demand.device + more, fetched=plan.demand.fetched + more
+        )
         return replace(plan, demand=demand)
 
     def _check_host(self, demand: Demand, io_bytes: int = 0) -> None:

@@ -1,12 +1,14 @@
-"""What there is to be held for one model and one optimizer, and the bytes that a plan takes of each tier: arithmetic.
+"""What there is to be held for one model and one optimizer, and the bytes that a plan takes of each
+tier: arithmetic.
 
-Pure: of sizes, before anything is made or moved. The engine makes its memory by it, the planner answers with it. Which
-plan is taken is for placing.py to say.
+Pure: of sizes, before anything is made or moved. The engine makes its memory by it, the planner
+answers with it. Which plan is taken is for placing.py to say.
 
-[Note: gradients that stay] Where modules compute stay the gradients of what is updated there, in one memory without
-drives all of them: each as it came, or, of several micro-batches, its fp32 sum; a new sum has its first gradient beside
-it. They come as a backward lets go of activations, and go as updates are made, before the next forward has new ones in
-their place: where activations are known, both take what the larger one does. Sums stay through forwards, beside them.
+[Note: gradients that stay] Where modules compute stay the gradients of what is updated there, in
+one memory without drives all of them: each as it came, or, of several micro-batches, its fp32 sum;
+a new sum has its first gradient beside it. They come as a backward lets go of activations, and go
+as updates are made, before the next forward has new ones in their place: where activations are
+known, both take what the larger one does. Sums stay through forwards, beside them.
 """
 
 from __future__ import annotations
@@ -47,9 +49,10 @@ _SPARE = 8 * PAGE  # for each place on the drives, of which there may be up to e
 class Demand:
     """The bytes that a plan takes of each tier.
 
-    `fetched` of the device's are for parameters that modules fetch, `window` beside the host's for those that pass it.
-    `staying`, beside the device's, is what gradients take that stay there: [Note: gradients that stay].
-    `slots` has the places of the host's buffers, which are those of `buffer_slot`, `gradient_slot` and SCRATCH.
+    `fetched` of the device's are for parameters that modules fetch, `window` beside the host's for
+    those that pass it. `staying`, beside the device's, is what gradients take that stay there:
+    [Note: gradients that stay]. `slots` has the places of the host's buffers, which are those of
+    `buffer_slot`, `gradient_slot` and SCRATCH.
     """
 
     host: int
@@ -77,9 +80,12 @@ class Sizing:
     own: bool = False
     """Whether modules go on with the memory that parameters have already, which is their user's."""
     gradient_width: int | None = None
-    """Bytes of one element of every gradient; None: as many as modules compute with its parameter."""
+    """Bytes of one element of every gradient; None: as many as modules compute with its parameter.
+    """
     activations: int = 0
-    """What autograd keeps of a forward, where that is of the budget; 0: it is not, or it is not known."""
+    """What autograd keeps of a forward, where that is of the budget; 0: it is not, or it is not
+    known.
+    """
 
     @cached_property
     def formats(self) -> Formats:
@@ -91,7 +97,9 @@ class Sizing:
 
     @cached_property
     def width(self) -> int:
-        """Bytes of one element as modules compute with most of what is trained, for such estimates."""
+        """Bytes of one element as modules compute with most of what is trained, for such
+        estimates.
+        """
         return self.formats.width
 
     def wire(self, subgroup: Subgroup) -> int:
@@ -107,7 +115,7 @@ class Sizing:
                 found.setdefault(segment.parameter, []).append(each.index)
         return MappingProxyType({number: tuple(indices) for number, indices in found.items()})
 
-    # --- what plans are made of -------------------------------------------------------------------------------------
+    # --- what plans are made of -------------------------------------------------------------------
 
     def spec(self, subgroup: Subgroup, layout: BufferLayout | None) -> SubgroupSpec:
         """Return a subgroup as plans see it, where it passes a buffer laid out so, or none."""
@@ -138,12 +146,23 @@ class Sizing:
                 parameters=parameters,
             )
         at_home = parameters is not Tier.DEVICE
-        left = budget.device - self.activations - self.on_their_way - (0 if at_home else sum(self.parameters))
+        left = (
+            budget.device
+            - self.activations
+            - self.on_their_way
+            - (0 if at_home else sum(self.parameters))
+        )
         resident = left - self.deepest if at_home else left
         if resident < 0:
-            change = "raise the budget's device, or take a smaller model: modules compute with all parameters there"
+            change = (
+                "raise the budget's device, or take a smaller model: modules compute with all "
+                "parameters there"
+            )
             if at_home:
-                change = "raise the budget's device: modules that run within one another need so much at once"
+                change = (
+                    "raise the budget's device: modules that run within one another need so much "
+                    "at once"
+                )
             raise CapacityError(
                 tier=Tier.DEVICE.name,
                 asked=budget.device - resident,
@@ -156,11 +175,17 @@ class Sizing:
             staging_bytes=left,
             per_parameter=weights,
             parameters=parameters,
-            update_bytes=max((self._copied(each) // each.numel for each in self.subgroups if at_home), default=0),
+            update_bytes=max(
+                (self._copied(each) // each.numel for each in self.subgroups if at_home), default=0
+            ),
         )
 
-    def with_states(self, indices: Set[int], homes: Mapping[int, Home], parameters: Tier) -> frozenset[int]:
-        """Return those of these subgroups that have states on the host, which may rest on drives."""
+    def with_states(
+        self, indices: Set[int], homes: Mapping[int, Home], parameters: Tier
+    ) -> frozenset[int]:
+        """Return those of these subgroups that have states on the host, which may rest on
+        drives.
+        """
         return frozenset(
             each.index
             for each in self.subgroups
@@ -169,11 +194,19 @@ class Sizing:
             and self.states_bytes(each, homes[each.index], parameters)
         )
 
-    def layout(self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier) -> BufferLayout:
-        """Return where the things of a subgroup lie in a host buffer, of which so much rests on the drives."""
+    def layout(
+        self, subgroup: Subgroup, resting: Resting, home: Home, parameters: Tier
+    ) -> BufferLayout:
+        """Return where the things of a subgroup lie in a host buffer, of which so much rests on the
+        drives.
+        """
         on_host = home is Home.HOST or self.unified
         in_place = self.in_place(subgroup, home, parameters)
-        copies = subgroup.formats.parameter is not None and parameters is Tier.DEVICE and not self.unified
+        copies = (
+            subgroup.formats.parameter is not None
+            and parameters is Tier.DEVICE
+            and not self.unified
+        )
         return BufferLayout.of(
             subgroup,
             resting if on_host else replace(resting, gradients=0),
@@ -188,8 +221,11 @@ class Sizing:
         here = Home.RESIDENT if parameters is Tier.DEVICE else Home.HOST
         return subgroup.formats.parameter is None and (self.unified or home is here)
 
-    def beside_gradients(self, limits: Limits, plan: StepPlan, *, drives: bool, visit: bool) -> Limits:
-        """Return what a plan may take beside the gradients that stay where another one lets updates run.
+    def beside_gradients(
+        self, limits: Limits, plan: StepPlan, *, drives: bool, visit: bool
+    ) -> Limits:
+        """Return what a plan may take beside the gradients that stay where another one lets updates
+        run.
 
         And what it may stage beside as many residents: where some are to visit, one set at least.
         """
@@ -201,17 +237,27 @@ class Sizing:
             for each in self.subgroups
             if homes[each.index] is Home.RESIDENT
         )
-        one_set = limits.device_bytes(max((each.numel for each in self.subgroups), default=0)) if visit else 0
+        one_set = (
+            limits.device_bytes(max((each.numel for each in self.subgroups), default=0))
+            if visit
+            else 0
+        )
         return replace(
             limits,
             resident_bytes=max(limits.resident_bytes - gradients, 0),
-            staging_bytes=min(max(limits.staging_bytes - gradients - resident, one_set), limits.staging_bytes),
+            staging_bytes=min(
+                max(limits.staging_bytes - gradients - resident, one_set), limits.staging_bytes
+            ),
         )
 
-    # --- bytes ------------------------------------------------------------------------------------------------------
+    # --- bytes ------------------------------------------------------------------------------------
 
     def demand(
-        self, plan: StepPlan, budget: ResolvedBudget, resting: Resting, layouts: Mapping[int, BufferLayout]
+        self,
+        plan: StepPlan,
+        budget: ResolvedBudget,
+        resting: Resting,
+        layouts: Mapping[int, BufferLayout],
     ) -> Demand:
         """Return what a plan takes of each tier.
 
@@ -227,7 +273,9 @@ class Sizing:
             for each in self.subgroups
             if homes[each.index] is Home.RESIDENT and not self.unified
         )
-        host = sum(self._on_host(each, homes[each.index], at_home=at_home) for each in self.subgroups)
+        host = sum(
+            self._on_host(each, homes[each.index], at_home=at_home) for each in self.subgroups
+        )
         if at_home:
             host += sum(align_up(nbytes, PAGE) for nbytes in self.parameters)
         fetched = 0
@@ -240,7 +288,9 @@ class Sizing:
             fetched = max(min(left, sum(self.parameters)), self.deepest) if at_home else 0
             staged = sum(plan.staging_bytes)
             device += max(staged, fetched) if at_home else staged + sum(self.parameters)
-        demand = Demand(host=align_up(max(host, 1), PAGE), device=device, fetched=fetched, staying=staying)
+        demand = Demand(
+            host=align_up(max(host, 1), PAGE), device=device, fetched=fetched, staying=staying
+        )
         self._check_device(demand, budget)
         return demand
 
@@ -252,8 +302,14 @@ class Sizing:
         return not drives if self.unified else home is not Home.HOST
 
     def _staying(self, homes: Mapping[int, Home], *, drives: bool) -> int:
-        """Return what gradients take that stay: of parameters, the pieces that are updated there."""
-        staying = [subgroup for subgroup in self.subgroups if self.gradient_stays(homes[subgroup.index], drives=drives)]
+        """Return what gradients take that stay: of parameters, the pieces that are updated
+        there.
+        """
+        staying = [
+            subgroup
+            for subgroup in self.subgroups
+            if self.gradient_stays(homes[subgroup.index], drives=drives)
+        ]
         if self.sums:
             sums = FloatFormat.FP32.nbytes * sum(subgroup.numel for subgroup in staying)
             return sums + max(self.gradients_of(staying).values(), default=0)
@@ -269,26 +325,46 @@ class Sizing:
         return found
 
     def of_backward(self, staying: int) -> int:
-        """Return what gradients that stay and activations take where modules compute: [Note: gradients that stay]."""
+        """Return what gradients that stay and activations take where modules compute: [Note:
+        gradients that stay].
+        """
         return self.activations + staying if self.sums else max(self.activations, staying)
 
     def held_on_host(self, demand: Demand) -> int:
-        """Return what the budget of the host is for, with a demand: its part of that, and where it has to, the rest."""
-        return demand.host + demand.window + (self._where_modules_compute(demand) if self.unified else 0)
+        """Return what the budget of the host is for, with a demand: its part of that, and where it
+        has to, the rest.
+        """
+        return (
+            demand.host
+            + demand.window
+            + (self._where_modules_compute(demand) if self.unified else 0)
+        )
 
     def _where_modules_compute(self, demand: Demand) -> int:
         return demand.device + self.of_backward(demand.staying)
 
-    def refusal(self, tier: Tier, demand: Demand, limit: int, *, beside: int = 0, change: str) -> CapacityError:
-        """Return the error that a tier, or where it is the only memory the host, has too little for a demand.
+    def refusal(
+        self, tier: Tier, demand: Demand, limit: int, *, beside: int = 0, change: str
+    ) -> CapacityError:
+        """Return the error that a tier, or where it is the only memory the host, has too little for
+        a demand.
 
-        `beside` is what the host has to have for drives. The error says how much would do; `change` is what else would.
+        `beside` is what the host has to have for drives. The error says how much would do; `change`
+        is what else would.
         """
         computes_here = tier is Tier.DEVICE or self.unified
-        asked = self._where_modules_compute(demand) if tier is Tier.DEVICE else self.held_on_host(demand) + beside
+        asked = (
+            self._where_modules_compute(demand)
+            if tier is Tier.DEVICE
+            else self.held_on_host(demand) + beside
+        )
         parts = {
-            "states, with what passes the host": demand.host + demand.window + beside if tier is Tier.HOST else 0,
-            "parameters" if self.unified else "parameters and states": demand.device if computes_here else 0,
+            "states, with what passes the host": demand.host + demand.window + beside
+            if tier is Tier.HOST
+            else 0,
+            "parameters" if self.unified else "parameters and states": demand.device
+            if computes_here
+            else 0,
             "gradients that stay": demand.staying if computes_here else 0,
             "activations": self.activations if computes_here else 0,
         }
@@ -304,28 +380,42 @@ class Sizing:
 
     def _check_device(self, demand: Demand, budget: ResolvedBudget) -> None:
         if not self.unified and self._where_modules_compute(demand) > budget.device:
-            change = "let less be updated there: states that are resident, and gradients of what is updated there, stay"
+            change = (
+                "let less be updated there: states that are resident, and gradients of what is "
+                "updated there, stay"
+            )
             raise self.refusal(Tier.DEVICE, demand, budget.device, change=change)
 
     def states_bytes(self, subgroup: Subgroup, home: Home, parameters: Tier) -> int:
         """Return the bytes of a subgroup's masters, where they are not in place, and moments."""
-        return 4 * subgroup.numel * (len(self.state_names) + (0 if self.in_place(subgroup, home, parameters) else 1))
+        return (
+            4
+            * subgroup.numel
+            * (len(self.state_names) + (0 if self.in_place(subgroup, home, parameters) else 1))
+        )
 
     def on_host_beside_drives(
         self, subgroup: Subgroup, home: Home, parameters: Tier, resting: Resting, *, rests: bool
     ) -> int:
-        """Return what a subgroup that is no resident takes of the host, where its states do or do not rest on drives.
+        """Return what a subgroup that is no resident takes of the host, where its states do or do
+        not rest on drives.
 
-        That is its states, its gradients, and what its update writes for a device that has memory of its own.
+        That is its states, its gradients, and what its update writes for a device that has memory
+        of its own.
         """
         nbytes = 0 if rests else align_up(self.states_bytes(subgroup, home, parameters), PAGE)
         if home is Home.HOST or self.unified:
-            nbytes += sum(self._gradient_on_host(subgroup, each, resting, rests=rests) for each in subgroup.segments)
+            nbytes += sum(
+                self._gradient_on_host(subgroup, each, resting, rests=rests)
+                for each in subgroup.segments
+            )
             copied = parameters is Tier.DEVICE and not self.unified and not rests
             nbytes += align_up(self._copied(subgroup), PAGE) if copied else 0
         return nbytes
 
-    def all_beside_drives(self, homes: Mapping[int, Home], parameters: Tier, resting: Resting) -> int:
+    def all_beside_drives(
+        self, homes: Mapping[int, Home], parameters: Tier, resting: Resting
+    ) -> int:
         """Return what all that rests on no drive takes of the host: buffers come on top of it."""
         nbytes = 0
         for each in self.subgroups:
@@ -334,7 +424,9 @@ class Sizing:
                 rests = each.index in resting.states
                 nbytes += self.on_host_beside_drives(each, home, parameters, resting, rests=rests)
         if parameters is not Tier.DEVICE and not self.unified:
-            staying = (each for number, each in enumerate(self.parameters) if number not in resting.values)
+            staying = (
+                each for number, each in enumerate(self.parameters) if number not in resting.values
+            )
             nbytes += sum(align_up(each, PAGE) for each in staying)
         return nbytes
 
@@ -342,7 +434,11 @@ class Sizing:
         return home is Home.RESIDENT and not self.unified
 
     def _demand_with_drives(
-        self, plan: StepPlan, budget: ResolvedBudget, resting: Resting, layouts: Mapping[int, BufferLayout]
+        self,
+        plan: StepPlan,
+        budget: ResolvedBudget,
+        resting: Resting,
+        layouts: Mapping[int, BufferLayout],
     ) -> Demand:
         homes = plan.homes()
         at_home = plan.parameters is not Tier.DEVICE
@@ -353,18 +449,30 @@ class Sizing:
                 states = self.states_bytes(each, Home.RESIDENT, plan.parameters)
                 device += states + (self._copied(each) if at_home else 0)
         nvme = sum(
-            self._on_drives(each, layouts[each.index], resting) for each in self.subgroups if each.index in layouts
+            self._on_drives(each, layouts[each.index], resting)
+            for each in self.subgroups
+            if each.index in layouts
         )
-        passing = [nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values]
+        passing = [
+            nbytes for number, nbytes in enumerate(self.parameters) if number in resting.values
+        ]
         nvme += sum(align_up(nbytes, PAGE) + _SPARE for nbytes in passing)
-        early = [each for each in self.subgroups if each.index in layouts and layouts[each.index].may_be_early]
+        early = [
+            each
+            for each in self.subgroups
+            if each.index in layouts and layouts[each.index].may_be_early
+        ]
         if resting.early:
             nvme += sum(align_up(layouts[each.index].states_bytes, PAGE) + _SPARE for each in early)
             again = {segment.parameter for each in early for segment in each.segments}
             nvme += sum(align_up(self.parameters[number], PAGE) + _SPARE for number in again)
-        staying = sum(nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values)
+        staying = sum(
+            nbytes for number, nbytes in enumerate(self.parameters) if number not in resting.values
+        )
         largest = max((layouts[each.index].nbytes for each in early), default=0)
-        slots = self._slots(plan, resting, largest_value=max(passing, default=0), largest_early=largest)
+        slots = self._slots(
+            plan, resting, largest_value=max(passing, default=0), largest_early=largest
+        )
         host += slots.nbytes
         fetched = window = 0
         gradients = self._staying(homes, drives=True)
@@ -374,7 +482,11 @@ class Sizing:
             device += self.on_their_way
         if at_home:
             every = sum(passing) if self.unified else sum(self.parameters)
-            room = 2 * self.deepest if self.unified else budget.device - device - self.of_backward(gradients)
+            room = (
+                2 * self.deepest
+                if self.unified
+                else budget.device - device - self.of_backward(gradients)
+            )
             fetched = max(min(room, every), min(self.deepest, every))
             if not self.unified and passing:
                 window = sum(sorted(align_up(nbytes, PAGE) for nbytes in passing)[-_PASSING:])
@@ -392,22 +504,33 @@ class Sizing:
         self._check_device(demand, budget)
         return demand
 
-    def _slots(self, plan: StepPlan, resting: Resting, *, largest_value: int, largest_early: int) -> Layout:
-        """Return the places of buffers: those of an update are where gradients pass in a backward."""
+    def _slots(
+        self, plan: StepPlan, resting: Resting, *, largest_value: int, largest_early: int
+    ) -> Layout:
+        """Return the places of buffers: those of an update are where gradients pass in a
+        backward.
+        """
         requests = [
             Request(buffer_slot(number), nbytes, first=_UPDATE, last=_UPDATE)
             for number, nbytes in enumerate(plan.buffer_bytes)
         ]
         if resting.gradients:
-            segments = [(self.wire(each), segment.numel) for each in self.subgroups for segment in each.segments]
+            segments = [
+                (self.wire(each), segment.numel)
+                for each in self.subgroups
+                for segment in each.segments
+            ]
             numel = max((numel for _, numel in segments), default=1)
             wire = align_up(max((wire * numel for wire, numel in segments), default=1), PAGE)
             count = max(GRADIENT_SLOTS, resting.gradients)
             requests += [
-                Request(gradient_slot(number), wire, first=_BACKWARD, last=_BACKWARD) for number in range(count)
+                Request(gradient_slot(number), wire, first=_BACKWARD, last=_BACKWARD)
+                for number in range(count)
             ]
             if resting.gradients > 1:
-                requests.append(Request(SUM, align_up(4 * numel, PAGE), first=_BACKWARD, last=_BACKWARD))
+                requests.append(
+                    Request(SUM, align_up(4 * numel, PAGE), first=_BACKWARD, last=_BACKWARD)
+                )
         if largest_early:
             requests += [
                 Request(early_slot(number), largest_early, first=_BACKWARD, last=_BACKWARD)
@@ -418,17 +541,24 @@ class Sizing:
             requests.append(Request(SCRATCH, scratch, first=_BEFORE, last=_BEFORE))
         return layout(requests)
 
-    def _gradient_on_host(self, subgroup: Subgroup, segment: Segment, resting: Resting, *, rests: bool) -> int:
+    def _gradient_on_host(
+        self, subgroup: Subgroup, segment: Segment, resting: Resting, *, rests: bool
+    ) -> int:
         """Return what a piece of a gradient takes of the host, with the sum of several."""
         numel = segment.numel
         if rests and resting.gradients and subgroup.formats.width * numel >= resting.small_bytes:
             return 0
-        return align_up(self.wire(subgroup) * numel, PAGE) + (align_up(4 * numel, PAGE) if self.sums else 0)
+        return align_up(self.wire(subgroup) * numel, PAGE) + (
+            align_up(4 * numel, PAGE) if self.sums else 0
+        )
 
     def _on_drives(self, subgroup: Subgroup, layout: BufferLayout, resting: Resting) -> int:
-        """Return what states and gradients take there, in whole pages; a place may be in pieces on several drives."""
+        """Return what states and gradients take there, in whole pages; a place may be in pieces on
+        several drives.
+        """
         gradients = sum(
-            resting.gradients * (align_up(self.wire(subgroup) * subgroup.segments[number].numel, PAGE) + _SPARE)
+            resting.gradients
+            * (align_up(self.wire(subgroup) * subgroup.segments[number].numel, PAGE) + _SPARE)
             for number in layout.gradients
         )
         return align_up(layout.states_bytes, PAGE) + _SPARE + gradients
@@ -440,33 +570,46 @@ class Sizing:
             return 0
         if home is Home.VISITING:
             return align_up(self._states(subgroup, in_place=False), PAGE)
-        # Its gradient, the sum of several, what its update writes for the device; pieces begin on pages of their own.
-        each = (self.wire(subgroup) + 4 + (0 if at_home else subgroup.formats.width)) * subgroup.numel
+        # Its gradient, the sum of several, what its update writes for the device; pieces begin on
+        # pages of their own.
+        each = (
+            self.wire(subgroup) + 4 + (0 if at_home else subgroup.formats.width)
+        ) * subgroup.numel
         states = align_up(self._states(subgroup, in_place=at_home), PAGE)
         return states + each + PAGE * (1 + 2 * len(subgroup.segments))
 
     def _copied(self, subgroup: Subgroup) -> int:
-        """Return what an update writes for modules in another memory: fp32 parameters are the masters."""
+        """Return what an update writes for modules in another memory: fp32 parameters are the
+        masters.
+        """
         return 0 if subgroup.formats.parameter is None else subgroup.formats.width * subgroup.numel
 
     def _states(self, subgroup: Subgroup, *, in_place: bool) -> int:
-        """Return the bytes of states; where masters may be in place, fp32 parameters are the masters."""
+        """Return the bytes of states; where masters may be in place, fp32 parameters are the
+        masters.
+        """
         masters = 0 if in_place and subgroup.formats.parameter is None else 1
         return 4 * subgroup.numel * (len(self.state_names) + masters)
 
     @property
     def on_their_way(self) -> int:
         """Bytes of gradients that are on the device until they have gone down."""
-        return 2 * max((self.wire(subgroup) * subgroup.numel for subgroup in self.subgroups), default=0)
+        return 2 * max(
+            (self.wire(subgroup) * subgroup.numel for subgroup in self.subgroups), default=0
+        )
 
 
 def cut(
-    parameters: Sequence[tuple[int, Formats]], subgroup_numel: int, *, small_bytes: int | None = None
+    parameters: Sequence[tuple[int, Formats]],
+    subgroup_numel: int,
+    *,
+    small_bytes: int | None = None,
 ) -> tuple[Subgroup, ...]:
-    """Return the subgroups of parameters, given by their elements and formats: those of one are of one format.
+    """Return the subgroups of parameters, given by their elements and formats: those of one are of
+    one format.
 
-    Where drives may be used, those of parameters of fewer than `small_bytes`, which stay in memory, come first. Others
-    follow in the order of their first parameters.
+    Where drives may be used, those of parameters of fewer than `small_bytes`, which stay in memory,
+    come first. Others follow in the order of their first parameters.
     """
 
     def is_small(numel: int, formats: Formats) -> bool:
@@ -475,7 +618,10 @@ def cut(
     kinds = dict.fromkeys((is_small(numel, formats), formats) for numel, formats in parameters)
     found: list[tuple[bool, Segment, Subgroup]] = []
     for kind in kinds:
-        numels = [numel if (is_small(numel, formats), formats) == kind else 0 for numel, formats in parameters]
+        numels = [
+            numel if (is_small(numel, formats), formats) == kind else 0
+            for numel, formats in parameters
+        ]
         of_kind = cut_into_subgroups(numels, subgroup_numel, kind[1])
         found += [(not kind[0], each.segments[0], each) for each in of_kind]
     found.sort(key=lambda each: (each[0], each[1].parameter, each[1].first_element))

@@ -1,7 +1,9 @@
-"""What a plan is asked for: the training, and the means that there are for it, of one machine with any number of ranks.
+"""What a plan is asked for: the training, and the means that there are for it, of one machine with
+any number of ranks.
 
-Pure data, and the Sizing that follows. Ranks divide parameters and states among them, and the machine's host memory and
-drives; each computes whole modules on its own device. Made by the command line and the engine, read by the planner.
+Pure data, and the Sizing that follows. Ranks divide parameters and states among them, and the
+machine's host memory and drives; each computes whole modules on its own device. Made by the command
+line and the engine, read by the planner.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ __all__ = ["Means", "Training"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """A model, and how it is trained: `batch` sequences of `sequence` tokens are one micro-batch of one rank."""
+    """A model, and how it is trained: `batch` sequences of `sequence` tokens are one micro-batch of
+    one rank.
+    """
 
     model: ModelShape
     batch: int
@@ -35,18 +39,24 @@ class Training:
     in_memory: bool = False
     """Whether there is a model already, whose memory can be used."""
     overlap: bool | None = True
-    """Whether the end of an update may go on beside the next forward; None: where a step is shorter so."""
+    """Whether the end of an update may go on beside the next forward; None: where a step is shorter
+    so.
+    """
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "accumulation_steps"):
             if getattr(self, name) < 1:
-                raise ConfigError(field=name, value=getattr(self, name), expected="a whole number, 1 or more")
+                raise ConfigError(
+                    field=name, value=getattr(self, name), expected="a whole number, 1 or more"
+                )
         most = self.model.positions
         if most is not None and self.sequence > most:
             expected = f"at most {most} tokens, which is what {self.model.name} has positions for"
             raise ConfigError(field="sequence", value=self.sequence, expected=expected)
         if not any(each.trained and each.numel for each in self.model.parameters):
-            raise ConfigError(field="model", value=self.model.name, expected="a model with parameters to train")
+            raise ConfigError(
+                field="model", value=self.model.name, expected="a model with parameters to train"
+            )
 
     @property
     def width(self) -> int:
@@ -61,13 +71,19 @@ class Training:
     def activation_bytes(self) -> int:
         """Return what autograd keeps at most, 0 where that is not known."""
         known = self.model.activations
-        return 0 if known is None else known.nbytes(self.tokens, width=self.width, checkpointing=self.checkpointing)
+        return (
+            0
+            if known is None
+            else known.nbytes(self.tokens, width=self.width, checkpointing=self.checkpointing)
+        )
 
     def formats_of(self, parameter: ParameterShape) -> Formats:
         """Return how a parameter is stored: one of another width is taken to be bf16, or fp32."""
         if parameter.element_bytes in {None, self.width}:
             return self.formats
-        return Formats() if self.formats.parameter is not None else Formats(parameter=FloatFormat.BF16)
+        return (
+            Formats() if self.formats.parameter is not None else Formats(parameter=FloatFormat.BF16)
+        )
 
     def ordered(self) -> tuple[ParameterShape, ...]:
         """Return the parameters as the engine numbers them: those that are frozen come last."""
@@ -78,11 +94,11 @@ class Training:
 class Means:
     """What there is to train with.
 
-    `budget` has the bytes of one device, and those of the host and the drives that all ranks have together. `rates` and
-    `flops_per_s` are one rank's while all work; None where compute is not known, which then takes no time. `blocks` are
-    what was measured of transformer blocks, and go before them. `unified`: device and host are one memory, and one set
-    of cores. `io_bytes` of the host, for each rank, are what using the
-    drives takes.
+    `budget` has the bytes of one device, and those of the host and the drives that all ranks have
+    together. `rates` and `flops_per_s` are one rank's while all work; None where compute is not
+    known, which then takes no time. `blocks` are what was measured of transformer blocks, and go
+    before them. `unified`: device and host are one memory, and one set of cores. `io_bytes` of the
+    host, for each rank, are what using the drives takes.
     """
 
     budget: ResolvedBudget
@@ -95,7 +111,9 @@ class Means:
     alone: Rates | None = None
     """The rates of each while nothing else works; None: `rates` hold whatever else works."""
     for_all: bool = True
-    """Whether PyTorch's own memory, for activations and what autograd makes, is of the budget as well."""
+    """Whether PyTorch's own memory, for activations and what autograd makes, is of the budget as
+    well.
+    """
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -117,23 +135,35 @@ class Means:
         return None if self.flops_per_s is None else ComputeRate.of_both(self.flops_per_s)
 
     def sizing(self, training: Training, subgroup_numel: int) -> Sizing:
-        """Return what one rank has to hold, with states in subgroups of up to so many parameters."""
+        """Return what one rank has to hold, with states in subgroups of up to so many
+        parameters.
+        """
         ordered = training.ordered()
         numels = [-(-each.numel // self.ranks) for each in ordered]
         trained = [
-            (numel, training.formats_of(each)) for numel, each in zip(numels, ordered, strict=True) if each.trained
+            (numel, training.formats_of(each))
+            for numel, each in zip(numels, ordered, strict=True)
+            if each.trained
         ]
         width = training.width
         return Sizing(
-            subgroups=cut(trained, subgroup_numel, small_bytes=training.small_bytes if self.budget.nvme else None),
+            subgroups=cut(
+                trained,
+                subgroup_numel,
+                small_bytes=training.small_bytes if self.budget.nvme else None,
+            ),
             state_names=training.state_names,
             parameters=tuple(
-                numel * (each.element_bytes or width) for numel, each in zip(numels, ordered, strict=True)
+                numel * (each.element_bytes or width)
+                for numel, each in zip(numels, ordered, strict=True)
             ),
             deepest=width * training.model.deepest_numel,
             unified=self.unified,
             sums=training.accumulation_steps > 1,
-            gradient_width=FloatFormat.FP32.nbytes if self.ranks > 1 else None,  # sums of all ranks'
-            own=training.in_memory and self.unified and all(formats.parameter is None for _, formats in trained),
+            # sums of all ranks'
+            gradient_width=FloatFormat.FP32.nbytes if self.ranks > 1 else None,
+            own=training.in_memory
+            and self.unified
+            and all(formats.parameter is None for _, formats in trained),
             activations=training.activation_bytes() if self.for_all else 0,
         )

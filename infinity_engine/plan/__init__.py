@@ -1,4 +1,5 @@
-"""The words that plans are written in: tiers, extents, placements, budgets, rates, strategies, ops and their order.
+"""The words that plans are written in: tiers, extents, placements, budgets, rates, strategies, ops
+and their order.
 
 Pure data, no torch, no I/O. Everything above speaks in these; they know nothing of who speaks.
 """

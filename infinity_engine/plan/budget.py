@@ -1,7 +1,8 @@
-"""How much of each tier may be taken: Budget as it was asked for, ResolvedBudget in bytes of one machine.
+"""How much of each tier may be taken: Budget as it was asked for, ResolvedBudget in bytes of one
+machine.
 
-Pure data: asks no machine what it has and looks at no path on disk. Budgets come from users and config; engine
-and command line resolve them with the machine's Capacity before anything is planned.
+Pure data: asks no machine what it has and looks at no path on disk. Budgets come from users and
+config; engine and command line resolve them with the machine's Capacity before anything is planned.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Percent:
 
     def __post_init__(self) -> None:
         if not (self.value.is_finite() and 0 < self.value <= 100):
-            raise ConfigError(field="Percent", value=f"{self.value}%", expected="more than 0% and at most 100%")
+            raise ConfigError(
+                field="Percent", value=f"{self.value}%", expected="more than 0% and at most 100%"
+            )
 
     def __str__(self) -> str:
         return f"{self.value.normalize():f}%"
@@ -49,7 +52,10 @@ class _Bytes:
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
-        drives = {name: parse_bytes(size, field=f"{kind}.nvme[{name!r}]") for name, size in self.nvme.items()}
+        drives = {
+            name: parse_bytes(size, field=f"{kind}.nvme[{name!r}]")
+            for name, size in self.nvme.items()
+        }
         object.__setattr__(self, "device", parse_bytes(self.device, field=f"{kind}.device"))
         object.__setattr__(self, "host", parse_bytes(self.host, field=f"{kind}.host"))
         object.__setattr__(self, "nvme", Directories(drives, field=f"{kind}.nvme"))
@@ -57,7 +63,9 @@ class _Bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity(_Bytes):
-    """The bytes that may be taken of one machine: what is free, less what the rest of the process needs."""
+    """The bytes that may be taken of one machine: what is free, less what the rest of the process
+    needs.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +75,11 @@ class ResolvedBudget(_Bytes):
 
 @dataclass(frozen=True, init=False, slots=True)
 class Budget:
-    """What may be taken of each tier: bytes, a percentage of the machine's capacity, or None for all of it.
+    """What may be taken of each tier: bytes, a percentage of the machine's capacity, or None for
+    all of it.
 
-    Sizes may be given as text, "12GiB" or "80%". `nvme` maps directories to their sizes; the drives are used in that
-    order, and none is used where none is named.
+    Sizes may be given as text, "12GiB" or "80%". `nvme` maps directories to their sizes; the drives
+    are used in that order, and none is used where none is named.
     """
 
     device: int | Percent | None
@@ -90,7 +99,9 @@ class Budget:
 
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str = "budget") -> Budget:
-        """Return the budget that a JSON-like `mapping` says; errors name the place in it, below `field`."""
+        """Return the budget that a JSON-like `mapping` says; errors name the place in it, below
+        `field`.
+        """
         given = known_mapping(mapping, field=field, known=("device", "host", "nvme"))
         return cls(
             device=_limit(given.get("device"), field=f"{field}.device"),
@@ -115,7 +126,9 @@ class Budget:
         """
         unknown = [directory for directory in self.nvme if directory not in capacity.nvme]
         if unknown:
-            raise ConfigError.unknown_name(field="Budget.nvme", name=unknown[0], known=capacity.nvme)
+            raise ConfigError.unknown_name(
+                field="Budget.nvme", name=unknown[0], known=capacity.nvme
+            )
         return ResolvedBudget(
             device=_resolve(self.device, capacity.device, Tier.DEVICE),
             host=_resolve(self.host, capacity.host, Tier.HOST),
@@ -130,30 +143,41 @@ def _limit(given: object, *, field: str) -> int | Percent | None:
     if given is None or isinstance(given, Percent):
         return given
     if isinstance(given, bool) or not isinstance(given, int | str):
-        expected = "bytes, text such as '12 GiB' or '80%', or None for all that the machine has to give"
+        expected = (
+            "bytes, text such as '12 GiB' or '80%', or None for all that the machine has to give"
+        )
         raise ConfigError(field=field, value=given, expected=expected)
     if not isinstance(given, str) or "%" not in given:
         return parse_bytes(given, field=field)
     number = _PERCENT.fullmatch(given)
     if number is None or not 0 < Decimal(number[1]) <= 100:
-        raise ConfigError(field=field, value=given, expected="more than 0% and at most 100%, such as '80%'")
+        raise ConfigError(
+            field=field, value=given, expected="more than 0% and at most 100%, such as '80%'"
+        )
     return Percent(Decimal(number[1]))
 
 
 def _drive_limits(given: object, *, field: str) -> Directories[int | Percent | None]:
     if not isinstance(given, Mapping):
         raise ConfigError(field=field, value=given, expected="a mapping from directories to sizes")
-    limits = {directory: _limit(size, field=f"{field}[{directory!r}]") for directory, size in given.items()}
+    limits = {
+        directory: _limit(size, field=f"{field}[{directory!r}]")
+        for directory, size in given.items()
+    }
     return Directories(limits, field=field)
 
 
-def _resolve(limit: int | Percent | None, free: int, tier: Tier, directory: str | None = None) -> int:
+def _resolve(
+    limit: int | Percent | None, free: int, tier: Tier, directory: str | None = None
+) -> int:
     if limit is None:
         return free
     nbytes = limit.of(free) if isinstance(limit, Percent) else limit
     if nbytes > free:
         change = f"lower this budget to {free} B or '100%', or make room on the machine"
-        raise CapacityError(tier=tier.name, directory=directory, asked=nbytes, free=free, limit=free, change=change)
+        raise CapacityError(
+            tier=tier.name, directory=directory, asked=nbytes, free=free, limit=free, change=change
+        )
     return nbytes
 
 

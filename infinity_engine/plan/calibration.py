@@ -1,7 +1,8 @@
-"""What was measured of a machine, figure by figure, and the Rates that follow for one optimizer and some drives.
+"""What was measured of a machine, figure by figure, and the Rates that follow for one optimizer and
+some drives.
 
-Pure data with a versioned JSON form; a figure that was not measured says why. Measures nothing and opens no file:
-`infinity_engine.calibration` does. Planners, reports and the command line read it.
+Pure data with a versioned JSON form; a figure that was not measured says why. Measures nothing and
+opens no file: `infinity_engine.calibration` does. Planners, reports and the command line read it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Unit(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """The median of some rounds, the least and the most of them; or no number, and the reason why there is none."""
+    """The median of some rounds, the least and the most of them; or no number, and the reason why
+    there is none.
+    """
 
     unit: Unit
     median: float | None = None
@@ -70,7 +73,9 @@ class Figure:
             )
         if not sound:
             expected = "0 < least <= median <= most of 1 round or more, or a reason and no number"
-            raise ConfigError(field="Figure", value=(*numbers, self.rounds, self.reason), expected=expected)
+            raise ConfigError(
+                field="Figure", value=(*numbers, self.rounds, self.reason), expected=expected
+            )
 
     @classmethod
     def of(cls, samples: Sequence[float], unit: Unit) -> Figure:
@@ -95,7 +100,9 @@ class Figure:
         said = given.pop("unit", None)
         if said != unit.value:
             raise ConfigError(field=f"{field}.unit", value=said, expected=f"the unit {unit.value}")
-        numbers = {name: given[name] for name in ("median", "least", "most") if given.get(name) is not None}
+        numbers = {
+            name: given[name] for name in ("median", "least", "most") if given.get(name) is not None
+        }
         for name, number in numbers.items():
             numbers[name] = positive(number, field=f"{field}.{name}")
         rounds, reason = given.get("rounds"), given.get("reason")
@@ -107,12 +114,16 @@ class Figure:
 
     def to_mapping(self) -> dict[str, object]:
         """Return it as from_mapping reads it, ready for JSON."""
-        return {**{name: getattr(self, name) for name in _names(type(self))}, "unit": self.unit.value}
+        return {
+            **{name: getattr(self, name) for name in _names(type(self))},
+            "unit": self.unit.value,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkFigures:
-    """Bytes per second between host and device, alone and both ways at once; what of the latter is left beside updates.
+    """Bytes per second between host and device, alone and both ways at once; what of the latter is
+    left beside updates.
 
     Beside updates by all threads, that is.
     """
@@ -127,7 +138,9 @@ class LinkFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostUpdateFigures:
-    """Parameters per second that a number of threads updates; what is left of it while bytes go over both links."""
+    """Parameters per second that a number of threads updates; what is left of it while bytes go
+    over both links.
+    """
 
     alone: Figure
     beside_copies: Figure
@@ -135,7 +148,9 @@ class HostUpdateFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockFigures:
-    """Operations per second of a transformer block, whose backward has twice as many as its forward."""
+    """Operations per second of a transformer block, whose backward has twice as many as its
+    forward.
+    """
 
     forward: Figure
     backward: Figure
@@ -143,14 +158,18 @@ class BlockFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveFigures:
-    """Of the drive behind one directory. Mixed: as many bytes read as written at once, counted together."""
+    """Of the drive behind one directory.
+
+    Mixed: as many bytes read as written at once, counted together.
+    """
 
     drive: Mapping[str, str]  # what was measured: the drive's identity, and how it was used
     read: Figure
     write: Figure
     mixed: Figure
     mixed_beside_updates: Figure  # the part of it that is left while all threads update
-    host_updates: Mapping[str, Mapping[int, Figure]]  # by optimizer and threads: the part left beside reads and writes
+    # by optimizer and threads: the part left beside reads and writes
+    host_updates: Mapping[str, Mapping[int, Figure]]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drive", FrozenMapping(self.drive))
@@ -158,7 +177,9 @@ class DriveFigures:
 
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str) -> DriveFigures:
-        """Return the figures that a JSON-like `mapping` says; errors name the place in it, below `field`."""
+        """Return the figures that a JSON-like `mapping` says; errors name the place in it, below
+        `field`.
+        """
         given = _whole(mapping, field, _names(cls))
         return cls(
             drive=_texts(given["drive"], f"{field}.drive"),
@@ -183,7 +204,12 @@ class DriveFigures:
 
 
 _DRIVE_UNITS = MappingProxyType(
-    {"read": Unit.BYTES, "write": Unit.BYTES, "mixed": Unit.BYTES, "mixed_beside_updates": Unit.PART}
+    {
+        "read": Unit.BYTES,
+        "write": Unit.BYTES,
+        "mixed": Unit.BYTES,
+        "mixed_beside_updates": Unit.PART,
+    }
 )
 _LINK_UNITS = MappingProxyType(
     {
@@ -199,20 +225,22 @@ _BLOCK_UNITS = MappingProxyType({"forward": Unit.FLOPS, "backward": Unit.FLOPS})
 class Calibration:
     """All figures of one machine, its device and some directories, as one process gets them.
 
-    Updates are of 16-bit parameters with fp32 masters and states, with gradients of 16 bits: 28 bytes of memory traffic
-    per parameter with Adam. Optimizers go by the names "adamw", "adam", "lion", "adagrad" and "sgd" (with momentum),
-    dtypes by "fp32" and "bf16".
+    Updates are of 16-bit parameters with fp32 masters and states, with gradients of 16 bits: 28
+    bytes of memory traffic per parameter with Adam. Optimizers go by the names "adamw", "adam",
+    "lion", "adagrad" and "sgd" (with momentum), dtypes by "fp32" and "bf16".
     """
 
     machine: Mapping[str, str]  # what tells this machine, its device and its software from others
     date: str  # of the measurement, as in ISO 8601
-    memory_bytes: int  # that the measured updates went through: a cache that holds more makes them too fast
+    # that the measured updates went through: a cache that holds more makes them too fast
+    memory_bytes: int
     links: LinkFigures
     dram: Mapping[int, Figure]  # reads and writes added up, by the number of threads that sweep
     host_updates: Mapping[str, Mapping[int, HostUpdateFigures]]  # by optimizer and threads
     device_updates: Mapping[str, Figure]  # by optimizer
     matmul: Mapping[str, Figure]  # by dtype, on the device that modules compute on
-    blocks: Mapping[str, Mapping[BlockShape, BlockFigures]]  # likewise: transformer blocks, by dtype and shape
+    # likewise: transformer blocks, by dtype and shape
+    blocks: Mapping[str, Mapping[BlockShape, BlockFigures]]
     all_gather: Figure
     reduce_scatter: Figure
     drives: Mapping[str, DriveFigures] = field(default_factory=dict)  # by directory
@@ -226,21 +254,30 @@ class Calibration:
 
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str = "calibration") -> Calibration:
-        """Return the calibration that a JSON-like `mapping` says; errors name the place in it, below `field`.
+        """Return the calibration that a JSON-like `mapping` says; errors name the place in it,
+        below `field`.
 
         Raises:
-            ConfigError: something is missing or wrong, or the mapping is of another version than this one writes.
+            ConfigError: something is missing or wrong, or the mapping is of another version than
+                this one writes.
         """
         version = mapping.get("version") if isinstance(mapping, Mapping) else CALIBRATION_VERSION
         if isinstance(version, bool) or version != CALIBRATION_VERSION:
-            expected = f"version {CALIBRATION_VERSION}, the one that this release reads: run `infinity calibrate` again"
+            expected = (
+                f"version {CALIBRATION_VERSION}, the one that this release reads: run `infinity "
+                "calibrate` again"
+            )
             raise ConfigError(field=f"{field}.version", value=version, expected=expected)
         given = _whole(mapping, field, ("version", *_names(cls)))
         nbytes = given["memory_bytes"]
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-            raise ConfigError(field=f"{field}.memory_bytes", value=nbytes, expected="a whole number of bytes")
+            raise ConfigError(
+                field=f"{field}.memory_bytes", value=nbytes, expected="a whole number of bytes"
+            )
         drives = _table(
-            given["drives"], f"{field}.drives", lambda drive, place: DriveFigures.from_mapping(drive, field=place)
+            given["drives"],
+            f"{field}.drives",
+            lambda drive, place: DriveFigures.from_mapping(drive, field=place),
         )
         return cls(
             machine=_texts(given["machine"], f"{field}.machine"),
@@ -258,7 +295,9 @@ class Calibration:
                     key=_count,
                 ),
             ),
-            device_updates=_table(given["device_updates"], f"{field}.device_updates", _figure(Unit.PARAMETERS)),
+            device_updates=_table(
+                given["device_updates"], f"{field}.device_updates", _figure(Unit.PARAMETERS)
+            ),
             matmul=_table(given["matmul"], f"{field}.matmul", _figure(Unit.FLOPS)),
             blocks=_table(
                 given["blocks"],
@@ -288,10 +327,13 @@ class Calibration:
                 rule: {str(threads): _plain(each) for threads, each in row.items()}
                 for rule, row in self.host_updates.items()
             },
-            "device_updates": {rule: figure.to_mapping() for rule, figure in self.device_updates.items()},
+            "device_updates": {
+                rule: figure.to_mapping() for rule, figure in self.device_updates.items()
+            },
             "matmul": {dtype: figure.to_mapping() for dtype, figure in self.matmul.items()},
             "blocks": {
-                dtype: {str(shape): _plain(each) for shape, each in row.items()} for dtype, row in self.blocks.items()
+                dtype: {str(shape): _plain(each) for shape, each in row.items()}
+                for dtype, row in self.blocks.items()
             },
             "all_gather": self.all_gather.to_mapping(),
             "reduce_scatter": self.reduce_scatter.to_mapping(),
@@ -311,18 +353,22 @@ class Calibration:
         beside_io: bool = False,
         beside_copies: bool = False,
     ) -> Rates:
-        """Return the medians as rates, for updates by `threads` (by default as many as were measured at most).
+        """Return the medians as rates, for updates by `threads` (by default as many as were
+        measured at most).
 
-        `directories` are those to use, by default all that were measured. `beside_io` gives what updates and drives
-        get while both work, `beside_copies` what updates and links get: each disturbance adds the time that it costs a
-        parameter, and a drive or link is slowed as it was while all threads updated. A number of threads that was not
-        measured is placed between its neighbours on a straight line.
+        `directories` are those to use, by default all that were measured. `beside_io` gives what
+        updates and drives get while both work, `beside_copies` what updates and links get: each
+        disturbance adds the time that it costs a parameter, and a drive or link is slowed as it was
+        while all threads updated. A number of threads that was not measured is placed between its
+        neighbours on a straight line.
 
         Raises:
             ConfigError: an optimizer or a directory was not measured, or there are no threads.
         """
         if optimizer not in self.host_updates:
-            raise ConfigError.unknown_name(field="optimizer", name=optimizer, known=self.host_updates)
+            raise ConfigError.unknown_name(
+                field="optimizer", name=optimizer, known=self.host_updates
+            )
         if threads is not None and threads < 1:
             raise ConfigError(field="threads", value=threads, expected="1 or more")
         drives = self._drives(directories)
@@ -343,20 +389,29 @@ class Calibration:
             d2h_bytes_per_s=_times(links.d2h, down),
             duplex_h2d_bytes_per_s=_times(links.duplex_h2d, up),
             duplex_d2h_bytes_per_s=_times(links.duplex_d2h, down),
-            dram_bytes_per_s=max((each.median for each in self.dram.values() if each.median), default=None),
+            dram_bytes_per_s=max(
+                (each.median for each in self.dram.values() if each.median), default=None
+            ),
             host_update_params_per_s=_beside(alone, [_at(other, count) for other in others]),
             device_update_params_per_s=None if device is None else device.median,
-            nvme={name: _drive_rates(drive, beside_updates=beside_io) for name, drive in drives.items()},
+            nvme={
+                name: _drive_rates(drive, beside_updates=beside_io)
+                for name, drive in drives.items()
+            },
         )
 
     def flops_per_s(self, dtype: str) -> float | None:
-        """Return the rate of matrix products in "fp32" or "bf16" where modules compute, None where not measured."""
+        """Return the rate of matrix products in "fp32" or "bf16" where modules compute, None where
+        not measured.
+        """
         if dtype not in self.matmul:
             raise ConfigError.unknown_name(field="dtype", name=dtype, known=self.matmul)
         return self.matmul[dtype].median
 
     def block_rates(self, dtype: str) -> BlockRates | None:
-        """Return how fast transformer blocks compute in "fp32" or "bf16", None where that was not measured."""
+        """Return how fast transformer blocks compute in "fp32" or "bf16", None where that was not
+        measured.
+        """
         measured = {
             shape: ComputeRate(each.forward.median, each.backward.median)
             for shape, each in self.blocks.get(dtype, {}).items()
@@ -379,8 +434,12 @@ class Calibration:
 
 
 def _at(figures: Mapping[int, Figure], threads: int) -> float | None:
-    """Return what so many threads get: measured, or between the neighbours; more than the most get as much as those."""
-    known = sorted((number, figure.median) for number, figure in figures.items() if figure.median is not None)
+    """Return what so many threads get: measured, or between the neighbours; more than the most get
+    as much as those.
+    """
+    known = sorted(
+        (number, figure.median) for number, figure in figures.items() if figure.median is not None
+    )
     if not known:
         return None
     below = [pair for pair in known if pair[0] <= threads]
@@ -394,14 +453,18 @@ def _at(figures: Mapping[int, Figure], threads: int) -> float | None:
 
 
 def _beside(alone: float | None, parts: Iterable[float | None]) -> float | None:
-    """Return what is left of a rate under several disturbances, each of which leaves this part of it."""
+    """Return what is left of a rate under several disturbances, each of which leaves this part of
+    it.
+    """
     if alone is None:
         return None
     return alone / (1.0 + sum(1 / min(part, 1.0) - 1 for part in parts if part is not None))
 
 
 def _left(part: Figure) -> float:
-    """Return the part of its rate that is left to something; all of it where that was not measured."""
+    """Return the part of its rate that is left to something; all of it where that was not
+    measured.
+    """
     return 1.0 if part.median is None else min(part.median, 1.0)
 
 
@@ -438,7 +501,9 @@ def _whole(mapping: object, field: str, names: Sequence[str]) -> Mapping[str, ob
     given = known_mapping(mapping, field=field, known=names)
     for name in names:
         if name not in given:
-            raise ConfigError(field=f"{field}.{name}", value=None, expected="a value: it is missing")
+            raise ConfigError(
+                field=f"{field}.{name}", value=None, expected="a value: it is missing"
+            )
     return given
 
 
@@ -465,15 +530,21 @@ def _mapping(mapping: object, field: str) -> Mapping[str, object]:
 
 def _count(text: str, field: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise ConfigError(field=field, value=text, expected="numbers of threads as keys, such as '8'")
+        raise ConfigError(
+            field=field, value=text, expected="numbers of threads as keys, such as '8'"
+        )
     return int(text)
 
 
 def _shape(text: str, field: str) -> BlockShape:
     width, _, tokens = text.partition("x")
-    numbers = [each for each in (width, tokens) if each.isascii() and each.isdecimal() and int(each) >= 1]
+    numbers = [
+        each for each in (width, tokens) if each.isascii() and each.isdecimal() and int(each) >= 1
+    ]
     if len(numbers) != 2:
-        raise ConfigError(field=field, value=text, expected="widths and tokens as keys, such as '1024x256'")
+        raise ConfigError(
+            field=field, value=text, expected="widths and tokens as keys, such as '1024x256'"
+        )
     return BlockShape(*map(int, numbers))
 
 
@@ -481,7 +552,9 @@ def _figure(unit: Unit) -> Callable[[object, str], Figure]:
     return lambda mapping, place: Figure.from_mapping(mapping, field=place, unit=unit)
 
 
-def _figures(units: Mapping[str, Unit], given: Mapping[str, object], field: str) -> dict[str, Figure]:
+def _figures(
+    units: Mapping[str, Unit], given: Mapping[str, object], field: str
+) -> dict[str, Figure]:
     return {name: _figure(unit)(given[name], f"{field}.{name}") for name, unit in units.items()}
 
 

@@ -1,6 +1,8 @@
-"""How fast modules compute, as measured of transformer blocks of certain shapes, and what follows for other shapes.
+"""How fast modules compute, as measured of transformer blocks of certain shapes, and what follows
+for other shapes.
 
-Pure data and one rule. Calibration fills it in, the simulator prices forwards and backwards with it.
+Pure data and one rule. Calibration fills it in, the simulator prices forwards and backwards with
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _AT_ONCE = 1e-9  # of a distance: nearer is the same shape
 
 
 class BlockShape(NamedTuple):
-    """A transformer block of so many elements for each token, and the tokens that it is given at once."""
+    """A transformer block of so many elements for each token, and the tokens that it is given at
+    once.
+    """
 
     width: int
     tokens: int
@@ -42,10 +46,11 @@ class ComputeRate(NamedTuple):
 
 
 def block_flops(shape: BlockShape) -> int:
-    """Return the operations of a forward of a block with attention and two layers of four times the width.
+    """Return the operations of a forward of a block with attention and two layers of four times the
+    width.
 
-    As models are described: products of 12 weights for each squared element of the width, and attention between all
-    tokens, of which causal masks save none.
+    As models are described: products of 12 weights for each squared element of the width, and
+    attention between all tokens, of which causal masks save none.
     """
     return 24 * shape.width**2 * shape.tokens + 4 * shape.tokens**2 * shape.width
 
@@ -58,13 +63,18 @@ class BlockRates:
 
     def __post_init__(self) -> None:
         if not self.measured:
-            raise ConfigError(field="BlockRates.measured", value=self.measured, expected="a shape that was measured")
+            raise ConfigError(
+                field="BlockRates.measured",
+                value=self.measured,
+                expected="a shape that was measured",
+            )
         object.__setattr__(self, "measured", FrozenMapping(self.measured))
 
     def at(self, width: int, tokens: int) -> ComputeRate:
         """Return the rates of a shape: the nearer one that was measured, the more it counts.
 
-        Nearness is that of the logarithms, and a shape counts by the inverse of its distance's square.
+        Nearness is that of the logarithms, and a shape counts by the inverse of its distance's
+        square.
         """
         weights = {}
         for shape in self.measured:
@@ -74,6 +84,7 @@ class BlockRates:
             weights[shape] = 1 / distance
         every = sum(weights.values())
         seconds = [
-            sum(weight / self.measured[shape][way] for shape, weight in weights.items()) / every for way in range(2)
+            sum(weight / self.measured[shape][way] for shape, weight in weights.items()) / every
+            for way in range(2)
         ]
         return ComputeRate(1 / seconds[0], 1 / seconds[1])

@@ -15,7 +15,10 @@ __all__ = ["Extent"]
 
 @dataclass(frozen=True, order=True, slots=True)
 class Extent:
-    """The `nbytes` bytes from `offset` on; none at all where `nbytes` is 0. Ordered by offset, then by length."""
+    """The `nbytes` bytes from `offset` on; none at all where `nbytes` is 0.
+
+    Ordered by offset, then by length.
+    """
 
     offset: int
     nbytes: int

@@ -1,6 +1,8 @@
-"""Mappings as plans and settings read them: frozen, with keys that are known, or of directories, each in one spelling.
+"""Mappings as plans and settings read them: frozen, with keys that are known, or of directories,
+each in one spelling.
 
-Pure data; looks at no path on disk. Called by code that reads or holds a mapping from a user or a file.
+Pure data; looks at no path on disk. Called by code that reads or holds a mapping from a user or a
+file.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class FrozenMapping(Mapping[_Key, _Value_co]):
 class Directories(FrozenMapping[str, _Value_co]):
     """One value for each of some directories.
 
-    Spellings of a directory that differ only in slashes and dots name the same one, which may be given only once.
+    Spellings of a directory that differ only in slashes and dots name the same one, which may be
+    given only once.
     """
 
     __slots__ = ()
@@ -54,7 +57,11 @@ class Directories(FrozenMapping[str, _Value_co]):
         for directory, value in given.items():
             spelling = _one_spelling(directory, field=field)
             if spelling in values:
-                raise ConfigError(field=field, value=directory, expected=f"each directory once; {spelling!r} is given")
+                raise ConfigError(
+                    field=field,
+                    value=directory,
+                    expected=f"each directory once; {spelling!r} is given",
+                )
             values[spelling] = value
         super().__init__(values)
 
@@ -63,14 +70,18 @@ class Directories(FrozenMapping[str, _Value_co]):
 
 
 def known_mapping(mapping: object, *, field: str, known: Iterable[str]) -> Mapping[str, object]:
-    """Return `mapping` if it is one and knows its keys; `field` is its dotted path, "" where it is the outermost."""
+    """Return `mapping` if it is one and knows its keys; `field` is its dotted path, "" where it is
+    the outermost.
+    """
     names = tuple(known)
     if not isinstance(mapping, Mapping):
         expected = f"a mapping with keys out of {', '.join(names)}"
         raise ConfigError(field=field or "settings", value=mapping, expected=expected)
     for key in mapping:
         if key not in names:
-            raise ConfigError.unknown_name(field=f"{field}.{key}" if field else str(key), name=key, known=names)
+            raise ConfigError.unknown_name(
+                field=f"{field}.{key}" if field else str(key), name=key, known=names
+            )
     return mapping
 
 
@@ -83,7 +94,9 @@ def _spelling(directory: str) -> str:
 def _one_spelling(directory: object, *, field: str) -> str:
     """Return the same for what may be no directory at all."""
     if not isinstance(directory, str) or not directory:
-        raise ConfigError(field=field, value=directory, expected="directories as text, such as '/mnt/a'")
+        raise ConfigError(
+            field=field, value=directory, expected="directories as text, such as '/mnt/a'"
+        )
     if ".." in PurePosixPath(directory).parts:
         raise ConfigError(field=field, value=directory, expected="a path without '..'")
     return _spelling(directory)

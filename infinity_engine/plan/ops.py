@@ -1,7 +1,8 @@
-"""The steps that an update phase is made of: each is one piece of work in one lane, with what it comes after.
+"""The steps that an update phase is made of: each is one piece of work in one lane, with what it
+comes after.
 
-Pure data. An op names other ops by their numbers, which are their places in the plan; step.py sees to it that they fit
-together. Made by policies, run by the executor, priced by timing.py.
+Pure data. An op names other ops by their numbers, which are their places in the plan; step.py sees
+to it that they fit together. Made by policies, run by the executor, priced by timing.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ __all__ = [
 
 
 class Lane(Enum):
-    """What does the work. The ops of one lane follow one another in the plan's order; lanes work at the same time."""
+    """What does the work.
+
+    The ops of one lane follow one another in the plan's order; lanes work at the same time.
+    """
 
     HOST = "host"  # The CPU's updates.
     DEVICE = "device"  # The device's updates.
@@ -38,13 +42,17 @@ class Lane(Enum):
     NVME_READ = "nvme read"  # From the drives to the host.
     NVME_WRITE = "nvme write"  # From the host to the drives.
 
-    # Of the object, which is the only one of its name: an Enum's own hash is worked out in Python, at each look-up.
+    # Of the object, which is the only one of its name: an Enum's own hash is worked out in Python,
+    # at each look-up.
     __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One piece of work on one subgroup. It starts once its lane is free and the ops `after` have ended."""
+    """One piece of work on one subgroup.
+
+    It starts once its lane is free and the ops `after` have ended.
+    """
 
     lane: ClassVar[Lane]
     subgroup: int
@@ -57,7 +65,10 @@ class Op:
 
     @property
     def amount(self) -> int:
-        """How much work it is, in what its lane's rate counts: bytes or parameters. Each kind says that."""
+        """How much work it is, in what its lane's rate counts: bytes or parameters.
+
+        Each kind says that.
+        """
         raise NotImplementedError(f"{self.name} is no kind of op: expected a CopyOp or an UpdateOp")
 
 
@@ -93,19 +104,25 @@ class UpdateOp(Op):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadStates(CopyOp):
-    """Read the offloaded part of a subgroup into a host buffer: no bytes, where the subgroup only leaves some there."""
+    """Read the offloaded part of a subgroup into a host buffer: no bytes, where the subgroup only
+    leaves some there.
+    """
 
     lane: ClassVar[Lane] = Lane.NVME_READ
     buffer: int
 
     def __post_init__(self) -> None:
         if self.nbytes < 0:
-            raise ConfigError(field=f"{self.name}.nbytes", value=self.nbytes, expected="0 or more bytes")
+            raise ConfigError(
+                field=f"{self.name}.nbytes", value=self.nbytes, expected="0 or more bytes"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreStates(CopyOp):
-    """Write the offloaded part of a subgroup back to the drives, updated; its host buffer is empty then."""
+    """Write the offloaded part of a subgroup back to the drives, updated; its host buffer is empty
+    then.
+    """
 
     lane: ClassVar[Lane] = Lane.NVME_WRITE
     buffer: int
@@ -121,9 +138,11 @@ class UploadStates(CopyOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateOnDevice(UpdateOp):
-    """The device updates a subgroup, and writes what modules compute with or what DownloadParameters will take home.
+    """The device updates a subgroup, and writes what modules compute with or what
+    DownloadParameters will take home.
 
-    `staging` is the set that a visiting subgroup is in, None for one whose states stay on the device.
+    `staging` is the set that a visiting subgroup is in, None for one whose states stay on the
+    device.
     """
 
     lane: ClassVar[Lane] = Lane.DEVICE
@@ -132,9 +151,11 @@ class UpdateOnDevice(UpdateOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DownloadParameters(CopyOp):
-    """The parameters that the device updated go to the host, where modules fetch them from or StoreStates takes them.
+    """The parameters that the device updated go to the host, where modules fetch them from or
+    StoreStates takes them.
 
-    `staging` is the set that a visiting subgroup is in, None for one whose states stay on the device.
+    `staging` is the set that a visiting subgroup is in, None for one whose states stay on the
+    device.
     """
 
     lane: ClassVar[Lane] = Lane.D2H
@@ -151,7 +172,9 @@ class DownloadStates(CopyOp):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateOnHost(UpdateOp):
-    """The CPU updates a subgroup, and writes what modules fetch, or what UploadParameters or StoreStates will take."""
+    """The CPU updates a subgroup, and writes what modules fetch, or what UploadParameters or
+    StoreStates will take.
+    """
 
     lane: ClassVar[Lane] = Lane.HOST
 

@@ -1,4 +1,7 @@
-"""Where a piece of data lives: a tier, and the extent it takes there. Pure data; made by plans, read by all."""
+"""Where a piece of data lives: a tier, and the extent it takes there.
+
+Pure data; made by plans, read by all.
+"""
 
 from __future__ import annotations
 

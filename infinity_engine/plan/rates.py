@@ -1,7 +1,7 @@
 """What a machine can do: measured bandwidths and update rates, as one rank sees them.
 
-Pure data with a versioned JSON form. Measures nothing and predicts nothing: calibration fills it in, planners, policies
-and the simulator read it.
+Pure data with a versioned JSON form. Measures nothing and predicts nothing: calibration fills it
+in, planners, policies and the simulator read it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,28 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveRates:
-    """Bytes per second of the drive behind one directory, or text such as "6.5 GB/s"; None where not measured."""
+    """Bytes per second of the drive behind one directory, or text such as "6.5 GB/s"; None where
+    not measured.
+    """
 
     read_bytes_per_s: float | None = None  # nothing but reads
     write_bytes_per_s: float | None = None  # nothing but writes
-    mixed_bytes_per_s: float | None = None  # as many bytes read as written, at once: the sum of both
+    # as many bytes read as written, at once: the sum of both
+    mixed_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_rates(self, field="DriveRates")
 
     def divided(self, users: int) -> DriveRates:
         """Return what each of so many ranks has that use the drive at once."""
-        return DriveRates(**{name: _part(getattr(self, name), users) for name in _names(DriveRates)})
+        return DriveRates(
+            **{name: _part(getattr(self, name), users) for name in _names(DriveRates)}
+        )
 
     def seconds(self, read_bytes: int, written_bytes: int) -> float | None:
-        """Return what so many bytes take at these rates, both at once as far as that was measured; None: not known."""
+        """Return what so many bytes take at these rates, both at once as far as that was measured;
+        None: not known.
+        """
         both = 0 if self.mixed_bytes_per_s is None else min(read_bytes, written_bytes)
         parts = (
             (2 * both, self.mixed_bytes_per_s),
@@ -50,9 +57,9 @@ class DriveRates:
 class Rates:
     """What one rank gets while all ranks of its machine do the same; None where not measured.
 
-    The links count bytes in the direction of their name: h2d from host to device, d2h from device to host. An update
-    rate counts the parameters whose optimizer step is done in that home. Bytes per second may be given as text, such as
-    "55 GB/s".
+    The links count bytes in the direction of their name: h2d from host to device, d2h from device
+    to host. An update rate counts the parameters whose optimizer step is done in that home. Bytes
+    per second may be given as text, such as "55 GB/s".
     """
 
     h2d_bytes_per_s: float | None = None
@@ -71,26 +78,33 @@ class Rates:
     def divided(self, ranks: int, *, users: Mapping[str, int] | None = None) -> Rates:
         """Return what each of so many ranks of a machine has, where these are what one has alone.
 
-        They share host memory, its updates and the drives, each drive as many as `users` says, or all. Links and
-        devices are their own.
+        They share host memory, its updates and the drives, each drive as many as `users` says, or
+        all. Links and devices are their own.
         """
         return replace(
             self,
             dram_bytes_per_s=_part(self.dram_bytes_per_s, ranks),
             host_update_params_per_s=_part(self.host_update_params_per_s, ranks),
-            nvme={name: drive.divided(ranks if users is None else users[name]) for name, drive in self.nvme.items()},
+            nvme={
+                name: drive.divided(ranks if users is None else users[name])
+                for name, drive in self.nvme.items()
+            },
         )
 
     @classmethod
     def from_mapping(cls, mapping: object, *, field: str = "rates") -> Rates:
-        """Return the rates that a JSON-like `mapping` says; errors name the place in it, below `field`.
+        """Return the rates that a JSON-like `mapping` says; errors name the place in it, below
+        `field`.
 
         Raises:
-            ConfigError: a name or a value is wrong, or the mapping is of another version than this one writes.
+            ConfigError: a name or a value is wrong, or the mapping is of another version than this
+                one writes.
         """
         version = mapping.get("version") if isinstance(mapping, Mapping) else _VERSION
         if isinstance(version, bool) or version != _VERSION:
-            expected = f"version {_VERSION}, the one that this release reads; calibrate again to get it"
+            expected = (
+                f"version {_VERSION}, the one that this release reads; calibrate again to get it"
+            )
             raise ConfigError(field=f"{field}.version", value=version, expected=expected)
         known = known_mapping(mapping, field=field, known=("version", *_names(cls)))
         given = {name: value for name, value in known.items() if name != "version"}
@@ -101,7 +115,9 @@ class Rates:
         nvme = {}
         for directory, rates in drives.items():
             place = f"{field}.nvme[{directory!r}]"
-            nvme[directory] = DriveRates(**_rates(known_mapping(rates, field=place, known=_names(DriveRates)), place))
+            nvme[directory] = DriveRates(
+                **_rates(known_mapping(rates, field=place, known=_names(DriveRates)), place)
+            )
         return cls(**_rates(given, field), nvme=Directories(nvme, field=f"{field}.nvme"))
 
     def to_mapping(self) -> dict[str, object]:
@@ -133,7 +149,9 @@ def _rates(given: Mapping[str, object], field: str) -> dict[str, float | None]:
 
 
 def _rate(value: object, *, field: str) -> float | None:
-    """Return a rate in the unit that its name, the end of `field`, says; only bytes may be given as text."""
+    """Return a rate in the unit that its name, the end of `field`, says; only bytes may be given as
+    text.
+    """
     if value is None:
         return None
     if field.endswith("_bytes_per_s"):

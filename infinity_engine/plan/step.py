@@ -1,7 +1,8 @@
 """The plan of an update phase: ops in order, checked as a whole when it is made.
 
-Pure data. A StepPlan that exists is sound: each subgroup is updated once, no op comes before its inputs, no staging set
-is in two hands, nothing is left on the way. Made by policies, run by the executor, priced by the simulator, printed.
+Pure data. A StepPlan that exists is sound: each subgroup is updated once, no op comes before its
+inputs, no staging set is in two hands, nothing is left on the way. Made by policies, run by the
+executor, priced by the simulator, printed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from infinity_engine.plan.timing import OpTime
 
 __all__ = ["ADAM_BYTES", "BytesPerParameter", "Home", "StepPlan", "SubgroupSpec"]
 
-# What each op needs its subgroup to have been through just before; None is nothing at all, or LoadStates where some of
-# the subgroup rests on the drives. StoreStates comes last.
+# What each op needs its subgroup to have been through just before; None is nothing at all, or
+# LoadStates where some of the subgroup rests on the drives. StoreStates comes last.
 _INPUT: Mapping[type[Op], type[Op] | None] = MappingProxyType(
     {
         LoadStates: None,
@@ -61,7 +62,9 @@ _ARRIVES: Mapping[Tier, tuple[type[Op], ...]] = MappingProxyType(
 
 
 class Home(Enum):
-    """Where a subgroup is updated, and where its states stay between updates: the host's may rest on the drives."""
+    """Where a subgroup is updated, and where its states stay between updates: the host's may rest
+    on the drives.
+    """
 
     HOST = "host"  # Updated by the CPU; states stay on the host.
     VISITING = "visiting"  # Updated by the device; states stay on the host.
@@ -73,13 +76,16 @@ class BytesPerParameter:
     """What one parameter weighs on the links during its update."""
 
     states: int  # Each way, where the device updates it: master, momentum and variance.
-    parameter: int  # What modules compute with, where it is not updated in the memory in which it stays.
+    # What modules compute with, where it is not updated in the memory in which it stays.
+    parameter: int
 
     def __post_init__(self) -> None:
         for item in fields(self):
             if getattr(self, item.name) < 1:
                 field = f"BytesPerParameter.{item.name}"
-                raise ConfigError(field=field, value=getattr(self, item.name), expected="1 or more bytes")
+                raise ConfigError(
+                    field=field, value=getattr(self, item.name), expected="1 or more bytes"
+                )
 
 
 ADAM_BYTES = BytesPerParameter(states=12, parameter=2)
@@ -88,11 +94,13 @@ ADAM_BYTES = BytesPerParameter(states=12, parameter=2)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubgroupSpec:
-    """A subgroup as plans see it: its number, how many parameters it has, and which place it has in the next forward.
+    """A subgroup as plans see it: its number, how many parameters it has, and which place it has in
+    the next forward.
 
-    The subgroup with the lowest `first_use` is needed first. `parameter_bytes` is what one parameter of it weighs as
-    modules compute with it; None: as much as the limits of the plan say. Where some of it rests on the drives, it
-    passes through host buffers of at least `buffer_bytes` for its update, which loads and stores so many bytes.
+    The subgroup with the lowest `first_use` is needed first. `parameter_bytes` is what one
+    parameter of it weighs as modules compute with it; None: as much as the limits of the plan say.
+    Where some of it rests on the drives, it passes through host buffers of at least `buffer_bytes`
+    for its update, which loads and stores so many bytes.
     """
 
     index: int
@@ -105,13 +113,23 @@ class SubgroupSpec:
 
     def __post_init__(self) -> None:
         if self.numel < 1:
-            raise ConfigError(field="SubgroupSpec.numel", value=self.numel, expected="1 or more parameters")
+            raise ConfigError(
+                field="SubgroupSpec.numel", value=self.numel, expected="1 or more parameters"
+            )
         for name in ("buffer_bytes", "load_bytes", "store_bytes"):
             if getattr(self, name) < 0:
-                raise ConfigError(field=f"SubgroupSpec.{name}", value=getattr(self, name), expected="0 or more bytes")
+                raise ConfigError(
+                    field=f"SubgroupSpec.{name}",
+                    value=getattr(self, name),
+                    expected="0 or more bytes",
+                )
         if (self.store_bytes > 0) != (self.buffer_bytes > 0):
-            expected = "more than 0 where `buffer_bytes` is, and only there: what is in a buffer is stored"
-            raise ConfigError(field="SubgroupSpec.store_bytes", value=self.store_bytes, expected=expected)
+            expected = (
+                "more than 0 where `buffer_bytes` is, and only there: what is in a buffer is stored"
+            )
+            raise ConfigError(
+                field="SubgroupSpec.store_bytes", value=self.store_bytes, expected=expected
+            )
 
     @property
     def on_drives(self) -> bool:
@@ -123,9 +141,10 @@ class SubgroupSpec:
 class StepPlan:
     """The ops of one update phase; an op's number is its place among them.
 
-    `staging_bytes` has the size of each staging set on the device, in the order of their numbers, `buffer_bytes` that
-    of each host buffer for what rests on the drives. `parameters` is the tier where the update leaves what modules
-    compute with: DEVICE, or the one from which they are fetched.
+    `staging_bytes` has the size of each staging set on the device, in the order of their numbers,
+    `buffer_bytes` that of each host buffer for what rests on the drives. `parameters` is the tier
+    where the update leaves what modules compute with: DEVICE, or the one from which they are
+    fetched.
 
     Raises:
         ConfigError: the ops do not make a sound plan; names the first op that is wrong.
@@ -141,7 +160,9 @@ class StepPlan:
         for name in ("staging_bytes", "buffer_bytes"):
             sizes = getattr(self, name)
             if min(sizes, default=0) < 0:
-                raise ConfigError(field=f"StepPlan.{name}", value=sizes, expected="sizes of 0 or more bytes")
+                raise ConfigError(
+                    field=f"StepPlan.{name}", value=sizes, expected="sizes of 0 or more bytes"
+                )
         _Check(self).all()
 
     def homes(self) -> dict[int, Home]:
@@ -155,7 +176,9 @@ class StepPlan:
         return found
 
     def arrivals(self) -> dict[int, int]:
-        """Return, for each subgroup, the op after which its new parameters are where the plan leaves them."""
+        """Return, for each subgroup, the op after which its new parameters are where the plan
+        leaves them.
+        """
         kinds = _ARRIVES[self.parameters]
         return {op.subgroup: number for number, op in enumerate(self.ops) if isinstance(op, kinds)}
 
@@ -165,12 +188,15 @@ class StepPlan:
         return sum(subgroup.numel for subgroup in self.subgroups if homes[subgroup.index] is home)
 
     def submission_order(self) -> tuple[int, ...]:
-        """Return the numbers of the ops, each before the first op of the HOST lane that it does not wait for.
+        """Return the numbers of the ops, each before the first op of the HOST lane that it does not
+        wait for.
 
-        One thread that submits in this order, and is busy itself with what is in the HOST lane, keeps no lane waiting.
+        One thread that submits in this order, and is busy itself with what is in the HOST lane,
+        keeps no lane waiting.
         """
         updates = 0
-        behind: list[int] = []  # For each op, how many updates on the host come before it or are it.
+        # For each op, how many updates on the host come before it or are it.
+        behind: list[int] = []
         newest: dict[Lane, int] = {}
         for number, op in enumerate(self.ops):
             if op.lane is Lane.HOST:
@@ -180,7 +206,10 @@ class StepPlan:
                 earlier = [*op.after, *([newest[op.lane]] if op.lane in newest else [])]
                 behind.append(max((behind[other] for other in earlier), default=0))
             newest[op.lane] = number
-        order = sorted(range(len(self.ops)), key=lambda it: (behind[it], self.ops[it].lane is not Lane.HOST, it))
+        order = sorted(
+            range(len(self.ops)),
+            key=lambda it: (behind[it], self.ops[it].lane is not Lane.HOST, it),
+        )
         return tuple(order)
 
     def describe(self, times: Sequence[OpTime] = ()) -> str:
@@ -216,8 +245,10 @@ class _Check:
         self._numel = {subgroup.index: subgroup.numel for subgroup in plan.subgroups}
         self._specs = {subgroup.index: subgroup for subgroup in plan.subgroups}
         self._newest: dict[int, tuple[int, Op]] = {}  # The newest op of each subgroup.
-        self._in_set: dict[int, tuple[int, UploadStates | DownloadStates]] = {}  # The newest copy of each staging set.
-        self._in_buffer: dict[int, tuple[int, LoadStates | StoreStates]] = {}  # The newest I/O of each host buffer.
+        # The newest copy of each staging set.
+        self._in_set: dict[int, tuple[int, UploadStates | DownloadStates]] = {}
+        # The newest I/O of each host buffer.
+        self._in_buffer: dict[int, tuple[int, LoadStates | StoreStates]] = {}
 
     def all(self) -> None:
         if len(self._numel) != len(self._plan.subgroups):
@@ -243,7 +274,9 @@ class _Check:
         if kind not in _INPUT:
             raise _wrong(number, op, f"one of {', '.join(kind.__name__ for kind in _INPUT)}")
         if kind is UploadParameters and self._at_home:
-            raise _wrong(number, op, f"none: the plan's parameters stay {_PLACE[self._plan.parameters]}")
+            raise _wrong(
+                number, op, f"none: the plan's parameters stay {_PLACE[self._plan.parameters]}"
+            )
         if kind is DownloadParameters and not self._at_home:
             raise _wrong(number, op, "none: the plan's parameters stay on the device")
         if op.subgroup not in self._numel:
@@ -251,7 +284,11 @@ class _Check:
         if (kind is LoadStates or kind is StoreStates) and not self._specs[op.subgroup].on_drives:
             raise _wrong(number, op, "none: nothing of the subgroup rests on the drives")
         after = op.after
-        if after and (min(after) < 0 or max(after) >= number or (len(after) > 1 and len(set(after)) != len(after))):
+        if after and (
+            min(after) < 0
+            or max(after) >= number
+            or (len(after) > 1 and len(set(after)) != len(after))
+        ):
             raise _wrong(number, op, "each of `after` once, and all of them numbers of earlier ops")
 
     def _amount(self, number: int, op: Op) -> None:
@@ -277,10 +314,16 @@ class _Check:
             needed = LoadStates
         if needed is None:
             if before is not None:
-                raise _wrong(number, op, f"one update of each subgroup; op {before[0]} belongs to another of this one")
+                raise _wrong(
+                    number,
+                    op,
+                    f"one update of each subgroup; op {before[0]} belongs to another of this one",
+                )
         elif before is None or type(before[1]) is not needed or before[0] not in op.after:
             raise _wrong(number, op, f"to come `after` the subgroup's {needed.__name__}")
-        elif needed is not LoadStates and getattr(op, "staging", None) != getattr(before[1], "staging", None):
+        elif needed is not LoadStates and getattr(op, "staging", None) != getattr(
+            before[1], "staging", None
+        ):
             raise _wrong(number, op, f"the staging set of op {before[0]}, which is before it")
 
     def _upload(self, number: int, op: UploadStates) -> None:
@@ -288,10 +331,18 @@ class _Check:
         if not 0 <= op.staging < len(sets):
             raise _wrong(number, op, f"one of the plan's {len(sets)} staging sets, counted from 0")
         if op.nbytes > sets[op.staging]:
-            raise _wrong(number, op, f"no more than the {sets[op.staging]} bytes of its staging set")
+            raise _wrong(
+                number, op, f"no more than the {sets[op.staging]} bytes of its staging set"
+            )
         before = self._in_set.get(op.staging)
-        if before is not None and not (isinstance(before[1], DownloadStates) and before[0] in op.after):
-            raise _wrong(number, op, f"an empty staging set: to come `after` subgroup {before[1].subgroup} has left it")
+        if before is not None and not (
+            isinstance(before[1], DownloadStates) and before[0] in op.after
+        ):
+            raise _wrong(
+                number,
+                op,
+                f"an empty staging set: to come `after` subgroup {before[1].subgroup} has left it",
+            )
         self._in_set[op.staging] = number, op
 
     def _download(self, number: int, op: DownloadStates) -> None:
@@ -303,12 +354,22 @@ class _Check:
     def _load(self, number: int, op: LoadStates) -> None:
         buffers, needed = self._plan.buffer_bytes, self._specs[op.subgroup].buffer_bytes
         if not 0 <= op.buffer < len(buffers):
-            raise _wrong(number, op, f"one of the plan's {len(buffers)} host buffers, counted from 0")
+            raise _wrong(
+                number, op, f"one of the plan's {len(buffers)} host buffers, counted from 0"
+            )
         if needed > buffers[op.buffer]:
-            raise _wrong(number, op, f"a host buffer of at least the {needed} bytes that the subgroup says")
+            raise _wrong(
+                number, op, f"a host buffer of at least the {needed} bytes that the subgroup says"
+            )
         before = self._in_buffer.get(op.buffer)
-        if before is not None and not (isinstance(before[1], StoreStates) and before[0] in op.after):
-            raise _wrong(number, op, f"an empty host buffer: to come `after` subgroup {before[1].subgroup} has left it")
+        if before is not None and not (
+            isinstance(before[1], StoreStates) and before[0] in op.after
+        ):
+            raise _wrong(
+                number,
+                op,
+                f"an empty host buffer: to come `after` subgroup {before[1].subgroup} has left it",
+            )
         self._in_buffer[op.buffer] = number, op
 
     def _store(self, number: int, op: StoreStates) -> None:
@@ -322,7 +383,9 @@ class _Check:
             newest = self._newest.get(index)
             if newest is None:
                 expected = f"an update of every subgroup; subgroup {index} has none"
-                raise ConfigError(field="StepPlan.ops", value=_listing(self._newest), expected=expected)
+                raise ConfigError(
+                    field="StepPlan.ops", value=_listing(self._newest), expected=expected
+                )
             number, op = newest
             missing = self._missing(op)
             if missing is not None:
@@ -334,7 +397,11 @@ class _Check:
         if isinstance(op, LoadStates):
             return UpdateOnHost
         missing = None if isinstance(op, StoreStates) else self._missing_of_update(op)
-        return StoreStates if missing is None and spec.on_drives and not isinstance(op, StoreStates) else missing
+        return (
+            StoreStates
+            if missing is None and spec.on_drives and not isinstance(op, StoreStates)
+            else missing
+        )
 
     def _missing_of_update(self, op: Op) -> type[Op] | None:
         if isinstance(op, UpdateOnHost):
@@ -369,4 +436,6 @@ def _row(number: int, op: Op) -> list[str]:
 
 def _plain(record: Op | SubgroupSpec) -> dict[str, object]:
     values = {item.name: getattr(record, item.name) for item in fields(record)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }

@@ -1,6 +1,8 @@
-"""Which strategy is asked for: where the optimizer's states stay and where their updates run, as names with settings.
+"""Which strategy is asked for: where the optimizer's states stay and where their updates run, as
+names with settings.
 
-Pure data, checked when made; the policies that carry them out are elsewhere. Chosen by users, config and planner.
+Pure data, checked when made; the policies that carry them out are elsewhere. Chosen by users,
+config and planner.
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ class Strategy:
     name: ClassVar[str]
 
     def to_plain(self) -> str | dict[str, object]:
-        """Return it as parse_strategy reads it, ready for JSON: its name where that says it all, or a mapping."""
+        """Return it as parse_strategy reads it, ready for JSON: its name where that says it all, or
+        a mapping.
+        """
         settings = {item.name: getattr(self, item.name) for item in fields(self)}
-        plain = {key: it.to_plain() if isinstance(it, Strategy) else it for key, it in settings.items()}
+        plain = {
+            key: it.to_plain() if isinstance(it, Strategy) else it for key, it in settings.items()
+        }
         return {"name": self.name, **plain} if plain else self.name
 
 
@@ -75,11 +81,12 @@ class StaticSplit(Strategy):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interleaved(Strategy):
-    """States stay on the host; some subgroups visit the device for their update while the host updates others.
+    """States stay on the host; some subgroups visit the device for their update while the host
+    updates others.
 
-    Which part visits is said as `share`, from 0 to 1, or as `stride`, one subgroup out of so many; None for both
-    leaves it to the measured rates. `resident` is the part of all states that stays on the device instead, and is not
-    counted by the other two.
+    Which part visits is said as `share`, from 0 to 1, or as `stride`, one subgroup out of so many;
+    None for both leaves it to the measured rates. `resident` is the part of all states that stays
+    on the device instead, and is not counted by the other two.
     """
 
     name: ClassVar[str] = "interleaved"
@@ -93,7 +100,10 @@ class Interleaved(Strategy):
         if self.stride is not None:
             _check_stride(self.stride, field="Interleaved.stride")
         if self.share is not None and self.stride is not None:
-            expected = f"None beside share={self.share:g}: both say which part visits the device, so give one"
+            expected = (
+                f"None beside share={self.share:g}: both say which part visits the device, so give "
+                "one"
+            )
             raise ConfigError(field="Interleaved.stride", value=self.stride, expected=expected)
         object.__setattr__(self, "resident", _part(self.resident, field="Interleaved.resident"))
 
@@ -111,40 +121,65 @@ class NvmeStreamed(Strategy):
     def __post_init__(self) -> None:
         update = parse_strategy(self.update, field="NvmeStreamed.update")
         if not isinstance(update, HostOnly | Interleaved):
-            raise ConfigError(field="NvmeStreamed.update", value=self.update, expected="host_only or interleaved")
+            raise ConfigError(
+                field="NvmeStreamed.update", value=self.update, expected="host_only or interleaved"
+            )
         object.__setattr__(self, "update", update)
 
 
-STRATEGIES: tuple[type[Strategy], ...] = (Auto, DeviceOnly, HostOnly, StaticSplit, Interleaved, NvmeStreamed)
+STRATEGIES: tuple[type[Strategy], ...] = (
+    Auto,
+    DeviceOnly,
+    HostOnly,
+    StaticSplit,
+    Interleaved,
+    NvmeStreamed,
+)
 
 
 def parse_strategy(given: object, *, field: str = "strategy") -> Strategy:
-    """Return the strategy that is meant: one already, a name, or a mapping of its name and settings.
+    """Return the strategy that is meant: one already, a name, or a mapping of its name and
+    settings.
 
     Raises:
-        ConfigError: it is none of these, or a setting of it is wrong; names the place, below `field`.
+        ConfigError: it is none of these, or a setting of it is wrong; names the place, below
+            `field`.
     """
     if isinstance(given, Strategy):
         return given
     if not isinstance(given, str | Mapping):
-        expected = "a name such as 'auto', a mapping such as {'name': 'static_split', 'ratio': 0.5}, or a Strategy"
+        expected = (
+            "a name such as 'auto', a mapping such as {'name': 'static_split', 'ratio': 0.5}, or a "
+            "Strategy"
+        )
         raise ConfigError(field=field, value=given, expected=expected)
     name = given if isinstance(given, str) else given.get("name")
     kind = next((kind for kind in STRATEGIES if kind.name == name), None)
     if kind is None:
         place = field if isinstance(given, str) else f"{field}.name"
-        raise ConfigError.unknown_name(field=place, name=name, known=[kind.name for kind in STRATEGIES])
-    known = known_mapping({} if name is given else given, field=field, known=["name", *(f.name for f in fields(kind))])
+        raise ConfigError.unknown_name(
+            field=place, name=name, known=[kind.name for kind in STRATEGIES]
+        )
+    known = known_mapping(
+        {} if name is given else given, field=field, known=["name", *(f.name for f in fields(kind))]
+    )
     settings = {key: value for key, value in known.items() if key != "name"}
-    missing = [item.name for item in fields(kind) if item.default is MISSING and item.name not in settings]
+    missing = [
+        item.name for item in fields(kind) if item.default is MISSING and item.name not in settings
+    ]
     if missing:
-        expected = f"a mapping that gives its {missing[0]} too: {{'name': '{kind.name}', '{missing[0]}': ...}}"
+        expected = (
+            f"a mapping that gives its {missing[0]} too: {{'name': '{kind.name}', '{missing[0]}': "
+            f"...}}"
+        )
         raise ConfigError(field=field, value=given, expected=expected)
     try:
         return kind(**settings)
     except ConfigError as error:
         below = error.field.partition(".")[2]  # The class that refuses knows only its own name.
-        raise ConfigError(field=f"{field}.{below}", value=error.value, expected=error.expected) from None
+        raise ConfigError(
+            field=f"{field}.{below}", value=error.value, expected=error.expected
+        ) from None
 
 
 def _part(value: object, *, field: str) -> float:

@@ -14,5 +14,8 @@ class Tier(Enum):
     """Where bytes can live, fastest first."""
 
     DEVICE = "device"  # The accelerator's own memory: the only one that modules compute in.
-    HOST = "host"  # The machine's RAM, pinned where the system allows: every byte on its way up or down passes here.
-    NVME = "nvme"  # Files on the drives: the largest, the slowest, and the one that wears out by writing.
+    # The machine's RAM, pinned where the system allows: every byte on its way up or down passes
+    # here.
+    HOST = "host"
+    # Files on the drives: the largest, the slowest, and the one that wears out by writing.
+    NVME = "nvme"

@@ -1,7 +1,9 @@
-"""When the ops of a plan start and end at given rates: the one rule that policies, simulator and emulated device share.
+"""When the ops of a plan start and end at given rates: the one rule that policies, simulator and
+emulated device share.
 
-Whole nanoseconds, exact: an op starts when its lane is free and what it comes after has ended, and takes its amount
-over its lane's rate, rounded up. Lanes do not slow one another. Decides nothing; knows no policy.
+Whole nanoseconds, exact: an op starts when its lane is free and what it comes after has ended, and
+takes its amount over its lane's rate, rounded up. Lanes do not slow one another. Decides nothing;
+knows no policy.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ class OpTime(NamedTuple):
 
 
 class LaneClocks:
-    """The clocks of the lanes, wound on op by op in the plan's order. What goes over `free` ones takes no time."""
+    """The clocks of the lanes, wound on op by op in the plan's order.
+
+    What goes over `free` ones takes no time.
+    """
 
     def __init__(self, rates: Rates, *, free: Collection[Lane] = ()) -> None:
         self._rates = rates
@@ -69,7 +74,9 @@ class LaneClocks:
         return time
 
     def work(self, lane: Lane, duration_ns: int, *, after_ns: int = 0) -> OpTime:
-        """Let a lane do something else than an op, next, and not before that time; return when it does."""
+        """Let a lane do something else than an op, next, and not before that time; return when it
+        does.
+        """
         start_ns = max(self._free_ns[lane], after_ns)
         time = OpTime(start_ns, start_ns + duration_ns)
         self._free_ns[lane] = time.end_ns
@@ -81,7 +88,9 @@ class LaneClocks:
         elif lane not in self._ratios:
             name, rate = self._rate(lane)
             if rate is None:
-                expected = f"a rate, as the plan uses the lane {lane.name}: measure it, or set it by hand"
+                expected = (
+                    f"a rate, as the plan uses the lane {lane.name}: measure it, or set it by hand"
+                )
                 raise ConfigError(field=f"Rates.{name}", value=None, expected=expected)
             numerator, denominator = rate.as_integer_ratio()
             self._ratios[lane] = numerator, denominator * _NS_PER_S

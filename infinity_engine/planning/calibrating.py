@@ -1,6 +1,8 @@
-"""The rates that a strategy asks for where the settings have none: from a calibration, which is measured if need be.
+"""The rates that a strategy asks for where the settings have none: from a calibration, which is
+measured if need be.
 
-Says through `logging` when it measures, as that takes a while. Called once, before the plan is made.
+Says through `logging` when it measures, as that takes a while. Called once, before the plan is
+made.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from pathlib import Path
 
 from deepnvme import IOQueue
 from infinity_engine.accel import Accelerator
-from infinity_engine.calibration import FULL, CalibrationCache, CalibrationWarning, calibrated, kept_calibration
+from infinity_engine.calibration import (
+    FULL,
+    CalibrationCache,
+    CalibrationWarning,
+    calibrated,
+    kept_calibration,
+)
 from infinity_engine.calibration.device import device_identity
 from infinity_engine.calibration.host import name_of
 from infinity_engine.calibration.identity import machine_identity
@@ -40,7 +48,8 @@ from infinity_engine.units import GiB, format_bytes
 __all__ = ["needs_rates", "of_one_rank", "with_rates", "with_rates_of_machine"]
 
 _LOG = logging.getLogger(__name__)
-_WORTH_MEASURING = GiB  # of states and parameters: less is moved so fast that a minute is not won back
+# of states and parameters: less is moved so fast that a minute is not won back
+_WORTH_MEASURING = GiB
 
 
 def needs_rates(strategy: Strategy) -> bool:
@@ -63,17 +72,18 @@ def with_rates(
     io_bytes: int,
     ranks: Ranks | None = None,
 ) -> EngineConfig:
-    """Return the settings with rates, where these are needed, are not given, and may be taken from a calibration.
+    """Return the settings with rates, where these are needed, are not given, and may be taken from
+    a calibration.
 
-    Plans are made for `room`, which is all of the budget or, of several ranks, what of it is for shards. Whoever gives
-    a policy of his own gives the rates that it needs. `auto` needs them where not everything fits into one place, and
-    where a training is so large that measuring takes less than a good plan saves; it does without them where they
-    cannot be had.
-    A calibration file that the settings name is read in any case, so that a wrong path never goes unnoticed.
+    Plans are made for `room`, which is all of the budget or, of several ranks, what of it is for
+    shards. Whoever gives a policy of his own gives the rates that it needs. `auto` needs them where
+    not everything fits into one place, and where a training is so large that measuring takes less
+    than a good plan saves; it does without them where they cannot be had. A calibration file that
+    the settings name is read in any case, so that a wrong path never goes unnoticed.
 
     Raises:
-        ConfigError: the calibration file that the settings name cannot be used; or a calibration has to be measured,
-            and the budget or a directory does not allow it.
+        ConfigError: the calibration file that the settings name cannot be used; or a calibration
+            has to be measured, and the budget or a directory does not allow it.
     """
     given = None if config.calibration in ("auto", "off") else _read(Path(config.calibration))
     if wish.policy is not None or config.rates is not None or config.calibration == "off":
@@ -82,8 +92,11 @@ def with_rates(
         worth = _bytes_of(sizing) >= _WORTH_MEASURING and not config.storage.early_updates
         if not worth or not _leaves_a_choice(wish, sizing, room, io_bytes):
             return config
-        return _with_rates_for_auto(config, rules, accelerator, budget, queue, given=given, ranks=ranks)
-    if accelerator.unified or not needs_rates(config.strategy):  # on one memory, nothing visits the device
+        return _with_rates_for_auto(
+            config, rules, accelerator, budget, queue, given=given, ranks=ranks
+        )
+    # on one memory, nothing visits the device
+    if accelerator.unified or not needs_rates(config.strategy):
         return config
     streams = isinstance(config.strategy, NvmeStreamed)
     directories = tuple(budget.nvme) if streams else ()
@@ -102,9 +115,13 @@ def with_rates(
 
 
 def with_rates_of_machine(
-    config: EngineConfig, ranks: Ranks, directories: Iterable[str], rated: Callable[[], EngineConfig]
+    config: EngineConfig,
+    ranks: Ranks,
+    directories: Iterable[str],
+    rated: Callable[[], EngineConfig],
 ) -> EngineConfig:
-    """Return the settings as `rated` does, which only one rank of each machine asks; but for drives of its own.
+    """Return the settings as `rated` does, which only one rank of each machine asks; but for drives
+    of its own.
 
     Raises:
         CollectiveError: that rank has failed, as `with_rates` says.
@@ -137,7 +154,9 @@ def _leaves_a_choice(wish: Wish, sizing: Sizing, room: ResolvedBudget, io_bytes:
         return False
     if sizing.unified:
         return plan.demand.nvme > 0
-    return plan.steps.parameters is not Tier.DEVICE or set(plan.steps.homes().values()) != {Home.RESIDENT}
+    return plan.steps.parameters is not Tier.DEVICE or set(plan.steps.homes().values()) != {
+        Home.RESIDENT
+    }
 
 
 def _with_rates_for_auto(
@@ -182,9 +201,11 @@ def of_one_rank(
     beside_io: bool,
     beside_copies: bool,
 ) -> Rates:
-    """Return what one rank gets while the others of its machine do the same: one at a time was measured.
+    """Return what one rank gets while the others of its machine do the same: one at a time was
+    measured.
 
-    They update with so many threads each, and share host memory and the drives that they name. Links are their own.
+    They update with so many threads each, and share host memory and the drives that they name.
+    Links are their own.
     """
     neighbours = 1 if ranks is None else ranks.neighbours
     rates = found.rates(
@@ -198,7 +219,9 @@ def of_one_rank(
 
 
 def _both_ways(rates: Rates) -> Rates:
-    """Return the rates of links that are busy both ways, as they are while subgroups visit the device."""
+    """Return the rates of links that are busy both ways, as they are while subgroups visit the
+    device.
+    """
     return replace(
         rates,
         h2d_bytes_per_s=rates.duplex_h2d_bytes_per_s or rates.h2d_bytes_per_s,
@@ -207,7 +230,10 @@ def _both_ways(rates: Rates) -> Rates:
 
 
 def _calibration(
-    accelerator: Accelerator, budget: ResolvedBudget, directories: Sequence[str], queue: IOQueue | None
+    accelerator: Accelerator,
+    budget: ResolvedBudget,
+    directories: Sequence[str],
+    queue: IOQueue | None,
 ) -> Calibration:
     """Return what was kept, or measure within the budget."""
     try:
@@ -217,7 +243,8 @@ def _calibration(
         _check(budget, directories)
         where = CalibrationCache.of_user().folder
         _LOG.warning(
-            "measuring what this machine can do, in less than a minute; kept in %s, so that it is done once. "
+            "measuring what this machine can do, in less than a minute; kept in %s, so that it is "
+            "done once. "
             "`infinity calibrate` does it beforehand; rates= or calibration='off' does without",
             where,
         )
@@ -229,8 +256,12 @@ def _calibration(
             waiting=lambda: _LOG.info("another process measures this machine: waiting for it"),
         )
     except OSError as problem:
-        expected = f"directories that can be measured ({problem}); or give rates=, or calibration='off'"
-        raise ConfigError(field="budget.nvme", value=", ".join(directories), expected=expected) from problem
+        expected = (
+            f"directories that can be measured ({problem}); or give rates=, or calibration='off'"
+        )
+        raise ConfigError(
+            field="budget.nvme", value=", ".join(directories), expected=expected
+        ) from problem
 
 
 def _check(budget: ResolvedBudget, directories: Sequence[str]) -> None:
@@ -267,7 +298,11 @@ def _warn_of_another_machine(found: Calibration, source: str, accelerator: Accel
     names = [*here, *(name for name in found.machine if name not in here)]
     differing = [name for name in names if here.get(name) != found.machine.get(name)]
     if differing:
-        listed = "; ".join(f"{name}: {found.machine.get(name)}, here {here.get(name)}" for name in differing)
+        listed = "; ".join(
+            f"{name}: {found.machine.get(name)}, here {here.get(name)}" for name in differing
+        )
         warnings.warn(
-            f"{source} is of another machine ({listed}): its rates are used", CalibrationWarning, stacklevel=2
+            f"{source} is of another machine ({listed}): its rates are used",
+            CalibrationWarning,
+            stacklevel=2,
         )

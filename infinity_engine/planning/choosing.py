@@ -1,7 +1,8 @@
-"""What `strategy="auto"` means where rates are known: the planner's choice, for the engine's own sizes and budget.
+"""What `strategy="auto"` means where rates are known: the planner's choice, for the engine's own
+sizes and budget.
 
-Without rates, or with too few, nothing is chosen here, and what fits decides. Several ranks tell one another what each
-would choose, and come to the same. Starts nothing and moves nothing.
+Without rates, or with too few, nothing is chosen here, and what fits decides. Several ranks tell
+one another what each would choose, and come to the same. Starts nothing and moves nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from infinity_engine.update.replanning import Question
 
 __all__ = ["choose", "choose_together", "what_fits"]
 
-_MOST_SUBGROUPS = 256  # that are simulated; the engine may have more, for which the same choice is as good
+# that are simulated; the engine may have more, for which the same choice is as good
+_MOST_SUBGROUPS = 256
 
 
 def choose(
@@ -44,7 +46,8 @@ def choose(
     budget: ResolvedBudget,
     io_bytes: int,
 ) -> tuple[Wish, Question | None]:
-    """Return what the settings ask for, with a strategy and a tier where these were left open and rates are known.
+    """Return what the settings ask for, with a strategy and a tier where these were left open and
+    rates are known.
 
     And what the planner was asked then, None where it was not.
     """
@@ -70,10 +73,12 @@ def choose_together(
     budget: ResolvedBudget,
     io_bytes: int,
 ) -> Plan | None:
-    """Return this rank's plan of what all ranks have chosen; None, on all of them, where what fits decides.
+    """Return this rank's plan of what all ranks have chosen; None, on all of them, where what fits
+    decides.
 
-    Each rank has the planner choose, at its own rates, with what of `budget` every rank has at least. Of what they
-    choose is taken what fits on all, and of that what is fastest where it is slowest. All ranks come to this.
+    Each rank has the planner choose, at its own rates, with what of `budget` every rank has at
+    least. Of what they choose is taken what fits on all, and of that what is fastest where it is
+    slowest. All ranks come to this.
     """
     wish = sharding.wish(wish_of(config, policy))
     if not _is_open(wish):
@@ -96,13 +101,23 @@ def choose_together(
         return None
     choices = [each for number, each in enumerate(every) if each not in every[:number]]
     plans = [asked.placed(each, sizing, room, io_bytes) for each in choices]
-    times = ranks.tell("what these plans take", [None if plan is None else asked.ns(plan, sizing) for plan in plans])
-    slowest = {number: max(each) for number, each in enumerate(zip(*times, strict=True)) if None not in each}
+    times = ranks.tell(
+        "what these plans take",
+        [None if plan is None else asked.ns(plan, sizing) for plan in plans],
+    )
+    slowest = {
+        number: max(each)
+        for number, each in enumerate(zip(*times, strict=True))
+        if None not in each
+    }
     return plans[min(slowest, key=lambda number: slowest[number])] if slowest else None
 
 
-def what_fits(sizing: Sizing, wish: Wish, sharding: Sharding, room: ResolvedBudget, *, io_bytes: int) -> Plan:
-    """Return the plan of what fits on one of several ranks, with fewer buffers for drives rather than no room ahead.
+def what_fits(
+    sizing: Sizing, wish: Wish, sharding: Sharding, room: ResolvedBudget, *, io_bytes: int
+) -> Plan:
+    """Return the plan of what fits on one of several ranks, with fewer buffers for drives rather
+    than no room ahead.
 
     Raises:
         CapacityError: nothing fits.
@@ -112,7 +127,9 @@ def what_fits(sizing: Sizing, wish: Wish, sharding: Sharding, room: ResolvedBudg
     if not plan.layouts:
         return plan
     try:
-        roomy = place(sizing, wish, sharding.without_ahead(room, unified=sizing.unified), io_bytes=io_bytes)
+        roomy = place(
+            sizing, wish, sharding.without_ahead(room, unified=sizing.unified), io_bytes=io_bytes
+        )
     except CapacityError:
         return plan
     return roomy if roomy.steps.homes() == plan.steps.homes() else plan
@@ -127,8 +144,12 @@ class _Asked:
     wish: Wish
     rates: Rates
 
-    def placed(self, told: Mapping[str, Any], sizing: Sizing, room: ResolvedBudget, io_bytes: int) -> Plan | None:
-        """Return this rank's plan of a choice that some rank has told, None where it has no room for it."""
+    def placed(
+        self, told: Mapping[str, Any], sizing: Sizing, room: ResolvedBudget, io_bytes: int
+    ) -> Plan | None:
+        """Return this rank's plan of a choice that some rank has told, None where it has no room
+        for it.
+        """
         strategy = parse_strategy(told["strategy"])
         wish = _with(self.wish, strategy, Tier[told["parameters"]], self.rates)
         try:
@@ -144,7 +165,7 @@ class _Asked:
             return None
 
 
-# --- what is asked and told -------------------------------------------------------------------------------------------
+# --- what is asked and told -----------------------------------------------------------------------
 
 
 def _is_open(wish: Wish) -> bool:
@@ -152,7 +173,8 @@ def _is_open(wish: Wish) -> bool:
 
 
 def _training(model: ModelShape, sizing: Sizing, wish: Wish, config: EngineConfig) -> Training:
-    deepest_numel = -(-sizing.deepest // sizing.width)  # of several ranks, that of shards, which are fetched
+    # of several ranks, that of shards, which are fetched
+    deepest_numel = -(-sizing.deepest // sizing.width)
     return Training(
         model=replace(model, deepest_numel=deepest_numel),
         batch=1,
@@ -167,7 +189,9 @@ def _training(model: ModelShape, sizing: Sizing, wish: Wish, config: EngineConfi
     )
 
 
-def _means(sizing: Sizing, rates: Rates, budget: ResolvedBudget, io_bytes: int, *, ranks: int = 1) -> Means:
+def _means(
+    sizing: Sizing, rates: Rates, budget: ResolvedBudget, io_bytes: int, *, ranks: int = 1
+) -> Means:
     """Return them for so many ranks, each of which has this budget."""
     drives = {name: ranks * limit for name, limit in budget.nvme.items()}
     return Means(
@@ -181,7 +205,9 @@ def _means(sizing: Sizing, rates: Rates, budget: ResolvedBudget, io_bytes: int, 
 
 
 def _choice(training: Training, means: Means, wish: Wish, config: EngineConfig) -> Choice | None:
-    """Return what the planner says is best; None where a rate is missing, or nothing fits: placing says that better."""
+    """Return what the planner says is best; None where a rate is missing, or nothing fits: placing
+    says that better.
+    """
     planner = Planner(training, means, parameters=wish.tiers[0] if len(wish.tiers) == 1 else None)
     numel = max(config.subgroup_numel, planner.trained_numel // _MOST_SUBGROUPS)
     try:

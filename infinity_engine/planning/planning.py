@@ -1,6 +1,8 @@
-"""What an engine is to be, checked and planned before anything is touched: budgets, drives, ranks, a plan that fits.
+"""What an engine is to be, checked and planned before anything is touched: budgets, drives, ranks,
+a plan that fits.
 
-Refuses what cannot be. Reserves nothing but the queue for the drives; what it opens closes with the `resources` given.
+Refuses what cannot be. Reserves nothing but the queue for the drives; what it opens closes with the
+`resources` given.
 """
 
 from __future__ import annotations
@@ -102,12 +104,16 @@ def check_and_plan(
     cut = None
     if ranks is not None:
         check_cut(model, config, built_alone=built is not None and built.ranks is None)
-        ranks.agree_on_run(config, _named(accelerator, policy), rules, (*trained, *frozen), partial(_digest, built))
+        ranks.agree_on_run(
+            config, _named(accelerator, policy), rules, (*trained, *frozen), partial(_digest, built)
+        )
         cut = ranks.cut(trained, frozen, partial(_spec, built))
         previous.cut(cut)
         trained, frozen = cut.trained, cut.frozen
     replanner = None
-    sizing = sizing_of(model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None)
+    sizing = sizing_of(
+        model, trained, frozen, rules, config, unified=accelerator.unified, in_memory=built is None
+    )
     sharding = None
     if cut is not None:
         sharding = Sharding.of(model, cut, config.accumulation_steps, unified=accelerator.unified)
@@ -117,7 +123,9 @@ def check_and_plan(
     queue = _queue(config, budget, queue, resources)
     sums_bytes = _sums_bytes(config, sizing)
     io_bytes = SwapFile.host_bytes(budget.nvme, queue) + sums_bytes if queue is not None else 0
-    update_threads = config.update_threads or (len(os.sched_getaffinity(0)) if ranks is None else ranks.cores.threads)
+    update_threads = config.update_threads or (
+        len(os.sched_getaffinity(0)) if ranks is None else ranks.cores.threads
+    )
     if ranks is not None:
         ranks.tell_of_shared_cores()
     room, asked = budget, wish_of(config, policy)
@@ -136,17 +144,32 @@ def check_and_plan(
         io_bytes=io_bytes,
         ranks=ranks,
     )
-    rated_config = rated() if ranks is None else with_rates_of_machine(config, ranks, budget.nvme, rated)
+    rated_config = (
+        rated() if ranks is None else with_rates_of_machine(config, ranks, budget.nvme, rated)
+    )
     with refusing_beside(built):
         if sharding is None:
             wish, question = choose(
-                model, trained, frozen, sizing, config=rated_config, policy=policy, budget=budget, io_bytes=io_bytes
+                model,
+                trained,
+                frozen,
+                sizing,
+                config=rated_config,
+                policy=policy,
+                budget=budget,
+                io_bytes=io_bytes,
             )
             plan = place(sizing, wish, budget, io_bytes=io_bytes)
             replanner = _replanner(config, question, sizing, plan, trained=len(trained))
         else:
             chosen = choose_together(
-                model, sizing, sharding, config=rated_config, policy=policy, budget=room, io_bytes=io_bytes
+                model,
+                sizing,
+                sharding,
+                config=rated_config,
+                policy=policy,
+                budget=room,
+                io_bytes=io_bytes,
             )
             wish = sharding.wish(wish_of(rated_config, policy))
             plan = chosen or what_fits(sizing, wish, sharding, room, io_bytes=io_bytes)
@@ -173,7 +196,8 @@ def check_and_plan(
 
 
 def check_device(accelerator: Accelerator, *, alone: bool) -> None:
-    """Refuse what does not work on a device yet, and warn of what was not tried; `alone`: without other ranks.
+    """Refuse what does not work on a device yet, and warn of what was not tried; `alone`: without
+    other ranks.
 
     Raises:
         ConfigError: several ranks on a device other than the CPU.
@@ -183,11 +207,13 @@ def check_device(accelerator: Accelerator, *, alone: bool) -> None:
         raise ConfigError(
             field="accelerator",
             value=accelerator.name,
-            expected="cpu: this version trains on one GPU, or on several ranks of the CPU (CHANGELOG.md, Known gaps)",
+            expected="cpu: this version trains on one GPU, or on several ranks of the CPU "
+            "(CHANGELOG.md, Known gaps)",
         )
     if kind == "cuda":
         warnings.warn(
-            "the engine has not run on a GPU yet: it was tested on other devices only. Compare a short training with "
+            "the engine has not run on a GPU yet: it was tested on other devices only. Compare a "
+            "short training with "
             "one of accelerator='cpu', and run scripts/gpu_check of the project",
             RuntimeWarning,
             stacklevel=5,
@@ -197,8 +223,12 @@ def check_device(accelerator: Accelerator, *, alone: bool) -> None:
 def _replanner(
     config: EngineConfig, question: Question | None, sizing: Sizing, plan: Plan, *, trained: int
 ) -> Replanner | None:
-    """Return who looks for a better plan while training, None where there is nothing to look at or to change."""
-    wanted = config.replanning is Replanning.AUTO and config.telemetry.recording is not Recording.OFF
+    """Return who looks for a better plan while training, None where there is nothing to look at or
+    to change.
+    """
+    wanted = (
+        config.replanning is Replanning.AUTO and config.telemetry.recording is not Recording.OFF
+    )
     if question is None or not wanted or not Replanner.can_watch(question, sizing, plan):
         return None
     return Replanner(question, sizing, plan, trained=trained)
@@ -206,10 +236,15 @@ def _replanner(
 
 def _named(accelerator: Accelerator, policy: OffloadPolicy | None) -> dict[str, object]:
     """Return the names of what was given as an object, and is no setting."""
-    return {"accelerator in use": accelerator.name, "policy": None if policy is None else policy.name}
+    return {
+        "accelerator in use": accelerator.name,
+        "policy": None if policy is None else policy.name,
+    }
 
 
-def _queue(config: EngineConfig, budget: ResolvedBudget, queue: IOQueue | None, resources: ExitStack) -> IOQueue | None:
+def _queue(
+    config: EngineConfig, budget: ResolvedBudget, queue: IOQueue | None, resources: ExitStack
+) -> IOQueue | None:
     """Return the queue for the budget's drives, None where it has none."""
     if not budget.nvme:
         return None
@@ -217,7 +252,9 @@ def _queue(config: EngineConfig, budget: ResolvedBudget, queue: IOQueue | None, 
 
 
 def _sums_bytes(config: EngineConfig, sizing: Sizing) -> int:
-    """Return what the checksums of all that could rest on drives take of the host at most; 0 where there are none."""
+    """Return what the checksums of all that could rest on drives take of the host at most; 0 where
+    there are none.
+    """
     if config.storage.checksum is not Checksum.CRC32C:
         return 0
     versions = 2 if config.storage.early_updates else 1
@@ -231,7 +268,9 @@ def _sums_bytes(config: EngineConfig, sizing: Sizing) -> int:
     return 4 * blocks
 
 
-def _check_early_updates(config: EngineConfig, trained: Sequence[TrainedParameter], *, unified: bool) -> None:
+def _check_early_updates(
+    config: EngineConfig, trained: Sequence[TrainedParameter], *, unified: bool
+) -> None:
     """Refuse updates in a backward where they would not be exact, or cannot be made."""
     if not config.storage.early_updates:
         return
@@ -240,13 +279,20 @@ def _check_early_updates(config: EngineConfig, trained: Sequence[TrainedParamete
     if torch.bfloat16 not in dtypes or torch.float16 in dtypes:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         expected = (
-            f'False with precision "{config.precision.value}" of this model, whose trained parameters are {found}: '
+            f'False with precision "{config.precision.value}" of this model, whose trained '
+            f"parameters are {found}: "
             "only bf16 parameters are updated in the backward, and none where there are fp16 ones"
         )
     elif config.max_grad_norm is not None:
-        expected = "False with max_grad_norm: the norm of gradients is not known before the last of them has come"
+        expected = (
+            "False with max_grad_norm: the norm of gradients is not known before the last of them "
+            "has come"
+        )
     elif not unified:
-        expected = "False with an accelerator that has memory of its own: this version updates early on the cpu only"
+        expected = (
+            "False with an accelerator that has memory of its own: this version updates early on "
+            "the cpu only"
+        )
     if expected is not None:
         raise ConfigError(field="storage.early_updates", value=True, expected=expected)
 
@@ -259,11 +305,16 @@ def _budget(
     That is until it is taken over.
     """
     wanted = config.budget or Budget()
-    capacity = probe_capacity(wanted.nvme, device_free_bytes=0 if accelerator.unified else accelerator.memory().free)
+    capacity = probe_capacity(
+        wanted.nvme, device_free_bytes=0 if accelerator.unified else accelerator.memory().free
+    )
     if accelerator.unified:
         capacity = Capacity(device=capacity.host, host=capacity.host, nvme=capacity.nvme)
-    elif accelerator.name == "emulated":  # Nothing else lives there that room would have to be left for.
-        capacity = Capacity(device=accelerator.memory().free, host=capacity.host, nvme=capacity.nvme)
+    elif accelerator.name == "emulated":
+        # Nothing else lives there that room would have to be left for.
+        capacity = Capacity(
+            device=accelerator.memory().free, host=capacity.host, nvme=capacity.nvme
+        )
     on_host, on_drives = (0, {}) if built is None else _held_by(built)
     every = None if ranks is None or built is None else ranks.held_here(on_host, on_drives)
     budget = wanted.resolve(
@@ -296,7 +347,9 @@ def refusing_beside(built: BuiltModel | None) -> Iterator[None]:
 
 
 def _held_by(built: BuiltModel) -> tuple[int, dict[str, int]]:
-    """Return the bytes of host memory, and of each directory, that a model takes that was built on drives."""
+    """Return the bytes of host memory, and of each directory, that a model takes that was built on
+    drives.
+    """
     used = built.ledger.usage()
     on_host = sum(each.held for each in used if each.tier is Tier.HOST)
     return on_host, {each.directory: each.held for each in used if each.directory is not None}
@@ -309,7 +362,11 @@ def _spec(built: BuiltModel | None, parameter: torch.nn.Parameter) -> ShardSpec 
 
 def _digest(built: BuiltModel | None, parameter: torch.nn.Parameter) -> str:
     """Return words that differ where values do."""
-    return built.digest_of(parameter) if built is not None and parameter in built else digest_of(parameter)
+    return (
+        built.digest_of(parameter)
+        if built is not None and parameter in built
+        else digest_of(parameter)
+    )
 
 
 def _endurance(config: EngineConfig, budget: ResolvedBudget) -> Mapping[str, int]:
@@ -319,5 +376,7 @@ def _endurance(config: EngineConfig, budget: ResolvedBudget) -> Mapping[str, int
         return {} if stated is None else dict.fromkeys(budget.nvme, stated)
     unknown = [directory for directory in stated if directory not in budget.nvme]
     if unknown:
-        raise ConfigError.unknown_name(field="storage.endurance", name=unknown[0], known=budget.nvme)
+        raise ConfigError.unknown_name(
+            field="storage.endurance", name=unknown[0], known=budget.nvme
+        )
     return {directory: stated[directory] for directory in budget.nvme if directory in stated}

@@ -1,11 +1,14 @@
-"""`ParameterGatherer`: parameters that are cut over the ranks, and which of them this rank has whole.
+"""`ParameterGatherer`: parameters that are cut over the ranks, and which of them this rank has
+whole.
 
-Gathers what is asked for, ahead what the trace has next, and releases what is needed last. What is here it shows to
-modules as the parameter's own data; else they see NaN. Shards are at home wherever the fetcher below has them.
+Gathers what is asked for, ahead what the trace has next, and releases what is needed last. What is
+here it shows to modules as the parameter's own data; else they see NaN. Shards are at home wherever
+the fetcher below has them.
 
-[Note: all ranks decide alike] A gather is a collective, so which ones are started, and in which order, must be the same
-on all ranks. Everything here is decided by the order of uses, by whole sizes and by a limit, which are the same; never
-by time, by what memory happens to be free, or by what this rank's drives have got to.
+[Note: all ranks decide alike] A gather is a collective, so which ones are started, and in which
+order, must be the same on all ranks. Everything here is decided by the order of uses, by whole
+sizes and by a limit, which are the same; never by time, by what memory happens to be free, or by
+what this rank's drives have got to.
 """
 
 from __future__ import annotations
@@ -75,7 +78,10 @@ class CutParameter:
 
 
 def room_of_wires(
-    model: torch.nn.Module, parameters: Sequence[CutParameter], ranks: Ranks, leaves: Collection[str]
+    model: torch.nn.Module,
+    parameters: Sequence[CutParameter],
+    ranks: Ranks,
+    leaves: Collection[str],
 ) -> int:
     """Return the bytes of each buffer that gathers go through, those of `leaves` as a whole."""
     known = {id(each.whole.parameter): each for each in parameters if each.spec.numel}
@@ -83,7 +89,9 @@ def room_of_wires(
         [known[id(each)] for each in module.parameters(recurse=name in leaves) if id(each) in known]
         for name, module in model.named_modules()
     ]
-    needed = max(ranks.group("all", [each.member for each in some]).gather_bytes() for some in groups if some)
+    needed = max(
+        ranks.group("all", [each.member for each in some]).gather_bytes() for some in groups if some
+    )
     return wire_of(needed, ranks.shards.size + 1, ranks.config.bucket_bytes)
 
 
@@ -112,12 +120,13 @@ class _Here:
 
 
 class ParameterGatherer:
-    """Gathers `parameters` into `memory`, of which it keeps `limit` bytes, through buffers of `wire_bytes` each.
+    """Gathers `parameters` into `memory`, of which it keeps `limit` bytes, through buffers of
+    `wire_bytes` each.
 
-    The limit is the same on all ranks. Parameters of `small` stay whole from one update to the next, and are gathered
-    together. `below` brings the shards of `fetched`, which are at home elsewhere, to the device. Where some rank has
-    such, gathers take no more than `below_bytes` of the largest shards on any. `beside` is called whenever modules ask
-    for something.
+    The limit is the same on all ranks. Parameters of `small` stay whole from one update to the
+    next, and are gathered together. `below` brings the shards of `fetched`, which are at home
+    elsewhere, to the device. Where some rank has such, gathers take no more than `below_bytes` of
+    the largest shards on any. `beside` is called whenever modules ask for something.
     """
 
     def __init__(
@@ -144,7 +153,9 @@ class ParameterGatherer:
         self._below_bytes = below_bytes
         self._fetched_below = frozenset(fetched)
         self._parameters = {each.whole.number: each for each in parameters if each.spec.numel}
-        self._wires = [memory.lease(wire_bytes, holder="buffers of collectives") for _ in range(WIRES)]
+        self._wires = [
+            memory.lease(wire_bytes, holder="buffers of collectives") for _ in range(WIRES)
+        ]
         self._free_wires = list(self._wires)
         self._under_way: deque[_Gather] = deque()
         self._groups: dict[tuple[int, ...], ShardGroup] = {}
@@ -161,7 +172,8 @@ class ParameterGatherer:
         self._gathered = self._gathered_bytes = self._in_time = self._late = 0
         where = lanes.accelerator.torch_device
         self._absent = {
-            number: absent(each.dtype, each.whole.parameter.shape, where) for number, each in self._parameters.items()
+            number: absent(each.dtype, each.whole.parameter.shape, where)
+            for number, each in self._parameters.items()
         }
         for each in parameters:
             each.whole.show(
@@ -172,7 +184,7 @@ class ParameterGatherer:
             each.whole.note_values()
         memory.attach(self)
 
-    # --- what modules need ----------------------------------------------------------------------------------------
+    # --- what modules need ------------------------------------------------------------------------
 
     def need(self, use: Use) -> None:
         """Let the parameters of `use` be whole and shown, and begin to gather what comes next.
@@ -180,8 +192,8 @@ class ParameterGatherer:
         Raises:
             CapacityError: they and what is held do not fit into the limit together.
             CollectiveError: another rank does something else, or has failed.
-            RuntimeError: a parameter that has to make room was changed by somebody else, or an update that was deferred
-                has failed.
+            RuntimeError: a parameter that has to make room was changed by somebody else, or an
+                update that was deferred has failed.
             TransferError: a shard could not be fetched.
         """
         self._trace.saw(use)
@@ -222,24 +234,31 @@ class ParameterGatherer:
         return number in self._shown
 
     def number_at(self, address: int) -> int | None:
-        """Return which parameter's values begin at this address; None where no gathered one's do."""
+        """Return which parameter's values begin at this address; None where no gathered one's
+        do.
+        """
         return self._by_address.get(address)
 
     def fetched(self, number: int) -> torch.Tensor:
-        """Return the values of a parameter that is shown. Whoever has views of them keeps their memory."""
+        """Return the values of a parameter that is shown.
+
+        Whoever has views of them keeps their memory.
+        """
         return self._parameters[number].whole.parameter.data
 
     def version_of(self, number: int) -> int:
-        """Return how often the values of a parameter were changed: what was saved before is of another version."""
+        """Return how often the values of a parameter were changed: what was saved before is of
+        another version.
+        """
         return self._versions[number]
 
-    # --- what the memory asks -------------------------------------------------------------------------------------
+    # --- what the memory asks ---------------------------------------------------------------------
 
     def give(self) -> bool:
         """Free what only dead objects have views of: [Note: all ranks decide alike].
 
-        Those are cycles of the caller's own, and collectives that have ended: the thread of torch.distributed that
-        carried one lets go of its tensors a moment after it has told so.
+        Those are cycles of the caller's own, and collectives that have ended: the thread of
+        torch.distributed that carried one lets go of its tensors a moment after it has told so.
         """
         viewed = self._memory.kept_bytes
         gc.collect()
@@ -252,7 +271,7 @@ class ParameterGatherer:
         """Return the end of all that was submitted so far and may use views of parameters."""
         return self._lanes.accelerator.record(self._lanes.compute)
 
-    # --- steps ----------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
         """Release everything: an update is about to change the shards.
@@ -275,7 +294,9 @@ class ParameterGatherer:
                 self._versions[number] += 1
 
     def follow(self, update: DeferredUpdate | None) -> None:
-        """Gather nothing from here on that this update has not made yet; None: all of it is made."""
+        """Gather nothing from here on that this update has not made yet; None: all of it is
+        made.
+        """
         if self._below is not None:
             self._below.follow(update)
 
@@ -293,7 +314,9 @@ class ParameterGatherer:
             self._below.changed(numbers)
 
     def write_home(self, number: int) -> None:
-        """Take this rank's shard of what somebody wrote into a parameter that is shown home, as its values."""
+        """Take this rank's shard of what somebody wrote into a parameter that is shown home, as its
+        values.
+        """
         if number not in self._parameters:
             return
         each = self._parameters[number]
@@ -306,7 +329,9 @@ class ParameterGatherer:
         each.whole.note_values()
 
     def copy_of(self, number: int) -> torch.Tensor:
-        """Return a flat copy, on the host of every rank, of the values at home; all ranks ask for it."""
+        """Return a flat copy, on the host of every rank, of the values at home; all ranks ask for
+        it.
+        """
         each = self._parameters[number]
         with self._shards([number]) as [shard]:
             return self._ranks.whole(f"a copy of {each.whole.name}", each.spec, shard)
@@ -321,18 +346,24 @@ class ParameterGatherer:
     def stats(self) -> FetchingStats:
         """What was gathered."""
         return FetchingStats(
-            fetched=self._gathered, fetched_bytes=self._gathered_bytes, in_time=self._in_time, late=self._late
+            fetched=self._gathered,
+            fetched_bytes=self._gathered_bytes,
+            in_time=self._in_time,
+            late=self._late,
         )
 
     def leave_absent(self) -> None:
-        """Let parameters show no values after `close`, on every rank; nothing is read, gathered or copied for it."""
+        """Let parameters show no values after `close`, on every rank; nothing is read, gathered or
+        copied for it.
+        """
         self._restores = False
 
     def close(self) -> None:
-        """Give whole parameters ordinary memory, on every rank, and all leases back; all ranks close.
+        """Give whole parameters ordinary memory, on every rank, and all leases back; all ranks
+        close.
 
-        They stay NaN where the ranks of a machine have no memory for all of them, of which a warning tells, and where
-        the ranks have stopped to work together.
+        They stay NaN where the ranks of a machine have no memory for all of them, of which a
+        warning tells, and where the ranks have stopped to work together.
 
         Raises:
             CollectiveError: another rank does something else, or has failed. All else is done.
@@ -362,16 +393,20 @@ class ParameterGatherer:
         if not self._restores or self._ranks.collectives.failed:
             return {}
         nbytes = sum(each.nbytes for each in self._parameters.values())
-        free = self._ranks.least("memory for whole parameters", free_for_copies() // self._ranks.neighbours)
+        free = self._ranks.least(
+            "memory for whole parameters", free_for_copies() // self._ranks.neighbours
+        )
         if free < nbytes:
             warnings.warn(stay_absent(nbytes, free), RuntimeWarning, stacklevel=2)
             return {}
         return {
-            number: self.copy_of(number).view(each.whole.parameter.shape).to(each.whole.parameter.device)
+            number: self.copy_of(number)
+            .view(each.whole.parameter.shape)
+            .to(each.whole.parameter.device)
             for number, each in self._parameters.items()
         }
 
-    # --- several parameters ---------------------------------------------------------------------------------------
+    # --- several parameters -----------------------------------------------------------------------
 
     def _provide(self, use: Use) -> None:
         """Let the parameters of a use, which are held, be here and shown."""
@@ -390,7 +425,9 @@ class ParameterGatherer:
         """Begin to gather what the next uses need, as far as there is room."""
         at = self._trace.at
         for position, use in self._trace.upcoming(at, at + _LOOK_AHEAD):
-            missing = [number for number in dict.fromkeys(use.parameters) if number not in self._here]
+            missing = [
+                number for number in dict.fromkeys(use.parameters) if number not in self._here
+            ]
             missing = self._gather_small(missing)
             if not missing:
                 continue
@@ -418,32 +455,46 @@ class ParameterGatherer:
         return [number for number in missing if number not in self._small]
 
     def _make_room(self, nbytes: int) -> None:
-        """Let the limit have room for what is needed now, as far as there is something to give up."""
+        """Let the limit have room for what is needed now, as far as there is something to give
+        up.
+        """
         if nbytes <= self.limit - self._taken:
             return
-        idle = [number for number in self._here if number not in self._holders and number not in self._small]
+        idle = [
+            number
+            for number in self._here
+            if number not in self._holders and number not in self._small
+        ]
         for number in farthest_first(idle, self._trace.next_use):
             self._release(number)
             if nbytes <= self.limit - self._taken:
                 return
 
-    # --- one gather -----------------------------------------------------------------------------------------------
+    # --- one gather -------------------------------------------------------------------------------
 
     def _gather(self, name: str, numbers: Sequence[int]) -> None:
-        """Begin to make these whole, none of which is here, in as many gathers as shards need to be on the device.
+        """Begin to make these whole, none of which is here, in as many gathers as shards need to be
+        on the device.
 
-        What needs no buffer alone goes alone, where buffers, which are those of modules, have no room for all of these.
+        What needs no buffer alone goes alone, where buffers, which are those of modules, have no
+        room for all of these.
         """
         alone: list[int] = []
         if self._group(name, tuple(numbers)).gather_bytes() > self._wires[0].nbytes:
-            alone = [number for number in numbers if not self._group(name, (number,)).gather_bytes()]
+            alone = [
+                number for number in numbers if not self._group(name, (number,)).gather_bytes()
+            ]
         for number in alone:
             self._gather_part(name, [number])
         part: list[int] = []
         for number in numbers:
             if number in alone:
                 continue
-            if part and self._below_bytes is not None and self._weight([*part, number]) > self._below_bytes:
+            if (
+                part
+                and self._below_bytes is not None
+                and self._weight([*part, number]) > self._below_bytes
+            ):
                 self._gather_part(name, part)
                 part = []
             part.append(number)
@@ -451,7 +502,11 @@ class ParameterGatherer:
             self._gather_part(name, part)
 
     def _gather_part(self, name: str, numbers: Sequence[int]) -> None:
-        while self._below_bytes is not None and self._under_way and self._weight_with(numbers) > self._below_bytes:
+        while (
+            self._below_bytes is not None
+            and self._under_way
+            and self._weight_with(numbers) > self._below_bytes
+        ):
             self._end(self._under_way[0])
         group = self._group(name, tuple(numbers))
         wire = self._wire() if group.gather_bytes() else None
@@ -460,7 +515,10 @@ class ParameterGatherer:
         try:
             held = self._hold_shards(name, numbers)
             leases += [self._lease(number) for number in numbers]
-            into = [lease.tensor(self._parameters[number].dtype) for lease, number in zip(leases, numbers, strict=True)]
+            into = [
+                lease.tensor(self._parameters[number].dtype)
+                for lease, number in zip(leases, numbers, strict=True)
+            ]
             shards = [self._shard(number) for number in numbers]
             event = group.gather(shards, into, wire=None if wire is None else wire.flat())
         except BaseException:
@@ -482,7 +540,9 @@ class ParameterGatherer:
 
     def _weight_with(self, numbers: Sequence[int]) -> int:
         """Return it of these and of all that is under way."""
-        return self._weight(numbers) + sum(self._weight(gather.numbers) for gather in self._under_way)
+        return self._weight(numbers) + sum(
+            self._weight(gather.numbers) for gather in self._under_way
+        )
 
     def _end(self, gather: _Gather) -> None:
         """Wait until a gather has ended, and let go of what it used."""
@@ -508,7 +568,9 @@ class ParameterGatherer:
             self._below.let_go(held)
 
     def _wire(self) -> Lease:
-        """Return a buffer, that of the oldest gather where none is free: [Note: all ranks decide alike]."""
+        """Return a buffer, that of the oldest gather where none is free: [Note: all ranks decide
+        alike].
+        """
         while not self._free_wires:
             self._end(self._under_way[0])
         return self._free_wires.pop()
@@ -516,14 +578,18 @@ class ParameterGatherer:
     def _group(self, name: str, numbers: tuple[int, ...]) -> ShardGroup:
         if numbers not in self._groups:
             members = [self._parameters[number].member for number in numbers]
-            self._groups[numbers] = self._ranks.group(members[0].name if len(members) == 1 else name, members)
+            self._groups[numbers] = self._ranks.group(
+                members[0].name if len(members) == 1 else name, members
+            )
         return self._groups[numbers]
 
     def _lease(self, number: int) -> Lease:
         """Return memory for a whole parameter."""
         name = self._parameters[number].whole.name
         try:
-            return self._memory.lease(self._nbytes[number], holder=f"parameter {name}", views=Views.KEEP)
+            return self._memory.lease(
+                self._nbytes[number], holder=f"parameter {name}", views=Views.KEEP
+            )
         except CapacityError as error:
             raise CapacityError(
                 tier=error.tier,
@@ -531,8 +597,10 @@ class ParameterGatherer:
                 free=error.free,
                 limit=error.limit,
                 holders=error.holders,
-                change=f"raise the budget's {self._memory.reservation.tier.name.lower()}: {name} is needed whole while "
-                "these are. What a module uses stays until it returns, and what is read outside of modules until "
+                change=f"raise the budget's {self._memory.reservation.tier.name.lower()}: {name} "
+                "is needed whole while "
+                "these are. What a module uses stays until it returns, and what is read outside of "
+                "modules until "
                 "engine.step()",
             ) from None
 
@@ -555,7 +623,7 @@ class ParameterGatherer:
         here.lease.until(self.used())
         here.lease.close()
 
-    # --- shards ---------------------------------------------------------------------------------------------------
+    # --- shards -----------------------------------------------------------------------------------
 
     @contextmanager
     def _shards(self, numbers: Sequence[int]) -> Iterator[list[torch.Tensor]]:

@@ -1,7 +1,9 @@
-"""`Ranks`: this rank among those that train one model: what all must have in common, who owns what, whole values.
+"""`Ranks`: this rank among those that train one model: what all must have in common, who owns what,
+whole values.
 
-Knows parameters, budgets and settings; fetches, reduces and updates nothing. Made by `initialize` where there are
-several ranks, and closed last, with the error if there is one, of which the others are told.
+Knows parameters, budgets and settings; fetches, reduces and updates nothing. Made by `initialize`
+where there are several ranks, and closed last, with the error if there is one, of which the others
+are told.
 """
 
 from __future__ import annotations
@@ -46,12 +48,21 @@ __all__ = ["Cut", "Held", "Ranks", "together", "wire_of"]
 _LOG = logging.getLogger(__name__)
 _MOST_SHOWN = 3
 # What may be another on each rank: where things are and how fast, and what only this process sees.
-_OF_EACH_RANK = ("budget.nvme", "calibration", "rates", "storage.backend", "storage.endurance", "telemetry")
+_OF_EACH_RANK = (
+    "budget.nvme",
+    "calibration",
+    "rates",
+    "storage.backend",
+    "storage.endurance",
+    "telemetry",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The model's parameters, whole and as this rank's shards, `trained` and `frozen`; `specs` are of all ranks."""
+    """The model's parameters, whole and as this rank's shards, `trained` and `frozen`; `specs` are
+    of all ranks.
+    """
 
     ranks: Ranks
     wholes: tuple[TrainedParameter, ...]
@@ -74,11 +85,12 @@ class Held:
 
 
 class Ranks:
-    """Rank `rank` of `size`, two or more, which a parameter is cut over, or neighbours among them that share a copy.
+    """Rank `rank` of `size`, two or more, which a parameter is cut over, or neighbours among them
+    that share a copy.
 
-    `collectives` are of all ranks, and `shards` of those that share a copy of the model, which may be all. `gradients`
-    is a second sequence of these, of what backwards make. `replicas` are those that own the same, None where all ranks
-    share one copy.
+    `collectives` are of all ranks, and `shards` of those that share a copy of the model, which may
+    be all. `gradients` is a second sequence of these, of what backwards make. `replicas` are those
+    that own the same, None where all ranks share one copy.
     """
 
     def __init__(self, collectives: Collectives, config: RanksConfig) -> None:
@@ -89,7 +101,9 @@ class Ranks:
         self.users: Mapping[str, int] = MappingProxyType({})
         """How many of them use each directory of this one's, once budgets were shared."""
         self.cores = CoreShare(tuple(sorted(os.sched_getaffinity(0))), is_shared=False)
-        """Which of the cores that this process may run on are this rank's, once budgets were shared."""
+        """Which of the cores that this process may run on are this rank's, once budgets were
+        shared.
+        """
         self._first_here = collectives.rank
         self.collectives = collectives
         self._agree_on_mesh()
@@ -115,13 +129,17 @@ class Ranks:
 
     def _split(self, shard_ranks: int | None) -> tuple[Collectives, Collectives]:
         if shard_ranks is None or self.size % shard_ranks:
-            fitting = ", ".join(str(each) for each in range(1, self.size + 1) if self.size % each == 0)
+            fitting = ", ".join(
+                str(each) for each in range(1, self.size + 1) if self.size % each == 0
+            )
             expected = f"a divisor of the {self.size} ranks: {fitting}"
             raise ConfigError(field="ranks.shard_ranks", value=shard_ranks, expected=expected)
         return self.collectives.split(shard_ranks)
 
     def _agree_on_mesh(self) -> None:
-        """Make sure that all ranks make the same groups: where they do not, torch waits or mixes them up."""
+        """Make sure that all ranks make the same groups: where they do not, torch waits or mixes
+        them up.
+        """
         self.agree_again_on("the mesh", {"ranks.shard_ranks": self.config.shard_ranks})
 
     @property
@@ -135,7 +153,9 @@ class Ranks:
         return self.collectives.size
 
     def on_wait(self, call: Callable[[], object]) -> None:
-        """Call this again and again while this rank waits for others: what it raises ends the wait."""
+        """Call this again and again while this rank waits for others: what it raises ends the
+        wait.
+        """
         for each in self._sequences():
             each.on_wait(call)
 
@@ -146,21 +166,33 @@ class Ranks:
 
     def _sequences(self) -> list[Collectives]:
         """Return all, those that follow others first."""
-        found = [self.gradients, *([] if self.replicas is None else [self.replicas]), self.shards, self.collectives]
+        found = [
+            self.gradients,
+            *([] if self.replicas is None else [self.replicas]),
+            self.shards,
+            self.collectives,
+        ]
         return list(dict.fromkeys(found))
 
-    # --- what all have in common --------------------------------------------------------------------------------------
+    # --- what all have in common ------------------------------------------------------------------
 
     def agree_on(self, what: str, mine: Mapping[str, object]) -> None:
         """Make sure that all ranks say the same of the same things.
 
         Raises:
-            CollectiveError: they do not; names the first things that differ, and who says what of them.
+            CollectiveError: they do not; names the first things that differ, and who says what of
+                them.
         """
         payload = json.dumps({name: str(value) for name, value in mine.items()}).encode()
-        said: list[dict[str, str]] = [json.loads(each) for each in self.collectives.share(what, payload)]
+        said: list[dict[str, str]] = [
+            json.loads(each) for each in self.collectives.share(what, payload)
+        ]
         names = list(dict.fromkeys(name for each in said for name in each))
-        found = [f"{name}: {told}" for name in names if (told := _told([each.get(name) for each in said]))]
+        found = [
+            f"{name}: {told}"
+            for name in names
+            if (told := _told([each.get(name) for each in said]))
+        ]
         if found:
             more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
             raise CollectiveError(
@@ -186,26 +218,39 @@ class Ranks:
         parameters: Sequence[ModelParameter],
         digest: Callable[[torch.nn.Parameter], str],
     ) -> None:
-        """Make sure that all ranks train the same model in the same way, from the same values, as `digest` says them.
+        """Make sure that all ranks train the same model in the same way, from the same values, as
+        `digest` says them.
 
         Raises:
             CollectiveError: they do not.
         """
         self.agree_on_versions()
-        settings = {name: value for name, value in _flat(config.to_mapping()) if not name.startswith(_OF_EACH_RANK)}
+        settings = {
+            name: value
+            for name, value in _flat(config.to_mapping())
+            if not name.startswith(_OF_EACH_RANK)
+        }
         self.agree_on("settings", {**settings, **others})
         optimizer = {f"optimizer's group {number}": rule for number, rule in enumerate(rules)}
-        self.agree_on("the model", {**{each.name: _kind_of(each) for each in parameters}, **optimizer})
-        self.agree_on("the model's first values", {each.name: digest(each.parameter) for each in parameters})
+        self.agree_on(
+            "the model", {**{each.name: _kind_of(each) for each in parameters}, **optimizer}
+        )
+        self.agree_on(
+            "the model's first values", {each.name: digest(each.parameter) for each in parameters}
+        )
 
     def agree_again_on(self, what: str, mine: Mapping[str, object]) -> None:
-        """Do as `agree_on`, for what is asked often and mostly is the same: ranks exchange a checksum first.
+        """Do as `agree_on`, for what is asked often and mostly is the same: ranks exchange a
+        checksum first.
 
         Raises:
             CollectiveError: they do not say the same.
         """
         checksum = crc32c(json.dumps({name: str(value) for name, value in mine.items()}).encode())
-        if len(set(self.collectives.share(f"whether all agree on {what}", str(checksum).encode()))) > 1:
+        if (
+            len(set(self.collectives.share(f"whether all agree on {what}", str(checksum).encode())))
+            > 1
+        ):
             self.agree_on(what, mine)
 
     def any_has_more(self, *, has_more: bool, has_had: bool) -> bool:
@@ -219,7 +264,11 @@ class Ranks:
         without = [rank for rank, each in enumerate(said) if each == b"none"]
         if b"more" in said and without:
             expected = "one on each rank at least, which it can use again while others have more"
-            raise ConfigError(field="batches", value=f"none on rank {', '.join(map(str, without))}", expected=expected)
+            raise ConfigError(
+                field="batches",
+                value=f"none on rank {', '.join(map(str, without))}",
+                expected=expected,
+            )
         return b"more" in said
 
     def go_on_with(self, config: RanksConfig) -> None:
@@ -231,7 +280,8 @@ class Ranks:
         """
         if self.collectives.failed:
             raise RuntimeError(
-                "the ranks that have built this model have parted, as one of them has failed, or initialize has: build "
+                "the ranks that have built this model have parted, as one of them has failed, or "
+                "initialize has: build "
                 "the model again, on all of them"
             )
         before = self.config
@@ -243,13 +293,17 @@ class Ranks:
         ):
             if now != then:
                 given, had = getattr(config, name), getattr(before, name)
-                expected = f"{had!r}, as init_context or load_into had it: give the same ranks to both"
+                expected = (
+                    f"{had!r}, as init_context or load_into had it: give the same ranks to both"
+                )
                 raise ConfigError(field=f"ranks.{name}", value=given, expected=expected)
         self.config = config
 
     def tell(self, what: str, mine: object) -> list[Any]:
         """Return what each rank says, of what JSON has."""
-        return [json.loads(each) for each in self.collectives.share(what, json.dumps(mine).encode())]
+        return [
+            json.loads(each) for each in self.collectives.share(what, json.dumps(mine).encode())
+        ]
 
     def least(self, what: str, mine: int) -> int:
         """Return the smallest of what the ranks say."""
@@ -262,11 +316,12 @@ class Ranks:
     def share_budget(
         self, budget: ResolvedBudget, *, device_is_shared: bool, held: Held | None = None
     ) -> ResolvedBudget:
-        """Return this rank's part of a budget, which is that of its machine: of its host, its cores and its drives.
+        """Return this rank's part of a budget, which is that of its machine: of its host, its cores
+        and its drives.
 
-        Who names the same directory on the same machine has an equal part of it. Directories of one file system, which
-        ranks may have each for itself, have together no more than is free there, and than the machine's ranks have
-        `held` already.
+        Who names the same directory on the same machine has an equal part of it. Directories of one
+        file system, which ranks may have each for itself, have together no more than is free there,
+        and than the machine's ranks have `held` already.
         """
         places = {directory: str(Path(directory).resolve()) for directory in budget.nvme}
         on_drives = {} if held is None else held.on_systems
@@ -277,38 +332,60 @@ class Ranks:
             "cores": sorted(os.sched_getaffinity(0)),
             "nodes": read_nodes(),
             "drives": {
-                places[each]: [systems[each][0], systems[each][1] + on_drives.get(systems[each][0], 0), limit]
+                places[each]: [
+                    systems[each][0],
+                    systems[each][1] + on_drives.get(systems[each][0], 0),
+                    limit,
+                ]
                 for each, limit in budget.nvme.items()
             },
         }
-        said = [json.loads(each) for each in self.collectives.share("budgets", json.dumps(told).encode())]
+        said = [
+            json.loads(each)
+            for each in self.collectives.share("budgets", json.dumps(told).encode())
+        ]
         ranks = [rank for rank, each in enumerate(said) if each["machine"] == told["machine"]]
         here = [said[rank] for rank in ranks]
         self.neighbours, self._first_here = len(here), ranks[0]
-        self.cores = divide_cores([each["cores"] for each in here], here[0]["nodes"])[ranks.index(self.rank)]
+        self.cores = divide_cores([each["cores"] for each in here], here[0]["nodes"])[
+            ranks.index(self.rank)
+        ]
         host = min(each["host"] for each in here) // len(here)
         drives = [each["drives"] for each in here]
         self.users = {name: sum(place in each for each in drives) for name, place in places.items()}
-        nvme = {directory: _part_of(places[directory], limit, drives) for directory, limit in budget.nvme.items()}
-        return replace(budget, host=host, device=host if device_is_shared else budget.device, nvme=nvme)
+        nvme = {
+            directory: _part_of(places[directory], limit, drives)
+            for directory, limit in budget.nvme.items()
+        }
+        return replace(
+            budget, host=host, device=host if device_is_shared else budget.device, nvme=nvme
+        )
 
     def tell_of_shared_cores(self) -> None:
-        """Warn, once a machine, where it has too few cores for its ranks; once budgets were shared."""
+        """Warn, once a machine, where it has too few cores for its ranks; once budgets were
+        shared.
+        """
         if self.cores.is_shared and self.rank == self._first_here:
             _LOG.warning(
-                "%d ranks of this machine share cores %s, fewer than they are: updates of one wait for another's",
+                "%d ranks of this machine share cores %s, fewer than they are: updates of one wait "
+                "for another's",
                 self.neighbours,
                 ", ".join(map(str, self.cores.cores)),
             )
 
     def held_here(self, host: int, drives: Mapping[str, int]) -> Held:
-        """Return what all ranks of this machine hold already, of which this one says what it does."""
+        """Return what all ranks of this machine hold already, of which this one says what it
+        does.
+        """
         told = {
             "machine": Process.own().machine,
             "host": host,
             "drives": [[_file_system_of(each)[0], nbytes] for each, nbytes in drives.items()],
         }
-        said = [json.loads(each) for each in self.collectives.share("what is held already", json.dumps(told).encode())]
+        said = [
+            json.loads(each)
+            for each in self.collectives.share("what is held already", json.dumps(told).encode())
+        ]
         here = [each for each in said if each["machine"] == told["machine"]]
         systems: Counter[str] = Counter()
         for each in here:
@@ -317,11 +394,13 @@ class Ranks:
         return Held(sum(each["host"] for each in here), systems)
 
     def once_a_machine(self, what: str, make: Callable[[], str]) -> str:
-        """Return what the first rank of this machine makes, while the others wait; once budgets were shared."""
+        """Return what the first rank of this machine makes, while the others wait; once budgets
+        were shared.
+        """
         mine = make() if self.rank == self._first_here else ""
         return self.collectives.share(what, mine.encode())[self._first_here].decode()
 
-    # --- who owns what ------------------------------------------------------------------------------------------------
+    # --- who owns what ----------------------------------------------------------------------------
 
     def cut(
         self,
@@ -335,7 +414,9 @@ class Ranks:
         """
         partitioner = Partitioner(self.shards.size, self.partitioning)
         known = {each.number: is_cut(each.parameter) for each in (*trained, *frozen)}
-        specs = tuple(known[each.number] or partitioner.cut(each.numel) for each in (*trained, *frozen))
+        specs = tuple(
+            known[each.number] or partitioner.cut(each.numel) for each in (*trained, *frozen)
+        )
         return Cut(
             ranks=self,
             wholes=tuple(trained),
@@ -364,11 +445,16 @@ class Ranks:
             specs=specs,
         )
 
-    def _own(self, each: ModelParameter, spec: ShardSpec, *, has_values: bool) -> torch.nn.Parameter:
+    def _own(
+        self, each: ModelParameter, spec: ShardSpec, *, has_values: bool
+    ) -> torch.nn.Parameter:
         shard, whole = spec.shards[self.shards.rank], each.parameter.detach()
         if not has_values and shard.numel:
-            return torch.nn.Parameter(absent(whole.dtype, torch.Size([shard.numel]), whole.device), requires_grad=False)
-        values = torch.empty(0, dtype=whole.dtype, device=whole.device)  # no view, which would keep all of it
+            return torch.nn.Parameter(
+                absent(whole.dtype, torch.Size([shard.numel]), whole.device), requires_grad=False
+            )
+        # no view, which would keep all of it
+        values = torch.empty(0, dtype=whole.dtype, device=whole.device)
         if shard.numel:
             values = whole.reshape(-1)[shard.first_element : shard.end]
         return torch.nn.Parameter(values, requires_grad=False)
@@ -378,12 +464,16 @@ class Ranks:
         shard = spec.shards[self.shards.rank]
         return whole[shard.first_element : shard.end]
 
-    def group(self, name: str, members: Sequence[GroupMember], collectives: Collectives | None = None) -> ShardGroup:
+    def group(
+        self, name: str, members: Sequence[GroupMember], collectives: Collectives | None = None
+    ) -> ShardGroup:
         """Return parameters that go together."""
         return ShardGroup(name, members, collectives or self.shards, partitioning=self.partitioning)
 
     def whole(self, name: str, spec: ShardSpec, shard: torch.Tensor) -> torch.Tensor:
-        """Return, on every rank and in new host memory, all of what each has a shard of; flat, as they are."""
+        """Return, on every rank and in new host memory, all of what each has a shard of; flat, as
+        they are.
+        """
         group = self.group(name, [GroupMember(name, spec, shard.dtype)])
         whole = torch.empty(spec.numel, dtype=shard.dtype, device="cpu")
         wire = torch.empty(
@@ -406,7 +496,9 @@ class Ranks:
 def together(
     config: RanksConfig, budget: Callable[[], ResolvedBudget]
 ) -> Iterator[tuple[Ranks | None, ResolvedBudget]]:
-    """Yield the other ranks, if there are any, and this one's part of a budget; tell them what the body raises."""
+    """Yield the other ranks, if there are any, and this one's part of a budget; tell them what the
+    body raises.
+    """
     ranks = Ranks.join(config)
     if ranks is None:
         yield None, budget()
@@ -420,7 +512,9 @@ def together(
 
 
 def wire_of(nbytes: int, parts: int, most: int) -> int:
-    """Return how large a buffer is taken where `nbytes` let a collective go in one round, and it has so many parts."""
+    """Return how large a buffer is taken where `nbytes` let a collective go in one round, and it
+    has so many parts.
+    """
     least = 64 * parts
     return min(nbytes, max(align_up(most, least), least)) if nbytes else 0
 
@@ -433,7 +527,8 @@ def _told(values: Sequence[str | None]) -> str | None:
     if len(ranks) == 1:
         return None
     return ", ".join(
-        f"{'nothing' if value is None else value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
+        f"{'nothing' if value is None else value} on rank{'s' if len(who) > 1 else ''} "
+        f"{', '.join(map(str, who))}"
         for value, who in ranks.items()
     )
 
@@ -448,17 +543,24 @@ def _flat(mapping: Mapping[str, object], within: str = "") -> Iterator[tuple[str
 
 def _kind_of(each: ModelParameter) -> str:
     of = f"in group {each.group}" if isinstance(each, TrainedParameter) else "frozen"
-    return f"{str(each.parameter.dtype).removeprefix('torch.')} {list(each.parameter.shape)} {of}, number {each.number}"
+    return (
+        f"{str(each.parameter.dtype).removeprefix('torch.')} {list(each.parameter.shape)} {of}, "
+        f"number {each.number}"
+    )
 
 
 def _file_system_of(directory: str) -> tuple[str, int]:
-    """Return which one a directory is on, and how many bytes may be taken there, as budgets count them."""
+    """Return which one a directory is on, and how many bytes may be taken there, as budgets count
+    them.
+    """
     mount = find_mount(read_mounts(), os.path.realpath(directory))
     return mount.device if mount else "", probe_capacity([directory]).nvme[directory]
 
 
 def _part_of(place: str, limit: int, drives: Sequence[Mapping[str, tuple[str, int, int]]]) -> int:
-    """Return a rank's part of a directory, of which `drives` have what each rank of the machine said."""
+    """Return a rank's part of a directory, of which `drives` have what each rank of the machine
+    said.
+    """
     system = next(each[place][0] for each in drives if place in each)
     limits: dict[str, int] = {}
     free = []

@@ -1,13 +1,15 @@
-"""`GradientReducer`: adds the gradients of all ranks up, and hands each rank the sums of its shards.
+"""`GradientReducer`: adds the gradients of all ranks up, and hands each rank the sums of its
+shards.
 
-Takes whole gradients as a backward makes them, and lets go of them bucket by bucket; keeps nothing between backwards,
-and never more than it has room for. Who keeps the sums is the keeper's business.
+Takes whole gradients as a backward makes them, and lets go of them bucket by bucket; keeps nothing
+between backwards, and never more than it has room for. Who keeps the sums is the keeper's business.
 
-[Note: reduces have an order of their own] Buckets are reduced in one order on all ranks, in a sequence of collectives
-beside that of gathers: first those of what is expected, then all of them in turns, for what comes after its bucket.
-Where ranks use different parameters (experts, branches), one that has a bucket full starts to reduce it, and another
-joins when its backward is over, or when the first has no room and waits: [Note: who waits for whom]. A rank sends zeros
-for what it has not; where no rank has anything of a bucket, no data moves.
+[Note: reduces have an order of their own] Buckets are reduced in one order on all ranks, in a
+sequence of collectives beside that of gathers: first those of what is expected, then all of them in
+turns, for what comes after its bucket. Where ranks use different parameters (experts, branches),
+one that has a bucket full starts to reduce it, and another joins when its backward is over, or when
+the first has no room and waits: [Note: who waits for whom]. A rank sends zeros for what it has not;
+where no rank has anything of a bucket, no data moves.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from infinity_engine.lanes.meter import Wait
 from infinity_engine.memory import FreedMemory, Lease, Reservation
 from infinity_engine.optim import HostKernels
 from infinity_engine.optim import Stream as Values
-from infinity_engine.partition import MOST_TOLD, CollectiveEvent, GroupMember, HybridReduce, ReplicaSums, ShardGroup
+from infinity_engine.partition import (
+    MOST_TOLD,
+    CollectiveEvent,
+    GroupMember,
+    HybridReduce,
+    ReplicaSums,
+    ShardGroup,
+)
 from infinity_engine.ranks.ranks import Ranks, wire_of
 
 __all__ = ["REDUCES", "GradientReducer", "KernelAdder", "Room", "buckets_of"]
@@ -55,7 +64,9 @@ class KernelAdder:
 
 
 def buckets_of(members: Sequence[GroupMember], bucket_bytes: int) -> list[tuple[int, ...]]:
-    """Return the numbers of those that are reduced together: neighbours, the last first, as in a backward."""
+    """Return the numbers of those that are reduced together: neighbours, the last first, as in a
+    backward.
+    """
     buckets: list[list[int]] = []
     room = 0
     for number in reversed(range(len(members))):
@@ -92,21 +103,30 @@ class Room:
         return REDUCES * self.wire + self.held
 
     @classmethod
-    def of(cls, members: Sequence[GroupMember], ranks: Ranks, *, adds_up: bool, on_host: bool) -> Room:
-        """Return it for the gradients of these, which are tensors on the host or on a device that has its own memory.
+    def of(
+        cls, members: Sequence[GroupMember], ranks: Ranks, *, adds_up: bool, on_host: bool
+    ) -> Room:
+        """Return it for the gradients of these, which are tensors on the host or on a device that
+        has its own memory.
 
         Without it, gradients are let go of before their bucket is full.
         """
         most = ranks.config.bucket_bytes
-        groups = [ranks.group("all", [members[number] for number in each]) for each in buckets_of(members, most)]
+        groups = [
+            ranks.group("all", [members[number] for number in each])
+            for each in buckets_of(members, most)
+        ]
         nbytes = [_nbytes(each) for each in members]
         gradients = sum(nbytes)
         if ranks.gradients.can_stall and not adds_up:
             gradients = min(gradients, max(nbytes) + REDUCES * most)
         of_a_rank = max(
-            sum(max(shard.numel for shard in each.spec.shards) for each in group.members) for group in groups
+            sum(max(shard.numel for shard in each.spec.shards) for each in group.members)
+            for group in groups
         )
-        wire = wire_of(max(group.reduce_bytes() for group in groups), 2 * ranks.shards.size, 2 * most)
+        wire = wire_of(
+            max(group.reduce_bytes() for group in groups), 2 * ranks.shards.size, 2 * most
+        )
         if ranks.replicas is not None:
             of_replicas = ReplicaSums(ranks.replicas).wire_bytes(of_a_rank)
             wire = max(wire, wire_of(of_replicas, 2 * ranks.replicas.size, 2 * most))
@@ -132,7 +152,9 @@ class _Reduce:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """How far a rank is when its backward is over: how many of what it has of each, after so many reduces."""
+    """How far a rank is when its backward is over: how many of what it has of each, after so many
+    reduces.
+    """
 
     started: int
     waiting: Mapping[int, int]
@@ -147,12 +169,14 @@ class _Said:
 
 
 class GradientReducer:
-    """Reduces gradients of `members`, one for each trained parameter; `take` gets the sums of this rank's shards.
+    """Reduces gradients of `members`, one for each trained parameter; `take` gets the sums of this
+    rank's shards.
 
-    A bucket is reduced when all has come of it that came in the backward before, to any rank; before that where there
-    is no `room` for more: reduces go through `wires`, and what is held beside them counts as `held`. What comes after
-    its bucket is reduced once more. Where it `adds_up`, members are fp32, and whole gradients are added up here until
-    the last micro-batch of a step.
+    A bucket is reduced when all has come of it that came in the backward before, to any rank;
+    before that where there is no `room` for more: reduces go through `wires`, and what is held
+    beside them counts as `held`. What comes after its bucket is reduced once more. Where it
+    `adds_up`, members are fp32, and whole gradients are added up here until the last micro-batch of
+    a step.
     """
 
     def __init__(
@@ -190,7 +214,9 @@ class GradientReducer:
 
     def _expect(self, numbers: Collection[int]) -> None:
         """Begin with a backward in which these are expected."""
-        buckets = [tuple(number for number in bucket if number in numbers) for bucket in self._all_buckets]
+        buckets = [
+            tuple(number for number in bucket if number in numbers) for bucket in self._all_buckets
+        ]
         self._buckets = [bucket for bucket in buckets if bucket]
         self._next = 0  # how many were started, which `_bucket` counts
         self._waiting: dict[int, deque[torch.Tensor]] = {}  # what is in no reduce yet, by number
@@ -200,7 +226,9 @@ class GradientReducer:
     def _bucket(self, turn: int) -> tuple[int, ...]:
         """Return what is reduced then, on all ranks, in a backward."""
         after = turn - len(self._buckets)
-        return self._buckets[turn] if after < 0 else self._all_buckets[after % len(self._all_buckets)]
+        return (
+            self._buckets[turn] if after < 0 else self._all_buckets[after % len(self._all_buckets)]
+        )
 
     @property
     def open(self) -> bool:
@@ -228,7 +256,8 @@ class GradientReducer:
             self._sums[number] = flat.float()
 
     def go_on(self) -> None:
-        """Start what is complete and end what has ended, without waiting: whoever has a moment calls it.
+        """Start what is complete and end what has ended, without waiting: whoever has a moment
+        calls it.
 
         Raises:
             CollectiveError: a reduce failed.
@@ -259,7 +288,10 @@ class GradientReducer:
             self._waiting[number] = deque([values])
         mine = _Said(self._next, {number: len(some) for number, some in self._waiting.items()})
         with self._meter.waits(Wait.GRADIENTS):
-            said = [_Said.unpack(each) for each in self._ranks.collectives.share("what has a gradient", mine.pack())]
+            said = [
+                _Said.unpack(each)
+                for each in self._ranks.collectives.share("what has a gradient", mine.pack())
+            ]
             most = max(each.started for each in said)
             while self._next < most:
                 self._start_next()
@@ -286,10 +318,11 @@ class GradientReducer:
             left -= Counter(self._bucket(turn))  # which keeps what is positive
         return left
 
-    # --- room -----------------------------------------------------------------------------------------------------
+    # --- room -------------------------------------------------------------------------------------
 
     def _make_room(self, nbytes: int) -> None:
-        """Let there be room for a gradient: wait for others that are being reduced, and reduce some early for it.
+        """Let there be room for a gradient: wait for others that are being reduced, and reduce some
+        early for it.
 
         What is started early depends on what has come, never on time.
         """
@@ -300,7 +333,8 @@ class GradientReducer:
                 self.go_on()
                 if self._under_way:
                     self._end()
-                elif self._holds + nbytes > self._room.gradients:  # nothing that has ended just now has made room
+                elif self._holds + nbytes > self._room.gradients:
+                    # nothing that has ended just now has made room
                     self._start_next()
 
     def _hold(self, nbytes: int) -> None:
@@ -311,10 +345,12 @@ class GradientReducer:
         self._held.release(nbytes)
         self._holds -= nbytes
 
-    # --- buckets --------------------------------------------------------------------------------------------------
+    # --- buckets ----------------------------------------------------------------------------------
 
     def _join(self, number: int) -> None:
-        """Start what others wait for, up to this one in the sequence: [Note: who waits for whom]."""
+        """Start what others wait for, up to this one in the sequence: [Note: who waits for
+        whom].
+        """
         while self._ranks.gradients.started < number:
             self._start_next()
 
@@ -391,7 +427,11 @@ class GradientReducer:
     def _group(self, numbers: tuple[int, ...]) -> ShardGroup:
         if numbers not in self._groups:
             names = [self._members[number].name for number in (numbers[0], numbers[-1])]
-            name = f"gradient of {names[0]}" if len(numbers) == 1 else f"gradients of {names[0]} to {names[1]}"
+            name = (
+                f"gradient of {names[0]}"
+                if len(numbers) == 1
+                else f"gradients of {names[0]} to {names[1]}"
+            )
             members = [self._members[number] for number in numbers]
             self._groups[numbers] = self._ranks.group(name, members, self._ranks.gradients)
         return self._groups[numbers]

@@ -1,7 +1,9 @@
-"""`ParameterReplicas`: parameters that every rank has whole all the time, of which each updates its shards.
+"""`ParameterReplicas`: parameters that every rank has whole all the time, of which each updates its
+shards.
 
-Gathers all after an update, in groups of so many bytes, into the memory that modules compute with. Fetches nothing: no
-module waits for anything, so they may be compiled, and ranks may run different ones.
+Gathers all after an update, in groups of so many bytes, into the memory that modules compute with.
+Fetches nothing: no module waits for anything, so they may be compiled, and ranks may run different
+ones.
 """
 
 from __future__ import annotations
@@ -33,14 +35,18 @@ def room_of_gathers(parameters: Sequence[CutParameter], ranks: Ranks) -> int:
     return wire_of(needed, ranks.shards.size + 1, ranks.config.bucket_bytes)
 
 
-def _groups(parameters: Sequence[CutParameter], ranks: Ranks) -> list[tuple[tuple[int, ...], ShardGroup]]:
+def _groups(
+    parameters: Sequence[CutParameter], ranks: Ranks
+) -> list[tuple[tuple[int, ...], ShardGroup]]:
     """Return what is gathered together, with the numbers of its parameters."""
     some = [each for each in parameters if each.spec.numel]
     found = []
     for bucket in buckets_of([each.member for each in some], ranks.config.bucket_bytes):
         members = [some[place].member for place in bucket]
         name = members[0].name if len(members) == 1 else f"{members[0].name} to {members[-1].name}"
-        found.append((tuple(some[place].whole.number for place in bucket), ranks.group(name, members)))
+        found.append(
+            (tuple(some[place].whole.number for place in bucket), ranks.group(name, members))
+        )
     return found
 
 
@@ -69,16 +75,20 @@ class ParameterReplicas:
         for each in parameters:
             shape = each.whole.parameter.shape
             lease = self._leases.get(each.whole.number)
-            each.whole.show(torch.empty(shape, dtype=each.dtype) if lease is None else lease.tensor(each.dtype, shape))
+            each.whole.show(
+                torch.empty(shape, dtype=each.dtype)
+                if lease is None
+                else lease.tensor(each.dtype, shape)
+            )
 
-    # --- what modules need ----------------------------------------------------------------------------------------
+    # --- what modules need ------------------------------------------------------------------------
 
     @contextmanager
     def gathered(self, numbers: Iterable[int]) -> Iterator[None]:
         """Have these whole, as they are."""
         yield
 
-    # --- steps ----------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def changed(self, numbers: Iterable[int]) -> None:
         """Gather the values of these, of which ranks have new shards; all ranks come to this.
@@ -97,7 +107,9 @@ class ParameterReplicas:
         shards, into = [], []
         for number in numbers:
             each = self._parameters[number]
-            shards.append(each.shard.values if each.shard.numel else torch.empty(0, dtype=each.dtype))
+            shards.append(
+                each.shard.values if each.shard.numel else torch.empty(0, dtype=each.dtype)
+            )
             into.append(self._leases[number].tensor(each.dtype))
             self._gathered_bytes += each.nbytes
         group.gather(shards, into, wire=self._wire.flat() if group.gather_bytes() else None).wait()
@@ -108,7 +120,9 @@ class ParameterReplicas:
         each = self._parameters.get(number)
         if each is not None:
             if each.shard.numel:
-                each.shard.values.copy_(self._ranks.own(each.spec, each.whole.parameter.detach().reshape(-1)))
+                each.shard.values.copy_(
+                    self._ranks.own(each.spec, each.whole.parameter.detach().reshape(-1))
+                )
             each.whole.note_values()
 
     def copy_of(self, number: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""What is said where torch finds no room in the device's budget for what modules make: who has it, and what would fit.
+"""What is said where torch finds no room in the device's budget for what modules make: who has it,
+and what would fit.
 
 Pure words; changes nothing. What torch says of itself stays beside it, as the cause.
 """
@@ -38,7 +39,8 @@ def no_room_for_modules(
         free=max(device.limit - taken, 0),
         limit=device.limit,
         holders=(("the engine", ours), ("modules", of_modules)),
-        change="compute less at once, with a smaller micro-batch (and accumulation_steps) or checkpointed modules: "
+        change="compute less at once, with a smaller micro-batch (and accumulation_steps) or "
+        "checkpointed modules: "
         f"this plan leaves modules {room}. Or let the plan leave more: set activation_bytes to "
         f"{format_bytes(of_modules + asked)} at least, or raise the budget's device",
     )
@@ -46,4 +48,6 @@ def no_room_for_modules(
 
 def _asked(error: torch.OutOfMemoryError) -> int:
     found = _ASKED.search(str(error))
-    return 1 if found is None else parse_bytes(found[1].replace("bytes", "B"), field="torch's words")
+    return (
+        1 if found is None else parse_bytes(found[1].replace("bytes", "B"), field="torch's words")
+    )

@@ -1,4 +1,5 @@
-"""`DriveMeter`: what one engine reads from and writes to each of its directories, counted step by step.
+"""`DriveMeter`: what one engine reads from and writes to each of its directories, counted step by
+step.
 
 Asks the swap file, which counts all that it submits; moves nothing itself.
 """
@@ -19,10 +20,11 @@ __all__ = ["DriveMeter", "DriveUse"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriveUse:
-    """What one directory had to do in a step, and what the engine has written there in all, its beginning included.
+    """What one directory had to do in a step, and what the engine has written there in all, its
+    beginning included.
 
-    `calibrated_share` is how much of the step's time the bytes take at the drive's calibrated rates, None where these
-    are not known: near 1, the step takes as long as the drive does.
+    `calibrated_share` is how much of the step's time the bytes take at the drive's calibrated
+    rates, None where these are not known: near 1, the step takes as long as the drive does.
     """
 
     read_bytes: int
@@ -35,7 +37,8 @@ class DriveUse:
 class DriveMeter:
     """Counts for one engine, whose `swap` is None where nothing rests on drives.
 
-    Of directories, `rates` has what they can do, and `rated` how much may be written to them: of some, or none.
+    Of directories, `rates` has what they can do, and `rated` how much may be written to them: of
+    some, or none.
     """
 
     def __init__(
@@ -54,11 +57,15 @@ class DriveMeter:
         self._wear = Wear(rated, self._written())
 
     def count(self) -> None:
-        """Count what was read and written since this was called last, in the step that is recorded."""
+        """Count what was read and written since this was called last, in the step that is
+        recorded.
+        """
         for directory, now in self._traffic().items():
             before = self._counted.get(directory, Traffic(0, 0))
             self._telemetry.counter(_read_from(directory)).add(now.read_bytes - before.read_bytes)
-            self._telemetry.counter(_written_to(directory)).add(now.written_bytes - before.written_bytes)
+            self._telemetry.counter(_written_to(directory)).add(
+                now.written_bytes - before.written_bytes
+            )
             self._counted[directory] = now
 
     def warn_of_wear(self) -> None:
@@ -67,10 +74,14 @@ class DriveMeter:
 
     def uses(self, step: StepRecord) -> dict[str, DriveUse]:
         """Return what each directory had to do in a step that has ended."""
-        return {directory: self._use(directory, now, step) for directory, now in self._counted.items()}
+        return {
+            directory: self._use(directory, now, step) for directory, now in self._counted.items()
+        }
 
     def rates_of_update(self) -> dict[Lane, float]:
-        """Return the bytes per second of all drives together in an update, where these are known of each."""
+        """Return the bytes per second of all drives together in an update, where these are known of
+        each.
+        """
         drives = rates_of_update(Rates(nvme=self._rates)).nvme
         known = [drives[directory] for directory in self._counted if directory in drives]
         found = {}
@@ -84,7 +95,9 @@ class DriveMeter:
         return found
 
     def _use(self, directory: str, now: Traffic, step: StepRecord) -> DriveUse:
-        read, written = (step.counters.get(name(directory), 0) for name in (_read_from, _written_to))
+        read, written = (
+            step.counters.get(name(directory), 0) for name in (_read_from, _written_to)
+        )
         rates, ns = self._rates.get(directory), (step.end_ns or step.start_ns) - step.start_ns
         takes = None if rates is None else rates.seconds(read, written)
         return DriveUse(

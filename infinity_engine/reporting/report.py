@@ -59,7 +59,8 @@ class LinkUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateUse:
-    """How many parameters the subgroups have that were updated in one place, and the seconds that their updates took.
+    """How many parameters the subgroups have that were updated in one place, and the seconds that
+    their updates took.
 
     Seconds are None where the device does not know.
     """
@@ -70,10 +71,11 @@ class UpdateUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdatePhase:
-    """An update, from its first op until its last one has ended, and the part of that in which lanes were at its ops.
+    """An update, from its first op until its last one has ended, and the part of that in which
+    lanes were at its ops.
 
-    A lane of which nobody knows when it was busy is not there; a drive's part is what its bytes take at its calibrated
-    rates, where there are any.
+    A lane of which nobody knows when it was busy is not there; a drive's part is what its bytes
+    take at its calibrated rates, where there are any.
     """
 
     seconds: float
@@ -82,7 +84,9 @@ class UpdatePhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hits:
-    """Of the bytes that were needed and could rest on drives, those in memory already, and those read from drives."""
+    """Of the bytes that were needed and could rest on drives, those in memory already, and those
+    read from drives.
+    """
 
     found: int
     missing: int
@@ -90,7 +94,9 @@ class Hits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The most that a tier, or a directory of NVMe, ever held until the step's end, against its budget."""
+    """The most that a tier, or a directory of NVMe, ever held until the step's end, against its
+    budget.
+    """
 
     name: str
     nbytes: int
@@ -99,12 +105,15 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One step in figures; as text, a table. `device` says what the times are worth: an emulated device has its own.
+    """One step in figures; as text, a table.
 
-    `waits` are the seconds in which the host waited, and are within the phases' own. `links` has those that carried
-    something. `update` is the one that has ended in this step: with overlap, that of the step before. Of the fetched
-    parameters, those in time were there or under way when they were asked for. `hits` are of what could rest on drives,
-    where something does; `drives` is by directory.
+    `device` says what the times are worth: an emulated device has its own.
+
+    `waits` are the seconds in which the host waited, and are within the phases' own. `links` has
+    those that carried something. `update` is the one that has ended in this step: with overlap,
+    that of the step before. Of the fetched parameters, those in time were there or under way when
+    they were asked for. `hits` are of what could rest on drives, where something does; `drives` is
+    by directory.
     """
 
     index: int
@@ -130,12 +139,22 @@ class StepReport:
     def __str__(self) -> str:
         """Return a table of two columns: what, and how much."""
         rows = [
-            (f"step {self.index}", f"{self.outcome.value} in {_time(self.seconds)} on {self.device}"),
+            (
+                f"step {self.index}",
+                f"{self.outcome.value} in {_time(self.seconds)} on {self.device}",
+            ),
             ("micro-batches", self._scaled()),
-            ("time", ", ".join(f"{name} {_time(seconds)}" for name, seconds in self.phases.items())),
+            (
+                "time",
+                ", ".join(f"{name} {_time(seconds)}" for name, seconds in self.phases.items()),
+            ),
             *((wait.value, _time(seconds)) for wait, seconds in self.waits.items() if seconds),
             *((lane.value, _link(use)) for lane, use in self.links.items()),
-            *((f"updates on {lane.value}", _update(use)) for lane, use in self.updates.items() if use.params),
+            *(
+                (f"updates on {lane.value}", _update(use))
+                for lane, use in self.updates.items()
+                if use.params
+            ),
             *self._busy(),
             *([("planned again", self.planned_again)] if self.planned_again else []),
             *self._fetched(),
@@ -143,7 +162,10 @@ class StepReport:
             *((f"drive {directory}", _drive(use)) for directory, use in self.drives.items()),
             *((f"wear of {directory}", _wear(use)) for directory, use in self.drives.items()),
             *(
-                (f"peak of {peak.name}", f"{format_bytes(peak.nbytes)} of {format_bytes(peak.limit)}")
+                (
+                    f"peak of {peak.name}",
+                    f"{format_bytes(peak.nbytes)} of {format_bytes(peak.limit)}",
+                )
                 for peak in self.peaks
             ),
         ]
@@ -158,13 +180,20 @@ class StepReport:
     def _busy(self) -> list[tuple[str, str]]:
         if self.update is None or not self.update.utilisation:
             return []
-        parts = ", ".join(f"{lane.value} {part:.0%}" for lane, part in self.update.utilisation.items())
+        parts = ", ".join(
+            f"{lane.value} {part:.0%}" for lane, part in self.update.utilisation.items()
+        )
         return [("busy in the update", f"{parts} of {_time(self.update.seconds)}")]
 
     def _fetched(self) -> list[tuple[str, str]]:
         if not self.parameters_in_time + self.parameters_late:
             return []
-        return [("parameters fetched", f"{self.parameters_in_time} in time, {self.parameters_late} late")]
+        return [
+            (
+                "parameters fetched",
+                f"{self.parameters_in_time} in time, {self.parameters_late} late",
+            )
+        ]
 
     def _found(self) -> list[tuple[str, str]]:
         each = ", ".join(f"{cargo.value} {_share(hits)}" for cargo, hits in self.hits.items())
@@ -177,9 +206,11 @@ def report_of(
     drives: Mapping[str, DriveUse] = MappingProxyType({}),
     drive_rates: Mapping[Lane, float] = MappingProxyType({}),
 ) -> StepReport:
-    """Return the figures of a step that has ended; `usage` has the budgets, `drives` what each directory did in it.
+    """Return the figures of a step that has ended; `usage` has the budgets, `drives` what each
+    directory did in it.
 
-    `drive_rates` are the bytes per second of all drives together in an update, as far as they were calibrated.
+    `drive_rates` are the bytes per second of all drives together in an update, as far as they were
+    calibrated.
     """
     assert step.end_ns is not None, "the step has ended"
     seconds = (step.end_ns - step.start_ns) / 1e9
@@ -194,7 +225,9 @@ def report_of(
         seconds=seconds,
         phases={name: counted.get(f"{name} ns", 0) / 1e9 for name in _PHASES},
         waits={wait: counted.get(f"{wait.value} ns", 0) / 1e9 for wait in Wait},
-        links={lane: _link_use(lane, counted, seconds) for lane in _LINKS if _carried(lane, counted)},
+        links={
+            lane: _link_use(lane, counted, seconds) for lane in _LINKS if _carried(lane, counted)
+        },
         updates={op.lane: _update_use(op, counted) for op in _UPDATES},
         update=_update_phase(counted, drive_rates),
         planned_again=cast("str | None", notes.get("planned_again")),
@@ -220,8 +253,14 @@ def _link_use(lane: Lane, counted: Mapping[str, int], seconds: float) -> LinkUse
     nbytes = _carried(lane, counted)
     over, moved = Over.STEP, sum(nbytes.values())
     if busy(lane, "ns") in counted:
-        over, moved, seconds = Over.BUSY, counted[busy(lane, "bytes")], counted[busy(lane, "ns")] / 1e9
-    return LinkUse(nbytes=nbytes, bytes_per_s=moved / seconds if moved and seconds else None, over=over)
+        over, moved, seconds = (
+            Over.BUSY,
+            counted[busy(lane, "bytes")],
+            counted[busy(lane, "ns")] / 1e9,
+        )
+    return LinkUse(
+        nbytes=nbytes, bytes_per_s=moved / seconds if moved and seconds else None, over=over
+    )
 
 
 def _update_use(op: type[UpdateOp], counted: Mapping[str, int]) -> UpdateUse:
@@ -229,7 +268,9 @@ def _update_use(op: type[UpdateOp], counted: Mapping[str, int]) -> UpdateUse:
     return UpdateUse(params=params, seconds=None if ns is None and params else (ns or 0) / 1e9)
 
 
-def _update_phase(counted: Mapping[str, int], drive_rates: Mapping[Lane, float]) -> UpdatePhase | None:
+def _update_phase(
+    counted: Mapping[str, int], drive_rates: Mapping[Lane, float]
+) -> UpdatePhase | None:
     whole_ns = counted.get(UPDATE_NS, 0)
     if not whole_ns:
         return None
@@ -253,13 +294,19 @@ def _time(seconds: float) -> str:
 
 
 def _link(use: LinkUse) -> str:
-    carried = ", ".join(f"{cargo.value} {format_bytes(nbytes)}" for cargo, nbytes in use.nbytes.items() if nbytes)
+    carried = ", ".join(
+        f"{cargo.value} {format_bytes(nbytes)}" for cargo, nbytes in use.nbytes.items() if nbytes
+    )
     rate = "" if use.bytes_per_s is None else f"; {format_rate(use.bytes_per_s)} {use.over.value}"
     return f"{carried or 'nothing'}{rate}"
 
 
 def _drive(use: DriveUse) -> str:
-    share = "" if use.calibrated_share is None else f"; {use.calibrated_share:.0%} of its calibrated bandwidth"
+    share = (
+        ""
+        if use.calibrated_share is None
+        else f"; {use.calibrated_share:.0%} of its calibrated bandwidth"
+    )
     return f"{format_bytes(use.read_bytes)} read, {format_bytes(use.written_bytes)} written{share}"
 
 

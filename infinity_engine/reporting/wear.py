@@ -1,6 +1,8 @@
-"""`Wear`: what an engine has written to each drive, against what the drive is rated to be written in its life.
+"""`Wear`: what an engine has written to each drive, against what the drive is rated to be written
+in its life.
 
-Knows numbers only. Asks no drive: what others have written, before or beside, is for whoever states the rating.
+Knows numbers only. Asks no drive: what others have written, before or beside, is for whoever states
+the rating.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _SECONDS_PER_DAY = 86400
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endurance:
-    """How much of a drive's rating is written, and the days until all of it is, at the engine's rate so far.
+    """How much of a drive's rating is written, and the days until all of it is, at the engine's
+    rate so far.
 
     The days are None as long as there is no rate.
     """
@@ -32,15 +35,27 @@ class Endurance:
     def __str__(self) -> str:
         """Return both in words."""
         days = self.days_left
-        until = "" if days is None else f"; at this rate the rest lasts {days:.{0 if days >= 10 else 1}f} days"
-        return f"{self.share:.2%} of the {format_decimal_bytes(self.rated_bytes)} that its drive is rated for{until}"
+        until = (
+            ""
+            if days is None
+            else f"; at this rate the rest lasts {days:.{0 if days >= 10 else 1}f} days"
+        )
+        return (
+            f"{self.share:.2%} of the {format_decimal_bytes(self.rated_bytes)} that its drive is "
+            f"rated for{until}"
+        )
 
 
 class Wear:
-    """The ratings of some directories, by name; `written` is what had been written when the rate begins to count."""
+    """The ratings of some directories, by name; `written` is what had been written when the rate
+    begins to count.
+    """
 
     def __init__(
-        self, rated: Mapping[str, int], written: Mapping[str, int], clock: Callable[[], float] = time.monotonic
+        self,
+        rated: Mapping[str, int],
+        written: Mapping[str, int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rated = dict(rated)
         self._at_first = dict(written)
@@ -49,23 +64,32 @@ class Wear:
         self._warned = dict.fromkeys(self._rated, 0)  # at how many of the shares
 
     def endurance(self, directory: str, written: int) -> Endurance | None:
-        """Return how a drive stands of which so much is written, None where its rating is not known."""
+        """Return how a drive stands of which so much is written, None where its rating is not
+        known.
+        """
         rated = self._rated.get(directory)
         if rated is None:
             return None
         new, seconds = written - self._at_first.get(directory, 0), self._clock() - self._began
-        days = max(rated - written, 0) * seconds / new / _SECONDS_PER_DAY if new > 0 and seconds > 0 else None
+        days = (
+            max(rated - written, 0) * seconds / new / _SECONDS_PER_DAY
+            if new > 0 and seconds > 0
+            else None
+        )
         return Endurance(rated_bytes=rated, share=written / rated, days_left=days)
 
     def warn(self, written: Mapping[str, int]) -> None:
-        """Warn of each drive of which 1%, 10%, 50% or all of the rating is written, once for each of these."""
+        """Warn of each drive of which 1%, 10%, 50% or all of the rating is written, once for each
+        of these.
+        """
         for directory, nbytes in written.items():
             stands = self.endurance(directory, nbytes)
             passed = 0 if stands is None else sum(stands.share >= share for share in _WARNED_AT)
             if passed > self._warned.get(directory, 0):
                 self._warned[directory] = passed
                 warnings.warn(
-                    f"this engine has written {format_decimal_bytes(nbytes)} to {directory}, {stands}. More of the "
+                    f"this engine has written {format_decimal_bytes(nbytes)} to {directory}, "
+                    f"{stands}. More of the "
                     "budget's host is fewer writes; storage.endurance says what is left of a drive",
                     RuntimeWarning,
                     stacklevel=5,

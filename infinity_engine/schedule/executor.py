@@ -1,12 +1,14 @@
 """`Executor`: walks a StepPlan, op by op, in the one order that keeps every lane at work.
 
-Knows order and dependencies, not what an op does: that is the Carrier's. One thread; it is busy itself with what is in
-the HOST lane, and waits for nothing else before the end but what the HOST lane needs next. A walk can be left and gone
-on with, while what was submitted goes on by itself. What it waits is a span, and counted.
+Knows order and dependencies, not what an op does: that is the Carrier's. One thread; it is busy
+itself with what is in the HOST lane, and waits for nothing else before the end but what the HOST
+lane needs next. A walk can be left and gone on with, while what was submitted goes on by itself.
+What it waits is a span, and counted.
 
-[Note: who waits for whom] Streams of a device wait for one another's events, so their ops are submitted at once. Drives
-cannot wait: their ops, and those of streams that come after I/O, are submitted when what they come after has ended.
-That is looked at between the host's updates, and whenever one of them has to wait.
+[Note: who waits for whom] Streams of a device wait for one another's events, so their ops are
+submitted at once. Drives cannot wait: their ops, and those of streams that come after I/O, are
+submitted when what they come after has ended. That is looked at between the host's updates, and
+whenever one of them has to wait.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _DRIVES = MappingProxyType({Lane.NVME_READ: WAIT_FOR_READS, Lane.NVME_WRITE: WAI
 
 
 class Carrier(Protocol):
-    """Carries out ops: the engine with real copies and updates, or a stand-in of a test or bench."""
+    """Carries out ops: the engine with real copies and updates, or a stand-in of a test or
+    bench.
+    """
 
     def carry_out(self, op: Op, after: Sequence[StreamEvent]) -> Event | None:
         """Submit an op, to begin when `after` have passed; None where it has ended on return."""
@@ -44,9 +48,14 @@ def _nothing() -> None:
 
 
 class Executor:
-    """Walks plans with one carrier. Between ops it calls `safe_point`: what that raises harms no walk."""
+    """Walks plans with one carrier.
 
-    def __init__(self, carrier: Carrier, telemetry: Telemetry, safe_point: Callable[[], None] = _nothing) -> None:
+    Between ops it calls `safe_point`: what that raises harms no walk.
+    """
+
+    def __init__(
+        self, carrier: Carrier, telemetry: Telemetry, safe_point: Callable[[], None] = _nothing
+    ) -> None:
         self._carrier = carrier
         self._telemetry = telemetry
         self._safe_point = safe_point
@@ -55,7 +64,8 @@ class Executor:
         """Carry out every op of the plan and wait until all have ended.
 
         Raises:
-            RuntimeError: an op failed; names it. Those that were submitted have ended, later ones were not begun.
+            RuntimeError: an op failed; names it. Those that were submitted have ended, later ones
+                were not begun.
         """
         self.begin(plan).finish()
 
@@ -68,7 +78,11 @@ class Walk:
     """One walk along a plan. Once an op has failed, it has ended, and every call says so again."""
 
     def __init__(
-        self, plan: StepPlan, carrier: Carrier, telemetry: Telemetry, safe_point: Callable[[], None] = _nothing
+        self,
+        plan: StepPlan,
+        carrier: Carrier,
+        telemetry: Telemetry,
+        safe_point: Callable[[], None] = _nothing,
     ) -> None:
         self._plan = plan
         self._carrier = carrier
@@ -78,9 +92,12 @@ class Walk:
         self._events: dict[int, Event | None] = {}
         self._held_back: dict[Lane, deque[int]] = {}  # [Note: who waits for whom]
         self._arrivals = plan.arrivals()
-        self._updates = {op.subgroup: number for number, op in enumerate(plan.ops) if op.lane is Lane.HOST}
+        self._updates = {
+            op.subgroup: number for number, op in enumerate(plan.ops) if op.lane is Lane.HOST
+        }
         self._arrived: set[int] = set()  # subgroups
-        self._failure: tuple[str, BaseException | None] | None = None  # what is said of it, and its cause
+        # what is said of it, and its cause
+        self._failure: tuple[str, BaseException | None] | None = None
 
     @property
     def failed(self) -> bool:
@@ -88,7 +105,9 @@ class Walk:
         return self._failure is not None
 
     def has_arrived(self, subgroup: int) -> bool:
-        """Tell whether the new parameters of a subgroup are where the plan leaves them. Does not wait.
+        """Tell whether the new parameters of a subgroup are where the plan leaves them.
+
+        Does not wait.
 
         Raises:
             RuntimeError: an op failed, as `finish` says.
@@ -102,7 +121,8 @@ class Walk:
         return True
 
     def poll(self) -> bool:
-        """Submit what can be without waiting, and make one of the host's updates, if it can begin; tell whether so.
+        """Submit what can be without waiting, and make one of the host's updates, if it can begin;
+        tell whether so.
 
         Raises:
             RuntimeError: an op failed, as `finish` says.
@@ -117,7 +137,8 @@ class Walk:
         return updates
 
     def reach(self, subgroups: Iterable[int]) -> None:
-        """Carry out the host's updates of these subgroups and what is before them; begin what follows, wait for none.
+        """Carry out the host's updates of these subgroups and what is before them; begin what
+        follows, wait for none.
 
         Raises:
             RuntimeError: an op failed, as `finish` says.
@@ -145,7 +166,8 @@ class Walk:
         """Carry out every op that is left, and wait for the end of all.
 
         Raises:
-            RuntimeError: an op failed; names it. Those that were submitted have ended, later ones were not begun.
+            RuntimeError: an op failed; names it. Those that were submitted have ended, later ones
+                were not begun.
         """
         self._carry_out(range(len(self._plan.ops)))
 
@@ -166,13 +188,17 @@ class Walk:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Let what was submitted end where something fails in the body, and say what failed first in the plan."""
+        """Let what was submitted end where something fails in the body, and say what failed first
+        in the plan.
+        """
         self._check()
         try:
             yield
         except _OpError as failed:
             kept(failed)  # it is the context of what is raised
-            number, cause = min([(failed.number, failed.cause), *self._end()], key=lambda each: each[0])
+            number, cause = min(
+                [(failed.number, failed.cause), *self._end()], key=lambda each: each[0]
+            )
         except BaseException:
             self._failure = "the walk along the plan was interrupted", None
             self._end()  # reads into buffers that others are about to have
@@ -180,7 +206,10 @@ class Walk:
         else:
             return
         op = self._plan.ops[number]
-        said = f"op {number} of the plan, {op.name} of subgroup {op.subgroup}, failed: {type(cause).__name__}: {cause}"
+        said = (
+            f"op {number} of the plan, {op.name} of subgroup {op.subgroup}, failed: "
+            f"{type(cause).__name__}: {cause}"
+        )
         self._failure = said, cause
         self._check()
 
@@ -203,7 +232,9 @@ class Walk:
         return failed
 
     def _take(self) -> None:
-        """Submit the next op of the order, or hold it back; what was held back is submitted where it can be."""
+        """Submit the next op of the order, or hold it back; what was held back is submitted where
+        it can be.
+        """
         self._advance()
         number = self._order[0]
         op = self._plan.ops[number]
@@ -239,7 +270,9 @@ class Walk:
                     self._submit(waiting.popleft())
 
     def _let_go_of_one(self) -> None:
-        """Wait until the first op that is held back can be submitted, and submit what can be then."""
+        """Wait until the first op that is held back can be submitted, and submit what can be
+        then.
+        """
         number = min(waiting[0] for waiting in self._held_back.values() if waiting)
         for other in self._plan.ops[number].after:
             self._wait_for(other)
@@ -253,7 +286,9 @@ class Walk:
             if self._has_to_end(other, op):
                 self._wait_for(other)
             elif event is not None:
-                assert isinstance(event, StreamEvent), "only drives have other ones, and what is theirs has to end"
+                assert isinstance(event, StreamEvent), (
+                    "only drives have other ones, and what is theirs has to end"
+                )
                 after.append(event)
         try:
             self._events[number] = self._carrier.carry_out(op, after)
@@ -261,7 +296,9 @@ class Walk:
             raise _OpError(number, error) from error
 
     def _has_to_end(self, other: int, op: Op) -> bool:
-        """Tell whether one op has to have ended before another is submitted: streams alone wait for streams."""
+        """Tell whether one op has to have ended before another is submitted: streams alone wait for
+        streams.
+        """
         return op.lane is Lane.HOST or op.lane in _DRIVES or self._plan.ops[other].lane in _DRIVES
 
     def _wait_for(self, number: int) -> None:

@@ -1,6 +1,7 @@
 """What to bring to the device before it is needed, and what to give up for it: pure decisions.
 
-The order of uses is known, so what goes is what is needed last. Called each time that something was asked for.
+The order of uses is known, so what goes is what is needed last. Called each time that something was
+asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ __all__ = ["Fetches", "choose_fetches", "farthest_first"]
 
 @dataclass(frozen=True, slots=True)
 class Fetches:
-    """Parameters by number: those that make room, and those that come, each in the order in which to do it.
+    """Parameters by number: those that make room, and those that come, each in the order in which
+    to do it.
 
     `provided` is how many of the uses have all that they need then.
     """
@@ -26,7 +28,9 @@ class Fetches:
 
 
 def farthest_first(numbers: Iterable[int], next_use: Callable[[int], int]) -> list[int]:
-    """Return the parameters with those first that are not needed any more, then what is needed last."""
+    """Return the parameters with those first that are not needed any more, then what is needed
+    last.
+    """
     return sorted(numbers, key=next_use, reverse=True)
 
 
@@ -40,11 +44,13 @@ def choose_fetches(
     next_use: Callable[[int], int],
     unmade: Collection[int] = (),
 ) -> Fetches:
-    """Return what to fetch of what is coming, as far as `free` bytes and what is needed later have room for it.
+    """Return what to fetch of what is coming, as far as `free` bytes and what is needed later have
+    room for it.
 
-    `cached` are on the device, and those of them that are `held` stay there. What is `unmade` has not all of its values
-    yet: it is fetched as they come, and provides nobody so far. Ends at the first that there is no room for, as what is
-    needed after it would take the room that it gets next.
+    `cached` are on the device, and those of them that are `held` stay there. What is `unmade` has
+    not all of its values
+    yet: it is fetched as they come, and provides nobody so far. Ends at the first that there is no
+    room for, as what is needed after it would take the room that it gets next.
     """
     room = _Room(cached, nbytes, held, free, next_use)
     fetched: dict[int, None] = {}
@@ -82,7 +88,9 @@ class _Room:
         self._left: list[int] | None = None  # what is needed last is at the end
 
     def make(self, nbytes: int, position: int) -> bool:
-        """Take so many bytes for what is needed at `position`; False where only earlier needs could give them up."""
+        """Take so many bytes for what is needed at `position`; False where only earlier needs could
+        give them up.
+        """
         leaving: list[int] = []
         free = self._free
         while free < nbytes:

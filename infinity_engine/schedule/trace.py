@@ -1,7 +1,10 @@
-"""`ModuleTrace`: the order in which a step asks for parameters. Recorded in one step, it says what comes in the next.
+"""`ModuleTrace`: the order in which a step asks for parameters.
 
-Pure: knows uses by name and parameters by number. It is a guess: a module that asks for another parameter than the next
-one gets that one all the same, and only prefetching is less good until the new order is known.
+Recorded in one step, it says what comes in the next.
+
+Pure: knows uses by name and parameters by number. It is a guess: a module that asks for another
+parameter than the next one gets that one all the same, and only prefetching is less good until the
+new order is known.
 """
 
 from __future__ import annotations
@@ -38,10 +41,14 @@ class ModuleTrace:
     def __init__(self, uses: Sequence[Use] = ()) -> None:
         self.uses = tuple(uses)
         self._of_use = _positions((use, at) for at, use in enumerate(self.uses))
-        self._of_parameter = _positions((number, at) for at, use in enumerate(self.uses) for number in use.parameters)
+        self._of_parameter = _positions(
+            (number, at) for at, use in enumerate(self.uses) for number in use.parameters
+        )
 
     def find(self, use: Use, start: int) -> int | None:
-        """Return the position of a use: the first from `start` on, or else the first of all; None where it is new."""
+        """Return the position of a use: the first from `start` on, or else the first of all; None
+        where it is new.
+        """
         positions = self._of_use.get(use)
         if positions is None:
             return None
@@ -49,7 +56,9 @@ class ModuleTrace:
         return positions[later] if later < len(positions) else positions[0]
 
     def next_use(self, parameter: int, start: int) -> int:
-        """Return the first position from `start` on where a parameter is needed; NEVER where there is none."""
+        """Return the first position from `start` on where a parameter is needed; NEVER where there
+        is none.
+        """
         positions = self._of_parameter.get(parameter, ())
         later = bisect_left(positions, start)
         return positions[later] if later < len(positions) else NEVER
@@ -61,7 +70,9 @@ class TraceFollower:
     def __init__(self) -> None:
         self.trace = ModuleTrace()
         self.mismatch: TraceMismatch | None = None
-        """The first use of this step that the trace did not have next; None as long as it does, and while it is new."""
+        """The first use of this step that the trace did not have next; None as long as it does, and
+        while it is new.
+        """
         self._at = 0
         self._seen: list[Use] = []
         self._next: dict[int, int] = {}  # what next_use has found, as long as it is so
@@ -72,7 +83,9 @@ class TraceFollower:
         return self._at
 
     def saw(self, use: Use) -> bool:
-        """Note a use, and go on behind its place in the trace; where it has none, stay. Tell whether it was the next.
+        """Note a use, and go on behind its place in the trace; where it has none, stay.
+
+        Tell whether it was the next.
 
         A step of so many uses that it cannot be one is not recorded to its end, and gives no trace.
         """
@@ -98,14 +111,17 @@ class TraceFollower:
         return list(enumerate(self.trace.uses[start:stop], start))
 
     def next_use(self, parameter: int) -> int:
-        """Return where a parameter is needed next, as far as the trace goes; NEVER where it is not."""
+        """Return where a parameter is needed next, as far as the trace goes; NEVER where it is
+        not.
+        """
         found = self._next.get(parameter)
         if found is None:
             found = self._next[parameter] = self.trace.next_use(parameter, self._at)
         return found
 
     def end_step(self) -> TraceMismatch | None:
-        """Begin with the next step; what was seen is the trace from now on where it was another order.
+        """Begin with the next step; what was seen is the trace from now on where it was another
+        order.
 
         Returns the first mismatch of the step that has ended.
         """

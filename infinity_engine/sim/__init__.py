@@ -1,4 +1,7 @@
-"""Planner and simulator over the same StepPlan that the Executor runs. Imports policies and plan/, never torch."""
+"""Planner and simulator over the same StepPlan that the Executor runs.
+
+Imports policies and plan/, never torch.
+"""
 
 from infinity_engine.sim.bound import Resource, UpdateBound, update_bound
 from infinity_engine.sim.simulate import Simulation, simulate

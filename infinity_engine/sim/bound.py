@@ -1,7 +1,9 @@
-"""The shortest time that any assignment could take: the update phase as a linear program in one variable.
+"""The shortest time that any assignment could take: the update phase as a linear program in one
+variable.
 
-Solved exactly: pure arithmetic on rates. Subgroups may be cut anywhere and every lane works all the time, so no plan is
-faster; a policy is measured by how near it comes. Called by planner, benches and tests.
+Solved exactly: pure arithmetic on rates. Subgroups may be cut anywhere and every lane works all the
+time, so no plan is faster; a policy is measured by how near it comes. Called by planner, benches
+and tests.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from infinity_engine.plan.step import ADAM_BYTES, BytesPerParameter
 __all__ = ["HOST_UPDATE_BYTES", "VISIT_BYTES", "Resource", "UpdateBound", "update_bound"]
 
 HOST_UPDATE_BYTES = 32
-"""Host memory that Adam on the CPU reads and writes per parameter: master, both moments, gradient, 16-bit copy."""
+"""Host memory that Adam on the CPU reads and writes per parameter: master, both moments, gradient,
+16-bit copy.
+"""
 VISIT_BYTES = 24
 """Host memory that is read and written per parameter whose states visit the device."""
 _NS_PER_S = 10**9
@@ -54,7 +58,9 @@ class UpdateBound:
     lines: tuple[_Line, ...]
 
     def seconds_per_param(self, share: Fraction) -> Fraction:
-        """Return what a parameter takes at least, on average over all, if `share` of all parameters visit."""
+        """Return what a parameter takes at least, on average over all, if `share` of all parameters
+        visit.
+        """
         if not 0 <= share <= 1 - self.resident:
             expected = f"a share from 0 to {1 - self.resident}, which is what is not resident"
             raise ConfigError(field="share", value=share, expected=expected)
@@ -62,7 +68,9 @@ class UpdateBound:
 
     @property
     def best_share(self) -> Fraction:
-        """The share of all parameters that should visit; the smallest one where several do as well."""
+        """The share of all parameters that should visit; the smallest one where several do as
+        well.
+        """
         meetings = (
             (one.at_zero - other.at_zero) / (other.slope - one.slope)
             for one, other in itertools.combinations(self.lines, 2)
@@ -96,10 +104,11 @@ def update_bound(
     resident: Fraction = Fraction(0),
     at_home: bool = False,
 ) -> UpdateBound:
-    """Return the bound at these rates; host memory that was not measured is taken to be fast enough.
+    """Return the bound at these rates; host memory that was not measured is taken to be fast
+    enough.
 
-    `at_home`: parameters stay on the host or the drives. So nothing goes up of what the CPU updates, and what the
-    device updates comes down.
+    `at_home`: parameters stay on the host or the drives. So nothing goes up of what the CPU
+    updates, and what the device updates comes down.
 
     Raises:
         ConfigError: a rate is missing, or `resident` is no part of 1.

@@ -1,7 +1,9 @@
-"""Models of a Hugging Face config.json: the parameters of the families that are known, module by module.
+"""Models of a Hugging Face config.json: the parameters of the families that are known, module by
+module.
 
-Reads sizes, never weights, and needs no torch. Names, order and sizes are those of the modules in Transformers 5, where
-the experts of a layer are one module. Called by the command line; the presets are in presets.py.
+Reads sizes, never weights, and needs no torch. Names, order and sizes are those of the modules in
+Transformers 5, where the experts of a layer are one module. Called by the command line; the presets
+are in presets.py.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from infinity_engine.placement.models import Activations, ModelShape, ModuleShap
 __all__ = ["FAMILIES", "model_of_config", "read_config"]
 
 _MISSING = object()
-_MOST, _MOST_TOKENS, _MOST_LAYERS, _MOST_EXPERTS = 2**24, 2**31, 1000, 1000  # what is more is no size that is meant
+# what is more is no size that is meant
+_MOST, _MOST_TOKENS, _MOST_LAYERS, _MOST_EXPERTS = 2**24, 2**31, 1000, 1000
 
 
 def read_config(path: Path) -> ModelShape:
-    """Return the model that a config.json describes, or the one in this directory; its name is that of the path.
+    """Return the model that a config.json describes, or the one in this directory; its name is that
+    of the path.
 
     Raises:
         ConfigError: there is none, it is no JSON object, or it describes no model that is known.
@@ -35,7 +39,9 @@ def read_config(path: Path) -> ModelShape:
         expected = f"a config.json that can be read ({error.strerror})"
         raise ConfigError(field="model", value=str(path), expected=expected) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(field="model", value=str(path), expected=f"a file in JSON ({error})") from error
+        raise ConfigError(
+            field="model", value=str(path), expected=f"a file in JSON ({error})"
+        ) from error
     name = file.parent.name if file.name == "config.json" and file.parent.name else file.stem
     return model_of_config(given, name=name)
 
@@ -48,12 +54,17 @@ def model_of_config(config: object, *, name: str) -> ModelShape:
     """
     if not isinstance(config, Mapping):
         raise ConfigError(
-            field="config", value=type(config).__name__, expected="a mapping, as in a model's config.json"
+            field="config",
+            value=type(config).__name__,
+            expected="a mapping, as in a model's config.json",
         )
     quantized = config.get("quantization_config")
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        expected = "none, as quantized parameters are not trained; without it, the model is planned with whole ones"
+        expected = (
+            "none, as quantized parameters are not trained; without it, the model is planned with "
+            "whole ones"
+        )
         raise ConfigError(field="config.quantization_config", value=method, expected=expected)
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
@@ -70,7 +81,9 @@ def model_of_config(config: object, *, name: str) -> ModelShape:
 
 
 def _dtype_of(config: Mapping[str, object]) -> str | None:
-    """Return the dtype that a config.json states: as `dtype` since Transformers 5, as `torch_dtype` before."""
+    """Return the dtype that a config.json states: as `dtype` since Transformers 5, as `torch_dtype`
+    before.
+    """
     stated = config.get("dtype") or config.get("torch_dtype")
     return None if stated is None else str(stated).removeprefix("torch.")
 
@@ -87,7 +100,9 @@ class _Fields:
         if value is None and default is not _MISSING:
             value = default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(field=f"config.{name}", value=value, expected="a whole number, 1 or more")
+            raise ConfigError(
+                field=f"config.{name}", value=value, expected="a whole number, 1 or more"
+            )
         if value > most:
             raise ConfigError(field=f"config.{name}", value=value, expected=f"at most {most:,}")
         return value
@@ -96,7 +111,11 @@ class _Fields:
         """Return a whole number that divides the field `of` without remainder."""
         value, whole = self.whole(name, default), self.whole(of)
         if whole % value:
-            raise ConfigError(field=f"config.{name}", value=value, expected=f"a number that divides {of} ({whole})")
+            raise ConfigError(
+                field=f"config.{name}",
+                value=value,
+                expected=f"a number that divides {of} ({whole})",
+            )
         return value
 
     def heads(self, hidden: int) -> _Heads:
@@ -113,7 +132,9 @@ class _Fields:
         if value is None:
             return frozenset()
         if not isinstance(value, list) or not all(type(each) is int for each in value):
-            raise ConfigError(field=f"config.{name}", value=value, expected="a list of whole numbers")
+            raise ConfigError(
+                field=f"config.{name}", value=value, expected="a list of whole numbers"
+            )
         return frozenset(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -161,12 +182,14 @@ def _head(name: str, vocabulary: int, width: int, *, tied: bool) -> ModuleShape:
     return _linear(name, vocabulary, width, bias=False)
 
 
-# --- families --------------------------------------------------------------------------------------------------------
+# --- families -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gated:
-    """What models with root-mean-square norms, grouped queries and gated feed-forward layers differ in."""
+    """What models with root-mean-square norms, grouped queries and gated feed-forward layers differ
+    in.
+    """
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -194,7 +217,9 @@ class _Experts:
 
 
 class _Heads(NamedTuple):
-    """The heads of queries, the groups of them that share keys and values, and the width of each."""
+    """The heads of queries, the groups of them that share keys and values, and the width of
+    each.
+    """
 
     number: int
     groups: int
@@ -211,7 +236,10 @@ class _Heads(NamedTuple):
 
 def _llama(config: _Fields) -> _Model:
     bias = config.flag("attention_bias", default=False)
-    return _gated(config, _Gated(qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias", default=False)))
+    return _gated(
+        config,
+        _Gated(qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias", default=False)),
+    )
 
 
 def _mistral(config: _Fields) -> _Model:
@@ -229,8 +257,13 @@ def _qwen3(config: _Fields) -> _Model:
 
 def _gemma3(config: _Fields) -> _Model:
     bias = config.flag("attention_bias", default=False)
-    norms = tuple(f"{each}_layernorm" for each in ("input", "post_attention", "pre_feedforward", "post_feedforward"))
-    return _gated(config, _Gated(qkv_bias=bias, out_bias=bias, norm_of="each head", norms=norms, tied=True))
+    norms = tuple(
+        f"{each}_layernorm"
+        for each in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    )
+    return _gated(
+        config, _Gated(qkv_bias=bias, out_bias=bias, norm_of="each head", norms=norms, tied=True)
+    )
 
 
 def _olmo2(config: _Fields) -> _Model:
@@ -257,13 +290,18 @@ def _mixtral(config: _Fields) -> _Model:
 
 def _qwen3_moe(config: _Fields) -> _Model:
     count = config.whole("num_experts", 128, most=_MOST_EXPERTS)
-    layers, every = config.whole("num_hidden_layers", most=_MOST_LAYERS), config.whole("decoder_sparse_step", 1)
+    layers, every = (
+        config.whole("num_hidden_layers", most=_MOST_LAYERS),
+        config.whole("decoder_sparse_step", 1),
+    )
     dense = config.indices("mlp_only_layers")
     experts = _Experts(
         count=count,
         chosen=min(config.whole("num_experts_per_tok", 8), count),
         inner=config.whole("moe_intermediate_size"),
-        layers=frozenset(layer for layer in range(layers) if (layer + 1) % every == 0 and layer not in dense),
+        layers=frozenset(
+            layer for layer in range(layers) if (layer + 1) % every == 0 and layer not in dense
+        ),
         gate_first=False,
     )
     bias = config.flag("attention_bias", default=False)
@@ -272,7 +310,10 @@ def _qwen3_moe(config: _Fields) -> _Model:
 
 def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _Model:
     hidden, inner = config.whole("hidden_size"), config.whole("intermediate_size")
-    layers, vocabulary = config.whole("num_hidden_layers", most=_MOST_LAYERS), config.whole("vocab_size")
+    layers, vocabulary = (
+        config.whole("num_hidden_layers", most=_MOST_LAYERS),
+        config.whole("vocab_size"),
+    )
     heads = config.heads(hidden)
     modules = [_embedding("model.embed_tokens", vocabulary, hidden)]
     for layer in range(layers):
@@ -284,21 +325,42 @@ def _gated(config: _Fields, kind: _Gated, experts: _Experts | None = None) -> _M
             modules += _feed_forward(f"{at}.mlp", kind, hidden, inner)
         modules += [_norm(f"{at}.{name}", hidden, bias=False) for name in kind.norms]
     modules.append(_norm("model.norm", hidden, bias=False))
-    modules.append(_head("lm_head", vocabulary, hidden, tied=config.flag("tie_word_embeddings", default=kind.tied)))
-    # Gate, its activation, up and their product; what goes into an expert and comes out of it. The most of any layer.
+    modules.append(
+        _head(
+            "lm_head",
+            vocabulary,
+            hidden,
+            tied=config.flag("tie_word_embeddings", default=kind.tied),
+        )
+    )
+    # Gate, its activation, up and their product; what goes into an expert and comes out of it. The
+    # most of any layer.
     one_for_all = 4 * inner if experts is None or len(experts.layers) < layers else 0
-    mixed = (4 * experts.inner + 2 * hidden) * experts.chosen if experts is not None and experts.layers else 0
+    mixed = (
+        (4 * experts.inner + 2 * hidden) * experts.chosen
+        if experts is not None and experts.layers
+        else 0
+    )
     queries, keys = heads.queries, heads.keys
     normed = queries + keys if kind.norm_of != "nothing" else 0
     activations = Activations(
         blocks=layers,
         hidden=hidden,
-        # Each norm saves its fp32 input and what it has normalized, and its result is what the products take.
-        elements=2 * len(kind.norms) * hidden + 3 * queries + 2 * keys + 2 * normed + max(one_for_all, mixed),
+        # Each norm saves its fp32 input and what it has normalized, and its result is what the
+        # products take.
+        elements=2 * len(kind.norms) * hidden
+        + 3 * queries
+        + 2 * keys
+        + 2 * normed
+        + max(one_for_all, mixed),
         fp32=len(kind.norms) * hidden + normed,
         logits=vocabulary,
     )
-    return modules, activations, config.whole("max_position_embeddings", _MOST_TOKENS, most=_MOST_TOKENS)
+    return (
+        modules,
+        activations,
+        config.whole("max_position_embeddings", _MOST_TOKENS, most=_MOST_TOKENS),
+    )
 
 
 def _attention(at: str, kind: _Gated, hidden: int, heads: _Heads) -> list[ModuleShape]:
@@ -312,7 +374,10 @@ def _attention(at: str, kind: _Gated, hidden: int, heads: _Heads) -> list[Module
     made.append(out)
     if kind.norm_of != "nothing":
         sizes = (heads.width, heads.width) if kind.norm_of == "each head" else (queries, keys)
-        made += [_norm(f"{at}.{name}_norm", size, bias=False) for name, size in zip("qk", sizes, strict=True)]
+        made += [
+            _norm(f"{at}.{name}_norm", size, bias=False)
+            for name, size in zip("qk", sizes, strict=True)
+        ]
     return made
 
 
@@ -320,18 +385,25 @@ def _feed_forward(at: str, kind: _Gated, hidden: int, inner: int) -> list[Module
     if kind.fused:
         into = [_linear(f"{at}.gate_up_proj", 2 * inner, hidden, bias=kind.mlp_bias)]
     else:
-        into = [_linear(f"{at}.{name}_proj", inner, hidden, bias=kind.mlp_bias) for name in ("gate", "up")]
+        into = [
+            _linear(f"{at}.{name}_proj", inner, hidden, bias=kind.mlp_bias)
+            for name in ("gate", "up")
+        ]
     return [*into, _linear(f"{at}.down_proj", hidden, inner, bias=kind.mlp_bias)]
 
 
 def _mixture(at: str, hidden: int, experts: _Experts) -> list[ModuleShape]:
-    """Return the experts of a layer, one module with the parameters of all, and the gate that chooses among them."""
+    """Return the experts of a layer, one module with the parameters of all, and the gate that
+    chooses among them.
+    """
     gate = _linear(f"{at}.gate", experts.count, hidden, bias=False)
     of_one = 3 * experts.inner * hidden
     all_of_them = ModuleShape(
         name=f"{at}.experts",
         parameters=(
-            ParameterShape(f"{at}.experts.gate_up_proj", experts.count * 2 * experts.inner * hidden),
+            ParameterShape(
+                f"{at}.experts.gate_up_proj", experts.count * 2 * experts.inner * hidden
+            ),
             ParameterShape(f"{at}.experts.down_proj", experts.count * experts.inner * hidden),
         ),
         flops_per_token=2 * of_one * experts.chosen,
@@ -359,30 +431,44 @@ def _gpt2(config: _Fields) -> _Model:
             _linear(f"{at}.mlp.c_proj", hidden, inner, bias=True),
         ]
     modules.append(_norm("transformer.ln_f", hidden, bias=True))
-    modules.append(_head("lm_head", vocabulary, hidden, tied=config.flag("tie_word_embeddings", default=True)))
-    # The activation function of this family is made of elementary operations, each of which saves its input.
+    modules.append(
+        _head("lm_head", vocabulary, hidden, tied=config.flag("tie_word_embeddings", default=True))
+    )
+    # The activation function of this family is made of elementary operations, each of which saves
+    # its input.
     saved = 4 * hidden + 5 * hidden + 6 * inner
-    activations = Activations(blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary)
+    activations = Activations(
+        blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary
+    )
     return modules, activations, positions
 
 
 def _opt(config: _Fields) -> _Model:
-    hidden, layers = config.whole("hidden_size"), config.whole("num_hidden_layers", most=_MOST_LAYERS)
+    hidden, layers = (
+        config.whole("hidden_size"),
+        config.whole("num_hidden_layers", most=_MOST_LAYERS),
+    )
     inner, vocabulary = config.whole("ffn_dim"), config.whole("vocab_size")
     positions = config.whole("max_position_embeddings", most=_MOST_TOKENS)
     config.divisor("num_attention_heads", 1, of="hidden_size")
     outer = config.whole("word_embed_proj_dim", hidden)
-    bias, affine = config.flag("enable_bias", default=True), config.flag("layer_norm_elementwise_affine", default=True)
+    bias, affine = (
+        config.flag("enable_bias", default=True),
+        config.flag("layer_norm_elementwise_affine", default=True),
+    )
     modules = [
         _embedding("model.decoder.embed_tokens", vocabulary, outer),
-        _embedding("model.decoder.embed_positions", positions + 2, hidden),  # the first two are never used
+        # the first two are never used
+        _embedding("model.decoder.embed_positions", positions + 2, hidden),
     ]
     if outer != hidden:
         modules += [
             _linear("model.decoder.project_out", outer, hidden, bias=False),
             _linear("model.decoder.project_in", hidden, outer, bias=False),
         ]
-    if config.flag("do_layer_norm_before", default=True) and not config.flag("_remove_final_layer_norm", default=False):
+    if config.flag("do_layer_norm_before", default=True) and not config.flag(
+        "_remove_final_layer_norm", default=False
+    ):
         modules += [_norm("model.decoder.final_layer_norm", hidden, bias=True)] if affine else []
     for layer in range(layers):
         at = f"model.decoder.layers.{layer}"
@@ -396,14 +482,22 @@ def _opt(config: _Fields) -> _Model:
             _linear(f"{at}.fc2", hidden, inner, bias=bias),
             *([_norm(f"{at}.final_layer_norm", hidden, bias=True)] if affine else []),
         ]
-    modules.append(_head("lm_head", vocabulary, outer, tied=config.flag("tie_word_embeddings", default=True)))
-    saved = 4 * hidden + 5 * hidden + inner  # ReLU saves its result, which is what the next product takes
-    activations = Activations(blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary)
+    modules.append(
+        _head("lm_head", vocabulary, outer, tied=config.flag("tie_word_embeddings", default=True))
+    )
+    # ReLU saves its result, which is what the next product takes
+    saved = 4 * hidden + 5 * hidden + inner
+    activations = Activations(
+        blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary
+    )
     return modules, activations, positions
 
 
 def _gpt_neox(config: _Fields) -> _Model:
-    hidden, layers = config.whole("hidden_size"), config.whole("num_hidden_layers", most=_MOST_LAYERS)
+    hidden, layers = (
+        config.whole("hidden_size"),
+        config.whole("num_hidden_layers", most=_MOST_LAYERS),
+    )
     inner, vocabulary = config.whole("intermediate_size"), config.whole("vocab_size")
     config.divisor("num_attention_heads", 1, of="hidden_size")
     bias = config.flag("attention_bias", default=True)
@@ -419,10 +513,18 @@ def _gpt_neox(config: _Fields) -> _Model:
             _linear(f"{at}.mlp.dense_4h_to_h", hidden, inner, bias=True),
         ]
     modules.append(_norm("gpt_neox.final_layer_norm", hidden, bias=True))
-    modules.append(_head("lm_head", vocabulary, hidden, tied=config.flag("tie_word_embeddings", default=False)))
+    modules.append(
+        _head("lm_head", vocabulary, hidden, tied=config.flag("tie_word_embeddings", default=False))
+    )
     saved = 4 * hidden + 5 * hidden + 2 * inner
-    activations = Activations(blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary)
-    return modules, activations, config.whole("max_position_embeddings", _MOST_TOKENS, most=_MOST_TOKENS)
+    activations = Activations(
+        blocks=layers, hidden=hidden, elements=saved, fp32=0, logits=vocabulary
+    )
+    return (
+        modules,
+        activations,
+        config.whole("max_position_embeddings", _MOST_TOKENS, most=_MOST_TOKENS),
+    )
 
 
 _Family = Callable[[_Fields], _Model]

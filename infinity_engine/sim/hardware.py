@@ -1,7 +1,8 @@
-"""What known machines can do, by their vendors' sheets and by what was published: each number with its source.
+"""What known machines can do, by their vendors' sheets and by what was published: each number with
+its source.
 
-Pure data, and its one use: the Rates of one rank while the other ranks of its node work too. Measures nothing:
-calibration gives the rates of the machine at hand. Called by `infinity plan`.
+Pure data, and its one use: the Rates of one rank while the other ranks of its node work too.
+Measures nothing: calibration gives the rates of the machine at hand. Called by `infinity plan`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuModel:
-    """One GPU. Work is of 16 bits, dense; `achieved_flops_per_s` is what training of large models gets of the peak."""
+    """One GPU.
+
+    Work is of 16 bits, dense; `achieved_flops_per_s` is what training of large models gets of the
+    peak.
+    """
 
     name: str
     memory_bytes: int
@@ -50,10 +55,11 @@ class GpuModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLink:
-    """The link of each GPU to its host; `duplex` rates are those of each way while the other one is busy as well.
+    """The link of each GPU to its host; `duplex` rates are those of each way while the other one is
+    busy as well.
 
-    `node_bytes_per_s` is what all links of a node carry at once, each way: None where each GPU has its whole link while
-    the others use theirs.
+    `node_bytes_per_s` is what all links of a node carry at once, each way: None where each GPU has
+    its whole link while the others use theirs.
     """
 
     h2d_bytes_per_s: float
@@ -82,7 +88,10 @@ class HostLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """The host memory and CPUs of one node. `downscale_params_per_s` is fp32 turned into 16 bits, by one rank."""
+    """The host memory and CPUs of one node.
+
+    `downscale_params_per_s` is fp32 turned into 16 bits, by one rank.
+    """
 
     memory_bytes: int
     dram_bytes_per_s: float
@@ -101,9 +110,12 @@ class Drives:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineModel:
-    """One node, or many that are alike. `gpu_gpu_bytes_per_s` is one GPU's, `network_bytes_per_s` one node's, one way.
+    """One node, or many that are alike.
 
-    `sources` says of each number, by its dotted name, where it is from and whose it is: one rank's or one node's.
+    `gpu_gpu_bytes_per_s` is one GPU's, `network_bytes_per_s` one node's, one way.
+
+    `sources` says of each number, by its dotted name, where it is from and whose it is: one rank's
+    or one node's.
     """
 
     name: str
@@ -122,11 +134,18 @@ class MachineModel:
         named = {item.name: getattr(self, item.name) for item in fields(self)}
         for part in ("gpu", "link", "host", "drives"):
             value = named[part]
-            named |= {f"{part}.{item.name}": getattr(value, item.name) for item in fields(value)} if value else {}
-        yield from ((name, value) for name, value in named.items() if isinstance(value, int | float))
+            named |= (
+                {f"{part}.{item.name}": getattr(value, item.name) for item in fields(value)}
+                if value
+                else {}
+            )
+        yield from (
+            (name, value) for name, value in named.items() if isinstance(value, int | float)
+        )
 
     def rates(self, ranks: int | None = None) -> Rates:
-        """Return what one rank gets while so many ranks of a node work; by default one for each GPU.
+        """Return what one rank gets while so many ranks of a node work; by default one for each
+        GPU.
 
         Raises:
             ConfigError: a node has no GPU for so many ranks.
@@ -142,7 +161,9 @@ class MachineModel:
             dram_bytes_per_s=self.host.dram_bytes_per_s / count,
             host_update_params_per_s=self.host.update_params_per_s / count,
             device_update_params_per_s=self.gpu.update_params_per_s,
-            nvme={} if self.drives is None else {self.drives_name: _drive_rates(self.drives, count)},
+            nvme={}
+            if self.drives is None
+            else {self.drives_name: _drive_rates(self.drives, count)},
         )
 
     def check_ranks(self, ranks: int) -> int:
@@ -176,7 +197,8 @@ def machine(name: str) -> MachineModel:
 
 def _drive_rates(drives: Drives, ranks: int) -> DriveRates:
     read, write = (
-        None if rate is None else rate / ranks for rate in (drives.read_bytes_per_s, drives.write_bytes_per_s)
+        None if rate is None else rate / ranks
+        for rate in (drives.read_bytes_per_s, drives.write_bytes_per_s)
     )
     return DriveRates(read_bytes_per_s=read, write_bytes_per_s=write)
 
@@ -184,13 +206,20 @@ def _drive_rates(drives: Drives, ranks: int) -> DriveRates:
 _BILLION = 10**9
 _TERA = 10**12
 GPU_UPDATE_BYTES = 28
-"""What Adam on a GPU reads and writes for a parameter: master, moments, the 16-bit gradient and parameter."""
+"""What Adam on a GPU reads and writes for a parameter: master, moments, the 16-bit gradient and
+parameter.
+"""
 
 _DOS = "Deep Optimizer States"
-GPU_AT_PEAK = "computed, a peak: HBM rate over the 28 bytes that Adam touches for a parameter; one GPU's"
-HOST_AT_PEAK = "computed, a peak: DRAM rate over the 32 bytes that Adam touches for a parameter; the node's"
+GPU_AT_PEAK = (
+    "computed, a peak: HBM rate over the 28 bytes that Adam touches for a parameter; one GPU's"
+)
+HOST_AT_PEAK = (
+    "computed, a peak: DRAM rate over the 32 bytes that Adam touches for a parameter; the node's"
+)
 H100_UTILISATION = (
-    "Megatron-LM's README: 41% model FLOP utilisation on H100 for its smallest models, of 989.4 TFLOP/s; one GPU's"
+    "Megatron-LM's README: 41% model FLOP utilisation on H100 for its smallest models, of 989.4 "
+    "TFLOP/s; one GPU's"
 )
 _H100_CLASS = "as measured on JLSE, whose CPUs have as much DRAM bandwidth; the node's"
 
@@ -210,8 +239,12 @@ H200_NODE = MachineModel(
         update_params_per_s=4800 * GB / GPU_UPDATE_BYTES,
     ),
     link=HostLink(h2d_bytes_per_s=55 * GB, d2h_bytes_per_s=55 * GB),
-    host=Host(memory_bytes=2048 * GiB, dram_bytes_per_s=614.4 * GB, update_params_per_s=8 * _BILLION),
-    drives=Drives(capacity_bytes=30_720 * GB, read_bytes_per_s=8 * 6.5 * GB, write_bytes_per_s=8 * 3.5 * GB),
+    host=Host(
+        memory_bytes=2048 * GiB, dram_bytes_per_s=614.4 * GB, update_params_per_s=8 * _BILLION
+    ),
+    drives=Drives(
+        capacity_bytes=30_720 * GB, read_bytes_per_s=8 * 6.5 * GB, write_bytes_per_s=8 * 3.5 * GB
+    ),
     gpu_gpu_bytes_per_s=450 * GB,
     network_bytes_per_s=400 * GB,
     sources=MappingProxyType(
@@ -225,13 +258,18 @@ H200_NODE = MachineModel(
             "link.h2d_bytes_per_s": f"PCIe 5 x16, as {_DOS} measured it on JLSE; one GPU's",
             "link.d2h_bytes_per_s": f"PCIe 5 x16, as {_DOS} measured it on JLSE; one GPU's",
             "host.memory_bytes": "NVIDIA DGX H200 data sheet; the node's",
-            "host.dram_bytes_per_s": "Intel Xeon Platinum 8480C: 2 x 8 channels of DDR5-4800, a peak; the node's",
+            "host.dram_bytes_per_s": "Intel Xeon Platinum 8480C: 2 x 8 channels of DDR5-4800, a "
+            "peak; the node's",
             "host.update_params_per_s": _H100_CLASS,
             "drives.capacity_bytes": "NVIDIA DGX H200 data sheet: 8 of 3.84 TB; the node's",
-            "drives.read_bytes_per_s": "assumed: 6.5 GB/s a drive, as PCIe 4 data-centre drives are sold; the node's",
-            "drives.write_bytes_per_s": "assumed: 3.5 GB/s a drive, as PCIe 4 data-centre drives are sold; the node's",
-            "gpu_gpu_bytes_per_s": "NVIDIA H200 data sheet: NVLink 900 GB/s both ways, so half; one GPU's",
-            "network_bytes_per_s": "NVIDIA DGX H200 data sheet: 8 x 400 Gb/s for computing; the node's",
+            "drives.read_bytes_per_s": "assumed: 6.5 GB/s a drive, as PCIe 4 data-centre drives "
+            "are sold; the node's",
+            "drives.write_bytes_per_s": "assumed: 3.5 GB/s a drive, as PCIe 4 data-centre drives "
+            "are sold; the node's",
+            "gpu_gpu_bytes_per_s": "NVIDIA H200 data sheet: NVLink 900 GB/s both ways, so half; "
+            "one GPU's",
+            "network_bytes_per_s": "NVIDIA DGX H200 data sheet: 8 x 400 Gb/s for computing; the "
+            "node's",
         }
     ),
 )
@@ -248,7 +286,11 @@ DESKTOP_4090 = MachineModel(
         update_params_per_s=1008 * GB / GPU_UPDATE_BYTES,
     ),
     link=HostLink(h2d_bytes_per_s=25 * GB, d2h_bytes_per_s=25 * GB),
-    host=Host(memory_bytes=64 * GiB, dram_bytes_per_s=89.6 * GB, update_params_per_s=89.6 * GB / HOST_UPDATE_BYTES),
+    host=Host(
+        memory_bytes=64 * GiB,
+        dram_bytes_per_s=89.6 * GB,
+        update_params_per_s=89.6 * GB / HOST_UPDATE_BYTES,
+    ),
     drives=Drives(capacity_bytes=2 * _TERA, read_bytes_per_s=7.45 * GB, write_bytes_per_s=6.9 * GB),
     sources=MappingProxyType(
         {
@@ -287,7 +329,11 @@ GH200 = MachineModel(
         duplex_h2d_bytes_per_s=450 * GB,
         duplex_d2h_bytes_per_s=450 * GB,
     ),
-    host=Host(memory_bytes=480 * GB, dram_bytes_per_s=512 * GB, update_params_per_s=512 * GB / HOST_UPDATE_BYTES),
+    host=Host(
+        memory_bytes=480 * GB,
+        dram_bytes_per_s=512 * GB,
+        update_params_per_s=512 * GB / HOST_UPDATE_BYTES,
+    ),
     sources=MappingProxyType(
         {
             "gpus": "NVIDIA GH200 data sheet",
@@ -296,12 +342,17 @@ GH200 = MachineModel(
             "gpu.achieved_flops_per_s": f"{H100_UTILISATION}; its GPU is an H100",
             "gpu.hbm_bytes_per_s": "NVIDIA GH200 data sheet; one GPU's",
             "gpu.update_params_per_s": GPU_AT_PEAK,
-            "link.h2d_bytes_per_s": "NVIDIA GH200 data sheet: NVLink-C2C 900 GB/s both ways, so half; one GPU's",
-            "link.d2h_bytes_per_s": "NVIDIA GH200 data sheet: NVLink-C2C 900 GB/s both ways, so half; one GPU's",
-            "link.duplex_h2d_bytes_per_s": "NVIDIA GH200 data sheet: 900 GB/s is both ways together; one GPU's",
-            "link.duplex_d2h_bytes_per_s": "NVIDIA GH200 data sheet: 900 GB/s is both ways together; one GPU's",
+            "link.h2d_bytes_per_s": "NVIDIA GH200 data sheet: NVLink-C2C 900 GB/s both ways, so "
+            "half; one GPU's",
+            "link.d2h_bytes_per_s": "NVIDIA GH200 data sheet: NVLink-C2C 900 GB/s both ways, so "
+            "half; one GPU's",
+            "link.duplex_h2d_bytes_per_s": "NVIDIA GH200 data sheet: 900 GB/s is both ways "
+            "together; one GPU's",
+            "link.duplex_d2h_bytes_per_s": "NVIDIA GH200 data sheet: 900 GB/s is both ways "
+            "together; one GPU's",
             "host.memory_bytes": "NVIDIA GH200 data sheet; the node's",
-            "host.dram_bytes_per_s": "NVIDIA GH200 data sheet: up to 512 GB/s, a peak (less with 480 GB); the node's",
+            "host.dram_bytes_per_s": "NVIDIA GH200 data sheet: up to 512 GB/s, a peak (less with "
+            "480 GB); the node's",
             "host.update_params_per_s": HOST_AT_PEAK,
         }
     ),

@@ -1,8 +1,9 @@
-"""The planner: of all strategies that fit, the one whose step ends first in simulation, and what it takes.
+"""The planner: of all strategies that fit, the one whose step ends first in simulation, and what it
+takes.
 
-Pure. Each candidate is placed as the engine would place it, by the same policies and the same bytes, and its StepPlan
-is simulated; nothing is taken from a formula alone. What does not fit is for remedies.py to explain. Called by the
-command line, and by the engine.
+Pure. Each candidate is placed as the engine would place it, by the same policies and the same
+bytes, and its StepPlan is simulated; nothing is taken from a formula alone. What does not fit is
+for remedies.py to explain. Called by the command line, and by the engine.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ from infinity_engine.plan.step import BytesPerParameter, Home
 from infinity_engine.sim.bound import update_bound
 from infinity_engine.sim.room import MemoryEdges, Parts
 from infinity_engine.sim.simulate import simulate
-from infinity_engine.sim.timeline import StepTimeline, rates_of_update, time_quickest_step, undisturbed
+from infinity_engine.sim.timeline import (
+    StepTimeline,
+    rates_of_update,
+    time_quickest_step,
+    undisturbed,
+)
 
 __all__ = ["Candidate", "Choice", "Decision", "Planner", "decide"]
 
@@ -49,11 +55,14 @@ _FP32 = 4
 _HEADER_BYTES = 3 * PAGE  # of each drive, for the swap file's own and for whole pages
 _GATHERED = 2  # modules at once
 _FINALISTS = 4  # forms that are looked at with more subgroups
-_WORTH_IT = Fraction(997, 1000)  # of a step: parts nearby that save less than the rest are not gone on from
+# of a step: parts nearby that save less than the rest are not gone on from
+_WORTH_IT = Fraction(997, 1000)
 _FIRST_STEPS = (1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of all, to parts nearby
 _LAST_STEPS = (1 / 8, 1 / 32, 1 / 128)
-_WAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))  # more or less of what is resident, and of what visits
-_FIRST_STARTS, _LAST_STARTS = 3, 2  # that are gone on from, of those that are not this much slower than the best
+# more or less of what is resident, and of what visits
+_WAYS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))
+# that are gone on from, of those that are not this much slower than the best
+_FIRST_STARTS, _LAST_STARTS = 3, 2
 _NEAR = 1.15
 _OFF = 2.0  # subgroups that rounding may be off by, where a corner does not fit
 
@@ -67,7 +76,9 @@ class _Family(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What makes candidates of different sizes alike: the parts, and the corner that they come from."""
+    """What makes candidates of different sizes alike: the parts, and the corner that they come
+    from.
+    """
 
     family: _Family
     name: str
@@ -100,7 +111,10 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A choice that fits: where everything is, and when everything happens. All bytes are one rank's."""
+    """A choice that fits: where everything is, and when everything happens.
+
+    All bytes are one rank's.
+    """
 
     choice: Choice
     sizing: Sizing
@@ -108,8 +122,8 @@ class Candidate:
     budget: ResolvedBudget
     """What it was placed with."""
     beside: int
-    """What PyTorch has allocated where modules compute, of the budget: gradients, and activations and modules that are
-    gathered where it is for these too."""
+    """What PyTorch has allocated where modules compute, of the budget: gradients, and activations
+    and modules that are gathered where it is for these too."""
     timeline: StepTimeline
     overlap: bool = True
     """Whether the end of an update goes on beside the next forward, where that is possible."""
@@ -147,7 +161,9 @@ def decide(
         CapacityError: nothing fits; the error is that of what comes nearest.
         ConfigError: something is asked for that cannot be, or a rate is missing.
     """
-    return Planner(training, means, strategy=strategy, parameters=parameters, subgroup_numel=subgroup_numel).decide()
+    return Planner(
+        training, means, strategy=strategy, parameters=parameters, subgroup_numel=subgroup_numel
+    ).decide()
 
 
 @dataclass(frozen=True)
@@ -163,7 +179,9 @@ class Planner:
 
     def decide(self) -> Decision:
         """Return the best plan; `decide` says what is raised."""
-        ranked = sorted(_Search(self).run(), key=lambda each: (each.timeline.ns, each.timeline.update_ns))
+        ranked = sorted(
+            _Search(self).run(), key=lambda each: (each.timeline.ns, each.timeline.update_ns)
+        )
         best = ranked[0]
         kinds = {_kind(best.choice): best}
         for each in ranked:
@@ -179,7 +197,9 @@ class Planner:
     @cached_property
     def trained_numel(self) -> int:
         """How many parameters one rank trains."""
-        return sum(-(-each.numel // self.means.ranks) for each in self.training.ordered() if each.trained)
+        return sum(
+            -(-each.numel // self.means.ranks) for each in self.training.ordered() if each.trained
+        )
 
     def candidate(self, choice: Choice) -> Candidate:
         """Return what becomes of one choice.
@@ -202,7 +222,8 @@ class Planner:
         )
 
     def check_all(self) -> None:
-        """Refuse at once what all tiers together cannot hold: masters, states, parameters and gradients.
+        """Refuse at once what all tiers together cannot hold: masters, states, parameters and
+        gradients.
 
         Raises:
             CapacityError: that is so.
@@ -211,15 +232,21 @@ class Planner:
         each = 4 * len(self.training.state_names) + width
         each += 0 if self.training.in_memory else 4 + (width if width < _FP32 else 0)
         numel = self.trained_numel
-        there = (0 if self.means.unified else budget.device) + budget.host + sum(budget.nvme.values())
+        there = (
+            (0 if self.means.unified else budget.device) + budget.host + sum(budget.nvme.values())
+        )
         if each * numel > there:
             tier = Tier.NVME if budget.nvme else Tier.HOST
-            raise _short(tier, each * numel, there, "give a tier more: all of them together are too small")
+            raise _short(
+                tier, each * numel, there, "give a tier more: all of them together are too small"
+            )
 
-    # --- one choice -----------------------------------------------------------------------------------------------
+    # --- one choice -------------------------------------------------------------------------------
 
     def sizing(self, subgroup_numel: int) -> Sizing:
-        """Return what one rank has to hold, with states in subgroups of up to so many parameters."""
+        """Return what one rank has to hold, with states in subgroups of up to so many
+        parameters.
+        """
         if subgroup_numel not in self._sizings:
             self._sizings[subgroup_numel] = self.means.sizing(self.training, subgroup_numel)
         return self._sizings[subgroup_numel]
@@ -258,7 +285,8 @@ class Planner:
         return replace(budget, **{tier.value: there - making})
 
     def making(self, sizing: Sizing) -> int:
-        """Return what PyTorch holds in the making where modules compute, where that is of the budget: a gradient.
+        """Return what PyTorch holds in the making where modules compute, where that is of the
+        budget: a gradient.
 
         And where parameters are divided among ranks, modules that are gathered.
         """
@@ -268,14 +296,17 @@ class Planner:
         return sizing.width * largest + self.gathered(sizing)
 
     def gathered(self, sizing: Sizing) -> int:
-        """Return what modules take whose parameters are gathered of all ranks: one that computes, and the next."""
+        """Return what modules take whose parameters are gathered of all ranks: one that computes,
+        and the next.
+        """
         return _GATHERED * sizing.deepest if self.means.ranks > 1 else 0
 
     def _least_ns(self, best: Candidate) -> float | None:
-        """Return what no plan can update in less, with as much resident and as much on the drives as this one.
+        """Return what no plan can update in less, with as much resident and as much on the drives
+        as this one.
 
-        Each lane at its rate while nothing else disturbs it, and host memory as fast as needs be: plans are not timed
-        by it, but by updates whose measured rates have it in them.
+        Each lane at its rate while nothing else disturbs it, and host memory as fast as needs be:
+        plans are not timed by it, but by updates whose measured rates have it in them.
         """
         steps = best.plan.steps
         numel = sum(each.numel for each in steps.subgroups)
@@ -305,10 +336,12 @@ class _Search:
         given = planner.strategy
         self._given = None if isinstance(given, Auto) else given
         self._known: dict[Choice, Candidate | None] = {}
-        self._alike: dict[tuple[_Family, int, int, int], Choice] = {}  # those with as many subgroups everywhere
+        # those with as many subgroups everywhere
+        self._alike: dict[tuple[_Family, int, int, int], Choice] = {}
 
     def run(self) -> list[Candidate]:
-        """Return what fits: from all corners, at the coarsest size at which any fits, downhill and to finer ones.
+        """Return what fits: from all corners, at the coarsest size at which any fits, downhill and
+        to finer ones.
 
         Raises:
             CapacityError: nothing does.
@@ -321,7 +354,9 @@ class _Search:
                 break
         else:
             self._planner.placed(self._frugal((*counts, *finer)[-1]))
-            raise ConfigError(field="strategy", value=self._given, expected="one that can be carried out")
+            raise ConfigError(
+                field="strategy", value=self._given, expected="one that can be carried out"
+            )
         if numel not in finer:
             self._descend(found, numel, _FIRST_STEPS, starts=_FIRST_STARTS)
         for finer_numel in [each for each in counts if each < numel]:
@@ -332,9 +367,11 @@ class _Search:
         self._left_to_rates(found)
         return [each for each in self._known.values() if each is not None]
 
-    # --- where to look --------------------------------------------------------------------------------------------
+    # --- where to look ----------------------------------------------------------------------------
 
-    def _corners(self, numel: int, wanted: Callable[[_Form], bool]) -> Iterator[tuple[_Form, Candidate]]:
+    def _corners(
+        self, numel: int, wanted: Callable[[_Form], bool]
+    ) -> Iterator[tuple[_Form, Candidate]]:
         """Yield what fits of the corners of all families, where they are wanted."""
         for family in self._families():
             for corner, inside in self._forms(family, numel):
@@ -345,7 +382,8 @@ class _Search:
                         break
 
     def _forms(self, family: _Family, numel: int) -> Iterator[tuple[_Form, _Form]]:
-        """Yield the corners of a family that are worth trying, each with what is tried where it does not fit.
+        """Yield the corners of a family that are worth trying, each with what is tried where it
+        does not fit.
 
         That is further from the edges, by as much as whole subgroups may be off.
         """
@@ -365,7 +403,10 @@ class _Search:
         for name, parts in corners.items():
             if all(parts.distance(other) > room.whole / 2 for other in seen):
                 seen.append(parts)
-                yield _Form(family, name, parts), _Form(family, name, parts.towards(middle, _OFF * room.whole))
+                yield (
+                    _Form(family, name, parts),
+                    _Form(family, name, parts.towards(middle, _OFF * room.whole)),
+                )
 
     def _room(self, family: _Family, numel: int) -> MemoryEdges | None:
         planner = self._planner
@@ -377,7 +418,9 @@ class _Search:
         return MemoryEdges.of(sizing, self._means, budget, tier=family.tier, drives=family.drives)
 
     def _split(self) -> Parts:
-        """Return how states are divided where all would fit on the device: so that neither it nor the host waits."""
+        """Return how states are divided where all would fit on the device: so that neither it nor
+        the host waits.
+        """
         rates = self._means.rates
         host, device = rates.host_update_params_per_s, rates.device_update_params_per_s
         return Parts(1.0 if host is None or device is None else device / (device + host))
@@ -396,10 +439,14 @@ class _Search:
                 yield _Family(tier, True)
 
     def _fits_on_host(self) -> bool:
-        """Tell whether the host has room for parameters, and for the largest buffers where states rest on drives."""
+        """Tell whether the host has room for parameters, and for the largest buffers where states
+        rest on drives.
+        """
         numel = self._numels(_COUNTS)[0]
         families = (_Family(Tier.HOST, drives) for drives in (False, True))
-        return any(self._try(_Form(family, "nothing", Parts()), numel) is not None for family in families)
+        return any(
+            self._try(_Form(family, "nothing", Parts()), numel) is not None for family in families
+        )
 
     def _tiers(self) -> Iterator[Tier]:
         asked, means = self._planner.parameters, self._means
@@ -426,19 +473,29 @@ class _Search:
         wanted = (max(every // count, min(_LEAST_NUMEL, every // _COUNTS[0])) for count in counts)
         return tuple(dict.fromkeys(max(numel - numel % NORM_BLOCK, NORM_BLOCK) for numel in wanted))
 
-    # --- from there on --------------------------------------------------------------------------------------------
+    # --- from there on ----------------------------------------------------------------------------
 
-    def _descend(self, found: dict[_Form, Candidate], numel: int, steps: tuple[float, ...], *, starts: int) -> None:
-        """Go on from the best of the best families, with visitors and without, to parts nearby that are faster."""
+    def _descend(
+        self, found: dict[_Form, Candidate], numel: int, steps: tuple[float, ...], *, starts: int
+    ) -> None:
+        """Go on from the best of the best families, with visitors and without, to parts nearby that
+        are faster.
+        """
         best: dict[tuple[_Family, bool], _Form] = {}
         for form in sorted(found, key=lambda each: found[each].timeline.ns):
             best.setdefault((form.family, form.parts.visiting > 0), form)
         least = min((each.timeline.ns for each in found.values()), default=0)
         for form in tuple(best.values())[:starts]:
-            if self._given is None and not self._means.unified and found[form].timeline.ns <= _NEAR * least:
+            if (
+                self._given is None
+                and not self._means.unified
+                and found[form].timeline.ns <= _NEAR * least
+            ):
                 self._downhill(form, found, numel, steps)
 
-    def _downhill(self, form: _Form, found: dict[_Form, Candidate], numel: int, steps: tuple[float, ...]) -> None:
+    def _downhill(
+        self, form: _Form, found: dict[_Form, Candidate], numel: int, steps: tuple[float, ...]
+    ) -> None:
         room = self._room(form.family, numel)
         if room is None or not room.may_visit:
             return
@@ -448,15 +505,22 @@ class _Search:
                 way = onwards.pop(0)
                 there = replace(form, parts=room.nearby(form.parts, step * way[0], step * way[1]))
                 candidate = self._try(there, numel) if room.holds(there.parts) else None
-                if candidate is not None and candidate.timeline.ns < _WORTH_IT * found[form].timeline.ns:
+                if (
+                    candidate is not None
+                    and candidate.timeline.ns < _WORTH_IT * found[form].timeline.ns
+                ):
                     found[there] = candidate
-                    form, onwards = there, [way, *(each for each in _WAYS if each not in (way, (-way[0], -way[1])))]
+                    form, onwards = (
+                        there,
+                        [way, *(each for each in _WAYS if each not in (way, (-way[0], -way[1])))],
+                    )
 
     def _refined(self, found: Mapping[_Form, Candidate], numel: int) -> dict[_Form, Candidate]:
-        """Return the best with smaller subgroups, and what was too large before, as buffers are smaller.
+        """Return the best with smaller subgroups, and what was too large before, as buffers are
+        smaller.
 
-        And the best of each family of which the host had no room for all buffers, or in which some visit, as buffers
-        and staging sets of smaller ones leave room.
+        And the best of each family of which the host had no room for all buffers, or in which some
+        visit, as buffers and staging sets of smaller ones leave room.
         """
         fastest = sorted({each.timeline.ns for each in found.values()})[:_FINALISTS]
         forms = [form for form, each in found.items() if each.timeline.ns in fastest]
@@ -468,7 +532,8 @@ class _Search:
                 refined[form] = candidate
         corners = {(form.family, form.name) for form in forms}
         there = {form.family for form in found}
-        there |= {family._replace(drives=True) for family in there}  # what fits in memory does not rest on drives
+        # what fits in memory does not rest on drives
+        there |= {family._replace(drives=True) for family in there}
         return refined | dict(
             self._corners(
                 numel,
@@ -477,7 +542,9 @@ class _Search:
         )
 
     def _more_subgroups(self, found: dict[_Form, Candidate]) -> None:
-        """Try the best with smaller subgroups, where so much is resident that few are left to hide one another."""
+        """Try the best with smaller subgroups, where so much is resident that few are left to hide
+        one another.
+        """
         best = _fastest(found)
         homes = [*best.plan.steps.homes().values()]
         others = len(homes) - homes.count(Home.RESIDENT)
@@ -492,17 +559,28 @@ class _Search:
                 found[form] = candidate
 
     def _left_to_rates(self, found: dict[_Form, Candidate]) -> None:
-        """Try the best with the share left to the policy, which knows nothing of forwards and of gradients' room."""
+        """Try the best with the share left to the policy, which knows nothing of forwards and of
+        gradients' room.
+        """
         choice = _fastest(found).choice
         if self._given is None and isinstance(choice.strategy, Interleaved):
             self._known_of(replace(choice, strategy=replace(choice.strategy, share=None)))
 
-    # --- one of them ----------------------------------------------------------------------------------------------
+    # --- one of them ------------------------------------------------------------------------------
 
     def _try(self, form: _Form, numel: int) -> Candidate | None:
-        choice = self._alike.setdefault((form.family, numel, *self._wholes(form, numel)), self._choice(form, numel))
-        states = 4 * (len(self._planner.training.state_names) + (self._planner.training.formats.parameter is not None))
-        left = states * self._planner.trained_numel * (1 - (form.parts.resident if self._given is None else 1))
+        choice = self._alike.setdefault(
+            (form.family, numel, *self._wholes(form, numel)), self._choice(form, numel)
+        )
+        states = 4 * (
+            len(self._planner.training.state_names)
+            + (self._planner.training.formats.parameter is not None)
+        )
+        left = (
+            states
+            * self._planner.trained_numel
+            * (1 - (form.parts.resident if self._given is None else 1))
+        )
         if left > self._means.of_one_rank().host and not form.family.drives:
             return None
         if form.family.drives and self._given is None:
@@ -512,7 +590,9 @@ class _Search:
         return self._known_of(choice)
 
     def _wholes(self, form: _Form, numel: int) -> tuple[int, int]:
-        """Return how many subgroups are resident, and how many visit, as near as that can be said."""
+        """Return how many subgroups are resident, and how many visit, as near as that can be
+        said.
+        """
         count = self._planner.trained_numel / numel
         resident = int(count * form.parts.resident + 1e-6)
         return resident, round(count * form.parts.visiting)
@@ -539,12 +619,20 @@ def _cheap(form: _Form) -> bool:
 
 
 def _cramped(found: Mapping[_Form, Candidate]) -> list[_Form]:
-    """Return the best form of each family that had to do with fewer host buffers than let drives read and write."""
-    return [form for form in _best_of_families(found) if 0 < len(found[form].plan.steps.buffer_bytes) < HOST_BUFFERS]
+    """Return the best form of each family that had to do with fewer host buffers than let drives
+    read and write.
+    """
+    return [
+        form
+        for form in _best_of_families(found)
+        if 0 < len(found[form].plan.steps.buffer_bytes) < HOST_BUFFERS
+    ]
 
 
 def _staging(found: Mapping[_Form, Candidate]) -> list[_Form]:
-    """Return the best form of each family of those in which some visit, where it is near the best of all."""
+    """Return the best form of each family of those in which some visit, where it is near the best
+    of all.
+    """
     visited = {form: each for form, each in found.items() if form.parts.visiting > 0}
     near = _NEAR * min((each.timeline.ns for each in found.values()), default=0)
     return [form for form in _best_of_families(visited) if found[form].timeline.ns <= near]

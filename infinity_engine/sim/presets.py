@@ -1,4 +1,5 @@
-"""Models by name: the shapes that their authors published as config.json, with what counts parameters and operations.
+"""Models by name: the shapes that their authors published as config.json, with what counts
+parameters and operations.
 
 Pure data; `preset` makes a ModelShape of one.
 """
@@ -27,7 +28,9 @@ def _gpt2(hidden: int, layers: int, heads: int) -> Mapping[str, object]:
     }
 
 
-def _gated(kind: str, size: str, *, vocabulary: int, positions: int, **more: object) -> Mapping[str, object]:
+def _gated(
+    kind: str, size: str, *, vocabulary: int, positions: int, **more: object
+) -> Mapping[str, object]:
     """Return a model of `size` "hidden x inner, layers, heads / groups of them that share keys"."""
     hidden, inner, layers, heads, groups = map(int, re.findall(r"[0-9]+", size))
     return {
@@ -46,7 +49,11 @@ def _gated(kind: str, size: str, *, vocabulary: int, positions: int, **more: obj
 def _qwen3(size: str, *, experts: int = 0, **more: object) -> Mapping[str, object]:
     """Return a dense model, or with 128 `experts` of this inner size in each layer."""
     kind = "qwen3_moe" if experts else "qwen3"
-    chosen = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": experts} if experts else {}
+    chosen = (
+        {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": experts}
+        if experts
+        else {}
+    )
     return _gated(kind, size, vocabulary=151936, positions=40960, head_dim=128, **chosen, **more)
 
 
@@ -72,15 +79,33 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "gpt2-medium": _gpt2(1024, 24, 16),
         "gpt2-large": _gpt2(1280, 36, 20),
         "gpt2-xl": _gpt2(1600, 48, 25),
-        "llama-2-7b": _gated("llama", "4096 x 11008, 32, 32 / 32", vocabulary=32000, positions=4096),
-        "llama-2-13b": _gated("llama", "5120 x 13824, 40, 40 / 40", vocabulary=32000, positions=4096),
-        "llama-2-70b": _gated("llama", "8192 x 28672, 80, 64 / 8", vocabulary=32000, positions=4096),
-        "llama-3-8b": _gated("llama", "4096 x 14336, 32, 32 / 8", vocabulary=128256, positions=8192),
-        "llama-3-70b": _gated("llama", "8192 x 28672, 80, 64 / 8", vocabulary=128256, positions=8192),
-        "llama-3.1-405b": _gated("llama", "16384 x 53248, 126, 128 / 8", vocabulary=128256, positions=131072),
-        "llama-3.2-1b": _gated("llama", "2048 x 8192, 16, 32 / 8", vocabulary=128256, positions=131072, **_TIED),
-        "llama-3.2-3b": _gated("llama", "3072 x 8192, 28, 24 / 8", vocabulary=128256, positions=131072, **_TIED),
-        "mistral-7b": _gated("mistral", "4096 x 14336, 32, 32 / 8", vocabulary=32000, positions=32768),
+        "llama-2-7b": _gated(
+            "llama", "4096 x 11008, 32, 32 / 32", vocabulary=32000, positions=4096
+        ),
+        "llama-2-13b": _gated(
+            "llama", "5120 x 13824, 40, 40 / 40", vocabulary=32000, positions=4096
+        ),
+        "llama-2-70b": _gated(
+            "llama", "8192 x 28672, 80, 64 / 8", vocabulary=32000, positions=4096
+        ),
+        "llama-3-8b": _gated(
+            "llama", "4096 x 14336, 32, 32 / 8", vocabulary=128256, positions=8192
+        ),
+        "llama-3-70b": _gated(
+            "llama", "8192 x 28672, 80, 64 / 8", vocabulary=128256, positions=8192
+        ),
+        "llama-3.1-405b": _gated(
+            "llama", "16384 x 53248, 126, 128 / 8", vocabulary=128256, positions=131072
+        ),
+        "llama-3.2-1b": _gated(
+            "llama", "2048 x 8192, 16, 32 / 8", vocabulary=128256, positions=131072, **_TIED
+        ),
+        "llama-3.2-3b": _gated(
+            "llama", "3072 x 8192, 28, 24 / 8", vocabulary=128256, positions=131072, **_TIED
+        ),
+        "mistral-7b": _gated(
+            "mistral", "4096 x 14336, 32, 32 / 8", vocabulary=32000, positions=32768
+        ),
         "mixtral-8x7b": _gated(
             "mixtral",
             "4096 x 14336, 32, 32 / 8",
@@ -97,13 +122,27 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
             num_local_experts=8,
             num_experts_per_tok=2,
         ),
-        "qwen2.5-0.5b": _gated("qwen2", "896 x 4864, 24, 14 / 2", vocabulary=151936, positions=32768, **_TIED),
-        "qwen2.5-1.5b": _gated("qwen2", "1536 x 8960, 28, 12 / 2", vocabulary=151936, positions=131072, **_TIED),
-        "qwen2.5-3b": _gated("qwen2", "2048 x 11008, 36, 16 / 2", vocabulary=151936, positions=32768, **_TIED),
-        "qwen2.5-7b": _gated("qwen2", "3584 x 18944, 28, 28 / 4", vocabulary=152064, positions=131072),
-        "qwen2.5-14b": _gated("qwen2", "5120 x 13824, 48, 40 / 8", vocabulary=152064, positions=131072),
-        "qwen2.5-32b": _gated("qwen2", "5120 x 27648, 64, 40 / 8", vocabulary=152064, positions=131072),
-        "qwen2.5-72b": _gated("qwen2", "8192 x 29568, 80, 64 / 8", vocabulary=152064, positions=131072),
+        "qwen2.5-0.5b": _gated(
+            "qwen2", "896 x 4864, 24, 14 / 2", vocabulary=151936, positions=32768, **_TIED
+        ),
+        "qwen2.5-1.5b": _gated(
+            "qwen2", "1536 x 8960, 28, 12 / 2", vocabulary=151936, positions=131072, **_TIED
+        ),
+        "qwen2.5-3b": _gated(
+            "qwen2", "2048 x 11008, 36, 16 / 2", vocabulary=151936, positions=32768, **_TIED
+        ),
+        "qwen2.5-7b": _gated(
+            "qwen2", "3584 x 18944, 28, 28 / 4", vocabulary=152064, positions=131072
+        ),
+        "qwen2.5-14b": _gated(
+            "qwen2", "5120 x 13824, 48, 40 / 8", vocabulary=152064, positions=131072
+        ),
+        "qwen2.5-32b": _gated(
+            "qwen2", "5120 x 27648, 64, 40 / 8", vocabulary=152064, positions=131072
+        ),
+        "qwen2.5-72b": _gated(
+            "qwen2", "8192 x 29568, 80, 64 / 8", vocabulary=152064, positions=131072
+        ),
         "qwen3-0.6b": _qwen3("1024 x 3072, 28, 16 / 8", **_TIED),
         "qwen3-1.7b": _qwen3("2048 x 6144, 28, 16 / 8", **_TIED),
         "qwen3-4b": _qwen3("2560 x 9728, 36, 32 / 8", **_TIED),
@@ -112,11 +151,23 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "qwen3-32b": _qwen3("5120 x 25600, 64, 64 / 8"),
         "qwen3-30b-a3b": _qwen3("2048 x 6144, 48, 32 / 4", experts=768),
         "qwen3-235b-a22b": _qwen3("4096 x 12288, 94, 64 / 4", experts=1536),
-        "gemma-3-1b": _gated("gemma3_text", "1152 x 6912, 26, 4 / 1", vocabulary=262144, positions=32768, head_dim=256),
+        "gemma-3-1b": _gated(
+            "gemma3_text",
+            "1152 x 6912, 26, 4 / 1",
+            vocabulary=262144,
+            positions=32768,
+            head_dim=256,
+        ),
         "phi-4": _gated("phi3", "5120 x 17920, 40, 40 / 10", vocabulary=100352, positions=16384),
-        "olmo-2-7b": _gated("olmo2", "4096 x 11008, 32, 32 / 32", vocabulary=100352, positions=4096),
-        "olmo-2-13b": _gated("olmo2", "5120 x 13824, 40, 40 / 40", vocabulary=100352, positions=4096),
-        "olmo-2-32b": _gated("olmo2", "5120 x 27648, 64, 40 / 8", vocabulary=100352, positions=4096),
+        "olmo-2-7b": _gated(
+            "olmo2", "4096 x 11008, 32, 32 / 32", vocabulary=100352, positions=4096
+        ),
+        "olmo-2-13b": _gated(
+            "olmo2", "5120 x 13824, 40, 40 / 40", vocabulary=100352, positions=4096
+        ),
+        "olmo-2-32b": _gated(
+            "olmo2", "5120 x 27648, 64, 40 / 8", vocabulary=100352, positions=4096
+        ),
         "opt-125m": _opt(768, 12, 12),
         "opt-350m": _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
         "opt-1.3b": _opt(2048, 24, 32),

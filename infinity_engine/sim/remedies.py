@@ -1,6 +1,7 @@
 """What is missing where nothing fits, and the smallest changes that would do, each with its number.
 
-Pure. Every remedy has been tried: the plan that it leads to fits. Called where the planner has refused.
+Pure. Every remedy has been tried: the plan that it leads to fits. Called where the planner has
+refused.
 """
 
 from __future__ import annotations
@@ -35,12 +36,18 @@ class Needs:
 
     def missing(self, there: Needs) -> Needs:
         """Return what is not there."""
-        return Needs(max(self.device - there.device, 0), max(self.host - there.host, 0), max(self.nvme - there.nvme, 0))
+        return Needs(
+            max(self.device - there.device, 0),
+            max(self.host - there.host, 0),
+            max(self.nvme - there.nvme, 0),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change, in words with its number; what it adds of each tier is the machine's, of the device one device's."""
+    """A change, in words with its number; what it adds of each tier is the machine's, of the device
+    one device's.
+    """
 
     change: str
     more: Needs
@@ -62,7 +69,9 @@ class Refusal:
             "fits": False,
             "there_bytes": _plain(self.there),
             "least_bytes": _plain(self.least),
-            "remedies": [{"change": each.change, "more_bytes": _plain(each.more)} for each in self.remedies],
+            "remedies": [
+                {"change": each.change, "more_bytes": _plain(each.more)} for each in self.remedies
+            ],
         }
 
 
@@ -74,9 +83,13 @@ def explain_refusal(
     parameters: Tier | None = None,
     subgroup_numel: int | None = None,
 ) -> Refusal:
-    """Return what is missing, and what would do; bytes are of the whole machine, and of one device."""
+    """Return what is missing, and what would do; bytes are of the whole machine, and of one
+    device.
+    """
     asked = None if isinstance(strategy, Auto) else strategy
-    planner = Planner(training, means, strategy=asked, parameters=parameters, subgroup_numel=subgroup_numel)
+    planner = Planner(
+        training, means, strategy=asked, parameters=parameters, subgroup_numel=subgroup_numel
+    )
     found = [*_needs_of_all(planner)]
     budget = means.budget
     there = Needs(0 if means.unified else budget.device, budget.host, sum(budget.nvme.values()))
@@ -106,11 +119,13 @@ def _of_machine(needs: Needs, means: Means) -> Needs:
     return Needs(needs.device, needs.host * means.ranks, needs.nvme * means.ranks)
 
 
-# --- more memory -----------------------------------------------------------------------------------------------------
+# --- more memory ----------------------------------------------------------------------------------
 
 
 def _larger(needed: list[Needs], there: Needs, *, before: str = "") -> Iterator[Remedy]:
-    """Yield what more memory would do: the least of each tier alone, or of all where no one tier is enough."""
+    """Yield what more memory would do: the least of each tier alone, or of all where no one tier is
+    enough.
+    """
     missing = list(dict.fromkeys(needs.missing(there) for needs in needed))
     alone = [
         min(
@@ -147,8 +162,12 @@ def _needs_of_all(planner: Planner) -> Iterator[Needs]:
 
 
 def _frugal(planner: Planner) -> Iterator[Choice]:
-    """Yield choices that need little of one tier or the other; with smaller subgroups, less of the host for buffers."""
-    trained = sum(-(-each.numel // planner.means.ranks) for each in planner.training.ordered() if each.trained)
+    """Yield choices that need little of one tier or the other; with smaller subgroups, less of the
+    host for buffers.
+    """
+    trained = sum(
+        -(-each.numel // planner.means.ranks) for each in planner.training.ordered() if each.trained
+    )
     tiers = [tier for tier in Tier if tier is not Tier.HOST or not planner.means.unified]
     for tier in tiers if planner.parameters is None else [planner.parameters]:
         strategies: list[tuple[Strategy, int]] = [(HostOnly(), _COARSE), (NvmeStreamed(), _COARSE)]
@@ -159,12 +178,16 @@ def _frugal(planner: Planner) -> Iterator[Choice]:
         if planner.strategy is not None:
             strategies = [(planner.strategy, count) for count in (_COARSE, _FINE)]
         for strategy, count in strategies:
-            numel = planner.subgroup_numel or max(trained // count // NORM_BLOCK * NORM_BLOCK, NORM_BLOCK)
+            numel = planner.subgroup_numel or max(
+                trained // count // NORM_BLOCK * NORM_BLOCK, NORM_BLOCK
+            )
             yield Choice(strategy=strategy, parameters=tier, subgroup_numel=numel)
 
 
 def _needs(planner: Planner, choice: Choice) -> Needs | None:
-    """Return what the choice needs at the least: each tier in turn is given what is asked for; None: it never ends."""
+    """Return what the choice needs at the least: each tier in turn is given what is asked for;
+    None: it never ends.
+    """
     means = planner.means
     sizing = planner.sizing(choice.subgroup_numel)
     floor = replace(means.budget, device=0, host=0, nvme={_SOME_DRIVE: _PLENTY})
@@ -178,17 +201,23 @@ def _needs(planner: Planner, choice: Choice) -> Needs | None:
                 return None
             name = Tier[error.tier].value
             whole = getattr(tried.means.of_one_rank(), name) + max(error.asked - error.free, 1)
-            floor = replace(floor, **{name: whole * (means.ranks if error.tier == Tier.HOST.name else 1)})
+            floor = replace(
+                floor, **{name: whole * (means.ranks if error.tier == Tier.HOST.name else 1)}
+            )
             continue
-        return Needs(0 if means.unified else floor.device, -(-floor.host // means.ranks), plan.demand.nvme)
+        return Needs(
+            0 if means.unified else floor.device, -(-floor.host // means.ranks), plan.demand.nvme
+        )
     return None
 
 
-# --- other settings --------------------------------------------------------------------------------------------------
+# --- other settings -------------------------------------------------------------------------------
 
 
 def _left_open(planner: Planner) -> Iterator[Remedy]:
-    """Yield what need only be left to the planner, of what was asked for; or that all of it would have to be."""
+    """Yield what need only be left to the planner, of what was asked for; or that all of it would
+    have to be.
+    """
     opened = {
         "--strategy auto": (planner.strategy, replace(planner, strategy=None)),
         "--parameters auto": (planner.parameters, replace(planner, parameters=None)),
@@ -198,7 +227,9 @@ def _left_open(planner: Planner) -> Iterator[Remedy]:
     enough = [words for words, left_open in asked.items() if _fits(left_open)]
     if not enough and len(asked) > 1 and _fits(Planner(planner.training, planner.means)):
         enough = [", ".join(asked)]
-    yield from (Remedy(f"what is best, left to the planner ({words})", Needs(0, 0, 0)) for words in enough)
+    yield from (
+        Remedy(f"what is best, left to the planner ({words})", Needs(0, 0, 0)) for words in enough
+    )
 
 
 def _other(planner: Planner) -> Iterator[Remedy]:
@@ -207,7 +238,11 @@ def _other(planner: Planner) -> Iterator[Remedy]:
     for words, changed in _changes(training):
         before, after = training.activation_bytes(), changed.activation_bytes()
         if _fits(replace(planner, training=changed)):
-            saved = f", which saves {format_bytes(before - after)} of activations" if after < before else ""
+            saved = (
+                f", which saves {format_bytes(before - after)} of activations"
+                if after < before
+                else ""
+            )
             yield Remedy(words + saved, nothing)
 
 
@@ -218,13 +253,19 @@ def _changes(training: Training) -> Iterator[tuple[str, Training]]:
         yield "a micro-batch of 1 (--batch 1)", replace(training, batch=1)
     sequence = training.sequence // 2
     while sequence >= 256 and training.model.activations is not None:
-        yield f"a sequence of {sequence} tokens (--sequence {sequence})", replace(training, sequence=sequence)
+        yield (
+            f"a sequence of {sequence} tokens (--sequence {sequence})",
+            replace(training, sequence=sequence),
+        )
         sequence //= 4
     if training.formats.parameter is None:
         bf16 = replace(training, formats=Formats(parameter=FloatFormat.BF16))
         yield "parameters of 16 bits (--precision bf16)", bf16
     if len(training.state_names) > 1:
-        yield "an optimizer with one state (--optimizer lion)", replace(training, state_names=training.state_names[:1])
+        yield (
+            "an optimizer with one state (--optimizer lion)",
+            replace(training, state_names=training.state_names[:1]),
+        )
 
 
 def _fits(planner: Planner) -> bool:

@@ -1,7 +1,8 @@
-"""`PlanReport`: the planner's answer as plain figures, ready to be printed, compared with what is measured, or kept.
+"""`PlanReport`: the planner's answer as plain figures, ready to be printed, compared with what is
+measured, or kept.
 
-Pure. Says of each tier what it holds, of each phase what binds it, of each link what crosses it, and what wears out.
-Made of a Decision; the command line prints it.
+Pure. Says of each tier what it holds, of each phase what binds it, of each link what crosses it,
+and what wears out. Made of a Decision; the command line prints it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.sim.planner import Candidate, Decision, Planner
 from infinity_engine.sim.timeline import StepTimeline, rates_of_update
 
-__all__ = ["Alternative", "Holding", "PhaseReport", "PlanReport", "WearForecast", "report_of", "resource"]
+__all__ = [
+    "Alternative",
+    "Holding",
+    "PhaseReport",
+    "PlanReport",
+    "WearForecast",
+    "report_of",
+    "resource",
+]
 
 _S_PER_DAY = 86_400
 _DAYS_PER_YEAR = 365.25
@@ -26,7 +35,10 @@ _COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """So many bytes of a tier, and what they are for. PyTorch's own are not the engine's to budget."""
+    """So many bytes of a tier, and what they are for.
+
+    PyTorch's own are not the engine's to budget.
+    """
 
     tier: Tier
     what: str
@@ -36,7 +48,9 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class PhaseReport:
-    """A phase of the step, what works longest in it, and the part of it that each resource works."""
+    """A phase of the step, what works longest in it, and the part of it that each resource
+    works.
+    """
 
     name: str
     seconds: float
@@ -46,7 +60,9 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True)
 class WearForecast:
-    """What a day of steps without a pause writes to all drives, and the years until so much is written."""
+    """What a day of steps without a pause writes to all drives, and the years until so much is
+    written.
+    """
 
     written_per_day: float
     rated_bytes: int | None
@@ -64,7 +80,10 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport:
-    """A plan in figures. Bytes are one rank's, as are links and phases; what wears out is the machine's."""
+    """A plan in figures.
+
+    Bytes are one rank's, as are links and phases; what wears out is the machine's.
+    """
 
     model: str
     parameters: int
@@ -98,7 +117,9 @@ class PlanReport:
     notes: tuple[str, ...]
 
     def held(self, tier: Tier, *, of_pytorch: bool | None = None) -> int:
-        """Return what is held of a tier; only PyTorch's or only the engine's, where that is asked for."""
+        """Return what is held of a tier; only PyTorch's or only the engine's, where that is asked
+        for.
+        """
         return sum(
             each.nbytes
             for each in self.holdings
@@ -144,7 +165,9 @@ class PlanReport:
                 for each in self.phases
             ],
             "update_s": self.update_s,
-            "update_utilisation": {lane.value: part for lane, part in self.update_utilisation.items()},
+            "update_utilisation": {
+                lane.value: part for lane, part in self.update_utilisation.items()
+            },
             "least_update_s": self.least_update_s,
             "moved_bytes": {lane.value: nbytes for lane, nbytes in self.moved.items()},
             "wear": None
@@ -155,7 +178,11 @@ class PlanReport:
                 "years": self.wear.years,
             },
             "alternatives": [
-                {"strategy": each.strategy, "parameters": each.parameters.value, "step_s": each.step_s}
+                {
+                    "strategy": each.strategy,
+                    "parameters": each.parameters.value,
+                    "step_s": each.step_s,
+                }
                 for each in self.alternatives
             ],
             "notes": list(self.notes),
@@ -164,7 +191,9 @@ class PlanReport:
 
 
 def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanReport:
-    """Return the figures of a decision; `rated_bytes` is what all drives together may be written, their TBW."""
+    """Return the figures of a decision; `rated_bytes` is what all drives together may be written,
+    their TBW.
+    """
     best, training, means = decision.best, decision.training, decision.means
     steps, demand = best.plan.steps, best.plan.demand
     numel = sum(each.numel for each in steps.subgroups)
@@ -198,7 +227,11 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
         micro_batches=training.accumulation_steps,
         update_s=best.timeline.update_ns / 1e9,
         update_utilisation=MappingProxyType(
-            {lane: ns / best.timeline.update_ns for lane, ns in best.timeline.update_busy_ns.items() if ns}
+            {
+                lane: ns / best.timeline.update_ns
+                for lane, ns in best.timeline.update_busy_ns.items()
+                if ns
+            }
         ),
         least_update_s=None if least is None else least / 1e9,
         moved=MappingProxyType(dict(best.timeline.moved)),
@@ -216,7 +249,11 @@ def report_of(decision: Decision, *, rated_bytes: int | None = None) -> PlanRepo
 def _settings(best: Candidate, means: Means) -> Mapping[str, object]:
     choice = best.choice
     overlap = {} if best.overlap else {"overlap": "off"}
-    rates = {"rates": rates_of_update(means.rates).to_mapping()} if _asks_rates(choice.strategy.to_plain()) else {}
+    rates = (
+        {"rates": rates_of_update(means.rates).to_mapping()}
+        if _asks_rates(choice.strategy.to_plain())
+        else {}
+    )
     return MappingProxyType(
         {
             "strategy": choice.strategy.to_plain(),
@@ -233,7 +270,9 @@ def _asks_rates(plain: object) -> bool:
 
 
 def _on_host(best: Candidate, means: Means) -> int:
-    """Return what the engine takes of the host, gradients included where it is the only memory, activations not."""
+    """Return what the engine takes of the host, gradients included where it is the only memory,
+    activations not.
+    """
     sizing, demand = best.sizing, best.plan.demand
     activations = sizing.of_backward(demand.staying) - demand.staying if sizing.unified else 0
     return sizing.held_on_host(demand) - activations + _io_bytes(best, means)
@@ -252,7 +291,7 @@ def _wear(best: Candidate, means: Means, rated_bytes: int | None) -> WearForecas
     return WearForecast(per_day, rated_bytes, years)
 
 
-# --- phases ----------------------------------------------------------------------------------------------------------
+# --- phases ---------------------------------------------------------------------------------------
 
 
 def _phases(best: Candidate, means: Means) -> Iterator[PhaseReport]:
@@ -263,7 +302,13 @@ def _phases(best: Candidate, means: Means) -> Iterator[PhaseReport]:
             phase.name,
             phase.ns / 1e9,
             "nothing" if binding is None else names[binding],
-            MappingProxyType({names[lane]: ns / phase.ns for lane, ns in phase.busy_ns.items() if ns and phase.ns}),
+            MappingProxyType(
+                {
+                    names[lane]: ns / phase.ns
+                    for lane, ns in phase.busy_ns.items()
+                    if ns and phase.ns
+                }
+            ),
         )
 
 
@@ -271,9 +316,17 @@ def resource(lane: Lane, phase: str = "update", *, unified: bool = False) -> str
     """Return what a lane is called in a phase, or in an update."""
     if lane is Lane.HOST:
         computes = unified and phase != "update"
-        return (_COMPUTE + " and updates" if "update" in phase else _COMPUTE) if computes else "CPU updates"
+        return (
+            (_COMPUTE + " and updates" if "update" in phase else _COMPUTE)
+            if computes
+            else "CPU updates"
+        )
     if lane is Lane.DEVICE:
-        return "device updates" if phase == "update" else _COMPUTE + (" and updates" if "update" in phase else "")
+        return (
+            "device updates"
+            if phase == "update"
+            else _COMPUTE + (" and updates" if "update" in phase else "")
+        )
     return {
         Lane.H2D: "link to the device",
         Lane.D2H: "link to the host",
@@ -282,7 +335,7 @@ def resource(lane: Lane, phase: str = "update", *, unified: bool = False) -> str
     }[lane]
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def _holdings(best: Candidate, training: Training, means: Means) -> Iterator[Holding]:
@@ -292,15 +345,22 @@ def _holdings(best: Candidate, training: Training, means: Means) -> Iterator[Hol
     io_bytes = _io_bytes(best, means)
     wholes = {
         Tier.DEVICE: 0 if sizing.unified else demand.device,
-        Tier.HOST: sizing.held_on_host(demand) - (sizing.of_backward(demand.staying) if sizing.unified else 0),
+        Tier.HOST: sizing.held_on_host(demand)
+        - (sizing.of_backward(demand.staying) if sizing.unified else 0),
         Tier.NVME: demand.nvme,
     }
     for tier, whole in wholes.items():
-        rows = [(what, nbytes) for (where, what), nbytes in found.items() if where is tier and nbytes]
+        rows = [
+            (what, nbytes) for (where, what), nbytes in found.items() if where is tier and nbytes
+        ]
         yield from (Holding(tier, what, nbytes) for what, nbytes in rows)
         rest = whole - sum(nbytes for _, nbytes in rows)
         if rest:
-            yield Holding(tier, "ends of pages" if tier is not Tier.NVME else "ends of pages and spare room", rest)
+            yield Holding(
+                tier,
+                "ends of pages" if tier is not Tier.NVME else "ends of pages and spare room",
+                rest,
+            )
     if io_bytes:
         yield Holding(Tier.HOST, "the I/O queue's own", io_bytes)
     where = Tier.HOST if sizing.unified else Tier.DEVICE
@@ -310,10 +370,13 @@ def _holdings(best: Candidate, training: Training, means: Means) -> Iterator[Hol
     gathered = Planner(training, means).gathered(sizing)
     if gathered:
         yield Holding(where, "modules that are gathered", gathered, of_pytorch=True)
-    making = best.beside - staying - gathered  # activations only as far as gradients do not take their place later
+    # activations only as far as gradients do not take their place later
+    making = best.beside - staying - gathered
     if making:
         remain = sizing.of_backward(staying) > staying
-        yield Holding(where, "activations" if remain else "a gradient in the making", making, of_pytorch=True)
+        yield Holding(
+            where, "activations" if remain else "a gradient in the making", making, of_pytorch=True
+        )
 
 
 class _Holdings:
@@ -338,7 +401,11 @@ class _Holdings:
         elif staged > fetched:
             self._add(here, "staging sets, or parameters that are fetched", staged)
         else:
-            self._add(here, "parameters that are fetched, or staging sets" if staged else "parameters fetched", fetched)
+            self._add(
+                here,
+                "parameters that are fetched, or staging sets" if staged else "parameters fetched",
+                fetched,
+            )
         if not sizing.unified:
             self._add(here, "gradients on their way", sizing.on_their_way)
         if plan.demand.slots is not None:
@@ -357,7 +424,9 @@ class _Holdings:
         if home is Home.RESIDENT and not sizing.unified:
             self._add(Tier.DEVICE, "states", nbytes)
             if parameters is not Tier.DEVICE and subgroup.formats.parameter is not None:
-                self._add(Tier.DEVICE, "parameters of resident states", numel * subgroup.formats.width)
+                self._add(
+                    Tier.DEVICE, "parameters of resident states", numel * subgroup.formats.width
+                )
             return
         self._add(Tier.NVME if index in plan.resting.states else Tier.HOST, "states", nbytes)
 
@@ -378,7 +447,9 @@ class _Holdings:
                     if sizing.sums or not drives:
                         self._add(Tier.HOST, "sums of gradients", _SUMMED * segment.numel)
             goes_up = plan.steps.parameters is Tier.DEVICE and not sizing.unified
-            kept = each.index not in plan.resting.states and (not drives or each.formats.parameter is not None)
+            kept = each.index not in plan.resting.states and (
+                not drives or each.formats.parameter is not None
+            )
             if goes_up and kept:
                 self._add(Tier.HOST, "new parameters", each.formats.width * each.numel)
 
@@ -400,9 +471,13 @@ def _notes(decision: Decision) -> Iterable[str]:
     if training.model.activations is None:
         yield "activations of this model are not known, and not counted"
     if means.compute_rate(training) is None:
-        yield "the rate of computing is not known: forward and backward take the time of their transfers alone"
+        yield (
+            "the rate of computing is not known: forward and backward take the time of their "
+            "transfers alone"
+        )
     if means.ranks > 1:
         yield (
-            f"{means.ranks} ranks divide the host, the drives and their rates, parameters, states and gradients, "
+            f"{means.ranks} ranks divide the host, the drives and their rates, parameters, states "
+            "and gradients, "
             "whose sums are in fp32, among them; gathers between devices are not timed"
         )

@@ -1,7 +1,9 @@
-"""What of the states may be resident, and what may visit: the small program that memory makes, and its corners.
+"""What of the states may be resident, and what may visit: the small program that memory makes, and
+its corners.
 
-Pure, and approximate: to whole subgroups, and with parameters of one size. It says what is worth trying; what fits and
-how long it takes is for placing.py and timeline.py to say. Called by the planner.
+Pure, and approximate: to whole subgroups, and with parameters of one size. It says what is worth
+trying; what fits and how long it takes is for placing.py and timeline.py to say. Called by the
+planner.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _AHEAD = 2  # of the largest modules at once: one computes, and the next one com
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What part of all states stays on the device, and what part visits it for its update; the host has the rest."""
+    """What part of all states stays on the device, and what part visits it for its update; the host
+    has the rest.
+    """
 
     resident: float = 0.0
     visiting: float = 0.0
@@ -39,7 +43,9 @@ class Parts:
         """Return parts that are nearer to others by so much, at most as near as them."""
         whole = self.distance(other)
         part = min(distance / whole, 1.0) if whole else 0.0
-        return self.moved(part * (other.resident - self.resident), part * (other.visiting - self.visiting))
+        return self.moved(
+            part * (other.resident - self.resident), part * (other.visiting - self.visiting)
+        )
 
     def distance(self, other: Parts) -> float:
         """Return by how much the one that differs most does."""
@@ -48,7 +54,10 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """Where `resident` and `visiting`, times so much each, are `most`. Beyond a `hard` one there is no room."""
+    """Where `resident` and `visiting`, times so much each, are `most`.
+
+    Beyond a `hard` one there is no room.
+    """
 
     resident: float
     visiting: float
@@ -81,7 +90,9 @@ _ALL = _Edge(1, 1, 1)
 
 @dataclass(frozen=True, slots=True)
 class MemoryEdges:
-    """The edges of what fits, with parameters in a certain tier, and states on drives or not, and the best share."""
+    """The edges of what fits, with parameters in a certain tier, and states on drives or not, and
+    the best share.
+    """
 
     edges: tuple[_Edge, ...]
     most_resident: float
@@ -105,12 +116,15 @@ class MemoryEdges:
         largest = max(each.numel for each in sizing.subgroups)
         every = limits.device_bytes(numel)
         staged = limits.device_bytes(largest)  # a set
-        # Gradients that stay take the place of activations; sums of them do not, and one more is there to be added.
+        # Gradients that stay take the place of activations; sums of them do not, and one more is
+        # there to be added.
         gradients = sizing.gradients_of(sizing.subgroups).values()
         gradient = (4 * numel + max(gradients) if sizing.sums else sum(gradients)) / every
         activations = 0 if sizing.sums else sizing.activations
         at_home = tier is not Tier.DEVICE
-        fetched = [sizing.deepest, _AHEAD * sizing.deepest, sum(sizing.parameters)] if at_home else [0]
+        fetched = (
+            [sizing.deepest, _AHEAD * sizing.deepest, sum(sizing.parameters)] if at_home else [0]
+        )
         # Fp32 parameters that stay on the device are the masters of residents.
         one = max(sizing.subgroups, key=lambda subgroup: subgroup.numel)
         states = sizing.states_bytes(one, Home.RESIDENT, tier) + limits.update_bytes * one.numel
@@ -134,7 +148,9 @@ class MemoryEdges:
             edges.append(_Edge(share, 1, share, hard=False))
         return cls(
             edges=tuple(edges),
-            most_resident=max(min(allowed, (allowed + activations / every) / (resident + gradient), 1.0), 0.0),
+            most_resident=max(
+                min(allowed, (allowed + activations / every) / (resident + gradient), 1.0), 0.0
+            ),
             whole=largest / numel,
             may_visit=share is not None,
         )
@@ -144,9 +160,11 @@ class MemoryEdges:
         return all(edge.holds(parts) for edge in self.edges if edge.hard)
 
     def nearby(self, parts: Parts, resident: float, visiting: float) -> Parts:
-        """Return parts, none less than nothing, that differ by so much, or by as much of it as there is room for.
+        """Return parts, none less than nothing, that differ by so much, or by as much of it as
+        there is room for.
 
-        Where there is none at once, and only one is to grow: along the edge, where the other one makes room.
+        Where there is none at once, and only one is to grow: along the edge, where the other one
+        makes room.
         """
         other = Parts(max(parts.resident + resident, 0.0), max(parts.visiting + visiting, 0.0))
         found = self._on_the_way(parts, other)
@@ -155,7 +173,9 @@ class MemoryEdges:
         return found
 
     def _on_the_way(self, parts: Parts, other: Parts) -> Parts:
-        """Return the last parts on the straight way from these to the others for which there is room."""
+        """Return the last parts on the straight way from these to the others for which there is
+        room.
+        """
         way = other.resident - parts.resident, other.visiting - parts.visiting
         far = min((edge.left(parts, way) for edge in self.edges if edge.hard), default=1.0)
         return parts.moved(far * way[0], far * way[1])
@@ -165,14 +185,21 @@ class MemoryEdges:
         hard = [edge for edge in self.edges if edge.hard]
         if resident_gives:
             most = min(
-                (each.most - each.visiting * parts.visiting) / each.resident for each in hard if each.resident > 0
+                (each.most - each.visiting * parts.visiting) / each.resident
+                for each in hard
+                if each.resident > 0
             )
             return replace(parts, resident=max(min(parts.resident, most), 0.0))
-        most = min((each.most - each.resident * parts.resident) / each.visiting for each in hard if each.visiting > 0)
+        most = min(
+            (each.most - each.resident * parts.resident) / each.visiting
+            for each in hard
+            if each.visiting > 0
+        )
         return replace(parts, visiting=max(min(parts.visiting, most), 0.0))
 
     def corners(self) -> dict[str, Parts]:
-        """Return where edges meet and all hard ones hold, under names by which those of other sizes are alike.
+        """Return where edges meet and all hard ones hold, under names by which those of other sizes
+        are alike.
 
         And the middles of edges, as what a step takes is not straight along them.
         """
@@ -180,7 +207,9 @@ class MemoryEdges:
         if not self.may_visit:
             return found
         ends: list[list[Parts]] = [[] for _ in self.edges]
-        for (number, one), (other_number, other) in itertools.combinations(enumerate(self.edges), 2):
+        for (number, one), (other_number, other) in itertools.combinations(
+            enumerate(self.edges), 2
+        ):
             parts = one.meets(other)
             if parts is not None and self.holds(parts):
                 found.setdefault(f"{number} and {other_number}", parts)
@@ -197,12 +226,21 @@ def _place(parts: Parts) -> tuple[float, float]:
     return parts.resident, parts.visiting
 
 
-def _on_host(sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier, drives: bool) -> Iterator[_Edge]:
-    """Yield where the host has no more room: for states in memory, and with drives for gradients in memory."""
+def _on_host(
+    sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier, drives: bool
+) -> Iterator[_Edge]:
+    """Yield where the host has no more room: for states in memory, and with drives for gradients in
+    memory.
+    """
     numel = sum(each.numel for each in sizing.subgroups)
     largest = max(sizing.subgroups, key=lambda each: each.numel)
-    states = {home: sizing.states_bytes(largest, home, tier) / largest.numel for home in (Home.HOST, Home.VISITING)}
-    gradient = sum(sizing.gradients_of(sizing.subgroups).values()) / numel + (4 if sizing.sums or not drives else 0)
+    states = {
+        home: sizing.states_bytes(largest, home, tier) / largest.numel
+        for home in (Home.HOST, Home.VISITING)
+    }
+    gradient = sum(sizing.gradients_of(sizing.subgroups).values()) / numel + (
+        4 if sizing.sums or not drives else 0
+    )
     host = states[Home.HOST] + gradient + (sizing.width if tier is Tier.DEVICE else 0)
     left = budget.host / numel - (sum(sizing.parameters) / numel if tier is Tier.HOST else 0)
     if drives:
@@ -213,7 +251,9 @@ def _on_host(sizing: Sizing, means: Means, budget: ResolvedBudget, *, tier: Tier
 
 
 def _best_share(means: Means, per_parameter: BytesPerParameter, *, at_home: bool) -> float | None:
-    """Return the share of all that should visit where nothing is resident, by the bound; None: a rate is missing."""
+    """Return the share of all that should visit where nothing is resident, by the bound; None: a
+    rate is missing.
+    """
     try:
         rates = rates_of_update(means.rates)
         return float(update_bound(rates, per_parameter=per_parameter, at_home=at_home).best_share)

@@ -1,6 +1,7 @@
 """What a StepPlan takes at given rates, to the nanosecond: the plan that the executor runs, priced.
 
-Pure: the rule is that of plan/timing.py, which is the emulated device's. Called by planner and benches.
+Pure: the rule is that of plan/timing.py, which is the emulated device's. Called by planner and
+    benches.
 """
 
 from __future__ import annotations
@@ -44,19 +45,26 @@ class Simulation:
 
     @property
     def binding(self) -> Lane:
-        """The lane that works longest: no order of these ops can end before it has done its part."""
+        """The lane that works longest: no order of these ops can end before it has done its
+        part.
+        """
         busy = self.busy_ns
         return max(Lane, key=lambda lane: busy[lane])
 
     def ready_ns(self) -> dict[int, int]:
-        """Return, by the index of each subgroup, when its new parameters are where the plan leaves them."""
-        return {subgroup: self.times[number].end_ns for subgroup, number in self.plan.arrivals().items()}
+        """Return, by the index of each subgroup, when its new parameters are where the plan leaves
+        them.
+        """
+        return {
+            subgroup: self.times[number].end_ns for subgroup, number in self.plan.arrivals().items()
+        }
 
     def step_ns(self, forward_ns: int) -> int:
-        """Return when the next forward ends at the earliest, if it begins before the last updates are done.
+        """Return when the next forward ends at the earliest, if it begins before the last updates
+        are done.
 
-        It takes `forward_ns` in all, the same for each parameter, in the order of the subgroups' first use, and cannot
-        come to a subgroup before that one's parameters are ready.
+        It takes `forward_ns` in all, the same for each parameter, in the order of the subgroups'
+        first use, and cannot come to a subgroup before that one's parameters are ready.
         """
         total = sum(subgroup.numel for subgroup in self.plan.subgroups)
         ready, now_ns, seen = self.ready_ns(), 0, 0
@@ -75,7 +83,10 @@ class Simulation:
             for lane, ns in self.busy_ns.items()
             if ns
         )
-        return f"{self.plan.describe(self.times)}\n\nends at {end_ns / 1e6:.3f} ms; busy: {', '.join(lanes)}"
+        return (
+            f"{self.plan.describe(self.times)}\n\nends at {end_ns / 1e6:.3f} ms; busy: "
+            f"{', '.join(lanes)}"
+        )
 
 
 def simulate(plan: StepPlan, rates: Rates, *, free: Collection[Lane] = ()) -> Simulation:

@@ -1,7 +1,9 @@
-"""What a whole step takes: update, forward and backward, module by module, as lanes that work at the same time.
+"""What a whole step takes: update, forward and backward, module by module, as lanes that work at
+the same time.
 
-Pure. The update is the StepPlan's own ops, by the rules of plan/timing.py; forward and backward fetch what they need
-through the memory that the plan has for it, and gradients go where the plan has them. Called by the planner.
+Pure. The update is the StepPlan's own ops, by the rules of plan/timing.py; forward and backward
+fetch what they need through the memory that the plan has for it, and gradients go where the plan
+has them. Called by the planner.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ from infinity_engine.plan.ops import CopyOp, Op, UpdateOp
 from infinity_engine.plan.step import Home
 from infinity_engine.sim.walking import TimedWalk
 
-__all__ = ["Phase", "Span", "StepTimeline", "rates_of_update", "time_quickest_step", "time_step", "undisturbed"]
+__all__ = [
+    "Phase",
+    "Span",
+    "StepTimeline",
+    "rates_of_update",
+    "time_quickest_step",
+    "time_step",
+    "undisturbed",
+]
 
 _NS_PER_S = 10**9
 _BACKWARD = 2  # forwards that a backward computes as much as
@@ -30,7 +40,9 @@ _LOOK_AHEAD = 32  # modules among which the engine's fetcher looks for what to f
 
 
 class Span(NamedTuple):
-    """A lane works from here to there, in nanoseconds from the step's beginning; `nbytes` where it moves some."""
+    """A lane works from here to there, in nanoseconds from the step's beginning; `nbytes` where it
+    moves some.
+    """
 
     lane: Lane
     start_ns: int
@@ -61,13 +73,17 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimeline:
-    """A step in the steady state: the update that ends one, then forward and backward of the next."""
+    """A step in the steady state: the update that ends one, then forward and backward of the
+    next.
+    """
 
     cuts: tuple[tuple[str, int, int], ...]
     """The phases: what each is called, where it begins and where it ends."""
     spans: tuple[Span, ...]
     repeated_ns: int
-    """What the further micro-batches add, each as long as the last forward and backward that `spans` shows."""
+    """What the further micro-batches add, each as long as the last forward and backward that
+    `spans` shows.
+    """
     update_ns: int
     update_busy_ns: Mapping[Lane, int]
     """How long each lane works at the update itself, of those that do."""
@@ -82,11 +98,15 @@ class StepTimeline:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The parts of the step, one after the other."""
-        return tuple(Phase(name, start, end, _busy(self.spans, start, end)) for name, start, end in self.cuts)
+        return tuple(
+            Phase(name, start, end, _busy(self.spans, start, end)) for name, start, end in self.cuts
+        )
 
 
 def rates_of_update(rates: Rates) -> Rates:
-    """Return the rates while both directions of the links, and of the drives, are in use, as in an update."""
+    """Return the rates while both directions of the links, and of the drives, are in use, as in an
+    update.
+    """
     drives = {name: _mixed(drive) for name, drive in rates.nvme.items()}
     return replace(
         rates,
@@ -110,7 +130,10 @@ def undisturbed(means: Means) -> Rates:
     drives = {
         name: replace(
             drive,
-            **{key: fastest(key, drive, beside.nvme[name]) for key in ("read_bytes_per_s", "write_bytes_per_s")},
+            **{
+                key: fastest(key, drive, beside.nvme[name])
+                for key in ("read_bytes_per_s", "write_bytes_per_s")
+            },
         )
         for name, drive in alone.nvme.items()
     }
@@ -127,14 +150,20 @@ def _between(alone: Rates, beside: Rates, updates: float, moves: float) -> Rates
     drives = {
         name: replace(
             drive,
-            read_bytes_per_s=mean(drive.read_bytes_per_s, beside.nvme[name].read_bytes_per_s, moves),
-            write_bytes_per_s=mean(drive.write_bytes_per_s, beside.nvme[name].write_bytes_per_s, moves),
+            read_bytes_per_s=mean(
+                drive.read_bytes_per_s, beside.nvme[name].read_bytes_per_s, moves
+            ),
+            write_bytes_per_s=mean(
+                drive.write_bytes_per_s, beside.nvme[name].write_bytes_per_s, moves
+            ),
         )
         for name, drive in alone.nvme.items()
     }
     return replace(
         alone,
-        host_update_params_per_s=mean(alone.host_update_params_per_s, beside.host_update_params_per_s, updates),
+        host_update_params_per_s=mean(
+            alone.host_update_params_per_s, beside.host_update_params_per_s, updates
+        ),
         h2d_bytes_per_s=mean(alone.h2d_bytes_per_s, beside.h2d_bytes_per_s, moves),
         d2h_bytes_per_s=mean(alone.d2h_bytes_per_s, beside.d2h_bytes_per_s, moves),
         nvme=drives,
@@ -162,11 +191,14 @@ def time_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> S
     return _TimedStep(plan, sizing, training, means, _needs(plan, sizing, training)).run()
 
 
-def time_quickest_step(plan: Plan, sizing: Sizing, training: Training, means: Means) -> tuple[StepTimeline, bool]:
-    """Return the same, and whether the update goes on beside the next forward, which the training may leave open.
+def time_quickest_step(
+    plan: Plan, sizing: Sizing, training: Training, means: Means
+) -> tuple[StepTimeline, bool]:
+    """Return the same, and whether the update goes on beside the next forward, which the training
+    may leave open.
 
-    Where parameters are fetched and states visit, a step may be longer so (decision 0016). Only the seconds of a
-    forward tell, so without a rate of computing nothing is changed.
+    Where parameters are fetched and states visit, a step may be longer so (decision 0016). Only the
+    seconds of a forward tell, so without a rate of computing nothing is changed.
     """
     modules = _needs(plan, sizing, training)
     timeline = _TimedStep(plan, sizing, training, means, modules).run()
@@ -179,7 +211,9 @@ def time_quickest_step(plan: Plan, sizing: Sizing, training: Training, means: Me
 
 
 class _Needs(NamedTuple):
-    """What one module needs, and what it leaves: bytes, operations of a forward, and the subgroups that change it."""
+    """What one module needs, and what it leaves: bytes, operations of a forward, and the subgroups
+    that change it.
+    """
 
     fetched: int
     read: int
@@ -193,7 +227,14 @@ class _Needs(NamedTuple):
 class _TimedStep:
     """The clocks of one step, and what has been written down."""
 
-    def __init__(self, plan: Plan, sizing: Sizing, training: Training, means: Means, modules: Sequence[_Needs]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        sizing: Sizing,
+        training: Training,
+        means: Means,
+        modules: Sequence[_Needs],
+    ) -> None:
         self._plan = plan
         self._steps_micro_batches = training.accumulation_steps
         self._free = means.free_lanes()
@@ -210,11 +251,14 @@ class _TimedStep:
         # Says what a transfer takes while nothing goes the other way.
         self._alone = LaneClocks(means.alone or means.rates)
         self._spans: list[Span] = []
-        self._present: dict[int, tuple[int, int]] = {}  # by module, in the order of their uses: bytes, end of use
+        # by module, in the order of their uses: bytes, end of use
+        self._present: dict[int, tuple[int, int]] = {}
         self._held = 0  # bytes of these
         self._staged = sum(plan.steps.staging_bytes)
-        self._for_update = max(self._staged, self._limit) + sizing.on_their_way  # bytes that it leaves the fetching
-        self._leaving: deque[tuple[int, int]] = deque()  # bytes of these that are not free before the second's time
+        # bytes that it leaves the fetching
+        self._for_update = max(self._staged, self._limit) + sizing.on_their_way
+        # bytes of these that are not free before the second's time
+        self._leaving: deque[tuple[int, int]] = deque()
         self._at = 0  # the next op of the plan
         self._update_ns = 0
         self._update_busy_ns: dict[Lane, int] = {}
@@ -230,7 +274,11 @@ class _TimedStep:
             computed_ns = self._forward(begin_ns, deferred=deferred)
         middle_ns = max(computed_ns, self._update_ns)
         end_ns = self._backward(middle_ns)
-        cuts = [("update", 0, begin_ns), ("forward", begin_ns, middle_ns), ("backward", middle_ns, end_ns)]
+        cuts = [
+            ("update", 0, begin_ns),
+            ("forward", begin_ns, middle_ns),
+            ("backward", middle_ns, end_ns),
+        ]
         if deferred:
             cuts[:2] = [("update and forward", 0, middle_ns)]
         spans = tuple(self._spans)
@@ -251,10 +299,11 @@ class _TimedStep:
         )
 
     def _rates_of_update(self, means: Means) -> Rates:
-        """Return the rates of an update, whose parts disturb one another as far as they work at the same time.
+        """Return the rates of an update, whose parts disturb one another as far as they work at the
+        same time.
 
-        The host's updates, and all that is moved, take the longer of the two together; each of them is disturbed for
-        as much of its time as the other one works.
+        The host's updates, and all that is moved, take the longer of the two together; each of them
+        is disturbed for as much of its time as the other one works.
         """
         beside = rates_of_update(means.rates)
         if means.alone is None:
@@ -266,12 +315,17 @@ class _TimedStep:
                 amounts[op.lane] = amounts.get(op.lane, 0) + op.amount
         computing_s = 0.0
         if self._deferred and self._compute is Lane.HOST:
-            computing_s = sum(self._duration_ns(needs.flops, 0) for needs in self._modules) / _NS_PER_S
+            computing_s = (
+                sum(self._duration_ns(needs.flops, 0) for needs in self._modules) / _NS_PER_S
+            )
         rates, disturbed = alone, (0.0, 0.0)
         for _ in range(_ROUNDS):
             rates = _between(alone, beside, *disturbed)
             clocks = LaneClocks(rates, free=self._free)
-            seconds = {lane: clocks.duration_ns(lane, amount) / _NS_PER_S for lane, amount in amounts.items()}
+            seconds = {
+                lane: clocks.duration_ns(lane, amount) / _NS_PER_S
+                for lane, amount in amounts.items()
+            }
             updating_s = seconds.pop(Lane.HOST, 0.0)
             seconds.pop(Lane.DEVICE, None)
             moving_s = max(seconds.values(), default=0.0)
@@ -292,13 +346,16 @@ class _TimedStep:
         if op.lane not in self._free:
             nbytes = op.nbytes if isinstance(op, CopyOp) else 0
             self._spans.append(Span(op.lane, time.start_ns, time.end_ns, nbytes))
-            self._update_busy_ns[op.lane] = self._update_busy_ns.get(op.lane, 0) + time.end_ns - time.start_ns
+            self._update_busy_ns[op.lane] = (
+                self._update_busy_ns.get(op.lane, 0) + time.end_ns - time.start_ns
+            )
         self._update_ns = max(self._update_ns, time.end_ns)
 
     def _forward(self, begin_ns: int, *, deferred: bool) -> int:
         """Run all modules, from `begin_ns` on at the earliest; return when the last has ended.
 
-        Beside an update, modules are handed what it has made: they wait for no drive to have written it, and read none.
+        Beside an update, modules are handed what it has made: they wait for no drive to have
+        written it, and read none.
         """
         updates = _updates(self._plan.steps.ops) if deferred else {}
         end_ns = begin_ns
@@ -310,19 +367,23 @@ class _TimedStep:
                 ready_ns = max(self._clocks.times[op].end_ns for op in ops)
                 needs = needs._replace(read=0)
             arrived_ns = self._fetch(number, needs, ready_ns)
-            end_ns = self._work(self._compute, self._duration_ns(needs.flops, 0), max(arrived_ns, begin_ns)).end_ns
+            end_ns = self._work(
+                self._compute, self._duration_ns(needs.flops, 0), max(arrived_ns, begin_ns)
+            ).end_ns
             self._use(number, needs, end_ns)
         if deferred:
             self._go_on(len(self._plan.steps.ops))
         return end_ns
 
-    # --- beside an update, on a device with memory of its own -----------------------------------------------------
+    # --- beside an update, on a device with memory of its own -------------------------------------
 
     def _forward_beside(self) -> int:
-        """Run all modules while the thread that calls them walks along the update; return when both have ended.
+        """Run all modules while the thread that calls them walks along the update; return when both
+        have ended.
 
-        As the engine does it: who needs a parameter goes on with the walk until that has arrived. While one waits that
-        stays on the device, what comes later is updated on the host; while one waits that is fetched, one subgroup.
+        As the engine does it: who needs a parameter goes on with the walk until that has arrived.
+        While one waits that stays on the device, what comes later is updated on the host; while one
+        waits that is fetched, one subgroup.
         """
         walk = TimedWalk(self._plan.steps, self._clocks, self._note)
         walk.poll()
@@ -336,7 +397,9 @@ class _TimedStep:
                 while not walk.has_arrived(needs.subgroups):
                     if not walk.poll():
                         walk.arrive(needs.subgroups)
-            end_ns = self._work(self._compute, self._duration_ns(needs.flops, 0), walk.now_ns).end_ns
+            end_ns = self._work(
+                self._compute, self._duration_ns(needs.flops, 0), walk.now_ns
+            ).end_ns
             self._use(number, needs, end_ns)
         walk.finish()
         return max(end_ns, walk.now_ns)
@@ -359,7 +422,9 @@ class _TimedStep:
         walk.wait_until(self._present[number][1])
 
     def _fetch_ahead(self, start: int, walk: TimedWalk) -> None:
-        """Begin to fetch what the modules from one on need, as far as there is room for it and it has been updated."""
+        """Begin to fetch what the modules from one on need, as far as there is room for it and it
+        has been updated.
+        """
         left = self._limit - self._held
         for number in range(start, min(start + _LOOK_AHEAD, len(self._modules))):
             needs = self._modules[number]
@@ -384,9 +449,11 @@ class _TimedStep:
         self._use(number, needs, self._move(self._link, needs.fetched, after_ns).end_ns)
 
     def _give_up(self, running: int) -> int:
-        """Let what the backward needs last make room, once the device has used it; return its bytes.
+        """Let what the backward needs last make room, once the device has used it; return its
+        bytes.
 
-        0 where there is nothing but what the module that is running needs, and those that come after it.
+        0 where there is nothing but what the module that is running needs, and those that come
+        after it.
         """
         number = min(self._present, default=running)
         if number >= running:
@@ -397,19 +464,28 @@ class _TimedStep:
         return nbytes
 
     def _has_room(self, nbytes: int, walk: TimedWalk) -> bool:
-        """Tell whether staging sets leave the device room for so much; what is leaving is waited for."""
+        """Tell whether staging sets leave the device room for so much; what is leaving is waited
+        for.
+        """
         while True:
             while self._leaving and self._leaving[0][1] <= walk.now_ns:
                 self._leaving.popleft()
-            left = self._for_update - self._staged - self._held - sum(leaving for leaving, _ in self._leaving)
+            left = (
+                self._for_update
+                - self._staged
+                - self._held
+                - sum(leaving for leaving, _ in self._leaving)
+            )
             if nbytes <= left or not self._leaving:
                 return nbytes <= left
             walk.wait_until(self._leaving[0][1])
 
-    # --------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _backward(self, begin_ns: int) -> int:
-        """Run all modules backwards; return when the last has ended, and every gradient is where it is kept."""
+        """Run all modules backwards; return when the last has ended, and every gradient is where it
+        is kept.
+        """
         end_ns = begin_ns
         for number in reversed(range(len(self._modules))):
             needs = self._modules[number]
@@ -427,7 +503,10 @@ class _TimedStep:
         return end_ns
 
     def _fetch(self, number: int, needs: _Needs, after_ns: int) -> int:
-        """Let what a module needs be there; return when it is. What was used longest ago makes room."""
+        """Let what a module needs be there; return when it is.
+
+        What was used longest ago makes room.
+        """
         if not needs.fetched or number in self._present:
             return after_ns
         while self._limit - self._held < needs.fetched and self._present:
@@ -441,7 +520,10 @@ class _TimedStep:
         return after_ns
 
     def _read(self, nbytes: int, after_ns: int) -> int:
-        """Read a parameter and return when it is there. Until it can be read, the drives go on with what comes next."""
+        """Read a parameter and return when it is there.
+
+        Until it can be read, the drives go on with what comes next.
+        """
         duration_ns = self._alone.duration_ns(Lane.NVME_READ, nbytes)
         end_ns = self._work(Lane.NVME_READ, duration_ns, 0, nbytes).end_ns
         return max(end_ns, after_ns + duration_ns)
@@ -484,7 +566,9 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
     subgroups = sizing.subgroups_of
     for place, module in enumerate(modules):
         own = [numbers[each.name] for each in module.parameters]
-        fetched = [number for number in own if at_home and (not sizing.unified or number in resting)]
+        fetched = [
+            number for number in own if at_home and (not sizing.unified or number in resting)
+        ]
         nbytes = sum(sizing.parameters[number] for number in fetched)
         read = sum(sizing.parameters[number] for number in fetched if number in resting)
         if at_home and several and module.shared_numel:  # another one's, which has gone meanwhile
@@ -499,14 +583,18 @@ def _needs(plan: Plan, sizing: Sizing, training: Training) -> Sequence[_Needs]:
                 recomputed=place < len(modules) - 1,
                 gradient_down=sum(down.get(number, 0) for number in own),
                 gradient_written=sum(written.get(number, 0) for number in own),
-                subgroups=tuple(dict.fromkeys(index for number in own for index in subgroups.get(number, ()))),
+                subgroups=tuple(
+                    dict.fromkeys(index for number in own for index in subgroups.get(number, ()))
+                ),
             )
         )
     return found
 
 
 def _gradients(plan: Plan, sizing: Sizing) -> tuple[dict[int, int], dict[int, int]]:
-    """Return, by parameter, the bytes of its gradient that go to the host, and those that go to the drives."""
+    """Return, by parameter, the bytes of its gradient that go to the host, and those that go to the
+    drives.
+    """
     homes = plan.steps.homes()
     down: dict[int, int] = {}
     written: dict[int, int] = {}
@@ -524,7 +612,8 @@ def _gradients(plan: Plan, sizing: Sizing) -> tuple[dict[int, int], dict[int, in
 def _defers(plan: Plan, modules: Iterable[_Needs], means: Means) -> bool:
     """Tell whether the engine lets an update go on beside the next forward, where it may.
 
-    On one memory what it changes has to be fetched; of several ranks as well, which else gather it when it is updated.
+    On one memory what it changes has to be fetched; of several ranks as well, which else gather it
+    when it is updated.
     """
     fetches = any(needs.fetched for needs in modules)
     if means.unified:

@@ -1,7 +1,8 @@
-"""`TimedWalk`: times the one thread that updates beside the next forward: the executor's walk without bytes.
+"""`TimedWalk`: times the one thread that updates beside the next forward: the executor's walk
+without bytes.
 
-Pure. Goes along a plan's order of submission, as far as it is asked to, and is busy itself with what is in the HOST
-lane; everything else is submitted when it comes by. Called by timeline.py.
+Pure. Goes along a plan's order of submission, as far as it is asked to, and is busy itself with
+what is in the HOST lane; everything else is submitted when it comes by. Called by timeline.py.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ __all__ = ["TimedWalk"]
 
 
 class TimedWalk:
-    """A walk along `plan` on these clocks, and the time that its thread has come to. `note` is told of each op."""
+    """A walk along `plan` on these clocks, and the time that its thread has come to.
 
-    def __init__(self, plan: StepPlan, clocks: LaneClocks, note: Callable[[Op, OpTime], None]) -> None:
+    `note` is told of each op.
+    """
+
+    def __init__(
+        self, plan: StepPlan, clocks: LaneClocks, note: Callable[[Op, OpTime], None]
+    ) -> None:
         self.now_ns = 0
         self._ops = plan.ops
         self._clocks = clocks
@@ -27,7 +33,9 @@ class TimedWalk:
         self._at = 0  # in this order
         self._ends_ns: dict[int, int] = {}  # of the ops that were submitted
         self._arrivals = plan.arrivals()
-        self._updates = {op.subgroup: number for number, op in enumerate(plan.ops) if op.lane is Lane.HOST}
+        self._updates = {
+            op.subgroup: number for number, op in enumerate(plan.ops) if op.lane is Lane.HOST
+        }
         self._last_ns = 0
 
     def wait_until(self, ns: int) -> None:
@@ -36,10 +44,15 @@ class TimedWalk:
 
     def has_arrived(self, subgroups: Collection[int]) -> bool:
         """Tell whether the new parameters of these are where the plan leaves them."""
-        return all(self._ends_ns.get(self._arrivals[index], self.now_ns + 1) <= self.now_ns for index in subgroups)
+        return all(
+            self._ends_ns.get(self._arrivals[index], self.now_ns + 1) <= self.now_ns
+            for index in subgroups
+        )
 
     def poll(self) -> bool:
-        """Submit what waits for no update on the host, and make one of these, if it can begin; tell whether so."""
+        """Submit what waits for no update on the host, and make one of these, if it can begin; tell
+        whether so.
+        """
         self._submit_others()
         if self._at == len(self._order):
             return False
@@ -73,7 +86,9 @@ class TimedWalk:
                 self._submit()
 
     def _submit_others(self) -> None:
-        while self._at < len(self._order) and self._ops[self._order[self._at]].lane is not Lane.HOST:
+        while (
+            self._at < len(self._order) and self._ops[self._order[self._at]].lane is not Lane.HOST
+        ):
             self._submit()
 
     def _submit(self) -> None:
@@ -81,7 +96,9 @@ class TimedWalk:
         number = self._order[self._at]
         op = self._ops[number]
         after_ns = max([self.now_ns, *(self._ends_ns[other] for other in op.after)])
-        time = self._clocks.work(op.lane, self._clocks.duration_ns(op.lane, op.amount), after_ns=after_ns)
+        time = self._clocks.work(
+            op.lane, self._clocks.duration_ns(op.lane, op.amount), after_ns=after_ns
+        )
         if op.lane is Lane.HOST:
             self.now_ns = time.end_ns
         self._ends_ns[number] = time.end_ns

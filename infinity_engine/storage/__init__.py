@@ -1,7 +1,18 @@
-"""The NVMe tier of one rank: where its bytes lie on the drives, and the reads, writes and copies under way."""
+"""The NVMe tier of one rank: where its bytes lie on the drives, and the reads, writes and copies
+under way.
+"""
 
 from infinity_engine.storage.swapfile import Place, SwapFile, Traffic
-from infinity_engine.storage.transfer import CopyHop, Hop, Hops, IOEvent, IOHop, Stage, Transfer, transfer_error
+from infinity_engine.storage.transfer import (
+    CopyHop,
+    Hop,
+    Hops,
+    IOEvent,
+    IOHop,
+    Stage,
+    Transfer,
+    transfer_error,
+)
 
 __all__ = [
     "CopyHop",

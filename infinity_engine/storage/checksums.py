@@ -1,7 +1,8 @@
-"""`BlockSums`: the crc32c of each block of what was written to one place, to compare with what is read.
+"""`BlockSums`: the crc32c of each block of what was written to one place, to compare with what is
+read.
 
-Arithmetic over memory; knows no files. Blocks are counted from the place's first byte, so what is written or read in
-parts is cut where a block begins.
+Arithmetic over memory; knows no files. Blocks are counted from the place's first byte, so what is
+written or read in parts is cut where a block begins.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class BlockSums:
         end = start + nbytes
         if start % self._block or (end % self._block and end != self._nbytes):
             raise ValueError(
-                f"bytes {start} to {end} of {self._nbytes} cannot be checked by themselves: they are not whole blocks "
+                f"bytes {start} to {end} of {self._nbytes} cannot be checked by themselves: they "
+                "are not whole blocks "
                 f"of {self._block} B"
             )
 
@@ -54,9 +56,15 @@ class BlockSums:
         written = self._sums[first : first + len(sums)]
         if sums == written:
             return None
-        at = next(place for place, pair in enumerate(zip(sums, written, strict=True)) if pair[0] != pair[1])
+        at = next(
+            place
+            for place, pair in enumerate(zip(sums, written, strict=True))
+            if pair[0] != pair[1]
+        )
         begins = at * self._block
-        return BlockDamage(start + begins, min(self._block, memory.nbytes - begins), written[at], sums[at])
+        return BlockDamage(
+            start + begins, min(self._block, memory.nbytes - begins), written[at], sums[at]
+        )
 
     def _of(self, memory: Memory) -> array[int]:
         return array("I", checksums_of(memory, self._block))

@@ -1,7 +1,8 @@
-"""`SwapFile`: this rank's bytes on the drives: one `deepnvme.Volume` without names, gone when it is closed.
+"""`SwapFile`: this rank's bytes on the drives: one `deepnvme.Volume` without names, gone when it is
+closed.
 
-Takes of the budget's NVMe bytes what it is told to, hands out places in them and moves bytes between these and host
-memory. What lies where is the records' business.
+Takes of the budget's NVMe bytes what it is told to, hands out places in them and moves bytes
+between these and host memory. What lies where is the records' business.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where `nbytes` lie on the drives; `sums` are of what they are a part of, from its byte `start` on."""
+    """Where `nbytes` lie on the drives; `sums` are of what they are a part of, from its byte
+    `start` on.
+    """
 
     extents: tuple[Extent, ...]
     sums: BlockSums | None = field(default=None, compare=False, repr=False)
@@ -46,7 +49,9 @@ class Place:
         return sum(extent.nbytes for extent in self.extents)
 
     def part(self, start: int, nbytes: int) -> Place:
-        """Return where `nbytes` of them from `start` on lie; a part begins on a page, and with checksums on a block."""
+        """Return where `nbytes` of them from `start` on lie; a part begins on a page, and with
+        checksums on a block.
+        """
         if self.sums is not None:
             self.sums.check_cut(self.start + start, nbytes)
         return Place(slices(self.extents, start, nbytes), self.sums, self.start + start)
@@ -60,12 +65,13 @@ class Traffic(NamedTuple):
 
 
 class SwapFile:
-    """Space for swapped bytes: `sizes` maps directories to what is taken of each, the file's header page included.
+    """Space for swapped bytes: `sizes` maps directories to what is taken of each, the file's header
+    page included.
 
-    `rates` are the directories' speeds beside one another, in any unit; measured where they are not given. `queue` is
-    used where given and stays open; otherwise the swap file has its own. What the queue may take for itself, to copy
-    through, counts as HOST; two swap files with one queue both count it. With a `checksum`, what is read is compared
-    with what was written. A context manager.
+    `rates` are the directories' speeds beside one another, in any unit; measured where they are not
+    given. `queue` is used where given and stays open; otherwise the swap file has its own. What the
+    queue may take for itself, to copy through, counts as HOST; two swap files with one queue both
+    count it. With a `checksum`, what is read is compared with what was written. A context manager.
     """
 
     def __init__(
@@ -79,15 +85,21 @@ class SwapFile:
         checksum: Checksum = Checksum.NONE,
     ) -> None:
         if not sizes:
-            raise ConfigError(field="sizes of the swap file", value=dict(sizes), expected="at least one directory")
+            raise ConfigError(
+                field="sizes of the swap file", value=dict(sizes), expected="at least one directory"
+            )
         for directory, nbytes in sizes.items():
             if nbytes < 2 * PAGE:
                 raise ConfigError(
-                    field=f"bytes of the swap file in {directory}", value=nbytes, expected=f"at least {2 * PAGE} B"
+                    field=f"bytes of the swap file in {directory}",
+                    value=nbytes,
+                    expected=f"at least {2 * PAGE} B",
                 )
         if rates is not None and not sizes.keys() <= rates.keys():
             raise ConfigError(
-                field="rates of the swap file", value=dict(rates), expected=f"a rate for each of {', '.join(sizes)}"
+                field="rates of the swap file",
+                value=dict(rates),
+                expected=f"a rate for each of {', '.join(sizes)}",
             )
         self._directories = tuple(sizes)
         self._ledger = ledger
@@ -101,12 +113,16 @@ class SwapFile:
         try:
             self._reserve_host(sizes, ledger, holder)
             for directory, nbytes in sizes.items():
-                self._drives[directory] = ledger.reserve(Tier.NVME, nbytes, holder=holder, directory=directory)
+                self._drives[directory] = ledger.reserve(
+                    Tier.NVME, nbytes, holder=holder, directory=directory
+                )
                 self._drives[directory].hold(align_down(nbytes, PAGE))
             self._volume = Volume.temporary(
                 [
                     Member(
-                        directory, capacity=align_down(nbytes, PAGE) - PAGE, rate=rates[directory] if rates else None
+                        directory,
+                        capacity=align_down(nbytes, PAGE) - PAGE,
+                        rate=rates[directory] if rates else None,
                     )
                     for directory, nbytes in sizes.items()
                 ],
@@ -115,14 +131,23 @@ class SwapFile:
         except BaseException as error:
             self._give_back()
             if isinstance(error, OSError) and error.errno in _FORBIDDEN:
-                expected = f"directories that this user may write to ({error.strerror}: {error.filename})"
-                raise ConfigError(field="Budget.nvme", value=", ".join(sizes), expected=expected) from error
+                expected = (
+                    f"directories that this user may write to ({error.strerror}: {error.filename})"
+                )
+                raise ConfigError(
+                    field="Budget.nvme", value=", ".join(sizes), expected=expected
+                ) from error
             raise
 
     @staticmethod
     def host_bytes(directories: Iterable[str], queue: IOQueue) -> int:
-        """Return what the queue may take of the host for their drives, when something has to be copied."""
-        drives = {Path(directory).stat().st_dev: queue.settings_for(directory) for directory in directories}
+        """Return what the queue may take of the host for their drives, when something has to be
+        copied.
+        """
+        drives = {
+            Path(directory).stat().st_dev: queue.settings_for(directory)
+            for directory in directories
+        }
         return sum(settings.inflight_bytes for settings in drives.values())
 
     @property
@@ -138,13 +163,19 @@ class SwapFile:
     def traffic(self) -> dict[str, Traffic]:
         """Return what was submitted since it was made, by directory. A closed one still knows."""
         members = zip(self._directories, self._volume.stats(), strict=True)
-        return {directory: Traffic(stats.read_bytes, stats.written_bytes) for directory, stats in members}
+        return {
+            directory: Traffic(stats.read_bytes, stats.written_bytes)
+            for directory, stats in members
+        }
 
     def grow(self, sizes: Mapping[str, int]) -> None:
-        """Take more of the drives: so many bytes, in whole pages, of each directory named. Keeps what lies there.
+        """Take more of the drives: so many bytes, in whole pages, of each directory named.
+
+        Keeps what lies there.
 
         Raises:
-            CapacityError: that is more than is left of the budget, or of a drive. Nothing was taken.
+            CapacityError: that is more than is left of the budget, or of a drive. Nothing was
+                taken.
         """
         more = {directory: align_down(nbytes, PAGE) for directory, nbytes in sizes.items()}
         unknown = more.keys() - set(self._directories)
@@ -166,11 +197,14 @@ class SwapFile:
             raise
 
     def trim(self) -> None:
-        """Give the drives back what is free behind the last place in use; a directory keeps a page for use."""
+        """Give the drives back what is free behind the last place in use; a directory keeps a page
+        for use.
+        """
         self._give_back_of_drives(dict(zip(self._directories, self._volume.trim(), strict=True)))
 
     def allocate(self, nbytes: int, *, holder: str, block_bytes: int = CHECKSUM_BYTES) -> Place:
-        """Take room for `nbytes`, which are written and read as a whole, or in parts of so many `block_bytes`.
+        """Take room for `nbytes`, which are written and read as a whole, or in parts of so many
+        `block_bytes`.
 
         Raises:
             CapacityError: there is not so much. Nothing was taken.
@@ -208,7 +242,11 @@ class SwapFile:
         futures = self._volume.pread(place.extents, into)
         if place.sums is None:
             return IOHop(futures, what)
-        return IOHop(futures, what, partial(self._damage, place, place.sums, memory_of(into, writable=True), what))
+        return IOHop(
+            futures,
+            what,
+            partial(self._damage, place, place.sums, memory_of(into, writable=True), what),
+        )
 
     def write(self, place: Place, source: memoryview | Memory, *, what: str = "") -> IOHop:
         """Begin to write all of `place`; an error says `what` it is."""
@@ -218,7 +256,10 @@ class SwapFile:
         return IOHop(futures, what)
 
     def close(self) -> None:
-        """Wait for reads and writes, and give the drives' room back. Again: does nothing, or what is left to do."""
+        """Wait for reads and writes, and give the drives' room back.
+
+        Again: does nothing, or what is left to do.
+        """
         self._volume.close()
         self._give_back()
 
@@ -227,18 +268,27 @@ class SwapFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close."""
         self.close()
 
-    def _damage(self, place: Place, sums: BlockSums, memory: Memory, what: str) -> DamageError | None:
-        """Return the error for what was read into this memory, None where it is what was written."""
+    def _damage(
+        self, place: Place, sums: BlockSums, memory: Memory, what: str
+    ) -> DamageError | None:
+        """Return the error for what was read into this memory, None where it is what was
+        written.
+        """
         damage = sums.damage(place.start, memory)
         if damage is None:
             return None
         lies = slices(place.extents, damage.start - place.start, damage.nbytes)
-        (path, offset), *others = [(str(self._volume.paths[each.member]), each.offset) for each in lies]
+        (path, offset), *others = [
+            (str(self._volume.paths[each.member]), each.offset) for each in lies
+        ]
         return DamageError(
             errno=errno.EBADMSG,
             path=path,
@@ -252,21 +302,27 @@ class SwapFile:
         )
 
     def _reserve_host(self, directories: Iterable[str], ledger: Ledger, holder: str) -> None:
-        """Count what the queue takes for each drive when something has to be copied: seldom, but then all of it."""
+        """Count what the queue takes for each drive when something has to be copied: seldom, but
+        then all of it.
+        """
         nbytes = self.host_bytes(directories, self.queue)
         self._host = ledger.reserve(Tier.HOST, nbytes, holder=f"I/O of the {holder}")
         self._host.hold(nbytes)
 
     def _drive_is_full(self, error: VolumeError, more: Mapping[str, int]) -> CapacityError:
         """Return the error for a drive that has less than the budget says."""
-        directory = next((name for name in more if Path(name) == Path(error.filename or "")), self._directories[0])
+        directory = next(
+            (name for name in more if Path(name) == Path(error.filename or "")),
+            self._directories[0],
+        )
         return CapacityError(
             tier=Tier.NVME.name,
             directory=directory,
             asked=more[directory],
             free=shutil.disk_usage(directory).free,
             limit=shutil.disk_usage(directory).total,
-            change=f"free space on the drive of {directory}, or name others in the budget's nvme ({error.strerror})",
+            change=f"free space on the drive of {directory}, or name others in the budget's nvme "
+            f"({error.strerror})",
         )
 
     def _give_back_of_drives(self, sizes: Mapping[str, int]) -> None:

@@ -1,7 +1,10 @@
-"""`Transfer`: one move under way, as a chain of hops. Ends in a byte count, or in the error that says what stopped it.
+"""`Transfer`: one move under way, as a chain of hops.
 
-Starts a hop when the one before has ended, in the thread that polls or waits and in no other; so what is started when
-depends on the caller alone. Completion belongs to each hop: nothing waits for everything and compares counts.
+Ends in a byte count, or in the error that says what stopped it.
+
+Starts a hop when the one before has ended, in the thread that polls or waits and in no other; so
+what is started when depends on the caller alone. Completion belongs to each hop: nothing waits for
+everything and compares counts.
 """
 
 from __future__ import annotations
@@ -135,13 +138,16 @@ class CopyHop:
         except InfinityError:
             raise
         except Exception as error:
-            raise TransferError(errno=errno.EIO, path=self._what, offset=0, asked=self._nbytes, done=0) from kept(error)
+            raise TransferError(
+                errno=errno.EIO, path=self._what, offset=0, asked=self._nbytes, done=0
+            ) from kept(error)
         return self._nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A hop that is to come: how to start it, what is so when it has ended, and what is so again when it failed.
+    """A hop that is to come: how to start it, what is so when it has ended, and what is so again
+    when it failed.
 
     `undo` is called when it failed, and when it never began as one before it did.
     """
@@ -152,7 +158,10 @@ class Stage:
 
 
 class Transfer:
-    """The stages of one move, in order. Driven by one thread, which polls it or waits for its result."""
+    """The stages of one move, in order.
+
+    Driven by one thread, which polls it or waits for its result.
+    """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = list(reversed(stages))
@@ -165,7 +174,8 @@ class Transfer:
 
     @property
     def event(self) -> Event | None:
-        """The event of the copy that is under way, for streams that are to wait for it; None before and after it.
+        """The event of the copy that is under way, for streams that are to wait for it; None before
+        and after it.
 
         Behind it the record's `arriving` has the bytes.
         """
@@ -222,7 +232,8 @@ class Transfer:
             self._hop = stage.start()
         except Exception as error:
             self._stop(stage, transfer_error(error) if isinstance(error, NVMeError) else error)
-        except BaseException:  # an interrupt, raised at once; whoever asks later learns that the move ended
+        except BaseException:
+            # an interrupt, raised at once; whoever asks later learns that the move ended
             self._stop(stage, transfer_error(CancelledError()))
             self._told = True
             raise
@@ -251,7 +262,9 @@ class Transfer:
 
 
 def transfer_error(error: NVMeError | CancelledError, what: str = "") -> TransferError:
-    """Return the engine's own error for one of deepnvme's; `what` names the bytes that were on their way."""
+    """Return the engine's own error for one of deepnvme's; `what` names the bytes that were on
+    their way.
+    """
     if isinstance(error, CancelledError):
         return TransferError(errno=errno.ECANCELED, path="", offset=0, asked=0, done=0, what=what)
     return TransferError(

@@ -1,7 +1,9 @@
-"""`Mover`: carries out moves of shards between NVMe, host and device; several are under way at once.
+"""`Mover`: carries out moves of shards between NVMe, host and device; several are under way at
+once.
 
-Decides nothing: plans say what moves when. A move that fails leaves the shard at its last true residency with its bytes
-intact, so that it can be tried again. One thread calls it; nothing is started in any other.
+Decides nothing: plans say what moves when. A move that fails leaves the shard at its last true
+residency with its bytes intact, so that it can be tried again. One thread calls it; nothing is
+started in any other.
 """
 
 from __future__ import annotations
@@ -23,11 +25,16 @@ __all__ = ["Mover", "Source"]
 
 _UPWARDS = (Tier.NVME, Tier.HOST, Tier.DEVICE)
 _BY_TIERS = MappingProxyType({tiers: residency for residency, tiers in MOVES.items()})
-_STREAM = MappingProxyType({Residency.UPLOADING: StreamKind.H2D, Residency.DOWNLOADING: StreamKind.D2H})
+_STREAM = MappingProxyType(
+    {Residency.UPLOADING: StreamKind.H2D, Residency.DOWNLOADING: StreamKind.D2H}
+)
 
 
 class Source(Enum):
-    """What becomes of the memory that a move leaves. Its place on the drives a shard keeps in any case."""
+    """What becomes of the memory that a move leaves.
+
+    Its place on the drives a shard keeps in any case.
+    """
 
     RELEASED = "released"  # it goes back when the move has ended
     KEPT = "kept"  # it stays, as a copy of the same version
@@ -36,16 +43,21 @@ class Source(Enum):
 class Mover:
     """Moves shards between `swap`, `host` and `device`; `swap` is None where nothing is on NVMe.
 
-    Bytes that the target has already are not moved, nor is anything between DEVICE and HOST where these are one memory.
+    Bytes that the target has already are not moved, nor is anything between DEVICE and HOST where
+    these are one memory.
 
-    A move goes to a new lease, or to `into` where the caller has one for it, of the right tier (where DEVICE and HOST
-    are one memory, of either) and size, and the shard has no memory there yet.
-    That is checked at the call, and a lease that is refused stays the caller's. From then on
+    A move goes to a new lease, or to `into` where the caller has one for it, of the right tier
+    (where DEVICE and HOST are one memory, of either) and size, and the shard has no memory there
+    yet. That is checked at the call, and a lease that is refused stays the caller's. From then on
     it is the move's, which closes it when it fails, and the record's when the move has ended.
     """
 
     def __init__(
-        self, accelerator: Accelerator, host: PinnedPool, device: DeviceMemory[Any], swap: SwapFile | None = None
+        self,
+        accelerator: Accelerator,
+        host: PinnedPool,
+        device: DeviceMemory[Any],
+        swap: SwapFile | None = None,
     ) -> None:
         self._accelerator = accelerator
         self._host = host
@@ -55,20 +67,30 @@ class Mover:
         kinds = {} if accelerator.unified else _STREAM
         self._streams = {moving: accelerator.stream(kind) for moving, kind in kinds.items()}
 
-    # --- moves ----------------------------------------------------------------------------------------------------
+    # --- moves ------------------------------------------------------------------------------------
 
     def bring(self, record: ShardRecord, *, into: Lease, hop: Hop) -> Transfer:
-        """Let the shard be on the host when `hop` has ended, by which its bytes come into `into` another way."""
+        """Let the shard be on the host when `hop` has ended, by which its bytes come into `into`
+        another way.
+        """
         return self._begin([self._stage(record, Residency.LOADING, Source.KEPT, into, hop)])
 
-    def upload(self, record: ShardRecord, *, into: Lease | None = None, source: Source = Source.RELEASED) -> Transfer:
+    def upload(
+        self, record: ShardRecord, *, into: Lease | None = None, source: Source = Source.RELEASED
+    ) -> Transfer:
         """Begin to copy the shard from host to device."""
         return self._begin([self._stage(record, Residency.UPLOADING, source, into)])
 
     def move(
-        self, record: ShardRecord, to: Tier, *, into: Lease | None = None, source: Source = Source.RELEASED
+        self,
+        record: ShardRecord,
+        to: Tier,
+        *,
+        into: Lease | None = None,
+        source: Source = Source.RELEASED,
     ) -> Transfer:
-        """Begin to bring the shard to `to`, hop by hop, the last one into `into` where that is given.
+        """Begin to bring the shard to `to`, hop by hop, the last one into `into` where that is
+        given.
 
         The drives' older version of the shard is written over, where they have one.
 
@@ -78,7 +100,10 @@ class Mover:
         here, there = _UPWARDS.index(record.home()), _UPWARDS.index(to)
         if into is not None and here == there:
             raise IllegalTransition(
-                shard=record.name, source=to.name, target=f"{to.name}, in other memory", allowed=("another tier",)
+                shard=record.name,
+                source=to.name,
+                target=f"{to.name}, in other memory",
+                allowed=("another tier",),
             )
         if there < here and record.is_current(to):
             record.advance(HOME_OF[to])
@@ -88,21 +113,27 @@ class Mover:
         way = _UPWARDS[here : there + 1] if here <= there else _UPWARDS[there : here + 1][::-1]
         hops = [_BY_TIERS[hop] for hop in pairwise(way)]
         last = len(hops) - 1
-        stages = [self._stage(record, hop, source, into if number == last else None) for number, hop in enumerate(hops)]
+        stages = [
+            self._stage(record, hop, source, into if number == last else None)
+            for number, hop in enumerate(hops)
+        ]
         return self._begin(stages)
 
     def release(self, record: ShardRecord, tier: Tier) -> None:
         """Give back the memory or place that the shard has in `tier`; nothing where it has none.
 
         Raises:
-            IllegalTransition: it is needed: as the shard's home, by a move, or because no other copy is current.
+            IllegalTransition: it is needed: as the shard's home, by a move, or because no other
+                copy is current.
         """
         where = record.drop(tier)
         if where is not None:
             self._give_back(where)
 
     def read_home(self, record: ShardRecord, into: memoryview) -> None:
-        """Read the shard from its place on the drives into memory of the caller's, and wait. It moves nowhere.
+        """Read the shard from its place on the drives into memory of the caller's, and wait.
+
+        It moves nowhere.
 
         Raises:
             TransferError: it could not be read.
@@ -110,21 +141,29 @@ class Mover:
         """
         if not record.is_current(Tier.NVME) or record.place is None:
             raise IllegalTransition(
-                shard=record.name, source=record.residency.name, target="a copy from NVMe", allowed=("moving it there",)
+                shard=record.name,
+                source=record.residency.name,
+                target="a copy from NVMe",
+                allowed=("moving it there",),
             )
         self._drives(record).read(record.place, into, what=record.name).wait()
 
     def read_part(self, record: ShardRecord, start: int, into: memoryview) -> Hop:
-        """Begin to read a part of what is in the shard's place on the drives, whatever that is. It moves nowhere."""
+        """Begin to read a part of what is in the shard's place on the drives, whatever that is.
+
+        It moves nowhere.
+        """
         assert record.place is not None, "what is read of has a place"
-        return self._drives(record).read(record.place.part(start, into.nbytes), into, what=record.name)
+        return self._drives(record).read(
+            record.place.part(start, into.nbytes), into, what=record.name
+        )
 
     def forget(self, record: ShardRecord) -> None:
         """Give back all that the shard has: its bytes are not wanted any more."""
         for where in record.abandon():
             self._give_back(where)
 
-    # --- what is under way ----------------------------------------------------------------------------------------
+    # --- what is under way ------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Start the hops that have become possible."""
@@ -133,7 +172,9 @@ class Mover:
         self._let_go()
 
     def drain(self) -> list[BaseException]:
-        """Wait until every move has ended; return what stopped those whose `result` has not raised it."""
+        """Wait until every move has ended; return what stopped those whose `result` has not raised
+        it.
+        """
         for transfer in self._transfers:
             transfer.wait()
         ended, self._transfers = self._transfers, []
@@ -146,12 +187,16 @@ class Mover:
         return transfer
 
     def _let_go(self) -> None:
-        """Forget the moves that have ended, except those whose error no call has raised or returned yet."""
+        """Forget the moves that have ended, except those whose error no call has raised or returned
+        yet.
+        """
         self._transfers = [
-            transfer for transfer in self._transfers if not transfer.done() or transfer.untold is not None
+            transfer
+            for transfer in self._transfers
+            if not transfer.done() or transfer.untold is not None
         ]
 
-    # --- one hop --------------------------------------------------------------------------------------------------
+    # --- one hop ----------------------------------------------------------------------------------
 
     def _stage(
         self,
@@ -164,7 +209,8 @@ class Mover:
         leaves, goes_to = MOVES[moving]
         if into is not None:
             self._check_target(record, moving, into)
-        new: list[Lease | Place] = [] if into is None else [into]  # what is for it and is not the record's yet
+        # what is for it and is not the record's yet
+        new: list[Lease | Place] = [] if into is None else [into]
         begun = False
 
         def start() -> Hop | None:
@@ -174,7 +220,8 @@ class Mover:
             hop: Hop | None = None
             target: Lease | Place | None = None
             if self._is_one_memory(moving):
-                self.release(record, goes_to)  # a lease that was kept there makes way for the one that comes
+                # a lease that was kept there makes way for the one that comes
+                self.release(record, goes_to)
             elif not record.is_current(goes_to):
                 target = record.where(goes_to)
                 if target is None:
@@ -210,11 +257,17 @@ class Mover:
             expected = "nothing, as DEVICE and HOST are one memory: no bytes are copied"
         elif record.where(tier) is not None:
             expected = f"nothing, as {record.name} has memory in {tier.name} already"
-        elif into.closed or into.nbytes != record.nbytes or not (into.tier is tier or self._accelerator.unified):
+        elif (
+            into.closed
+            or into.nbytes != record.nbytes
+            or not (into.tier is tier or self._accelerator.unified)
+        ):
             expected = f"an open lease of {record.nbytes} B of {tier.name}"
         else:
             return
-        raise ConfigError(field=f"into, where {record.name} is to move", value=into, expected=expected)
+        raise ConfigError(
+            field=f"into, where {record.name} is to move", value=into, expected=expected
+        )
 
     def _hop(self, record: ShardRecord, moving: Residency, target: Lease | Place) -> Hop | None:
         """Put the bytes on their way, from where they are to `target`."""
@@ -236,7 +289,9 @@ class Mover:
         return self._accelerator.unified and moving in _STREAM
 
     def _rename(self, record: ShardRecord, leaves: Tier, goes_to: Tier) -> None:
-        """Let the lease change tiers: DEVICE and HOST are the same bytes, and a lease has one holder."""
+        """Let the lease change tiers: DEVICE and HOST are the same bytes, and a lease has one
+        holder.
+        """
         record.arrived(goes_to, _present(record, leaves))
         record.advance(HOME_OF[goes_to])
         record.drop(leaves)
@@ -256,7 +311,9 @@ class Mover:
     def _drives(self, record: ShardRecord) -> SwapFile:
         if self._swap is None:
             raise ConfigError(
-                field="Budget.nvme", value=None, expected=f"a directory and its size, as {record.name} moves to NVMe"
+                field="Budget.nvme",
+                value=None,
+                expected=f"a directory and its size, as {record.name} moves to NVMe",
             )
         return self._swap
 
@@ -269,5 +326,7 @@ def _memory(lease: Lease) -> memoryview:
 def _present(record: ShardRecord, tier: Tier) -> Lease | Place:
     where = record.where(tier)
     if where is None:
-        raise RuntimeError(f"{record!r} has nothing in {tier.name}, where its residency says that it is")
+        raise RuntimeError(
+            f"{record!r} has nothing in {tier.name}, where its residency says that it is"
+        )
     return where

@@ -1,7 +1,8 @@
-"""`ShardRecord`: all that is known of one shard: where its current version is, and which copies of it there are.
+"""`ShardRecord`: all that is known of one shard: where its current version is, and which copies of
+it there are.
 
-`advance` is the only way to another residency. Starts no I/O and knows no policy; called by the Mover, and by the code
-that changed the shard's bytes, from one thread.
+`advance` is the only way to another residency. Starts no I/O and knows no policy; called by the
+Mover, and by the code that changed the shard's bytes, from one thread.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class ShardRecord:
     def arriving(self) -> Lease | None:
         """The memory that a move under way writes to.
 
-        While it uploads, streams that wait for the transfer's `event` may use it. From its end on it is `device`.
+        While it uploads, streams that wait for the transfer's `event` may use it. From its end on
+        it is `device`.
         """
         return self._arriving if isinstance(self._arriving, Lease) else None
 
@@ -119,7 +121,8 @@ class ShardRecord:
         """Go over to another residency; where that is a move, it writes to `into`.
 
         Raises:
-            IllegalTransition: none leads there from here, or the tier has no current copy to be at home in.
+            IllegalTransition: none leads there from here, or the tier has no current copy to be at
+                home in.
         """
         self.check(to)
         self._residency = to
@@ -129,11 +132,14 @@ class ShardRecord:
         """Note that `where` now holds the current version in `tier`."""
         if where.nbytes != self.nbytes:
             expected = f"the {self.nbytes} B of the shard"
-            raise ConfigError(field=f"bytes of {self.name} in {tier.name}", value=where.nbytes, expected=expected)
+            raise ConfigError(
+                field=f"bytes of {self.name} in {tier.name}", value=where.nbytes, expected=expected
+            )
         self._copies[tier] = _Copy(where, self._version)
 
     def changed(self) -> None:
-        """Note that its bytes were changed where it resides: copies elsewhere are of an older version now.
+        """Note that its bytes were changed where it resides: copies elsewhere are of an older
+        version now.
 
         Raises:
             IllegalTransition: it is on its way at this moment.
@@ -142,7 +148,10 @@ class ShardRecord:
         if tier is None:
             allowed = (f"waiting for the end of {self._residency.name}",)
             raise IllegalTransition(
-                shard=self.name, source=self._residency.name, target="a changed version", allowed=allowed
+                shard=self.name,
+                source=self._residency.name,
+                target="a changed version",
+                allowed=allowed,
             )
         self._version += 1
         self._copies[tier] = _Copy(self._copies[tier].where, self._version)
@@ -166,20 +175,27 @@ class ShardRecord:
         """
         if self._residency in MOVES:
             raise IllegalTransition(
-                shard=self.name, source=self._residency.name, target="nowhere", allowed=("waiting for the move's end",)
+                shard=self.name,
+                source=self._residency.name,
+                target="nowhere",
+                allowed=("waiting for the move's end",),
             )
         copies, self._copies = list(self._copies.values()), {}
         return [copy.where for copy in copies]
 
     def _check_dispensable(self, tier: Tier) -> None:
         needed = MOVES.get(self._residency) or (TIER_OF[self._residency],)
-        if tier in needed or not any(self.is_current(other) for other in self._copies if other is not tier):
+        if tier in needed or not any(
+            self.is_current(other) for other in self._copies if other is not tier
+        ):
             raise IllegalTransition(
                 shard=self.name,
                 source=f"{self._residency.name} with its copy in {tier.name}, which is needed,",
                 target="going on without it",
                 allowed=tuple(
-                    f"doing without the copy in {other.name}" for other in self._copies if other not in needed
+                    f"doing without the copy in {other.name}"
+                    for other in self._copies
+                    if other not in needed
                 ),
             )
 
@@ -190,4 +206,7 @@ class ShardRecord:
     def __repr__(self) -> str:
         """Show where it is."""
         copies = ", ".join(f"{tier.name} v{copy.version}" for tier, copy in self._copies.items())
-        return f"ShardRecord({self.name}: {self.nbytes} B, {self._residency.name}, v{self._version}; copies: {copies})"
+        return (
+            f"ShardRecord({self.name}: {self.nbytes} B, {self._residency.name}, v{self._version}; "
+            f"copies: {copies})"
+        )

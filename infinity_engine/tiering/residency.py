@@ -14,21 +14,25 @@ __all__ = ["HOME_OF", "MOVES", "TIER_OF", "TRANSITIONS", "Residency"]
 
 
 class Residency(Enum):
-    """The tier in use, which has the current version; or the way to one, whose bytes there are undefined so far.
+    """The tier in use, which has the current version; or the way to one, whose bytes there are
+    undefined so far.
 
-    Other tiers may have copies of the same version: a shard that is NVME with a copy in HOST is a cached one.
+    Other tiers may have copies of the same version: a shard that is NVME with a copy in HOST is a
+    cached one.
     """
 
     NVME = "nvme"  # in the swap file
     LOADING = "loading"  # being read from there
     HOST = "host"  # in a lease of host memory
-    UPLOADING = "uploading"  # being copied to the record's `arriving`, for streams that wait for the copy's event
+    # being copied to the record's `arriving`, for streams that wait for the copy's event
+    UPLOADING = "uploading"
     DEVICE = "device"  # in a lease of device memory
     DOWNLOADING = "downloading"  # being copied to the host
     STORING = "storing"  # being written to the swap file
 
 
-# A failed move ends where it came from. Down without a move: where the tier below has the same version.
+# A failed move ends where it came from. Down without a move: where the tier below has the same
+# version.
 TRANSITIONS = MappingProxyType(
     {
         Residency.NVME: (Residency.LOADING,),
@@ -41,7 +45,9 @@ TRANSITIONS = MappingProxyType(
     }
 )
 
-HOME_OF = MappingProxyType({Tier.NVME: Residency.NVME, Tier.HOST: Residency.HOST, Tier.DEVICE: Residency.DEVICE})
+HOME_OF = MappingProxyType(
+    {Tier.NVME: Residency.NVME, Tier.HOST: Residency.HOST, Tier.DEVICE: Residency.DEVICE}
+)
 TIER_OF = MappingProxyType({residency: tier for tier, residency in HOME_OF.items()})
 
 # Of each move the tier that it leaves and the one that it goes to.

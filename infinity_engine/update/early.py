@@ -1,8 +1,9 @@
-"""`EarlyUpdates`: subgroups that are updated in a backward, as soon as their gradients are there (decision 0015).
+"""`EarlyUpdates`: subgroups that are updated in a backward, as soon as their gradients are there
+(decision 0015).
 
-Fills host buffers with what is expected next, takes gradients into them, updates what is complete and writes it to new
-places. Waits for nothing in a backward: what it does not get to is left to the step. What it has made counts only when
-the step makes it count.
+Fills host buffers with what is expected next, takes gradients into them, updates what is complete
+and writes it to new places. Waits for nothing in a backward: what it does not get to is left to the
+step. What it has made counts only when the step makes it count.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from infinity_engine.update.swapping import SwappedStates
 __all__ = ["EarlyUpdates"]
 
 _FORMAT = FloatFormat.BF16
-"""Of gradients: fp32 parameters, which are masters, are not updated early, nor fp16 ones, whose scale may fall."""
+"""Of gradients: fp32 parameters, which are masters, are not updated early, nor fp16 ones, whose
+scale may fall.
+"""
 _Piece = tuple[int, int]  # a parameter, and which piece of it
 
 
@@ -36,7 +39,8 @@ class _Early:
     loading: IOEvent | None = None
     loaded: bool = False
     updating: bool = False  # or updated: an update that was interrupted has left nobody knows what
-    arrived: dict[int, int] = field(default_factory=dict)  # those whose gradient is there: of which micro-batch
+    # those whose gradient is there: of which micro-batch
+    arrived: dict[int, int] = field(default_factory=dict)
     steps: list[int] | None = None  # of each segment, once it is updated
     storing: IOEvent | None = None
 
@@ -74,14 +78,16 @@ class _Window:
     left: deque[int]  # subgroups that have not had their turn
     here: dict[int, int] = field(default_factory=dict)  # the buffer of each subgroup that is in one
     missed: set[int] = field(default_factory=set)  # some of whose gradients have gone to the drives
-    made: dict[int, list[int]] = field(default_factory=dict)  # written; the step counts that they will have
+    # written; the step counts that they will have
+    made: dict[int, list[int]] = field(default_factory=dict)
 
 
 class EarlyUpdates:
-    """What may be updated early, `order` says in which order it is expected; `buffers` are how many there are for it.
+    """What may be updated early, `order` says in which order it is expected; `buffers` are how many
+    there are for it.
 
-    `segments` has the subgroup and the number of the segment of each piece of a gradient. `keep` writes a gradient to
-    the drives that was taken into a buffer: (parameter, piece, its bytes).
+    `segments` has the subgroup and the number of the segment of each piece of a gradient. `keep`
+    writes a gradient to the drives that was taken into a buffer: (parameter, piece, its bytes).
     """
 
     def __init__(
@@ -112,7 +118,7 @@ class EarlyUpdates:
         """What the updates of this backward were made with; None before it."""
         return None if self._window is None else self._window.inputs
 
-    # --- in a backward --------------------------------------------------------------------------------------------
+    # --- in a backward ----------------------------------------------------------------------------
 
     def begin(self, inputs: StepInputs) -> None:
         """Begin to load what is expected first. What was begun already goes on."""
@@ -121,8 +127,16 @@ class EarlyUpdates:
             self._window = _Window(inputs, deque(self._order))
             self._fill()
 
-    def take(self, parameter: int, piece: int, gradient: torch.Tensor, format_: FloatFormat, micro_batch: int) -> bool:
-        """Take a piece of a gradient, as bytes, if its subgroup is in a buffer; tell whether it was taken.
+    def take(
+        self,
+        parameter: int,
+        piece: int,
+        gradient: torch.Tensor,
+        format_: FloatFormat,
+        micro_batch: int,
+    ) -> bool:
+        """Take a piece of a gradient, as bytes, if its subgroup is in a buffer; tell whether it was
+        taken.
 
         Raises:
             RuntimeError: its subgroup was updated without it.
@@ -135,9 +149,12 @@ class EarlyUpdates:
         early = self._early.get(subgroup)
         if subgroup in window.made or (early is not None and early.steps is not None):
             raise RuntimeError(
-                "a gradient came for a parameter that this step has updated already: with storage.early_updates there "
-                "is one backward() for each micro-batch, and no second gradient of one parameter in it (as with "
-                "reentrant checkpointing). Call zero_grad(), which takes the update back, or turn the setting off"
+                "a gradient came for a parameter that this step has updated already: with "
+                "storage.early_updates there "
+                "is one backward() for each micro-batch, and no second gradient of one parameter "
+                "in it (as with "
+                "reentrant checkpointing). Call zero_grad(), which takes the update back, or turn "
+                "the setting off"
             )
         visit = None if early is None else self._swapped.visit(subgroup)
         takes = visit is not None and visit.has_place(segment, micro_batch) and format_ is _FORMAT
@@ -145,7 +162,8 @@ class EarlyUpdates:
             self._miss(subgroup)
             return False
         visit.gradient(segment, micro_batch, gradient.numel()).copy_(gradient)
-        early.arrived[segment] = micro_batch  # its update waits for the next go_on: the taker's caller notes it first
+        # its update waits for the next go_on: the taker's caller notes it first
+        early.arrived[segment] = micro_batch
         return True
 
     def go_on(self) -> None:
@@ -200,7 +218,10 @@ class EarlyUpdates:
         early.store(self._swapped.store_early(subgroup, self._window.here[subgroup]))
 
     def _leave(self, subgroup: int, steps: list[int] | None) -> None:
-        """Let a subgroup's buffer be free; `steps`: it was made. Interrupted, it can be done again."""
+        """Let a subgroup's buffer be free; `steps`: it was made.
+
+        Interrupted, it can be done again.
+        """
         assert self._window is not None, "there is a backward"
         if steps is not None:
             self._window.made[subgroup] = steps
@@ -222,7 +243,9 @@ class EarlyUpdates:
         early, visit = self._early[subgroup], self._swapped.visit(subgroup)
         if visit is not None:
             for segment, micro_batch in early.arrived.items():
-                self._keep(*self._pieces[subgroup, segment], visit.gradient_memory(segment, micro_batch))
+                self._keep(
+                    *self._pieces[subgroup, segment], visit.gradient_memory(segment, micro_batch)
+                )
         self._wait_for(early.loading, Wait.READS)
         self._leave(subgroup, None)
 
@@ -232,10 +255,11 @@ class EarlyUpdates:
             with self._meter.waits(wait), suppress(TransferError):
                 event.wait()
 
-    # --- after it -------------------------------------------------------------------------------------------------
+    # --- after it ---------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let no subgroup be in a buffer: what is complete is updated and written, the rest is left to the step.
+        """Let no subgroup be in a buffer: what is complete is updated and written, the rest is left
+        to the step.
 
         Raises:
             TransferError: something could not be written. It is tried again the next time.
@@ -263,7 +287,9 @@ class EarlyUpdates:
 
     @property
     def made(self) -> Mapping[int, list[int]]:
-        """The subgroups that were made in the backward, which is settled, with their step counts."""
+        """The subgroups that were made in the backward, which is settled, with their step
+        counts.
+        """
         return {} if self._window is None else self._window.made
 
     def end(self) -> None:

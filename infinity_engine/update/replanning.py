@@ -1,7 +1,8 @@
 """`Replanner`: whether another plan would be better at the rates that were measured while training.
 
-Plans that it proposes leave every state where it is and need no memory that was not taken; who visits the device, and
-in which order, is what they change. Looks at counters and simulates; adopting a plan is the engine's.
+Plans that it proposes leave every state where it is and need no memory that was not taken; who
+visits the device, and in which order, is what they change. Looks at counters and simulates;
+adopting a plan is the engine's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _LEAST_PART = 1 / 64
 _AMOUNTS = MappingProxyType(
     {
         "host_update_params_per_s": (updated(UpdateOnHost, "params"), updated(UpdateOnHost, "ns")),
-        "device_update_params_per_s": (updated(UpdateOnDevice, "params"), updated(UpdateOnDevice, "ns")),
+        "device_update_params_per_s": (
+            updated(UpdateOnDevice, "params"),
+            updated(UpdateOnDevice, "ns"),
+        ),
         "h2d_bytes_per_s": (busy(Lane.H2D, "bytes"), busy(Lane.H2D, "ns")),
         "d2h_bytes_per_s": (busy(Lane.D2H, "bytes"), busy(Lane.D2H, "ns")),
     }
@@ -72,10 +76,12 @@ class Replan:
 
 
 class Replanner:
-    """Watches the steps of one engine, whose plan answered `question`; the memory that it takes is all there will be.
+    """Watches the steps of one engine, whose plan answered `question`; the memory that it takes is
+    all there will be.
 
-    A look is at the medians of some steps, more where these differ much, and at rates that are off by more than that.
-    Each change of plan doubles how many they are at least. So noise does not have it change forth and back.
+    A look is at the medians of some steps, more where these differ much, and at rates that are off
+    by more than that. Each change of plan doubles how many they are at least. So noise does not
+    have it change forth and back.
     """
 
     def __init__(self, question: Question, sizing: Sizing, plan: Plan, *, trained: int) -> None:
@@ -84,8 +90,10 @@ class Replanner:
         self._plan = plan
         self._trained = trained
         self._resident = _resident_part(question.wish.strategy)
-        self._lost = 0  # bytes of the host between leases: what made room for others, and may be too small for them
-        self._rates = rates_of_update(question.means.rates)  # that the plan was made or looked at with
+        # bytes of the host between leases: what made room for others, and may be too small for them
+        self._lost = 0
+        # that the plan was made or looked at with
+        self._rates = rates_of_update(question.means.rates)
         self._before: dict[str, int] = {}
         self._samples: dict[str, list[float]] = {name: [] for name in _AMOUNTS}
         self._steps = -_WARMING_UP
@@ -93,7 +101,9 @@ class Replanner:
 
     @staticmethod
     def can_watch(question: Question, sizing: Sizing, plan: Plan) -> bool:
-        """Tell whether there is anything to be changed about a plan: whether states on the host could visit or not."""
+        """Tell whether there is anything to be changed about a plan: whether states on the host
+        could visit or not.
+        """
         homes = set(plan.steps.homes().values())
         parameters = plan.steps.parameters
         return (
@@ -103,13 +113,15 @@ class Replanner:
             and _resident_part(question.wish.strategy) is not None
             and homes != {Home.RESIDENT}
             and all(
-                sizing.in_place(each, Home.HOST, parameters) == sizing.in_place(each, Home.VISITING, parameters)
+                sizing.in_place(each, Home.HOST, parameters)
+                == sizing.in_place(each, Home.VISITING, parameters)
                 for each in sizing.subgroups
             )
         )
 
     def note_step(self, totals: Mapping[str, int]) -> Replan | None:
-        """Take the totals of all counters after a step; return a better plan, if it is time to look and there is one.
+        """Take the totals of all counters after a step; return a better plan, if it is time to look
+        and there is one.
 
         The engine is to say when it goes by that.
         """
@@ -120,7 +132,9 @@ class Replanner:
         for name, (amount, ns) in _AMOUNTS.items():
             taken_ns = totals.get(ns, 0) - before.get(ns, 0)
             if taken_ns > 0:
-                self._samples[name].append((totals.get(amount, 0) - before.get(amount, 0)) * 1e9 / taken_ns)
+                self._samples[name].append(
+                    (totals.get(amount, 0) - before.get(amount, 0)) * 1e9 / taken_ns
+                )
         if self._steps < self._wanted:
             return None
         if self._wanted < _LAST_LOOK and any(map(_is_vague, self._samples.values())):
@@ -128,7 +142,9 @@ class Replanner:
             return None
         self._steps, self._wanted = 0, self._look_after
         others = {
-            name: median(each) for name, each in self._samples.items() if _differs(each, getattr(self._rates, name))
+            name: median(each)
+            for name, each in self._samples.items()
+            if _differs(each, getattr(self._rates, name))
         }
         for each in self._samples.values():
             each.clear()
@@ -154,13 +170,18 @@ class Replanner:
             return None
         numel = sum(each.numel for each in self._sizing.subgroups)
         was, is_ = (each.steps.params_at(Home.VISITING) / numel for each in (self._plan, best))
-        why = f"{said}: {is_:.0%} visit, before {was:.0%}; updates and moves take {1 - best_ns / now_ns:.0%} less time"
+        why = (
+            f"{said}: {is_:.0%} visit, before {was:.0%}; updates and moves take "
+            f"{1 - best_ns / now_ns:.0%} less time"
+        )
         return Replan(plan=best, pieces=pieces_of(self._sizing, best, self._trained), why=why)
 
-    # --- plans ----------------------------------------------------------------------------------------------------
+    # --- plans ------------------------------------------------------------------------------------
 
     def _best(self, rates: Rates) -> tuple[Plan | None, int]:
-        """Return the plan that takes least of those that can be adopted, and what it takes: from coarse to fine."""
+        """Return the plan that takes least of those that can be adopted, and what it takes: from
+        coarse to fine.
+        """
         tried: dict[float, tuple[Plan | None, int]] = {}
 
         def ns_with(share: float) -> float:
@@ -174,11 +195,16 @@ class Replanner:
         step = 1 / _PARTS
         while step > _LEAST_PART:
             step /= 2
-            best = min((share for share in (best, best - step, best + step) if 0 <= share <= 1), key=ns_with)
+            best = min(
+                (share for share in (best, best - step, best + step) if 0 <= share <= 1),
+                key=ns_with,
+            )
         return tried[best]
 
     def _plan_with(self, share: float, rates: Rates) -> Plan | None:
-        """Return the plan in which so much visits of what is not resident, None where it cannot be adopted."""
+        """Return the plan in which so much visits of what is not resident, None where it cannot be
+        adopted.
+        """
         assert self._resident is not None, "the strategy says how much is resident"
         wish = replace(
             self._question.wish,
@@ -203,14 +229,20 @@ class Replanner:
         return replace(plan, demand=replace(there, staying=staying))
 
     def _copies_that_go(self, plan: Plan) -> int:
-        """Return the bytes of new parameters on the host of subgroups that would visit from now on."""
+        """Return the bytes of new parameters on the host of subgroups that would visit from now
+        on.
+        """
         before, after = self._plan.steps.homes(), plan.steps.homes()
         leaving = (
             each
             for each in self._sizing.subgroups
             if before[each.index] is Home.HOST and after[each.index] is Home.VISITING
         )
-        return sum(each.formats.width * each.numel + _PAGE for each in leaving if each.formats.parameter is not None)
+        return sum(
+            each.formats.width * each.numel + _PAGE
+            for each in leaving
+            if each.formats.parameter is not None
+        )
 
     def _ns(self, plan: Plan, rates: Rates) -> int:
         """Return what updates and moves of a step take."""
@@ -222,7 +254,9 @@ _PAGE = 4096
 
 
 def _device_with(plan: Plan, fetched: int) -> int:
-    """Return what a plan takes of the device, with room for so many bytes of parameters that are fetched."""
+    """Return what a plan takes of the device, with room for so many bytes of parameters that are
+    fetched.
+    """
     demand, staged = plan.demand, sum(plan.steps.staging_bytes)
     if plan.steps.parameters is Tier.DEVICE:
         return demand.device
@@ -233,8 +267,12 @@ def _with(rates: Rates, found: Mapping[str, float]) -> Rates:
     """Return the rates with those that were found."""
     return replace(
         rates,
-        host_update_params_per_s=found.get("host_update_params_per_s", rates.host_update_params_per_s),
-        device_update_params_per_s=found.get("device_update_params_per_s", rates.device_update_params_per_s),
+        host_update_params_per_s=found.get(
+            "host_update_params_per_s", rates.host_update_params_per_s
+        ),
+        device_update_params_per_s=found.get(
+            "device_update_params_per_s", rates.device_update_params_per_s
+        ),
         h2d_bytes_per_s=found.get("h2d_bytes_per_s", rates.h2d_bytes_per_s),
         d2h_bytes_per_s=found.get("d2h_bytes_per_s", rates.d2h_bytes_per_s),
         duplex_h2d_bytes_per_s=found.get("h2d_bytes_per_s", rates.duplex_h2d_bytes_per_s),
@@ -243,7 +281,9 @@ def _with(rates: Rates, found: Mapping[str, float]) -> Rates:
 
 
 def _resident_part(strategy: Strategy) -> float | None:
-    """Return how much a strategy keeps resident, None where that is all that it says or more than it says."""
+    """Return how much a strategy keeps resident, None where that is all that it says or more than
+    it says.
+    """
     if isinstance(strategy, HostOnly):
         return 0.0
     if isinstance(strategy, StaticSplit):
@@ -256,7 +296,9 @@ def _residents(plan: Plan) -> frozenset[int]:
 
 
 def _differs(samples: Sequence[float], rate: float | None) -> bool:
-    """Tell whether a rate is another one than its samples say: by more than is worth a look, and than they differ."""
+    """Tell whether a rate is another one than its samples say: by more than is worth a look, and
+    than they differ.
+    """
     if rate is None or not samples:
         return False
     middle, (low, high) = median(samples), _middle_half(samples)

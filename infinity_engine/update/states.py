@@ -1,6 +1,8 @@
-"""The optimizer's states: where each subgroup's masters and moments lie, and the ops of a plan carried out on them.
+"""The optimizer's states: where each subgroup's masters and moments lie, and the ops of a plan
+carried out on them.
 
-Owns the leases of the states and of the staging sets. Knows no order: the plan has it, and the Executor walks it.
+Owns the leases of the states and of the staging sets. Knows no order: the plan has it, and the
+Executor walks it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from infinity_engine.gradients.keeper import GradientKeeper, added_up
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.memory import Lease
-from infinity_engine.optim import FloatFormat, Rule, Segment, Subgroup, SubgroupState, update_records
+from infinity_engine.optim import (
+    FloatFormat,
+    Rule,
+    Segment,
+    Subgroup,
+    SubgroupState,
+    update_records,
+)
 from infinity_engine.optim import Stream as Values
 from infinity_engine.parameters.parameters import TrainedParameter
 from infinity_engine.plan import Tier
@@ -46,10 +55,14 @@ __all__ = ["Receiver", "StateKeeper", "StepInputs", "piece_numbers"]
 _COMPARED = 1 << 18  # elements at once, where a master is compared with what somebody has changed
 
 _Originals = Callable[[TrainedParameter, int, torch.Tensor], None]
-"""Fills a flat tensor with the elements of a parameter, from one on, as they were before the engine."""
+"""Fills a flat tensor with the elements of a parameter, from one on, as they were before the
+engine.
+"""
 
 Receiver = Callable[[int, int, torch.Tensor], None]
-"""Is shown new values of a parameter that go to the drives: (parameter, first byte, bytes, which are not its own)."""
+"""Is shown new values of a parameter that go to the drives: (parameter, first byte, bytes, which
+are not its own).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +83,8 @@ class _Held:
     lease: Lease | None  # None: its states rest on the drives, or it has none but its values
     pieces: tuple[int, ...]  # which piece of its parameter each segment is
     steps: list[int]  # of each segment
-    copies: Lease | None = None  # what its update writes for modules, where they have it in the other memory
+    # what its update writes for modules, where they have it in the other memory
+    copies: Lease | None = None
 
     def move(self, home: Home, copies: Lease | None) -> None:
         """Be updated elsewhere from the next step on."""
@@ -82,8 +96,9 @@ class _Held:
 class StateKeeper:
     """All states of one engine, and the Carrier of its plans.
 
-    A master lies in place, as the fp32 parameter itself, where that is in the memory in which it is updated. Staging
-    sets are there from the beginning of a step to its end. What rests on the drives is the business of `swapped`.
+    A master lies in place, as the fp32 parameter itself, where that is in the memory in which it is
+    updated. Staging sets are there from the beginning of a step to its end. What rests on the
+    drives is the business of `swapped`.
     """
 
     def __init__(
@@ -105,10 +120,13 @@ class StateKeeper:
         self._lanes = lanes
         self._inputs: StepInputs | None = None
         self._receiver: Receiver | None = None
-        self._done: dict[int, list[int]] = {}  # subgroups that this step has updated: their step counts from its end on
-        self._on_the_way: list[tuple[_Held, list[int], Event]] = []  # updated, and not yet home again
+        # subgroups that this step has updated: their step counts from its end on
+        self._done: dict[int, list[int]] = {}
+        # updated, and not yet home again
+        self._on_the_way: list[tuple[_Held, list[int], Event]] = []
         homes = plan.homes()
-        self._visits: dict[int, list[int]] = {}  # the step counts of what visits, as its update will leave them
+        # the step counts of what visits, as its update will leave them
+        self._visits: dict[int, list[int]] = {}
         numbers = piece_numbers(subgroups)
         self._held = {
             subgroup.index: self._hold(subgroup, homes[subgroup.index], numbers[subgroup.index])
@@ -116,10 +134,12 @@ class StateKeeper:
         }
         self._staging: list[Lease] = []
 
-    # --- where things lie -----------------------------------------------------------------------------------------
+    # --- where things lie -------------------------------------------------------------------------
 
     def follow(self, plan: StepPlan) -> None:
-        """Go by another plan from the next step on. States stay where they are, so that residents are the same.
+        """Go by another plan from the next step on.
+
+        States stay where they are, so that residents are the same.
 
         Raises:
             CapacityError: the host has no room for what it needs; nothing has changed.
@@ -127,11 +147,15 @@ class StateKeeper:
         assert not self.begun, "a step goes by one plan"
         homes = plan.homes()
         moved = [held for index, held in self._held.items() if homes[index] is not held.home]
-        assert all(Home.RESIDENT not in (held.home, homes[held.subgroup.index]) for held in moved), "states stay"
+        assert all(
+            Home.RESIDENT not in (held.home, homes[held.subgroup.index]) for held in moved
+        ), "states stay"
         copies: dict[int, Lease | None] = {}
         try:
             for held in moved:
-                copies[held.subgroup.index] = self._copies(held.subgroup, homes[held.subgroup.index])
+                copies[held.subgroup.index] = self._copies(
+                    held.subgroup, homes[held.subgroup.index]
+                )
         except CapacityError:
             for lease in copies.values():
                 if lease is not None:
@@ -142,7 +166,9 @@ class StateKeeper:
         self._plan = plan
 
     def _copies(self, subgroup: Subgroup, home: Home) -> Lease | None:
-        """Return the memory for what its update writes for modules, where they have it in the other memory."""
+        """Return the memory for what its update writes for modules, where they have it in the other
+        memory.
+        """
         elsewhere = Home.RESIDENT if self._at_home else Home.HOST
         if home is not elsewhere or self._unified or subgroup.formats.parameter is None:
             return None
@@ -150,7 +176,9 @@ class StateKeeper:
         return pool.lease(subgroup.formats.width * subgroup.numel, holder="updated parameters")
 
     def _hold(self, subgroup: Subgroup, home: Home, pieces: tuple[int, ...]) -> _Held:
-        pool = self._lanes.device if home is Home.RESIDENT and not self._unified else self._lanes.host
+        pool = (
+            self._lanes.device if home is Home.RESIDENT and not self._unified else self._lanes.host
+        )
         lease = copies = None
         if subgroup.index not in self._resting:
             lease = pool.lease(self._nbytes(subgroup, home), holder="optimizer states")
@@ -158,23 +186,39 @@ class StateKeeper:
         return _Held(subgroup, home, lease, pieces, [0] * len(subgroup.segments), copies)
 
     def _nbytes(self, subgroup: Subgroup, home: Home) -> int:
-        """Return the bytes of a subgroup's states: the masters, unless they are in place, then the moments."""
-        return 4 * subgroup.numel * (len(self._state_names) + (0 if self._in_place(subgroup, home) else 1))
+        """Return the bytes of a subgroup's states: the masters, unless they are in place, then the
+        moments.
+        """
+        return (
+            4
+            * subgroup.numel
+            * (len(self._state_names) + (0 if self._in_place(subgroup, home) else 1))
+        )
 
     def _state_in(self, flat: torch.Tensor, held: _Held, steps: Sequence[int]) -> SubgroupState:
-        """Return the subgroup's states as they lie in these bytes: the masters first, then the moments."""
+        """Return the subgroup's states as they lie in these bytes: the masters first, then the
+        moments.
+        """
         subgroup = held.subgroup
-        values = flat[: self._nbytes(subgroup, held.home)].view(torch.float32).view(-1, subgroup.numel)
+        values = (
+            flat[: self._nbytes(subgroup, held.home)].view(torch.float32).view(-1, subgroup.numel)
+        )
         streams = [Values.of(each) for each in values]
         masters: Values | tuple[Values, ...]
         if self._in_place(subgroup, held.home):
-            masters = tuple(self._values_of(held, number) for number in range(len(subgroup.segments)))
+            masters = tuple(
+                self._values_of(held, number) for number in range(len(subgroup.segments))
+            )
         else:
             masters = streams.pop(0)
-        return SubgroupState(subgroup=subgroup, master=masters, states=tuple(streams), steps=list(steps))
+        return SubgroupState(
+            subgroup=subgroup, master=masters, states=tuple(streams), steps=list(steps)
+        )
 
     def _states_of(self, held: _Held) -> torch.Tensor:
-        """Return the bytes of a subgroup's states where they are: at home, or in a buffer of this step."""
+        """Return the bytes of a subgroup's states where they are: at home, or in a buffer of this
+        step.
+        """
         if held.lease is not None:
             return held.lease.flat()
         visit = self._visit(held)
@@ -198,14 +242,18 @@ class StateKeeper:
         return self._lanes.accelerator.unified
 
     def _values_of(self, held: _Held, number: int, visit: Visit | None = None) -> Values:
-        """Return the values that modules compute with: in memory, or of a segment that is in a buffer, there."""
+        """Return the values that modules compute with: in memory, or of a segment that is in a
+        buffer, there.
+        """
         segment, format_ = held.subgroup.segments[number], held.subgroup.formats.values
         visit = visit or self._visit(held)
         if visit is not None and number in visit.layout.values:
             target = visit.values(number, format_.nbytes * segment.numel)
             return Values(target.data_ptr(), segment.numel, format_, target)
         whole = self._trained[segment.parameter].home
-        return Values(whole.data_ptr() + format_.nbytes * segment.first_element, segment.numel, format_, whole)
+        return Values(
+            whole.data_ptr() + format_.nbytes * segment.first_element, segment.numel, format_, whole
+        )
 
     def _target_bytes(self, held: _Held, number: int, visit: Visit | None = None) -> torch.Tensor:
         """Return the bytes of those values."""
@@ -217,17 +265,27 @@ class StateKeeper:
         return flat[width * segment.first_element :][: width * segment.numel]
 
     def hand_to(self, receiver: Receiver) -> None:
-        """Show what a step makes of values that rest on the drives to somebody, before it is written there."""
+        """Show what a step makes of values that rest on the drives to somebody, before it is
+        written there.
+        """
         self._receiver = receiver
 
-    def begin(self, originals: _Originals, rules: Sequence[Rule], previous: PreviousStates, teller: Teller) -> None:
-        """Write the first masters, of `originals` in fp32, and states: `previous`, or what each rule begins with."""
+    def begin(
+        self, originals: _Originals, rules: Sequence[Rule], previous: PreviousStates, teller: Teller
+    ) -> None:
+        """Write the first masters, of `originals` in fp32, and states: `previous`, or what each
+        rule begins with.
+        """
         total = sum(self._nbytes(held.subgroup, held.home) for held in self._held.values())
         with teller.part("making optimizer states", total) as made:
             self._begin(originals, rules, previous, made)
 
     def _begin(
-        self, originals: _Originals, rules: Sequence[Rule], previous: PreviousStates, made: Callable[[int], None]
+        self,
+        originals: _Originals,
+        rules: Sequence[Rule],
+        previous: PreviousStates,
+        made: Callable[[int], None],
     ) -> None:
         writing: deque[IOEvent] = deque()
         buffers, count = len(self._plan.buffer_bytes), 0
@@ -268,7 +326,9 @@ class StateKeeper:
             for state, name in enumerate(self._state_names):
                 offset = start + state * numel + segment.offset
                 piece = values[offset : offset + segment.numel]
-                if name not in rule.states or not previous.fill(segment.parameter, name, segment.first_element, piece):
+                if name not in rule.states or not previous.fill(
+                    segment.parameter, name, segment.first_element, piece
+                ):
                     piece.fill_(rule.initial_state)
 
     def state_of(self, number: int) -> Mapping[str, torch.Tensor]:
@@ -276,7 +336,9 @@ class StateKeeper:
         names = ("master", *self._state_names)
         whole = {name: torch.empty(self._trained[number].numel) for name in names}
         for held, index, segment in self._segments_of(number):
-            self._copy_out(held, index, {name: _part(each, segment) for name, each in whole.items()})
+            self._copy_out(
+                held, index, {name: _part(each, segment) for name, each in whole.items()}
+            )
         return whole
 
     def _copy_out(self, held: _Held, index: int, into: Mapping[str, torch.Tensor]) -> None:
@@ -285,7 +347,7 @@ class StateKeeper:
             for name, piece in self._pieces(held, index, flat, visit):
                 into[name].copy_(piece)
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -297,11 +359,16 @@ class StateKeeper:
         return [segment for held in self._held.values() for segment in held.subgroup.segments]
 
     def read_segments(self, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]) -> None:
-        """Show each segment with its master and moments, of which no view may be left when `show` returns."""
+        """Show each segment with its master and moments, of which no view may be left when `show`
+        returns.
+        """
         for held in self._held.values():
-            self._show_segments(held, show)  # whose frame has the last views of a subgroup, and ends before the next
+            # whose frame has the last views of a subgroup, and ends before the next
+            self._show_segments(held, show)
 
-    def _show_segments(self, held: _Held, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]) -> None:
+    def _show_segments(
+        self, held: _Held, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]
+    ) -> None:
         with self._looking_at(held) as (flat, visit):
             for index, segment in enumerate(held.subgroup.segments):
                 show(segment, dict(self._pieces(held, index, flat, visit)))
@@ -309,27 +376,35 @@ class StateKeeper:
     def overwrite_segments(
         self, fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None]
     ) -> None:
-        """Let `fill` overwrite each segment's master and moments, and the values that modules compute with.
+        """Let `fill` overwrite each segment's master and moments, and the values that modules
+        compute with.
 
-        The values are None where the master is what modules compute with. What is written is kept as an update's
-        results are; tell the provider of it as of an update. No view may be left when `fill` returns.
+        The values are None where the master is what modules compute with. What is written is kept
+        as an update's results are; tell the provider of it as of an update. No view may be left
+        when `fill` returns.
         """
         for held in self._held.values():
             self._fill_segments(held, fill)
 
     def _fill_segments(
-        self, held: _Held, fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None]
+        self,
+        held: _Held,
+        fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None],
     ) -> None:
         with self._overwriting(held) as (flat, visit):
             for index, segment in enumerate(held.subgroup.segments):
                 values = None
                 if not self._in_place(held.subgroup, held.home):
-                    values = self._target_bytes(held, index, visit).view(self._trained[segment.parameter].dtype)
+                    values = self._target_bytes(held, index, visit).view(
+                        self._trained[segment.parameter].dtype
+                    )
                 fill(segment, dict(self._pieces(held, index, flat, visit)), values)
 
     @contextmanager
     def _overwriting(self, held: _Held) -> Iterator[tuple[torch.Tensor, Visit | None]]:
-        """Have a subgroup's states in memory; they and the values that rest on drives are written there at the end."""
+        """Have a subgroup's states in memory; they and the values that rest on drives are written
+        there at the end.
+        """
         index = held.subgroup.index
         if self._swapped is None or not self._swapped.has(index):
             assert held.lease is not None, "states that do not rest on drives have a lease"
@@ -352,9 +427,11 @@ class StateKeeper:
         return max((held.steps[index] for held, index, _ in self._segments_of(number)), default=0)
 
     def set_master(self, number: int, values: torch.Tensor) -> None:
-        """Let a parameter's master be flat values of its own, which somebody has changed, where they are others.
+        """Let a parameter's master be flat values of its own, which somebody has changed, where
+        they are others.
 
-        Where the master rounds to what is there, it was not changed, and keeps what rounding takes of it.
+        Where the master rounds to what is there, it was not changed, and keeps what rounding takes
+        of it.
         """
         for held, index, segment in self._segments_of(number):
             if not self._in_place(held.subgroup, held.home):
@@ -366,7 +443,9 @@ class StateKeeper:
             for first in range(0, len(values), _COMPARED):
                 mine = master[first : first + _COMPARED]
                 theirs = values[first : first + _COMPARED].to(mine.device)
-                mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
+                mine.copy_(
+                    torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype))
+                )
 
     def _segments_of(self, number: int) -> Iterator[tuple[_Held, int, Segment]]:
         """Yield where a parameter's segments are, with their numbers there."""
@@ -376,8 +455,12 @@ class StateKeeper:
                     yield held, index, segment
 
     @contextmanager
-    def _looking_at(self, held: _Held, *, changing: bool = False) -> Iterator[tuple[torch.Tensor, Visit | None]]:
-        """Have a subgroup's states in memory, between steps; what is changed of them is written where they rest."""
+    def _looking_at(
+        self, held: _Held, *, changing: bool = False
+    ) -> Iterator[tuple[torch.Tensor, Visit | None]]:
+        """Have a subgroup's states in memory, between steps; what is changed of them is written
+        where they rest.
+        """
         index = held.subgroup.index
         if self._swapped is None or not self._swapped.has(index):
             assert held.lease is not None, "states that do not rest on drives have a lease"
@@ -424,10 +507,13 @@ class StateKeeper:
         while self._staging:
             self._staging.pop().close()
 
-    # --- ops ------------------------------------------------------------------------------------------------------
+    # --- ops --------------------------------------------------------------------------------------
 
     def begin_step(self, inputs: StepInputs) -> None:
-        """Take what the updates of a step need. One that was interrupted goes on with what it began with."""
+        """Take what the updates of a step need.
+
+        One that was interrupted goes on with what it began with.
+        """
         self._inputs = self._inputs or inputs
         self.resume_step()
 
@@ -441,7 +527,9 @@ class StateKeeper:
             self._swapped.begin_step(len(self._plan.buffer_bytes), self._done)
 
     def note_arrivals(self) -> None:
-        """Count what visited the device and is home again as updated; what failed on the way is as it was."""
+        """Count what visited the device and is home again as updated; what failed on the way is as
+        it was.
+        """
         for held, steps, event in self._on_the_way:
             with suppress(Exception):  # told by whoever walks the plan
                 event.wait()
@@ -459,10 +547,12 @@ class StateKeeper:
             self._swapped.end_step()
         self._inputs, self._done = None, {}
 
-    # --- before a step --------------------------------------------------------------------------------------------
+    # --- before a step ----------------------------------------------------------------------------
 
     def update_early(self, index: int, inputs: StepInputs) -> list[int]:
-        """Update a subgroup that is in a buffer; return the step counts that it has once it is adopted."""
+        """Update a subgroup that is in a buffer; return the step counts that it has once it is
+        adopted.
+        """
         held = self._held[index]
         state = self._state_in(self._states_of(held), held, held.steps)
         op = UpdateOnHost(subgroup=index, params=held.subgroup.numel)
@@ -470,7 +560,9 @@ class StateKeeper:
         return list(state.steps)
 
     def adopt(self, made: Mapping[int, Sequence[int]]) -> dict[int, Place]:
-        """Let updates that were made early be this step's; return where the values of parameters are now."""
+        """Let updates that were made early be this step's; return where the values of parameters
+        are now.
+        """
         if not made:
             return {}
         assert self._swapped is not None, "what is updated early rests on drives"
@@ -478,7 +570,7 @@ class StateKeeper:
             self._done[index] = list(steps)
         return self._swapped.adopt(made)
 
-    # --- in a step ------------------------------------------------------------------------------------------------
+    # --- in a step --------------------------------------------------------------------------------
 
     @property
     def made_early(self) -> Collection[int]:
@@ -487,7 +579,9 @@ class StateKeeper:
 
     @property
     def begun(self) -> bool:
-        """Whether a step was begun and not ended: some of what modules compute with may be new, and the rest old."""
+        """Whether a step was begun and not ended: some of what modules compute with may be new, and
+        the rest old.
+        """
         return self._inputs is not None
 
     def carry_out(self, op: Op, after: Sequence[Event]) -> Event | IOEvent | None:
@@ -498,7 +592,12 @@ class StateKeeper:
         if self._was_done(held):
             return None
         if isinstance(op, UpdateOnHost):
-            self._update(op, held, self._state_in(self._states_of(held), held, held.steps), self._targets(held))
+            self._update(
+                op,
+                held,
+                self._state_in(self._states_of(held), held, held.steps),
+                self._targets(held),
+            )
             return None
         if isinstance(op, UpdateOnDevice):
             return self._update_on_device(op, held, after)
@@ -507,7 +606,8 @@ class StateKeeper:
         return self._move(op, held, after)
 
     def _was_done(self, held: _Held) -> bool:
-        """Tell whether an interrupted step has left nothing of a subgroup but, where it rests on drives, to store it.
+        """Tell whether an interrupted step has left nothing of a subgroup but, where it rests on
+        drives, to store it.
 
         What visits is updated when it is home again, and staging sets have others' bytes by then.
         """
@@ -530,9 +630,13 @@ class StateKeeper:
 
     def _move(self, op: Op, held: _Held, after: Sequence[Event]) -> Event:
         if isinstance(op, UploadStates):
-            return self._copy(op, Cargo.STATES, self._staged(op.staging, held), self._home_of(held), after)
+            return self._copy(
+                op, Cargo.STATES, self._staged(op.staging, held), self._home_of(held), after
+            )
         if isinstance(op, DownloadStates):
-            event = self._copy(op, Cargo.STATES, self._home_of(held), self._staged(op.staging, held), after)
+            event = self._copy(
+                op, Cargo.STATES, self._home_of(held), self._staged(op.staging, held), after
+            )
             self._on_the_way.append((held, self._visits.pop(op.subgroup), event))
             return event
         if isinstance(op, UploadParameters):
@@ -548,7 +652,11 @@ class StateKeeper:
         inputs = self._inputs
         assert inputs is not None, "a step has begun"
         visits = op.staging is not None and not self._unified
-        flat = self._staging[op.staging].flat() if visits and op.staging is not None else self._states_of(held)
+        flat = (
+            self._staging[op.staging].flat()
+            if visits and op.staging is not None
+            else self._states_of(held)
+        )
         state = self._state_in(flat, held, held.steps)
         if visits:
             self._visits[op.subgroup] = state.steps
@@ -557,10 +665,16 @@ class StateKeeper:
         def work() -> None:
             self._update(op, held, state, targets, arrives=visits)
             subgroup = held.subgroup
-            if subgroup.formats.parameter is None and not self._at_home and not self._in_place(subgroup, held.home):
+            if (
+                subgroup.formats.parameter is None
+                and not self._at_home
+                and not self._in_place(subgroup, held.home)
+            ):
                 self._copy_masters(subgroup, state, inputs.gradients)
 
-        return self._lanes.on_device(work, op.params, after=after, name=op.name, subgroup=op.subgroup)
+        return self._lanes.on_device(
+            work, op.params, after=after, name=op.name, subgroup=op.subgroup
+        )
 
     def _update(
         self,
@@ -571,7 +685,9 @@ class StateKeeper:
         *,
         arrives: bool = False,
     ) -> None:
-        """Update a subgroup whose states are in `state`; `arrives`: it counts as updated when it is home again."""
+        """Update a subgroup whose states are in `state`; `arrives`: it counts as updated when it is
+        home again.
+        """
         inputs = self._inputs
         assert inputs is not None, "a step has begun"
         if held.subgroup.index in self._done:
@@ -626,12 +742,17 @@ class StateKeeper:
             return inputs.gradients.values(segment.parameter, piece)
         if len(formats) == 1:
             return self._wire(visit, number, segment, formats[0], 0)
-        wires = [self._wire(visit, number, segment, format_, place) for place, format_ in enumerate(formats)]
+        wires = [
+            self._wire(visit, number, segment, format_, place)
+            for place, format_ in enumerate(formats)
+        ]
         total = self._wire(visit, number, segment, FloatFormat.FP32, -1)
         added_up(self._lanes.kernels, wires, total)
         return total
 
-    def _wire(self, visit: Visit, number: int, segment: Segment, format_: FloatFormat, micro_batch: int) -> Values:
+    def _wire(
+        self, visit: Visit, number: int, segment: Segment, format_: FloatFormat, micro_batch: int
+    ) -> Values:
         flat = visit.gradient(number, micro_batch, format_.nbytes * segment.numel)
         return Values(flat.data_ptr(), segment.numel, format_, flat)
 
@@ -648,7 +769,9 @@ class StateKeeper:
         return self._computed_with(held) if copies is None else self._parts_of(copies, held)
 
     def _copies_of(self, held: _Held) -> torch.Tensor | None:
-        """Return the bytes of what the host's update writes for the device, where that is another memory."""
+        """Return the bytes of what the host's update writes for the device, where that is another
+        memory.
+        """
         if held.copies is not None:
             return held.copies.flat()
         visit, formats = self._visit(held), held.subgroup.formats
@@ -666,17 +789,23 @@ class StateKeeper:
 
     def _parts_of(self, flat: torch.Tensor, held: _Held) -> tuple[Values, ...]:
         whole = Values(flat.data_ptr(), held.subgroup.numel, held.subgroup.formats.values, flat)
-        return tuple(whole.part(segment.offset, segment.numel) for segment in held.subgroup.segments)
+        return tuple(
+            whole.part(segment.offset, segment.numel) for segment in held.subgroup.segments
+        )
 
     def _updated_on_device(self, staging: int | None, held: _Held) -> torch.Tensor:
-        """Return the bytes of what modules compute with as the device's update leaves them: 16 bits, or the masters."""
+        """Return the bytes of what modules compute with as the device's update leaves them: 16
+        bits, or the masters.
+        """
         subgroup = held.subgroup
         states = self._staging[staging].flat() if staging is not None else self._states_of(held)
         if subgroup.formats.parameter is None:
             return states[: 4 * subgroup.numel]
         if held.copies is not None:
             return held.copies.flat()
-        return states[self._nbytes(subgroup, held.home) :][: subgroup.formats.width * subgroup.numel]
+        return states[self._nbytes(subgroup, held.home) :][
+            : subgroup.formats.width * subgroup.numel
+        ]
 
     def _computed_with(self, held: _Held) -> tuple[Values | None, ...]:
         numbers = range(len(held.subgroup.segments))
@@ -684,8 +813,13 @@ class StateKeeper:
             return (None,) * len(numbers)
         return tuple(self._values_of(held, number) for number in numbers)
 
-    def _copy_masters(self, subgroup: Subgroup, state: SubgroupState, gradients: GradientKeeper) -> None:
-        """Give modules the fp32 values that were updated beside them, in device memory. Others may not be there."""
+    def _copy_masters(
+        self, subgroup: Subgroup, state: SubgroupState, gradients: GradientKeeper
+    ) -> None:
+        """Give modules the fp32 values that were updated beside them, in device memory.
+
+        Others may not be there.
+        """
         assert isinstance(state.master, Values), "masters that are not in place are one stream"
         whole = state.master.owner
         assert isinstance(whole, torch.Tensor), "streams of states are made of tensors"
@@ -707,36 +841,55 @@ class StateKeeper:
         source: torch.Tensor | Lease,
         after: Sequence[Event],
     ) -> Event:
-        return self._lanes.copy(op.lane, cargo, target, source, after=after, name=op.name, subgroup=op.subgroup)
+        return self._lanes.copy(
+            op.lane, cargo, target, source, after=after, name=op.name, subgroup=op.subgroup
+        )
 
-    def _upload_parameters(self, op: UploadParameters, held: _Held, after: Sequence[Event]) -> Event:
+    def _upload_parameters(
+        self, op: UploadParameters, held: _Held, after: Sequence[Event]
+    ) -> Event:
         """Take what the host updated to where modules compute with it."""
         copies = self._copies_of(held)
-        for values, piece in self._copied(held, self._states_of(held) if copies is None else copies):
+        for values, piece in self._copied(
+            held, self._states_of(held) if copies is None else copies
+        ):
             self._copy(op, Cargo.PARAMETERS, values, piece, after)
         return self._behind(self._lanes.upload, after)
 
-    def _download_parameters(self, op: DownloadParameters, held: _Held, after: Sequence[Event]) -> Event:
-        """Take what the device updated to where modules fetch it from, or into the buffer that is stored."""
+    def _download_parameters(
+        self, op: DownloadParameters, held: _Held, after: Sequence[Event]
+    ) -> Event:
+        """Take what the device updated to where modules fetch it from, or into the buffer that is
+        stored.
+        """
         for values, piece in self._copied(held, self._updated_on_device(op.staging, held)):
             self._copy(op, Cargo.PARAMETERS, values, piece, after)
         return self._behind(self._lanes.download, after)
 
     def _behind(self, stream: Stream | None, after: Sequence[Event]) -> Event:
-        """Return the end of what `stream` was given, and of `after`: there may have been nothing to copy."""
+        """Return the end of what `stream` was given, and of `after`: there may have been nothing to
+        copy.
+        """
         assert stream is not None, "copies are between two memories"
         for event in after:
             self._lanes.accelerator.wait_for(stream, event)
         return self._lanes.accelerator.record(stream)
 
-    def _copied(self, held: _Held, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the bytes of each segment that was updated: as modules have them, and in `source`, which has all."""
+    def _copied(
+        self, held: _Held, source: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the bytes of each segment that was updated: as modules have them, and in `source`,
+        which has all.
+        """
         inputs = self._inputs
         assert inputs is not None, "a step has begun"
         width = held.subgroup.formats.width
         for number, segment in enumerate(held.subgroup.segments):
             if inputs.gradients.has(segment.parameter):
-                yield self._target_bytes(held, number), source[width * segment.offset :][: width * segment.numel]
+                yield (
+                    self._target_bytes(held, number),
+                    source[width * segment.offset :][: width * segment.numel],
+                )
 
 
 def _part(values: torch.Tensor, segment: Segment) -> torch.Tensor:

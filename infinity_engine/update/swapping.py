@@ -1,7 +1,9 @@
-"""`SwappedStates`: what of subgroups rests on the drives, and the host buffers that it passes through in an update.
+"""`SwappedStates`: what of subgroups rests on the drives, and the host buffers that it passes
+through in an update.
 
-Reads and writes what its caller's ops say, into and out of the buffers that they name. Knows no arithmetic of updates
-and no order. What was updated in a buffer stays there until it has been written.
+Reads and writes what its caller's ops say, into and out of the buffers that they name. Knows no
+arithmetic of updates and no order. What was updated in a buffer stays there until it has been
+written.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Visit:
     buffer: Lease
     wanted: Collection[int]  # of its segments, those that are updated
     storing: IOEvent | None = None
-    moving: list[Hop] = field(default_factory=list)  # each noted as it begins: whoever interrupts that is to wait
+    # each noted as it begins: whoever interrupts that is to wait
+    moving: list[Hop] = field(default_factory=list)
 
     def settle(self) -> None:
         """Wait for all that reads or writes the buffer, whatever comes of it."""
@@ -58,7 +61,9 @@ class Visit:
         return self.buffer.flat()[self.layout.copies :][:nbytes]
 
     def gradient(self, segment: int, micro_batch: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes of a segment's gradient of one micro-batch; with -1, those for the sum of several."""
+        """Return the bytes of a segment's gradient of one micro-batch; with -1, those for the sum
+        of several.
+        """
         return self.buffer.flat()[self.layout.gradients[segment][micro_batch] :][:nbytes]
 
     def gradient_memory(self, segment: int, micro_batch: int) -> memoryview:
@@ -66,13 +71,17 @@ class Visit:
         return self.buffer.memory()[self.layout.gradients[segment][micro_batch] :]
 
     def has_place(self, segment: int, micro_batch: int) -> bool:
-        """Tell whether there is one for the gradient of that micro-batch: what lies behind the last is the sum."""
+        """Tell whether there is one for the gradient of that micro-batch: what lies behind the last
+        is the sum.
+        """
         return micro_batch < max(len(self.layout.gradients[segment]) - 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where states of subgroups and values of parameters are, and where what is made early of them goes."""
+    """Where states of subgroups and values of parameters are, and where what is made early of them
+    goes.
+    """
 
     states: Mapping[int, Place]
     new_states: Mapping[int, Place]
@@ -88,16 +97,20 @@ class _Places:
             states={**self.states, **states},
             new_states={**self.new_states, **{index: self.states[index] for index in states}},
             values={**self.values, **values},
-            new_values={**self.new_values, **{parameter: self.values[parameter] for parameter in values}},
+            new_values={
+                **self.new_values,
+                **{parameter: self.values[parameter] for parameter in values},
+            },
             adopted=frozenset(indices),
         )
 
 
 class SwappedStates:
-    """The places of states on the drives, and where the values of parameters rest that do: `values`, by number.
+    """The places of states on the drives, and where the values of parameters rest that do:
+    `values`, by number.
 
-    `pieces` has, by the index of each subgroup, which piece of its parameter each segment is. `early` are the subgroups
-    that may be updated before their step, to new places.
+    `pieces` has, by the index of each subgroup, which piece of its parameter each segment is.
+    `early` are the subgroups that may be updated before their step, to new places.
     """
 
     def __init__(
@@ -127,7 +140,9 @@ class SwappedStates:
             if layout.states_bytes
         }
         new_states = {
-            index: swap.allocate(layouts[index].states_bytes, holder=f"new states of {self._about(index)}")
+            index: swap.allocate(
+                layouts[index].states_bytes, holder=f"new states of {self._about(index)}"
+            )
             for index in sorted(early)
         }
         widths = {
@@ -145,7 +160,7 @@ class SwappedStates:
         }
         self._places = _Places(states, new_states, dict(values), new_values)
 
-    # --- a step ---------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, buffers: int, updated: Collection[int]) -> None:
         """Take the host buffers, and forget what an interrupted walk has loaded and not updated."""
@@ -173,13 +188,18 @@ class SwappedStates:
         """Return the visit of a subgroup that is in a buffer."""
         return self._visits.get(index)
 
-    def load(self, op: LoadStates, wanted: Collection[int], gradients: GradientKeeper) -> IOEvent | None:
-        """Begin to read what of a subgroup rests on the drives and is needed to update its segments `wanted`."""
+    def load(
+        self, op: LoadStates, wanted: Collection[int], gradients: GradientKeeper
+    ) -> IOEvent | None:
+        """Begin to read what of a subgroup rests on the drives and is needed to update its segments
+        `wanted`.
+        """
         if op.subgroup in self._visits:  # an interrupted step has updated it
             return None
         layout, buffer = self._layouts[op.subgroup], self._buffers[op.buffer]
         for index in [index for index, visit in self._visits.items() if visit.buffer is buffer]:
-            del self._visits[index]  # it is stored: what is in the buffer from here on is not its own
+            # it is stored: what is in the buffer from here on is not its own
+            del self._visits[index]
         visit = self._visits[op.subgroup] = Visit(layout, buffer, wanted)
         return self._read(op, visit, gradients) if wanted else None
 
@@ -187,7 +207,12 @@ class SwappedStates:
         hops = self._reads(op.subgroup, visit)
         self._count(Lane.NVME_READ, Cargo.STATES, visit.layout.states_bytes, op)
         if visit.layout.in_place:
-            self._count(Lane.NVME_READ, Cargo.PARAMETERS, self._nbytes_of_values(op.subgroup, visit.wanted), op)
+            self._count(
+                Lane.NVME_READ,
+                Cargo.PARAMETERS,
+                self._nbytes_of_values(op.subgroup, visit.wanted),
+                op,
+            )
         moved = 0
         memory, places = visit.buffer.memory(), visit.layout.gradients
         for number in visit.wanted:
@@ -210,7 +235,9 @@ class SwappedStates:
             return None
         visit.store(IOEvent(self._writes(op.subgroup, visit)))
         self._count(Lane.NVME_WRITE, Cargo.STATES, visit.layout.states_bytes, op)
-        self._count(Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(op.subgroup, visit.wanted), op)
+        self._count(
+            Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(op.subgroup, visit.wanted), op
+        )
         return visit.storing
 
     def note_arrivals(self) -> list[int]:
@@ -225,7 +252,7 @@ class SwappedStates:
                 visit.store(None)
         return stored
 
-    # --- before a step --------------------------------------------------------------------------------------------
+    # --- before a step ----------------------------------------------------------------------------
 
     def begin_early(self, buffers: int) -> None:
         """Take the host buffers for early updates, or what is missing of them."""
@@ -238,10 +265,16 @@ class SwappedStates:
             self._early_buffers.pop().close()
 
     def load_early(self, index: int, buffer: int, gradients: GradientKeeper) -> IOEvent:
-        """Begin to read a subgroup, and what there is of its gradients, into a buffer for early updates."""
+        """Begin to read a subgroup, and what there is of its gradients, into a buffer for early
+        updates.
+        """
         layout, segments = self._layouts[index], self._subgroups[index].segments
-        visit = self._visits[index] = Visit(layout, self._early_buffers[buffer], range(len(segments)))
-        return self._read(LoadStates(subgroup=index, nbytes=layout.load_bytes, buffer=buffer), visit, gradients)
+        visit = self._visits[index] = Visit(
+            layout, self._early_buffers[buffer], range(len(segments))
+        )
+        return self._read(
+            LoadStates(subgroup=index, nbytes=layout.load_bytes, buffer=buffer), visit, gradients
+        )
 
     def store_early(self, index: int, buffer: int) -> IOEvent:
         """Begin to write a subgroup that was updated to its new places."""
@@ -250,7 +283,9 @@ class SwappedStates:
         hops += self._value_hops(index, visit, self._swap.write, self._places.new_values)
         op = StoreStates(subgroup=index, nbytes=visit.layout.store_bytes, buffer=buffer)
         self._count(Lane.NVME_WRITE, Cargo.STATES, visit.layout.states_bytes, op)
-        self._count(Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(index, visit.wanted), op)
+        self._count(
+            Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(index, visit.wanted), op
+        )
         return IOEvent(hops)
 
     def leave_early(self, index: int) -> None:
@@ -261,19 +296,25 @@ class SwappedStates:
             self._visits.pop(index, None)
 
     def adopt(self, indices: Collection[int]) -> dict[int, Place]:
-        """Let what was written early be what there is; return the new places of values, by parameter.
+        """Let what was written early be what there is; return the new places of values, by
+        parameter.
 
-        Again, before the step has ended: changes nothing, so that one that was interrupted can go on.
+        Again, before the step has ended: changes nothing, so that one that was interrupted can go
+        on.
         """
-        parameters = {segment.parameter for index in indices for segment in self._subgroups[index].segments}
+        parameters = {
+            segment.parameter for index in indices for segment in self._subgroups[index].segments
+        }
         if not self._places.adopted:
             self._places = self._places.adopting(indices, parameters)
         return {parameter: self._places.values[parameter] for parameter in parameters}
 
-    # --- outside of steps -----------------------------------------------------------------------------------------
+    # --- outside of steps -------------------------------------------------------------------------
 
     def borrowed(self, index: int) -> Visit:
-        """Return a subgroup as it is on the drives, in a buffer of the caller's own: to be closed."""
+        """Return a subgroup as it is on the drives, in a buffer of the caller's own: to be
+        closed.
+        """
         visit = self.empty(index, 0)
         try:
             IOEvent(self._reads(index, visit)).wait()
@@ -288,7 +329,9 @@ class SwappedStates:
         return Visit(self._layouts[index], lease, range(len(self._subgroups[index].segments)))
 
     def give_back(self, index: int, visit: Visit) -> IOEvent:
-        """Begin to write the states of such a visit; its buffer is closed, and goes back when they are written."""
+        """Begin to write the states of such a visit; its buffer is closed, and goes back when they
+        are written.
+        """
         writing = IOEvent(self._state_hops(index, visit, self._swap.write))
         visit.buffer.until(writing)
         visit.buffer.close()
@@ -307,27 +350,41 @@ class SwappedStates:
             for place in each.values():
                 self._swap.release(place)
 
-    # --- what goes where ------------------------------------------------------------------------------------------
+    # --- what goes where --------------------------------------------------------------------------
 
     def _reads(self, index: int, visit: Visit) -> list[Hop]:
         hops = self._state_hops(index, visit, self._swap.read)
-        return hops + (self._value_hops(index, visit, self._swap.read) if visit.layout.in_place else [])
+        return hops + (
+            self._value_hops(index, visit, self._swap.read) if visit.layout.in_place else []
+        )
 
     def _writes(self, index: int, visit: Visit) -> list[Hop]:
-        return self._state_hops(index, visit, self._swap.write) + self._value_hops(index, visit, self._swap.write)
+        return self._state_hops(index, visit, self._swap.write) + self._value_hops(
+            index, visit, self._swap.write
+        )
 
     def _state_hops(
-        self, index: int, visit: Visit, move: Callable[..., Hop], places: Mapping[int, Place] | None = None
+        self,
+        index: int,
+        visit: Visit,
+        move: Callable[..., Hop],
+        places: Mapping[int, Place] | None = None,
     ) -> list[Hop]:
         nbytes = visit.layout.states_bytes
         if not nbytes:
             return []
         what = f"states of {self._about(index)}"
-        visit.moving.append(move((places or self._places.states)[index], visit.buffer.memory()[:nbytes], what=what))
+        visit.moving.append(
+            move((places or self._places.states)[index], visit.buffer.memory()[:nbytes], what=what)
+        )
         return visit.moving[-1:]
 
     def _value_hops(
-        self, index: int, visit: Visit, move: Callable[..., Hop], places: Mapping[int, Place] | None = None
+        self,
+        index: int,
+        visit: Visit,
+        move: Callable[..., Hop],
+        places: Mapping[int, Place] | None = None,
     ) -> list[Hop]:
         memory, hops = visit.buffer.memory(), []
         width = self._subgroups[index].formats.width
@@ -336,7 +393,9 @@ class SwappedStates:
                 segment = self._subgroups[index].segments[number]
                 start, nbytes = (width * each for each in (segment.first_element, segment.numel))
                 place = (places or self._places.values)[segment.parameter].part(start, nbytes)
-                visit.moving.append(move(place, memory[at : at + nbytes], what=self._names(segment.parameter)))
+                visit.moving.append(
+                    move(place, memory[at : at + nbytes], what=self._names(segment.parameter))
+                )
                 hops.append(visit.moving[-1])
         return hops
 
@@ -350,6 +409,10 @@ class SwappedStates:
             self._lanes.meter.copies(lane, cargo, nbytes, None, name=op.name, subgroup=op.subgroup)
 
     def _about(self, index: int) -> str:
-        names = dict.fromkeys(self._names(segment.parameter) for segment in self._subgroups[index].segments)
-        listed = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+        names = dict.fromkeys(
+            self._names(segment.parameter) for segment in self._subgroups[index].segments
+        )
+        listed = ", ".join(list(names)[:3]) + (
+            f" and {len(names) - 3} others" if len(names) > 3 else ""
+        )
         return f"subgroup {index} ({listed})"

@@ -1,7 +1,8 @@
-"""`Updates`: the update that is under way, from its first op until its last, and the plan that it goes by.
+"""`Updates`: the update that is under way, from its first op until its last, and the plan that it
+goes by.
 
-What of it can wait until modules need it is handed to who lets them wait. One that fails is gone on with by whoever
-asks next. Between two updates, a better plan takes the place of theirs.
+What of it can wait until modules need it is handed to who lets them wait. One that fails is gone on
+with by whoever asks next. Between two updates, a better plan takes the place of theirs.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Updates:
         walk = self._walk
         if walk is not None:
             with self._failing_ends():
-                self._defer(walk)  # first: who follows it is handed what is in buffers. It may end it
+                # first: who follows it is handed what is in buffers. It may end it
+                self._defer(walk)
                 walk.poll()
 
     def end_step(self) -> None:
@@ -106,7 +108,9 @@ class Updates:
             self._count()
 
     def resume(self) -> None:
-        """Begin again with what a deferred update that failed has left; let no walk of an interrupted step go on."""
+        """Begin again with what a deferred update that failed has left; let no walk of an
+        interrupted step go on.
+        """
         self._drop_failed_walk()
         if self._walk is not None and not self._counted:
             with self._failing_ends():
@@ -155,7 +159,9 @@ class Updates:
             self._adopt_plan()
 
     def why_planned_again(self) -> str | None:
-        """Return why there is another plan since this was asked for the last time, None where there is none."""
+        """Return why there is another plan since this was asked for the last time, None where there
+        is none.
+        """
         why, self._planned_again = self._planned_again, None
         return why
 
@@ -171,7 +177,9 @@ class Updates:
         self.deferral.follower.follow(update)
 
     def _count(self) -> None:
-        """Count a step whose update will be made whatever happens: interrupted from here on, it is not made again."""
+        """Count a step whose update will be made whatever happens: interrupted from here on, it is
+        not made again.
+        """
         if not self._counted:
             self._made, self._counted = self._made + 1, True
 
@@ -194,12 +202,17 @@ class Updates:
             self._leave_walk()
 
     def _leave_walk(self) -> None:
-        """Forget a walk that has ended before its step has. Who asks for what it has not made is told so again."""
+        """Forget a walk that has ended before its step has.
+
+        Who asks for what it has not made is told so again.
+        """
         self._walk = None
         self._states.note_arrivals()
 
     def _adopt_plan(self) -> None:
-        """Go by a better plan, if there is one: between two updates, while there are no gradients."""
+        """Go by a better plan, if there is one: between two updates, while there are no
+        gradients.
+        """
         replan, gradients = self._replan, self._gradients
         if self._replanner is None or replan is None or gradients.any or self._states.begun:
             return

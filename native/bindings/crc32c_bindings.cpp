@@ -1,4 +1,5 @@
-// The Python face of crc32c and of copying: checks buffers, drops the GIL where that pays. No logic.
+// The Python face of crc32c and of copying: checks buffers, drops the GIL where that pays. No
+// logic.
 #include "crc32c_bindings.hpp"
 
 #include <pybind11/stl.h>
@@ -18,7 +19,8 @@ using namespace deepnvme;  // NOLINT(google-build-using-namespace): this file is
 
 namespace {
 
-// The memory of an object with the buffer protocol. No format is asked for: numpy has none for bfloat16.
+// The memory of an object with the buffer protocol. No format is asked for: numpy has none for
+// bfloat16.
 class Memory {
   public:
     explicit Memory(const py::object& object) {
@@ -31,13 +33,16 @@ class Memory {
     Memory& operator=(const Memory&) = delete;
 
     [[nodiscard]] std::byte* data() const noexcept { return static_cast<std::byte*>(view_.buf); }
-    [[nodiscard]] std::size_t nbytes() const noexcept { return static_cast<std::size_t>(view_.len); }
+    [[nodiscard]] std::size_t nbytes() const noexcept {
+        return static_cast<std::size_t>(view_.len);
+    }
 
   private:
     Py_buffer view_ = {};
 };
 
-// Lets the interpreter run while many bytes are summed; for few of them, asking for the GIL again costs more.
+// Lets the interpreter run while many bytes are summed; for few of them, asking for the GIL again
+// costs more.
 class UnlockedForMany {
   public:
     explicit UnlockedForMany(std::size_t nbytes) {
@@ -60,7 +65,8 @@ py::list list_of(const std::vector<std::uint32_t>& sums) {
     return list;
 }
 
-// One crc for every `piece` bytes of memory that deepnvme.buffers.Memory describes, and keeps alive.
+// One crc for every `piece` bytes of memory that deepnvme.buffers.Memory describes, and keeps
+// alive.
 py::list sum_pieces(std::uintptr_t address, std::size_t nbytes, std::size_t piece) {
     if (piece == 0) throw py::value_error("a piece has at least 1 byte, got 0");
     const auto* const data = reinterpret_cast<const std::byte*>(address);
@@ -78,7 +84,8 @@ py::list sum_pieces(std::uintptr_t address, std::size_t nbytes, std::size_t piec
 using Addresses = std::vector<std::uintptr_t>;
 using Sizes = std::vector<std::size_t>;
 
-std::vector<Copy> copies_of(const Addresses& destinations, const Addresses& sources, const Sizes& sizes) {
+std::vector<Copy> copies_of(const Addresses& destinations, const Addresses& sources,
+                            const Sizes& sizes) {
     if (destinations.size() != sizes.size() || sources.size() != sizes.size()) {
         throw py::value_error("every copy has a destination, a source and a size");
     }
@@ -100,7 +107,8 @@ void copy_pieces(const Addresses& destinations, const Addresses& sources, const 
     copy_each(copies);
 }
 
-py::list copy_and_sum_pieces(const Addresses& destinations, const Addresses& sources, const Sizes& sizes) {
+py::list copy_and_sum_pieces(const Addresses& destinations, const Addresses& sources,
+                             const Sizes& sizes) {
     const std::vector<Copy> copies = copies_of(destinations, sources, sizes);
     std::vector<std::uint32_t> sums(copies.size());
     {
@@ -114,8 +122,10 @@ py::list copy_and_sum_pieces(const Addresses& destinations, const Addresses& sou
 
 void bind_crc32c(py::module_& module) {
     module.def("crc32c", &sum, py::arg("buffer"), py::arg("crc") = 0);
-    module.def("crc32c_pieces", &sum_pieces, py::arg("address"), py::arg("nbytes"), py::arg("piece"));
-    module.def("copy_each", &copy_pieces, py::arg("destinations"), py::arg("sources"), py::arg("sizes"));
-    module.def("crc32c_copy_each", &copy_and_sum_pieces, py::arg("destinations"), py::arg("sources"),
+    module.def("crc32c_pieces", &sum_pieces, py::arg("address"), py::arg("nbytes"),
+               py::arg("piece"));
+    module.def("copy_each", &copy_pieces, py::arg("destinations"), py::arg("sources"),
                py::arg("sizes"));
+    module.def("crc32c_copy_each", &copy_and_sum_pieces, py::arg("destinations"),
+               py::arg("sources"), py::arg("sizes"));
 }

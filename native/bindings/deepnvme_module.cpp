@@ -1,5 +1,5 @@
-// deepnvme._native: the storage core as Python sees it. Checks and converts arguments, drops the GIL, and
-// nothing else.
+// deepnvme._native: the storage core as Python sees it. Checks and converts arguments, drops the
+// GIL, and nothing else.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>

@@ -1,4 +1,5 @@
-// infinity_engine._native: the update kernels' side as Python sees it. Converts arguments and nothing else.
+// infinity_engine._native: the update kernels' side as Python sees it. Converts arguments and
+// nothing else.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -76,7 +76,8 @@ void bind_optim(py::module_& module) {
     using Released = py::call_guard<py::gil_scoped_release>;
 
     py::class_<ThreadPool>(module, "ThreadPool")
-        .def(py::init([](const std::vector<int>& cores) { return std::make_unique<ThreadPool>(cores); }),
+        .def(py::init(
+                 [](const std::vector<int>& cores) { return std::make_unique<ThreadPool>(cores); }),
              py::arg("cores"), Released())
         .def("__len__", &ThreadPool::size);
 
@@ -105,7 +106,8 @@ void bind_optim(py::module_& module) {
         "block_sums",
         [](u64 gradient, u32 format, u64 numel, ThreadPool& pool, const std::string& home) {
             return doubles(block_count(numel), [&](std::span<double> sums) {
-                block_sums({gradient, static_cast<Format>(format), numel}, sums, pool, kernels_of(home));
+                block_sums({gradient, static_cast<Format>(format), numel}, sums, pool,
+                           kernels_of(home));
             });
         },
         py::arg("gradient"), py::arg("format"), py::arg("numel"), py::arg("pool"), py::arg("home"));
@@ -118,7 +120,8 @@ void bind_optim(py::module_& module) {
                            begins ? Sum::begins : Sum::goes_on, sums, pool, kernels_of(home));
             });
         },
-        py::arg("into"), py::arg("gradient"), py::arg("format"), py::arg("numel"), py::arg("begins"),
-        py::arg("pool"), py::arg("home"));
-    module.def("tree_sum", [](std::vector<double> sums) { return tree_sum(sums); }, py::arg("sums"));
+        py::arg("into"), py::arg("gradient"), py::arg("format"), py::arg("numel"),
+        py::arg("begins"), py::arg("pool"), py::arg("home"));
+    module.def(
+        "tree_sum", [](std::vector<double> sums) { return tree_sum(sums); }, py::arg("sums"));
 }

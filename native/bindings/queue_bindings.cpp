@@ -1,4 +1,5 @@
-// The Python face of Pool, Queue and OpenFile: checks arguments, drops the GIL, translates errors. No logic.
+// The Python face of Pool, Queue and OpenFile: checks arguments, drops the GIL, translates errors.
+// No logic.
 #include "queue_bindings.hpp"
 
 #include <pybind11/native_enum.h>
@@ -22,7 +23,8 @@ using namespace deepnvme;  // NOLINT(google-build-using-namespace): this file is
 
 namespace {
 
-// The memory of any object with the buffer protocol, locked against resizing for as long as this lives.
+// The memory of any object with the buffer protocol, locked against resizing for as long as this
+// lives.
 class BufferView {
   public:
     BufferView(const py::object& object, bool writable) {
@@ -33,25 +35,28 @@ class BufferView {
     BufferView(const BufferView&) = delete;
     BufferView& operator=(const BufferView&) = delete;
 
-    [[nodiscard]] std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(view_.buf); }
+    [[nodiscard]] std::uintptr_t address() const {
+        return reinterpret_cast<std::uintptr_t>(view_.buf);
+    }
     [[nodiscard]] py::ssize_t nbytes() const { return view_.len; }
 
   private:
     Py_buffer view_ = {};
 };
 
-// In a forked child the threads of a queue are gone and its locks may be held by nobody: it is left alone.
+// In a forked child the threads of a queue are gone and its locks may be held by nobody: it is left
+// alone.
 struct UnlessForked {
     void operator()(Queue* queue) const {
         if (!queue->belongs_to_a_parent()) delete queue;
     }
 };
 
-// `verb` and `at_end` arrive as plain numbers: what an enum.Enum costs to convert, twice for each operation,
-// is more than the rest of this call. Python's IntEnum members are such numbers.
-Operation operation_of(std::uint64_t id, int verb, std::shared_ptr<OpenFile> file, std::uintptr_t address,
-                       std::uint64_t length, std::uint64_t offset, int at_end,
-                       std::shared_ptr<Ticket> ticket) {
+// `verb` and `at_end` arrive as plain numbers: what an enum.Enum costs to convert, twice for each
+// operation, is more than the rest of this call. Python's IntEnum members are such numbers.
+Operation operation_of(std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
+                       std::uintptr_t address, std::uint64_t length, std::uint64_t offset,
+                       int at_end, std::shared_ptr<Ticket> ticket) {
     Operation operation;
     operation.id = id;
     operation.ticket = std::move(ticket);
@@ -68,9 +73,9 @@ std::chrono::nanoseconds nanoseconds(double seconds) {
     return std::chrono::nanoseconds(static_cast<std::int64_t>(seconds * 1e9));
 }
 
-// Waits until the operation has ended, and completes what nobody took yet. False: the time is up. What
-// `complete` declines by returning false, or was interrupted in by a signal's exception, goes to wait_ended:
-// nothing that was taken here is lost.
+// Waits until the operation has ended, and completes what nobody took yet. False: the time is up.
+// What `complete` declines by returning false, or was interrupted in by a signal's exception, goes
+// to wait_ended: nothing that was taken here is lost.
 bool wait_for(Queue& queue, Ticket& ticket, double timeout_s, const py::function& complete) {
     std::optional<std::vector<Outcome>> ended;
     {
@@ -118,8 +123,8 @@ py::dict stats_of(const DriveStats& stats) {
     return dict;
 }
 
-// Raises what deepnvme.errors.<name>(arguments...) makes, so that Python code catches classes that Python
-// code defined.
+// Raises what deepnvme.errors.<name>(arguments...) makes, so that Python code catches classes that
+// Python code defined.
 template <typename... Arguments>
 void raise_ours(const char* name, Arguments&&... arguments) {
     const py::object maker = py::module_::import("deepnvme.errors").attr(name);
@@ -187,16 +192,18 @@ void bind_enums(py::module_& module) {
 
 void bind_memory(py::module_& module) {
     py::class_<BufferView>(module, "BufferView")
-        .def(py::init<const py::object&, bool>(), py::arg("object"), py::kw_only(), py::arg("writable"))
+        .def(py::init<const py::object&, bool>(), py::arg("object"), py::kw_only(),
+             py::arg("writable"))
         .def_property_readonly("address", &BufferView::address)
         .def_property_readonly("nbytes", &BufferView::nbytes);
     py::class_<Block, std::shared_ptr<Block>>(module, "Block", py::buffer_protocol())
         .def_property_readonly(
-            "address", [](const Block& block) { return reinterpret_cast<std::uintptr_t>(block.data()); })
+            "address",
+            [](const Block& block) { return reinterpret_cast<std::uintptr_t>(block.data()); })
         .def_property_readonly("nbytes", &Block::size)
         .def_buffer([](Block& block) {
-            return py::buffer_info(block.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1,
-                                   {block.size()}, {1});
+            return py::buffer_info(block.data(), 1, py::format_descriptor<std::uint8_t>::format(),
+                                   1, {block.size()}, {1});
         });
     module.def(
         "populate",
@@ -213,7 +220,8 @@ void bind_memory(py::module_& module) {
             "pin_with_cuda",
             [](Pool& pool, bool demanded) {
                 const auto when = demanded ? CudaHost::When::demanded : CudaHost::When::in_use;
-                if (const std::shared_ptr<CudaHost> cuda = CudaHost::open(when)) pool.pin_with(cuda);
+                if (const std::shared_ptr<CudaHost> cuda = CudaHost::open(when))
+                    pool.pin_with(cuda);
             },
             py::kw_only(), py::arg("demanded"), py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("pinned", &Pool::pinned)
@@ -226,8 +234,8 @@ void bind_memory(py::module_& module) {
 void bind_page_stock(py::module_& module) {
     py::class_<Pages, std::shared_ptr<Pages>>(module, "Pages", py::buffer_protocol())
         .def_buffer([](Pages& pages) {
-            return py::buffer_info(pages.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1,
-                                   {pages.size()}, {1});
+            return py::buffer_info(pages.data(), 1, py::format_descriptor<std::uint8_t>::format(),
+                                   1, {pages.size()}, {1});
         });
     py::class_<PageStock, std::shared_ptr<PageStock>>(module, "PageStock")
         .def(py::init(&PageStock::make))
@@ -260,8 +268,8 @@ void bind_faults(py::module_& module) {
                 plan.rules.push_back(std::move(rule));
             },
             py::arg("kind"), py::kw_only(), py::arg("verbs"), py::arg("nth"), py::arg("every"),
-            py::arg("probability"), py::arg("error"), py::arg("length"), py::arg("delay_us"), py::arg("hold"),
-            py::arg("bytes_per_s"));
+            py::arg("probability"), py::arg("error"), py::arg("length"), py::arg("delay_us"),
+            py::arg("hold"), py::arg("bytes_per_s"));
 }
 
 void bind_files(py::module_& module) {
@@ -269,7 +277,8 @@ void bind_files(py::module_& module) {
         .def_property_readonly("path", &OpenFile::path)
         .def("show_as", &OpenFile::show_as, py::arg("name"))
         .def_property_readonly("writable", &OpenFile::writable)
-        .def_property_readonly("direct", [](const OpenFile& file) { return file.direct_descriptor() >= 0; })
+        .def_property_readonly("direct",
+                               [](const OpenFile& file) { return file.direct_descriptor() >= 0; })
         .def_property_readonly("memory_alignment", &OpenFile::memory_alignment)
         .def_property_readonly("offset_alignment", &OpenFile::offset_alignment)
         .def_property_readonly("device", &OpenFile::device)
@@ -277,7 +286,8 @@ void bind_files(py::module_& module) {
         .def("length", &OpenFile::length, py::call_guard<py::gil_scoped_release>())
         .def("preallocate", &OpenFile::preallocate, py::arg("nbytes"),
              py::call_guard<py::gil_scoped_release>())
-        .def("truncate", &OpenFile::truncate, py::arg("nbytes"), py::call_guard<py::gil_scoped_release>());
+        .def("truncate", &OpenFile::truncate, py::arg("nbytes"),
+             py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
@@ -291,10 +301,12 @@ void bind_queue(py::module_& module) {
     bind_files(module);
     py::class_<DriveOptions>(module, "DriveOptions")
         .def(py::init<>())
-        .def(py::init([](std::uint32_t chunk_bytes, std::uint64_t inflight_bytes, UserMemory user_memory) {
+        .def(py::init([](std::uint32_t chunk_bytes, std::uint64_t inflight_bytes,
+                         UserMemory user_memory) {
                  return checked({chunk_bytes, inflight_bytes, user_memory});
              }),
-             py::kw_only(), py::arg("chunk_bytes"), py::arg("inflight_bytes"), py::arg("user_memory"))
+             py::kw_only(), py::arg("chunk_bytes"), py::arg("inflight_bytes"),
+             py::arg("user_memory"))
         .def_readonly("chunk_bytes", &DriveOptions::chunk_bytes)
         .def_readonly("inflight_bytes", &DriveOptions::inflight_bytes)
         .def_readonly("user_memory", &DriveOptions::user_memory);
@@ -306,12 +318,13 @@ void bind_queue(py::module_& module) {
     module.def("set_liburing_path", &set_liburing_path, py::arg("path"));
     module.def("on_fuse", &on_fuse, py::arg("path"), py::call_guard<py::gil_scoped_release>());
     module.def(
-        "try_backend", [](const std::string& name) { (void)make_backend(name, 1); }, py::arg("name"),
-        py::call_guard<py::gil_scoped_release>());
+        "try_backend", [](const std::string& name) { (void)make_backend(name, 1); },
+        py::arg("name"), py::call_guard<py::gil_scoped_release>());
 
     py::class_<Queue, std::unique_ptr<Queue, UnlessForked>>(module, "Queue")
-        .def(py::init([](std::string backend, std::vector<std::string> fallbacks, const DriveOptions& drive,
-                         std::uint32_t max_pending, std::optional<FaultPlan> faults) {
+        .def(py::init([](std::string backend, std::vector<std::string> fallbacks,
+                         const DriveOptions& drive, std::uint32_t max_pending,
+                         std::optional<FaultPlan> faults) {
                  QueueOptions options;
                  options.backend = std::move(backend);
                  options.fallbacks = std::move(fallbacks);
@@ -329,18 +342,22 @@ void bind_queue(py::module_& module) {
             [](Queue& queue, std::uint64_t id, int verb, std::shared_ptr<OpenFile> file,
                std::uintptr_t address, std::uint64_t length, std::uint64_t offset, int at_end,
                std::shared_ptr<Ticket> ticket, double patience_s) {
-                Operation operation = operation_of(id, verb, std::move(file), address, length, offset, at_end,
-                                                   std::move(ticket));
+                Operation operation = operation_of(id, verb, std::move(file), address, length,
+                                                   offset, at_end, std::move(ticket));
                 const py::gil_scoped_release unlocked;
                 return queue.submit(std::move(operation), nanoseconds(patience_s));
             },
             py::arg("id"), py::arg("verb"), py::arg("file"), py::arg("address"), py::arg("length"),
             py::arg("offset"), py::arg("at_end"), py::arg("ticket"), py::arg("patience_s"))
-        .def("use_pool", &Queue::use_pool, py::arg("pool"), py::call_guard<py::gil_scoped_release>())
-        .def("forget_pool", &Queue::forget_pool, py::arg("pool"), py::call_guard<py::gil_scoped_release>())
+        .def("use_pool", &Queue::use_pool, py::arg("pool"),
+             py::call_guard<py::gil_scoped_release>())
+        .def("forget_pool", &Queue::forget_pool, py::arg("pool"),
+             py::call_guard<py::gil_scoped_release>())
         .def(
             "pools_settled",
-            [](Queue& queue, double patience_s) { return queue.pools_settled(nanoseconds(patience_s)); },
+            [](Queue& queue, double patience_s) {
+                return queue.pools_settled(nanoseconds(patience_s));
+            },
             py::arg("patience_s"), py::call_guard<py::gil_scoped_release>())
         .def("wait_ended",
              [](Queue& queue) {
@@ -351,14 +368,15 @@ void bind_queue(py::module_& module) {
                  }
                  py::list list(ended.size());
                  for (std::size_t i = 0; i < ended.size(); ++i) {
-                     list[i] = py::make_tuple(ended[i].id, static_cast<int>(ended[i].ending), ended[i].done,
-                                              ended[i].error);
+                     list[i] = py::make_tuple(ended[i].id, static_cast<int>(ended[i].ending),
+                                              ended[i].done, ended[i].error);
                  }
                  return list;
              })
         .def("wait_for", &wait_for, py::arg("ticket"), py::arg("timeout_s"), py::arg("complete"))
         .def(
-            "close", [](Queue& queue, double patience_s) { return queue.close(nanoseconds(patience_s)); },
+            "close",
+            [](Queue& queue, double patience_s) { return queue.close(nanoseconds(patience_s)); },
             py::arg("patience_s"), py::call_guard<py::gil_scoped_release>())
         .def("stats",
              [](const Queue& queue) {
@@ -371,6 +389,7 @@ void bind_queue(py::module_& module) {
                  for (const auto& [device, stats] : all) dict[py::int_(device)] = stats_of(stats);
                  return dict;
              })
-        .def("backend_of", &Queue::backend_of, py::arg("file"), py::call_guard<py::gil_scoped_release>())
+        .def("backend_of", &Queue::backend_of, py::arg("file"),
+             py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("pending", &Queue::pending);
 }

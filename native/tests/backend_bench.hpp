@@ -1,5 +1,5 @@
-// What the backend tests need around a backend: aligned memory, a file, a loop that runs requests to their
-// end.
+// What the backend tests need around a backend: aligned memory, a file, a loop that runs requests
+// to their end.
 #pragma once
 
 #include <fcntl.h>
@@ -37,7 +37,8 @@ inline constexpr std::size_t mib = 1024 * kib;
 class Memory {
   public:
     explicit Memory(std::size_t nbytes) : nbytes_(nbytes), mapped_nbytes_(nbytes + 2 * mib) {
-        mapped_ = ::mmap(nullptr, mapped_nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        mapped_ = ::mmap(nullptr, mapped_nbytes_, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (mapped_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
         const auto address = reinterpret_cast<std::uintptr_t>(mapped_);
         start_ = static_cast<std::byte*>(mapped_) + ((2 * mib - address % (2 * mib)) % (2 * mib));
@@ -61,7 +62,8 @@ class Memory {
         }
     }
     [[nodiscard]] bool holds_only(int value) const {
-        return std::all_of(start_, start_ + nbytes_, [=](std::byte one) { return one == std::byte(value); });
+        return std::all_of(start_, start_ + nbytes_,
+                           [=](std::byte one) { return one == std::byte(value); });
     }
 
   private:
@@ -71,12 +73,13 @@ class Memory {
     std::byte* start_ = nullptr;
 };
 
-// A file of the given content, without a name, open twice: plain, and with O_DIRECT where the file system
-// allows.
+// A file of the given content, without a name, open twice: plain, and with O_DIRECT where the file
+// system allows.
 class TestFile {
   public:
     explicit TestFile(std::span<const std::byte> content = {}) {
-        std::string name = (std::filesystem::temp_directory_path() / "deepnvme-test-XXXXXX").string();
+        std::string name =
+            (std::filesystem::temp_directory_path() / "deepnvme-test-XXXXXX").string();
         plain_ = ::mkostemp(name.data(), O_CLOEXEC);
         if (plain_ < 0) throw std::system_error(errno, std::generic_category(), "mkostemp " + name);
         direct_ = ::open(name.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
@@ -84,13 +87,14 @@ class TestFile {
         ::unlink(name.c_str());
         std::size_t done = 0;
         while (done < content.size()) {
-            const ssize_t count =
-                ::pwrite(plain_, content.data() + done, content.size() - done, static_cast<off_t>(done));
+            const ssize_t count = ::pwrite(plain_, content.data() + done, content.size() - done,
+                                           static_cast<off_t>(done));
             if (count <= 0) throw std::system_error(errno, std::generic_category(), "pwrite");
             done += static_cast<std::size_t>(count);
         }
         // What is dirty in the page cache would make direct reads wait for it.
-        if (::fdatasync(plain_) != 0) throw std::system_error(errno, std::generic_category(), "fdatasync");
+        if (::fdatasync(plain_) != 0)
+            throw std::system_error(errno, std::generic_category(), "fdatasync");
     }
     TestFile(const TestFile&) = delete;
     TestFile& operator=(const TestFile&) = delete;
@@ -112,9 +116,10 @@ class TestFile {
     int read_only_ = -1;
 };
 
-// Pushes all, as there is room, and reaps until all have completed. Returns the results by token; a token
-// that is unknown or comes twice is a failure.
-inline std::map<std::uint64_t, std::int64_t> run(Backend& backend, const std::vector<Request>& requests) {
+// Pushes all, as there is room, and reaps until all have completed. Returns the results by token; a
+// token that is unknown or comes twice is a failure.
+inline std::map<std::uint64_t, std::int64_t> run(Backend& backend,
+                                                 const std::vector<Request>& requests) {
     std::map<std::uint64_t, std::int64_t> results;
     std::array<Completion, 16> out;
     std::size_t pushed = 0;
@@ -125,10 +130,12 @@ inline std::map<std::uint64_t, std::int64_t> run(Backend& backend, const std::ve
             const bool known =
                 std::any_of(requests.begin(), requests.begin() + static_cast<long>(pushed),
                             [&](const Request& request) { return request.token == one.token; });
-            if (!known) check::fail(__FILE__, __LINE__, "unknown token " + std::to_string(one.token));
+            if (!known)
+                check::fail(__FILE__, __LINE__, "unknown token " + std::to_string(one.token));
             const bool is_new = results.emplace(one.token, one.result).second;
             if (!is_new)
-                check::fail(__FILE__, __LINE__, "token " + std::to_string(one.token) + " came twice");
+                check::fail(__FILE__, __LINE__,
+                            "token " + std::to_string(one.token) + " came twice");
         }
     }
     return results;
@@ -138,8 +145,10 @@ inline std::int64_t run_one(Backend& backend, const Request& request) {
     return run(backend, {request}).at(request.token);
 }
 
-// Requests that cover `memory` in chunks, at the same offsets of the file; their tokens count from 0.
-inline std::vector<Request> cover(Verb verb, int fd, const Memory& memory, std::size_t chunk_nbytes) {
+// Requests that cover `memory` in chunks, at the same offsets of the file; their tokens count from
+// 0.
+inline std::vector<Request> cover(Verb verb, int fd, const Memory& memory,
+                                  std::size_t chunk_nbytes) {
     std::vector<Request> requests;
     for (std::size_t offset = 0; offset < memory.size(); offset += chunk_nbytes) {
         const std::size_t length = std::min(chunk_nbytes, memory.size() - offset);

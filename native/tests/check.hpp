@@ -1,6 +1,6 @@
-// The whole test framework of the native suites: named tests, checks that say what they saw, one main().
-// A test executable runs the tests named on its command line, or all; exit 0 passed, 1 failed, 77 skipped.
-// docs/decisions/0001-dependencies.md says why this is not a library.
+// The whole test framework of the native suites: named tests, checks that say what they saw, one
+// main(). A test executable runs the tests named on its command line, or all; exit 0 passed, 1
+// failed, 77 skipped. docs/decisions/0001-dependencies.md says why this is not a library.
 #pragma once
 
 #include <concepts>
@@ -57,7 +57,8 @@ std::string shown(const T& value) {
 
 template <typename A, typename B>
 bool equal(const A& a, const B& b) {
-    if constexpr (std::integral<A> && std::integral<B> && !std::same_as<A, bool> && !std::same_as<B, bool>) {
+    if constexpr (std::integral<A> && std::integral<B> && !std::same_as<A, bool> &&
+                  !std::same_as<B, bool>) {
         return std::cmp_equal(a, b);
     } else {
         return a == b;

@@ -1,4 +1,5 @@
-// A stand-in for the CUDA driver library, loaded by test_cuda_host.cpp: it keeps count and refuses on demand.
+// A stand-in for the CUDA driver library, loaded by test_cuda_host.cpp: it keeps count and refuses
+// on demand.
 #include <cstddef>
 #include <map>
 

@@ -1,5 +1,5 @@
-// Inputs for the update kernels: every class of float, streams that keep their memory, and segments over
-// them.
+// Inputs for the update kernels: every class of float, streams that keep their memory, and segments
+// over them.
 #pragma once
 
 #include <array>
@@ -14,11 +14,12 @@ namespace optim_cases {
 
 using namespace infinity_optim;
 
-// Zeros, subnormals, the smallest and largest normal numbers, ones, infinities, and NaN of several payloads.
-inline constexpr std::array<u32, 18> special = {0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007fffff,
-                                                0x807fffff, 0x00800000, 0x7f7fffff, 0xff7fffff, 0x3f800000,
-                                                0xbf800000, 0x7f800000, 0xff800000, 0x7fc00000, 0xffc00000,
-                                                0x7f800001, 0x7fffffff, 0x00400000};
+// Zeros, subnormals, the smallest and largest normal numbers, ones, infinities, and NaN of several
+// payloads.
+inline constexpr std::array<u32, 18> special = {
+    0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007fffff, 0x807fffff,
+    0x00800000, 0x7f7fffff, 0xff7fffff, 0x3f800000, 0xbf800000, 0x7f800000,
+    0xff800000, 0x7fc00000, 0xffc00000, 0x7f800001, 0x7fffffff, 0x00400000};
 
 class Floats {
   public:
@@ -49,7 +50,8 @@ struct Memory {
     static constexpr u64 shift = 3;
 
     explicit Memory(u64 numel) : numel(numel) {
-        for (auto* words : {&gradient, &master, &first, &second, &third}) words->resize(numel + shift);
+        for (auto* words : {&gradient, &master, &first, &second, &third})
+            words->resize(numel + shift);
         for (auto* halves : {&remainder, &parameter}) halves->resize(numel + shift);
     }
 
@@ -79,7 +81,8 @@ struct Memory {
 [[nodiscard]] inline Memory filled(u64 numel, std::uint64_t seed) {
     Memory memory(numel);
     Floats floats(seed);
-    for (auto* words : {&memory.gradient, &memory.master, &memory.first, &memory.second, &memory.third}) {
+    for (auto* words :
+         {&memory.gradient, &memory.master, &memory.first, &memory.second, &memory.third}) {
         for (u32& word : *words) word = floats.any();
     }
     for (auto* halves : {&memory.remainder, &memory.parameter}) {

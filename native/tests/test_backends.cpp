@@ -1,5 +1,6 @@
-// One behaviour for all backends: every TEST runs on each that this kernel allows, and is skipped, after
-// that, when it refused one. liburing needs an interpreter around it and passes the same in the Python suite.
+// One behaviour for all backends: every TEST runs on each that this kernel allows, and is skipped,
+// after that, when it refused one. liburing needs an interpreter around it and passes the same in
+// the Python suite.
 #include <fcntl.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -109,7 +110,7 @@ void limit(__rlimit_resource resource, rlim_t value) {
 }  // namespace
 
 // ---- results
-// ----------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 TEST(many_chunks_written_out_of_order_are_read_back) {
     on_every_backend([](const Make& make) {
@@ -139,7 +140,8 @@ TEST(unaligned_pieces_of_a_buffered_file_are_written_and_read_back) {
         const TestFile file;
         const auto backend = make(4);
 
-        for (const auto& [token, result] : run(*backend, cover(Verb::write, file.plain(), source, 777))) {
+        for (const auto& [token, result] :
+             run(*backend, cover(Verb::write, file.plain(), source, 777))) {
             const std::size_t expected = std::min<std::size_t>(777, source.size() - token * 777);
             CHECK_EQ(result, expected);
         }
@@ -155,8 +157,9 @@ TEST(tokens_of_any_value_come_back_as_they_were) {
         const TestFile file(memory.bytes());
         const auto backend = make(8);
         std::vector<Request> requests;
-        for (const std::uint64_t token : {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{1} << 63U,
-                                          Backend::reserved_token - 1, std::uint64_t{0xDEADBEEF}}) {
+        for (const std::uint64_t token :
+             {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{1} << 63U,
+              Backend::reserved_token - 1, std::uint64_t{0xDEADBEEF}}) {
             std::byte* place = memory.at(requests.size() * 4096);
             requests.push_back({.fd = file.fd(), .memory = place, .length = 4096, .token = token});
         }
@@ -175,9 +178,11 @@ TEST(a_read_over_the_end_gives_the_true_count) {
         const Memory target(64 * kib);
         const auto backend = make(2);
 
-        const auto whole = run_one(*backend, {.fd = file.fd(), .memory = target.at(0), .length = 64 * kib});
+        const auto whole =
+            run_one(*backend, {.fd = file.fd(), .memory = target.at(0), .length = 64 * kib});
         const auto rest = run_one(
-            *backend, {.fd = file.fd(), .offset = 8192, .memory = target.at(16 * kib), .length = 4096});
+            *backend,
+            {.fd = file.fd(), .offset = 8192, .memory = target.at(16 * kib), .length = 4096});
 
         CHECK_EQ(whole, 10'000);
         CHECK_EQ(rest, 10'000 - 8192);
@@ -192,7 +197,8 @@ TEST(a_read_at_or_behind_the_end_gives_zero) {
         const auto backend = make(2);
 
         for (const std::uint64_t offset : {8192, 1 << 20}) {
-            const Request request{.fd = file.fd(), .offset = offset, .memory = memory.at(0), .length = 4096};
+            const Request request{
+                .fd = file.fd(), .offset = offset, .memory = memory.at(0), .length = 4096};
             CHECK_EQ(run_one(*backend, request), 0);
         }
     });
@@ -226,7 +232,8 @@ TEST(a_write_to_a_read_only_descriptor_is_refused) {
         const auto backend = make(2);
 
         const auto result = run_one(
-            *backend, {.verb = Verb::write, .fd = file.read_only(), .memory = memory.at(0), .length = 4096});
+            *backend,
+            {.verb = Verb::write, .fd = file.read_only(), .memory = memory.at(0), .length = 4096});
 
         CHECK_EQ(result, -EBADF);
     });
@@ -239,7 +246,8 @@ TEST(memory_that_is_not_mapped_is_a_completion_with_efault) {
         const auto backend = make(2);
 
         const auto result = run_one(
-            *backend, {.fd = file.fd(), .memory = reinterpret_cast<std::byte*>(4096), .length = 4096});
+            *backend,
+            {.fd = file.fd(), .memory = reinterpret_cast<std::byte*>(4096), .length = 4096});
 
         CHECK_EQ(result, -EFAULT);
     });
@@ -254,11 +262,15 @@ TEST(unaligned_direct_requests_are_refused) {
         }
         const auto backend = make(4);
 
-        const auto results =
-            run(*backend,
-                {{.fd = file.fd(), .memory = memory.at(1), .length = 4096, .token = 0},
-                 {.fd = file.fd(), .offset = 100, .memory = memory.at(0), .length = 4096, .token = 1},
-                 {.verb = Verb::write, .fd = file.fd(), .memory = memory.at(0), .length = 100, .token = 2}});
+        const auto results = run(
+            *backend,
+            {{.fd = file.fd(), .memory = memory.at(1), .length = 4096, .token = 0},
+             {.fd = file.fd(), .offset = 100, .memory = memory.at(0), .length = 4096, .token = 1},
+             {.verb = Verb::write,
+              .fd = file.fd(),
+              .memory = memory.at(0),
+              .length = 100,
+              .token = 2}});
 
         for (const auto& [token, result] : results) CHECK_EQ(result, -EINVAL);
     });
@@ -306,7 +318,7 @@ TEST(a_write_over_the_file_size_limit_is_short_and_then_efbig) {
 }
 
 // ---- room
-// -------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 TEST(a_full_backend_refuses_a_push_until_something_is_reaped_and_loses_nothing) {
     on_every_backend([](const Make& make) {
@@ -355,7 +367,7 @@ TEST(requests_in_the_kernel_count_as_pending_until_they_are_reaped) {
 }
 
 // ---- wake
-// -------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 TEST(a_wake_from_another_thread_unblocks) {
     on_every_backend([](const Make& make) {
@@ -503,12 +515,15 @@ TEST(registered_buffers_are_used_and_other_indexes_are_refused) {
         const TestFile file;
         const auto backend = make(4);
         std::array<Completion, 4> out;
-        (void)backend->submit_and_reap(out, Wait::none);  // registering must not need a backend never used
+        (void)backend->submit_and_reap(
+            out, Wait::none);  // registering must not need a backend never used
         const std::array buffers = {first.vector(), second.vector()};
         const auto move = [&](Verb verb, std::byte* memory, std::int32_t buffer) {
-            return run_one(
-                *backend,
-                {.verb = verb, .fd = file.fd(), .memory = memory, .length = 64 * kib, .buffer = buffer});
+            return run_one(*backend, {.verb = verb,
+                                      .fd = file.fd(),
+                                      .memory = memory,
+                                      .length = 64 * kib,
+                                      .buffer = buffer});
         };
 
         const int error = backend->register_buffers(buffers);
@@ -538,8 +553,9 @@ TEST(registering_again_replaces_and_registering_nothing_forgets) {
         const std::array one = {first.vector()};
         const std::array other = {second.vector()};
         const auto read = [&](const Memory& memory, std::int32_t buffer) {
-            return run_one(*backend,
-                           {.fd = file.fd(), .memory = memory.at(0), .length = 4096, .buffer = buffer});
+            return run_one(
+                *backend,
+                {.fd = file.fd(), .memory = memory.at(0), .length = 4096, .buffer = buffer});
         };
         if (backend->register_buffers(one) != 0) return;  // the test before this one says why
 
@@ -555,7 +571,8 @@ TEST(registering_again_replaces_and_registering_nothing_forgets) {
 
 TEST(a_registration_that_the_kernel_refuses_leaves_the_backend_usable) {
     on_every_backend([](const Make& make) {
-        const std::size_t nbytes = 2048 * mib;  // more than the kernel takes in one buffer; never touched
+        const std::size_t nbytes =
+            2048 * mib;  // more than the kernel takes in one buffer; never touched
         void* reserved = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE,
                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         CHECK(reserved != MAP_FAILED);
@@ -593,12 +610,13 @@ TEST(the_memlock_limit_is_an_errno_and_leaves_the_backend_usable) {
         const std::array buffers = {memory.vector()};
 
         CHECK_EQ(backend->register_buffers(buffers), ENOMEM);
-        CHECK_EQ(run_one(*backend, {.fd = file.fd(), .memory = memory.at(0), .length = 4096}), 4096);
+        CHECK_EQ(run_one(*backend, {.fd = file.fd(), .memory = memory.at(0), .length = 4096}),
+                 4096);
     });
 }
 
 // ---- the end
-// ----------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 TEST(after_destruction_with_requests_in_flight_the_kernel_touches_no_memory) {
     on_every_backend([](const Make& make) {
@@ -640,7 +658,7 @@ TEST(a_backend_never_attached_can_go) {
 }
 
 // ---- making
-// -----------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 TEST(an_unknown_name_or_no_room_is_an_invalid_argument) {
     CHECK_THROWS(deepnvme::make_backend("libaio", 4), std::invalid_argument);
@@ -675,8 +693,10 @@ TEST(a_kernel_that_forbids_io_uring_is_an_error_with_its_errno) {
         in_a_child([&] {
             std::array filter = {
                 sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-                sock_filter BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, deepnvme::uring::syscall_setup, 0, 1),
-                sock_filter BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<unsigned>(error)),
+                sock_filter BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, deepnvme::uring::syscall_setup, 0,
+                                     1),
+                sock_filter BPF_STMT(BPF_RET | BPF_K,
+                                     SECCOMP_RET_ERRNO | static_cast<unsigned>(error)),
                 sock_filter BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
             };
             const sock_fprog program{filter.size(), filter.data()};
@@ -786,7 +806,8 @@ TEST(a_broken_ring_throws_and_is_drained_when_it_goes) {
     refusals = &state;
     auto backend = make_refusing(16);
     std::array<Completion, 1> out;
-    for (const Request& request : cover(Verb::read, file.fd(), memory, mib)) CHECK(backend->push(request));
+    for (const Request& request : cover(Verb::read, file.fd(), memory, mib))
+        CHECK(backend->push(request));
     (void)backend->submit_and_reap(out, Wait::none);
 
     state.submits_refused = std::numeric_limits<int>::max();
@@ -803,7 +824,8 @@ TEST(a_flag_that_an_older_kernel_does_not_know_is_left_out) {
     const Memory memory(256 * kib);
     const TestFile file(memory.bytes());
     const std::uint32_t since_6_1 = uring::setup_defer_taskrun;
-    const std::uint32_t since_5_19 = since_6_1 | uring::setup_coop_taskrun | uring::setup_taskrun_flag;
+    const std::uint32_t since_5_19 =
+        since_6_1 | uring::setup_coop_taskrun | uring::setup_taskrun_flag;
     const std::uint32_t since_5_18 = since_5_19 | uring::setup_submit_all;
     for (const std::uint32_t unknown : {0U, since_6_1, since_5_19, since_5_18}) {
         Refusals state{.unknown_flags = unknown};
@@ -812,7 +834,8 @@ TEST(a_flag_that_an_older_kernel_does_not_know_is_left_out) {
 
         CHECK_EQ(state.flags_accepted & unknown, 0);
         if (unknown == since_5_18) CHECK_EQ(state.flags_accepted, 0);
-        for (const auto& [token, result] : run(*backend, cover(Verb::read, file.fd(), memory, 16 * kib))) {
+        for (const auto& [token, result] :
+             run(*backend, cover(Verb::read, file.fd(), memory, 16 * kib))) {
             CHECK_EQ(result, 16 * kib);
         }
         backend->wake();

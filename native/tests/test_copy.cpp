@@ -30,7 +30,8 @@ constexpr std::byte untouched{0xA5};
 // Around where large copies begin to go past the caches, whole lines and not.
 [[nodiscard]] std::vector<std::size_t> sizes() {
     constexpr std::size_t large = std::size_t{32} << 10;
-    return {0, 1, 63, 64, 4096, large - 1, large, large + 1, large + 63, 2 * large, 3 * large + 12'345};
+    return {
+        0, 1, 63, 64, 4096, large - 1, large, large + 1, large + 63, 2 * large, 3 * large + 12'345};
 }
 
 // Every size, from and to every alignment within a line that shows a difference.
@@ -59,7 +60,8 @@ struct Layout {
             CHECK(std::equal(piece.source, piece.source + piece.nbytes, piece.destination));
             end = piece.destination + piece.nbytes;
         }
-        CHECK(std::all_of(end, room.data() + room.size(), [](std::byte byte) { return byte == untouched; }));
+        CHECK(std::all_of(end, room.data() + room.size(),
+                          [](std::byte byte) { return byte == untouched; }));
     }
 };
 
@@ -97,7 +99,9 @@ TEST(new_memory_that_was_populated_is_there_and_zeros) {
     populate(memory, (pages - 1) * page - 100);
     std::vector<unsigned char> resident(pages);
     CHECK_EQ(::mincore(raw, pages * page, resident.data()), 0);
-    CHECK_EQ(std::ranges::count_if(resident, [](unsigned char state) { return (state & 1) != 0; }), 99);
-    CHECK(std::all_of(memory, memory + pages * page, [](std::byte byte) { return byte == std::byte{0}; }));
+    CHECK_EQ(std::ranges::count_if(resident, [](unsigned char state) { return (state & 1) != 0; }),
+             99);
+    CHECK(std::all_of(memory, memory + pages * page,
+                      [](std::byte byte) { return byte == std::byte{0}; }));
     ::munmap(raw, pages * page);
 }

@@ -1,4 +1,5 @@
-// crc32c against its bitwise definition: every kernel that this CPU can run, each length and alignment.
+// crc32c against its bitwise definition: every kernel that this CPU can run, each length and
+// alignment.
 #include "deepnvme/crc32c.hpp"
 
 #include <algorithm>
@@ -25,7 +26,8 @@ constexpr std::size_t large = 3 * crc32c_streaming_bytes + 12'345;
     std::uint32_t state = ~crc;
     for (const std::byte byte : data) {
         state ^= std::to_integer<std::uint32_t>(byte);
-        for (int bit = 0; bit < 8; ++bit) state = (state >> 1) ^ ((state & 1) != 0 ? 0x82F63B78U : 0U);
+        for (int bit = 0; bit < 8; ++bit)
+            state = (state >> 1) ^ ((state & 1) != 0 ? 0x82F63B78U : 0U);
     }
     return ~state;
 }
@@ -47,14 +49,15 @@ void on_every_kernel(const std::function<void(const Crc32cKernel&)>& body) {
     }
 }
 
-// Copies source[from, from + nbytes) to an address that is `alignment` past a whole line; looks at everything
-// around it.
-void check_copy(const Crc32cKernel& kernel, const Bytes& source, std::size_t from, std::size_t nbytes,
-                std::size_t alignment) {
+// Copies source[from, from + nbytes) to an address that is `alignment` past a whole line; looks at
+// everything around it.
+void check_copy(const Crc32cKernel& kernel, const Bytes& source, std::size_t from,
+                std::size_t nbytes, std::size_t alignment) {
     constexpr std::size_t guard = 128;
     constexpr std::byte untouched{0xA5};
     Bytes room(guard + 2 * 64 + nbytes + guard, untouched);
-    const std::size_t at = guard + alignment + (-reinterpret_cast<std::uintptr_t>(room.data() + guard)) % 64;
+    const std::size_t at =
+        guard + alignment + (-reinterpret_cast<std::uintptr_t>(room.data() + guard)) % 64;
     const std::span<const std::byte> piece(source.data() + from, nbytes);
     const std::uint32_t crc = kernel.copy(7, room.data() + at, piece.data(), nbytes);
     CHECK_EQ(crc, kernel.sum(7, piece.data(), nbytes));
@@ -92,7 +95,8 @@ TEST(every_length_at_every_alignment_agrees_with_the_bitwise_definition) {
             on_every_kernel([&](const Crc32cKernel& kernel) {
                 CHECK_EQ(kernel.sum(0, data.data() + alignment, nbytes), expected);
             });
-            if (nbytes < longest) expected = bitwise(expected, {data.data() + alignment + nbytes, 1});
+            if (nbytes < longest)
+                expected = bitwise(expected, {data.data() + alignment + nbytes, 1});
         }
     }
 }
@@ -100,8 +104,9 @@ TEST(every_length_at_every_alignment_agrees_with_the_bitwise_definition) {
 TEST(a_large_piece_agrees_with_the_bitwise_definition) {
     const Bytes data = random_bytes(large);
     const std::uint32_t expected = bitwise(0, data);
-    on_every_kernel(
-        [&](const Crc32cKernel& kernel) { CHECK_EQ(kernel.sum(0, data.data(), data.size()), expected); });
+    on_every_kernel([&](const Crc32cKernel& kernel) {
+        CHECK_EQ(kernel.sum(0, data.data(), data.size()), expected);
+    });
 }
 
 TEST(a_piece_split_anywhere_sums_to_the_whole) {
@@ -136,8 +141,8 @@ TEST(a_copy_is_equal_and_touches_nothing_around_it) {
 TEST(a_copy_past_the_caches_is_equal_and_touches_nothing_around_it) {
     const Bytes source = random_bytes(large + 16);
     on_every_kernel([&](const Crc32cKernel& kernel) {
-        for (const std::size_t nbytes :
-             {crc32c_streaming_bytes - 1, crc32c_streaming_bytes, crc32c_streaming_bytes + 1, large}) {
+        for (const std::size_t nbytes : {crc32c_streaming_bytes - 1, crc32c_streaming_bytes,
+                                         crc32c_streaming_bytes + 1, large}) {
             for (std::size_t alignment = 0; alignment < 64; ++alignment) {
                 check_copy(kernel, source, alignment % 16, nbytes, alignment);
             }
@@ -164,7 +169,8 @@ TEST(a_cpu_with_sse42_does_not_fall_back_to_tables) {
 
 TEST(a_cpu_that_multiplies_in_wide_vectors_does_so) {
     __builtin_cpu_init();
-    const bool wide = __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("vpclmulqdq") != 0;
+    const bool wide =
+        __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("vpclmulqdq") != 0;
     if (!wide) SKIP("this CPU has no AVX-512 with VPCLMULQDQ");
     CHECK_EQ(crc32c_implementation(), "avx512");
 }

@@ -1,5 +1,5 @@
-// Page-locking through the driver, against a stand-in that counts: no GPU is needed, and none has been tried
-// yet.
+// Page-locking through the driver, against a stand-in that counts: no GPU is needed, and none has
+// been tried yet.
 #include <dlfcn.h>
 
 #include <memory>
@@ -21,7 +21,8 @@ const std::string library = FAKE_CUDA;
 // The stand-in, loaded; unloaded when it goes, so that "not loaded" can be tested too.
 class FakeDriver {
   public:
-    FakeDriver(bool initialised, bool active, int refuse = 0) : handle_(::dlopen(library.c_str(), RTLD_NOW)) {
+    FakeDriver(bool initialised, bool active, int refuse = 0)
+        : handle_(::dlopen(library.c_str(), RTLD_NOW)) {
         CHECK(handle_ != nullptr);
         function<void(bool, bool, int)>("fake_reset")(initialised, active, refuse);
     }
@@ -121,7 +122,8 @@ TEST(a_pool_registers_its_arenas_and_takes_it_back_before_they_are_unmapped) {
 TEST(a_pool_that_cannot_be_pinned_works_unpinned) {
     const FakeDriver driver(true, true, 2);
     const std::shared_ptr<Pool> pool = Pool::make(1 << 20);
-    CHECK_THROWS(pool->pin_with(CudaHost::open(CudaHost::When::in_use, library)), std::runtime_error);
+    CHECK_THROWS(pool->pin_with(CudaHost::open(CudaHost::When::in_use, library)),
+                 std::runtime_error);
     CHECK_EQ(driver.registered_bytes(), 0);
     CHECK_EQ(pool->take(4096)->size(), 4096);
 }

@@ -1,6 +1,6 @@
-// What becomes of operations: chunks, budgets, short transfers, errors, cancellation, closing. On memory and
-// fault backends, so that every path is taken on purpose; the Python suite repeats the user's view on real
-// drives.
+// What becomes of operations: chunks, budgets, short transfers, errors, cancellation, closing. On
+// memory and fault backends, so that every path is taken on purpose; the Python suite repeats the
+// user's view on real drives.
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -60,10 +60,12 @@ FaultPlan one_rule(FaultRule rule) {
 // A queue with one file, and outcomes by operation.
 struct Bench {
     explicit Bench(QueueOptions options = in_memory())
-        : queue(std::move(options)), file(queue.open("file", OpenMode::create, DirectIO::automatic, 0600)) {}
+        : queue(std::move(options)),
+          file(queue.open("file", OpenMode::create, DirectIO::automatic, 0600)) {}
 
     std::uint64_t submit(Verb verb, std::vector<std::byte>& memory, std::uint64_t offset,
-                         AtEndOfFile at_end = AtEndOfFile::fails, std::shared_ptr<Ticket> ticket = nullptr) {
+                         AtEndOfFile at_end = AtEndOfFile::fails,
+                         std::shared_ptr<Ticket> ticket = nullptr) {
         Operation operation;
         operation.id = next++;
         operation.ticket = std::move(ticket);
@@ -145,7 +147,8 @@ TEST(the_bytes_in_flight_never_exceed_the_budget) {
 }
 
 TEST(every_request_shortened_still_moves_every_byte) {
-    Bench bench(in_memory(one_rule({.kind = FaultRule::Kind::shorten, .every = 1, .length = 24576})));
+    Bench bench(
+        in_memory(one_rule({.kind = FaultRule::Kind::shorten, .every = 1, .length = 24576})));
     std::vector<std::byte> written = pattern(5 * chunk + 100, 3);
     CHECK_EQ(bench.run(Verb::write, written, 0).ending, Ending::succeeded);
     std::vector<std::byte> read(written.size());
@@ -202,8 +205,8 @@ TEST(a_file_cut_behind_our_back_is_an_error_even_where_the_end_may_come) {
 }
 
 TEST(a_sync_ends_after_the_writes_submitted_before_it) {
-    Bench bench(in_memory(
-        one_rule({.kind = FaultRule::Kind::delay, .verbs = {Verb::write}, .every = 1, .delay_us = 3000})));
+    Bench bench(in_memory(one_rule(
+        {.kind = FaultRule::Kind::delay, .verbs = {Verb::write}, .every = 1, .delay_us = 3000})));
     std::vector<std::byte> first = pattern(2 * chunk, 9);
     std::vector<std::byte> second = pattern(2 * chunk, 10);
     const std::uint64_t a = bench.submit(Verb::write, first, 0);
@@ -234,13 +237,16 @@ TEST(an_operation_cancelled_before_it_began_touches_no_memory) {
 }
 
 TEST(closing_drains_what_was_submitted) {
-    Bench bench(in_memory(one_rule({.kind = FaultRule::Kind::delay, .every = 4, .delay_us = 2000})));
+    Bench bench(
+        in_memory(one_rule({.kind = FaultRule::Kind::delay, .every = 4, .delay_us = 2000})));
     std::vector<std::vector<std::byte>> all;
     for (unsigned i = 0; i < 20; ++i) all.push_back(pattern(chunk, i));
-    for (unsigned i = 0; i < 20; ++i) (void)bench.submit(Verb::write, all[i], std::uint64_t{i} * chunk);
+    for (unsigned i = 0; i < 20; ++i)
+        (void)bench.submit(Verb::write, all[i], std::uint64_t{i} * chunk);
     CHECK(bench.queue.close(long_enough));
     CHECK_EQ(bench.queue.pending(), 0);
-    for (std::uint64_t id = 1; id <= 20; ++id) CHECK_EQ(bench.outcome(id).ending, Ending::succeeded);
+    for (std::uint64_t id = 1; id <= 20; ++id)
+        CHECK_EQ(bench.outcome(id).ending, Ending::succeeded);
     CHECK(bench.queue.wait_ended().empty());
     std::vector<std::byte> late(1);
     CHECK_THROWS(bench.submit(Verb::write, late, 0), ClosedError);
@@ -248,7 +254,8 @@ TEST(closing_drains_what_was_submitted) {
 }
 
 TEST(a_close_whose_time_is_up_takes_no_more_and_ends_when_called_again) {
-    Bench bench(in_memory(one_rule({.kind = FaultRule::Kind::delay, .nth = 1, .delay_us = 200'000})));
+    Bench bench(
+        in_memory(one_rule({.kind = FaultRule::Kind::delay, .nth = 1, .delay_us = 200'000})));
     std::vector<std::byte> memory = pattern(chunk, 12);
     const std::uint64_t slow = bench.submit(Verb::write, memory, 0);
     CHECK(!bench.queue.close(0ns));
@@ -291,7 +298,8 @@ TEST(an_operation_on_a_file_of_another_queue_is_refused_and_takes_no_room) {
     Bench bench(std::move(options));
     Operation foreign;
     foreign.ticket = std::make_shared<Ticket>();
-    foreign.file = std::make_shared<OpenFile>("/proc/self/exe", OpenMode::read, DirectIO::never, 0600);
+    foreign.file =
+        std::make_shared<OpenFile>("/proc/self/exe", OpenMode::read, DirectIO::never, 0600);
     CHECK_THROWS((void)bench.queue.submit(foreign, long_enough), ClosedError);
     CHECK(!foreign.ticket->taken());
     CHECK_EQ(bench.queue.pending(), 0);
@@ -382,13 +390,15 @@ TEST(many_threads_may_submit_at_once) {
 }
 
 // --- waiting for one of them
-// --------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 namespace {
 
 QueueOptions with_slow_syncs(std::uint32_t delay_us) {
-    return in_memory(one_rule(
-        {.kind = FaultRule::Kind::delay, .verbs = {Verb::sync_data}, .every = 1, .delay_us = delay_us}));
+    return in_memory(one_rule({.kind = FaultRule::Kind::delay,
+                               .verbs = {Verb::sync_data},
+                               .every = 1,
+                               .delay_us = delay_us}));
 }
 
 std::vector<std::uint64_t> ids_of(const std::vector<Outcome>& outcomes) {
@@ -528,7 +538,8 @@ TEST(what_a_waiter_takes_wait_ended_never_sees_and_what_it_hands_back_it_does) {
         const std::shared_ptr<Ticket> kept = bench.sync_with_ticket();
         const std::shared_ptr<Ticket> returned = bench.sync_with_ticket();
         unsigned takes = 0;
-        // The waiters may come too late, when the listener has heard already: then there is nothing to see.
+        // The waiters may come too late, when the listener has heard already: then there is nothing
+        // to see.
         for (const std::shared_ptr<Ticket>& ticket : {kept, returned}) {
             auto ended = bench.queue.wait_for(*ticket, long_enough);
             CHECK(ended.has_value());
@@ -537,7 +548,8 @@ TEST(what_a_waiter_takes_wait_ended_never_sees_and_what_it_hands_back_it_does) {
         }
         const std::vector<std::uint64_t> seen = listener.heard();
         const std::vector<std::uint64_t> mine = ids_of(taken);
-        for (const std::uint64_t id : mine) CHECK(std::find(seen.begin(), seen.end(), id) == seen.end());
+        for (const std::uint64_t id : mine)
+            CHECK(std::find(seen.begin(), seen.end(), id) == seen.end());
         for (; takes > 0; --takes) bench.queue.hand_back(std::exchange(taken, {}));
         CHECK(listener.hears(2));
         CHECK(bench.queue.close(long_enough));
@@ -584,7 +596,8 @@ TEST(closing_wakes_whoever_waits_with_what_they_wait_for) {
 }
 
 TEST(a_cancelled_operation_ends_for_whoever_waits_for_it) {
-    Bench bench(in_memory(one_rule({.kind = FaultRule::Kind::delay, .nth = 1, .delay_us = 20'000})));
+    Bench bench(
+        in_memory(one_rule({.kind = FaultRule::Kind::delay, .nth = 1, .delay_us = 20'000})));
     std::vector<std::byte> large = pattern(4 * chunk, 11);
     (void)bench.submit(Verb::write, large, 0);
     std::vector<std::byte> small = pattern(chunk, 12);
@@ -680,10 +693,11 @@ TEST(a_drive_that_has_no_room_is_not_woken_for_what_it_could_not_begin) {
     std::atomic<int> wakes = 0;
     std::atomic<int> ended = 0;
     FaultPlan slow = one_rule({.kind = FaultRule::Kind::delay, .every = 1, .delay_us = 50'000});
-    auto backend =
-        std::make_unique<Woken>(make_fault_backend(make_backend("memory", 64), std::move(slow)), wakes);
-    Drive drive(std::move(backend), {.chunk_bytes = chunk, .inflight_bytes = chunk},
-                [&](const std::vector<Outcome>& outcomes) { ended += static_cast<int>(outcomes.size()); });
+    auto backend = std::make_unique<Woken>(
+        make_fault_backend(make_backend("memory", 64), std::move(slow)), wakes);
+    Drive drive(
+        std::move(backend), {.chunk_bytes = chunk, .inflight_bytes = chunk},
+        [&](const std::vector<Outcome>& outcomes) { ended += static_cast<int>(outcomes.size()); });
     std::vector<std::byte> memory = pattern(3 * chunk, 1);
     const auto submit = [&] {
         Operation operation;

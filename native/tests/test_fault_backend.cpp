@@ -23,7 +23,8 @@ using Clock = std::chrono::steady_clock;
 namespace {
 
 std::unique_ptr<Backend> faulty(std::string_view inner, unsigned depth, FaultPlan plan) {
-    auto backend = deepnvme::make_fault_backend(deepnvme::make_backend(inner, depth), std::move(plan));
+    auto backend =
+        deepnvme::make_fault_backend(deepnvme::make_backend(inner, depth), std::move(plan));
     backend->attach();
     return backend;
 }
@@ -71,7 +72,8 @@ TEST(each_nth_request_of_a_workload_can_fail_and_no_other_does) {
         const TestFile file(target.bytes());
         std::vector<Request> requests = cover(Verb::write, file.plain(), source, chunk);
         for (Request& request : requests) {
-            if (request.token % 3 == 1) request.verb = Verb::read, request.memory = target.at(request.offset);
+            if (request.token % 3 == 1)
+                request.verb = Verb::read, request.memory = target.at(request.offset);
             if (request.token % 3 == 2) request.verb = Verb::sync_data;
         }
 
@@ -96,7 +98,8 @@ TEST(a_rule_counts_only_the_verbs_that_it_names) {
         if (request.token % 2 == 1) request.verb = Verb::sync_all;
     }
 
-    const auto backend = faulty({{.kind = Kind::fail, .verbs = {Verb::sync_all, Verb::write}, .nth = 2}});
+    const auto backend =
+        faulty({{.kind = Kind::fail, .verbs = {Verb::sync_all, Verb::write}, .nth = 2}});
 
     CHECK_EQ(failures_of(*backend, requests), Order{3});
 }
@@ -107,7 +110,8 @@ TEST(a_rule_can_strike_every_so_many) {
 
     const auto backend = faulty({{.kind = Kind::fail, .every = 3}});
 
-    CHECK_EQ(failures_of(*backend, cover(Verb::read, file.plain(), memory, 8 * kib)), (Order{2, 5}));
+    CHECK_EQ(failures_of(*backend, cover(Verb::read, file.plain(), memory, 8 * kib)),
+             (Order{2, 5}));
 }
 
 TEST(a_refused_push_is_not_counted) {
@@ -158,23 +162,25 @@ TEST(a_rule_draws_the_same_whatever_rules_stand_beside_it) {
 }
 
 // ---- what a rule does
-// ---------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 TEST(a_shortened_request_moves_that_many_bytes_and_no_more) {
     const Memory content(64 * kib);
     content.fill(0x77);
     const TestFile file(content.bytes());
-    for (const auto& [asked, limit, expected] : std::vector<std::array<std::uint32_t, 3>>{{8192, 100, 100},
-                                                                                          {8192, 0, 4096},
-                                                                                          {3000, 0, 1024},
-                                                                                          {1000, 0, 500},
-                                                                                          {2, 0, 1},
-                                                                                          {1, 0, 1},
-                                                                                          {50, 100, 50}}) {
+    for (const auto& [asked, limit, expected] :
+         std::vector<std::array<std::uint32_t, 3>>{{8192, 100, 100},
+                                                   {8192, 0, 4096},
+                                                   {3000, 0, 1024},
+                                                   {1000, 0, 500},
+                                                   {2, 0, 1},
+                                                   {1, 0, 1},
+                                                   {50, 100, 50}}) {
         const Memory target(64 * kib);
         const auto backend = faulty({{.kind = Kind::shorten, .every = 1, .length = limit}});
 
-        const auto result = run_one(*backend, {.fd = file.plain(), .memory = target.at(0), .length = asked});
+        const auto result =
+            run_one(*backend, {.fd = file.plain(), .memory = target.at(0), .length = asked});
 
         CHECK_EQ(result, expected);
         CHECK(*target.at(expected - 1) == std::byte(0x77));
@@ -190,7 +196,8 @@ TEST(a_shortened_write_leaves_the_rest_of_the_file_alone_and_a_sync_stays_whole)
     const auto backend = faulty({{.kind = Kind::shorten, .every = 1}});
 
     CHECK_EQ(
-        run_one(*backend, {.verb = Verb::write, .fd = file.plain(), .memory = memory.at(0), .length = 8192}),
+        run_one(*backend,
+                {.verb = Verb::write, .fd = file.plain(), .memory = memory.at(0), .length = 8192}),
         4096);
     CHECK_EQ(run_one(*backend, {.verb = Verb::sync_data, .fd = file.plain()}), 0);
 
@@ -212,8 +219,8 @@ TEST(a_delayed_request_completes_no_earlier_and_others_pass_it) {
 }
 
 TEST(a_failure_can_be_delayed) {
-    const auto backend =
-        faulty({{.kind = Kind::fail, .every = 1}, {.kind = Kind::delay, .every = 1, .delay_us = 10'000}});
+    const auto backend = faulty(
+        {{.kind = Kind::fail, .every = 1}, {.kind = Kind::delay, .every = 1, .delay_us = 10'000}});
 
     const auto start = Clock::now();
 
@@ -237,7 +244,8 @@ TEST(a_reordered_request_is_let_go_when_nothing_else_is_in_flight) {
     const TestFile file(memory.bytes());
     const auto requests = cover(Verb::read, file.plain(), memory, 4 * kib);
     for (const std::string_view inner : {"memory", "threads"}) {
-        const auto backend = faulty(inner, 8, {.rules = {{.kind = Kind::reorder, .every = 1, .hold = 1000}}});
+        const auto backend =
+            faulty(inner, 8, {.rules = {{.kind = Kind::reorder, .every = 1, .hold = 1000}}});
 
         CHECK_EQ(run(*backend, requests).size(), requests.size());
         CHECK_EQ(run(*backend, {requests[0]}).size(), 1);
@@ -247,9 +255,9 @@ TEST(a_reordered_request_is_let_go_when_nothing_else_is_in_flight) {
 TEST(a_reordered_request_waits_for_what_the_wrapped_backend_still_has) {
     const Memory memory(16 * kib);
     const TestFile file(memory.bytes());
-    auto slow =
-        deepnvme::make_fault_backend(deepnvme::make_backend("memory", 8),
-                                     {.rules = {{.kind = Kind::delay, .nth = 2, .delay_us = 10'000}}});
+    auto slow = deepnvme::make_fault_backend(
+        deepnvme::make_backend("memory", 8),
+        {.rules = {{.kind = Kind::delay, .nth = 2, .delay_us = 10'000}}});
     const auto backend = deepnvme::make_fault_backend(
         std::move(slow), {.rules = {{.kind = Kind::reorder, .nth = 1, .hold = 1}}});
     backend->attach();
@@ -274,17 +282,17 @@ TEST(several_rules_can_strike_one_request_and_the_first_failure_counts) {
     const Memory memory(8192);
     const TestFile file(memory.bytes());
     const Request request{.fd = file.plain(), .memory = memory.at(0), .length = 8192};
-    const auto shortened_twice =
-        faulty({{.kind = Kind::shorten, .every = 1}, {.kind = Kind::shorten, .every = 1, .length = 1000}});
-    const auto failed_twice = faulty(
-        {{.kind = Kind::fail, .every = 1, .error = ENOSPC}, {.kind = Kind::fail, .every = 1, .error = EIO}});
+    const auto shortened_twice = faulty(
+        {{.kind = Kind::shorten, .every = 1}, {.kind = Kind::shorten, .every = 1, .length = 1000}});
+    const auto failed_twice = faulty({{.kind = Kind::fail, .every = 1, .error = ENOSPC},
+                                      {.kind = Kind::fail, .every = 1, .error = EIO}});
 
     CHECK_EQ(run_one(*shortened_twice, request), 1000);
     CHECK_EQ(run_one(*failed_twice, request), -ENOSPC);
 }
 
 // ---- nothing is lost
-// ------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 TEST(under_all_rules_at_once_every_request_completes_exactly_once) {
     const Memory memory(256 * kib);
@@ -325,8 +333,8 @@ TEST(held_completions_count_as_pending) {
     const Memory memory(64 * kib);
     const TestFile file(memory.bytes());
     const auto requests = cover(Verb::read, file.plain(), memory, 4 * kib);
-    const auto backend =
-        faulty("memory", 2, {.rules = {{.kind = Kind::delay, .every = 1, .delay_us = 3'600'000'000}}});
+    const auto backend = faulty(
+        "memory", 2, {.rules = {{.kind = Kind::delay, .every = 1, .delay_us = 3'600'000'000}}});
     std::array<Completion, 4> out;
     CHECK(backend->push(requests[0]));
     CHECK(backend->push(requests[1]));
@@ -339,8 +347,8 @@ TEST(held_completions_count_as_pending) {
 TEST(a_wake_ends_a_wait_for_held_completions) {
     const Memory memory(64 * kib);
     const TestFile file(memory.bytes());
-    const auto backend =
-        faulty("threads", 4, {.rules = {{.kind = Kind::delay, .every = 1, .delay_us = 3'600'000'000}}});
+    const auto backend = faulty(
+        "threads", 4, {.rules = {{.kind = Kind::delay, .every = 1, .delay_us = 3'600'000'000}}});
     std::array<Completion, 4> out;
     for (int round = 0; round < 3; ++round) {
         const auto place = static_cast<std::uint64_t>(round) * 4096;
@@ -399,7 +407,8 @@ TEST(wakes_from_many_threads_disturb_no_held_completion) {
 
     std::string failure;
     try {
-        for (const auto& [token, result] : run(*backend, cover(Verb::read, file.plain(), memory, kib))) {
+        for (const auto& [token, result] :
+             run(*backend, cover(Verb::read, file.plain(), memory, kib))) {
             CHECK_EQ(result, kib);
         }
     } catch (const std::exception& error) {
@@ -412,7 +421,7 @@ TEST(wakes_from_many_threads_disturb_no_held_completion) {
 }
 
 // ---- the wrapping
-// ---------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 TEST(it_says_what_it_wraps_and_has_its_room_and_registration) {
     const Memory memory(4096);
@@ -425,13 +434,14 @@ TEST(it_says_what_it_wraps_and_has_its_room_and_registration) {
 }
 
 TEST(a_rule_that_means_nothing_is_refused) {
-    for (const FaultRule& rule : std::vector<FaultRule>{{.kind = Kind::fail, .error = 0},
-                                                        {.kind = Kind::fail, .error = -5},
-                                                        {.kind = Kind::fail, .probability = 1.5},
-                                                        {.kind = Kind::fail, .probability = -0.1},
-                                                        {.kind = Kind::delay, .delay_us = 0},
-                                                        {.kind = Kind::reorder, .hold = 0},
-                                                        {.kind = Kind::throttle, .bytes_per_s = 0.0}}) {
+    for (const FaultRule& rule :
+         std::vector<FaultRule>{{.kind = Kind::fail, .error = 0},
+                                {.kind = Kind::fail, .error = -5},
+                                {.kind = Kind::fail, .probability = 1.5},
+                                {.kind = Kind::fail, .probability = -0.1},
+                                {.kind = Kind::delay, .delay_us = 0},
+                                {.kind = Kind::reorder, .hold = 0},
+                                {.kind = Kind::throttle, .bytes_per_s = 0.0}}) {
         CHECK_THROWS(faulty({rule}), std::invalid_argument);
     }
     CHECK_THROWS(deepnvme::make_fault_backend(nullptr, {}), std::invalid_argument);

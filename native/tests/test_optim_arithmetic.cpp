@@ -1,5 +1,5 @@
-// The primitives, one value at a time: fma without the instruction, roundings to 16 bits and back, the split
-// master.
+// The primitives, one value at a time: fma without the instruction, roundings to 16 bits and back,
+// the split master.
 #define INFINITY_HOME test_home
 #define INFINITY_LANES 16
 #include "../optim/src/vectors.hpp"
@@ -21,7 +21,8 @@ using optim_cases::special;
     return bits_(a) == bits_(b) || (a != a && b != b);
 }
 
-// To nearest even, by comparing with the two neighbours that 16 bits have; `widen` gives their values.
+// To nearest even, by comparing with the two neighbours that 16 bits have; `widen` gives their
+// values.
 template <class Widen>
 [[nodiscard]] u32 nearest(float x, u32 largest, const Widen& widen) {
     const u32 sign = std::signbit(x) ? 0x8000 : 0;
@@ -32,8 +33,10 @@ template <class Widen>
     }
     const double below = double(widen(low));
     // above the largest comes what would be next, were the exponent not taken for infinity
-    const double above = low == largest ? 2 * below - double(widen(low - 1)) : double(widen(low + 1));
-    const bool up = wanted - below > above - wanted || (wanted - below == above - wanted && (low & 1) == 1);
+    const double above =
+        low == largest ? 2 * below - double(widen(low - 1)) : double(widen(low + 1));
+    const bool up =
+        wanted - below > above - wanted || (wanted - below == above - wanted && (low & 1) == 1);
     return sign | (low + (up ? 1 : 0));
 }
 
@@ -97,7 +100,8 @@ TEST(rounding_to_16_bits_is_to_nearest_even_subnormals_and_overflow_included) {
         u32 x = floats.any();
         if (i % 3 == 0) x = (x & 0xffff0000) | 0x8000;  // ties of bf16
         if (i % 3 == 1)
-            x = (x & 0x80000000) | ((102 + x % 44) << 23) | (x & 0x7fe000) | 0x1000;  // ties of fp16
+            x = (x & 0x80000000) | ((102 + x % 44) << 23) | (x & 0x7fe000) |
+                0x1000;  // ties of fp16
         const float value = float_(x);
         if (std::isnan(value) || std::isinf(value)) continue;
         CHECK_EQ(to_bf16_(x), nearest(value, 0x7f7f, wide_bf16));
@@ -139,10 +143,12 @@ TEST(the_high_half_differs_from_nearest_even_in_ties_of_even_halves_alone) {
 TEST(stochastic_rounding_goes_up_as_often_as_what_is_cut_off_says) {
     const u32 x = 0x3f804000;  // a quarter of the way from one bf16 to the next
     int ups = 0;
-    for (u64 i = 0; i < 40'000; ++i) ups += to_bf16_stochastic_(x, random_<u32>(99, i) & 0xffffu) == 0x3f81;
+    for (u64 i = 0; i < 40'000; ++i)
+        ups += to_bf16_stochastic_(x, random_<u32>(99, i) & 0xffffu) == 0x3f81;
     CHECK(ups > 9'600 && ups < 10'400);
     ups = 0;
-    for (u64 i = 0; i < 40'000; ++i) ups += to_bf16_stochastic_(x, random_<u32>(99, i) >> 16) == 0x3f81;
+    for (u64 i = 0; i < 40'000; ++i)
+        ups += to_bf16_stochastic_(x, random_<u32>(99, i) >> 16) == 0x3f81;
     CHECK(ups > 9'600 && ups < 10'400);
 }
 
@@ -151,7 +157,8 @@ TEST(random_bits_are_those_of_the_element_whatever_the_lanes) {
         const Words wide = random_<Words>(0xfeedfacecafebeef, first);
         for (u32 k = 0; k < 16; ++k) CHECK_EQ(wide[k], random_<u32>(0xfeedfacecafebeef, first + k));
     }
-    CHECK(random_<u32>(1, 0) != random_<u32>(1, 1) && random_<u32>(1, 0) != random_<u32>(1, 1ull << 32));
+    CHECK(random_<u32>(1, 0) != random_<u32>(1, 1) &&
+          random_<u32>(1, 0) != random_<u32>(1, 1ull << 32));
 }
 
 TEST(max_and_sign_pass_a_nan_on) {

@@ -1,5 +1,5 @@
-// Every home gives the scalar home's bits: every rule and form of the states, every class of float, odd
-// sizes, any threads.
+// Every home gives the scalar home's bits: every rule and form of the states, every class of float,
+// odd sizes, any threads.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -28,7 +28,8 @@ struct Form {
             all.push_back({gradient, parameter, format_fp32, 0});
         }
         all.push_back({gradient, format_bf16, format_fp32, flag_split_master});
-        all.push_back({gradient, format_bf16, format_bf16, flag_split_master | flag_stochastic_moments});
+        all.push_back(
+            {gradient, format_bf16, format_bf16, flag_split_master | flag_stochastic_moments});
         all.push_back({gradient, format_none, format_bf16, 0});
         all.push_back({gradient, format_none, format_bf16, flag_stochastic_moments});
     }
@@ -67,7 +68,8 @@ struct Form {
     const std::vector<u32>* all[] = {&memory.first, &memory.second, &memory.third};
     for (u64 k = 0; k < states; ++k) {
         const auto* narrow = reinterpret_cast<const u16*>(all[k]->data() + Memory::shift);
-        holds = holds && (form.states == format_fp32 ? words(*all[k]) : halves(narrow, 0x7f80, 0x7fc0));
+        holds =
+            holds && (form.states == format_fp32 ? words(*all[k]) : halves(narrow, 0x7f80, 0x7fc0));
     }
     return holds;
 }
@@ -134,7 +136,8 @@ TEST(a_segment_cut_in_two_gives_what_the_whole_gives) {
         Memory parts = before;
         Segment segments[2];
         segments[0] = segments[1] = parts.segment(form.gradient, form.parameter, form.states);
-        for (Segment& segment : segments) optim_cases::set_constants(segment, rule_adam, form.flags);
+        for (Segment& segment : segments)
+            optim_cases::set_constants(segment, rule_adam, form.flags);
         Segment& second = segments[1];
         segments[0].numel = half;
         second.numel -= half;
@@ -156,7 +159,8 @@ TEST(chunks_of_any_size_give_the_same_bits) {
     const Memory expected = updated(before, form, rule_adam, flag_decoupled_decay, "scalar", alone);
     for (const std::size_t count : {1, 2, 8}) {
         ThreadPool pool = threads(count);
-        CHECK(updated(before, form, rule_adam, flag_decoupled_decay, homes().back(), pool) == expected);
+        CHECK(updated(before, form, rule_adam, flag_decoupled_decay, homes().back(), pool) ==
+              expected);
     }
 }
 

@@ -1,4 +1,5 @@
-// Block sums: their definition, the same bits in every home and with any threads, and what tells an overflow.
+// Block sums: their definition, the same bits in every home and with any threads, and what tells an
+// overflow.
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -22,8 +23,8 @@ using namespace infinity_optim;
     return bits;
 }
 
-[[nodiscard]] std::vector<double> sums_of(const std::vector<u32>& gradient, Format format, u64 numel,
-                                          std::string_view home, std::size_t threads) {
+[[nodiscard]] std::vector<double> sums_of(const std::vector<u32>& gradient, Format format,
+                                          u64 numel, std::string_view home, std::size_t threads) {
     ThreadPool pool(std::vector<int>(threads, -1));
     std::vector<double> sums(block_count(numel));
     block_sums({address(gradient), format, numel}, sums, pool, kernels_of(home));
@@ -89,7 +90,8 @@ TEST(accumulating_adds_in_fp32_and_returns_the_sums_of_the_result) {
     std::vector<u32> expected;
     std::vector<double> expected_sums;
     for (const std::string_view home : homes()) {
-        std::vector<u32> into(numel, 0x7fc00000);  // what was there before the first gradient does not matter
+        std::vector<u32> into(
+            numel, 0x7fc00000);  // what was there before the first gradient does not matter
         std::vector<double> sums(block_count(numel));
         accumulate(address(into), {address(first), format_bf16, numel}, Sum::begins, sums, pool,
                    kernels_of(home));
@@ -113,6 +115,7 @@ TEST(room_for_another_number_of_blocks_is_refused) {
     ThreadPool pool(std::vector<int>(1, -1));
     const std::vector<u32> gradient(5000);
     std::vector<double> sums(1);
-    CHECK_THROWS(block_sums({address(gradient), format_fp32, 5000}, sums, pool, kernels_of("scalar")),
-                 std::invalid_argument);
+    CHECK_THROWS(
+        block_sums({address(gradient), format_fp32, 5000}, sums, pool, kernels_of("scalar")),
+        std::invalid_argument);
 }

@@ -1,5 +1,5 @@
-// The thread pool: every piece of work once, several callers, cores that do not exist, forks, the float
-// environment.
+// The thread pool: every piece of work once, several callers, cores that do not exist, forks, the
+// float environment.
 #include <sys/wait.h>
 #include <unistd.h>
 

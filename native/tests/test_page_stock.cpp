@@ -1,5 +1,5 @@
-// Pages that are used again: nobody shares one with another, what stays idle is limited, and gaps lose no
-// room.
+// Pages that are used again: nobody shares one with another, what stays idle is limited, and gaps
+// lose no room.
 #include "deepnvme/page_stock.hpp"
 
 #include <sys/mman.h>
@@ -39,7 +39,8 @@ void fill(const Pages& pages, std::uint8_t value) {
     constexpr std::size_t page = 4096;
     std::vector<unsigned char> there((pages.size() + page - 1) / page);
     if (::mincore(pages.data(), pages.size(), there.data()) != 0) return 0;
-    return page * static_cast<std::size_t>(std::ranges::count_if(there, [](auto each) { return each & 1U; }));
+    return page * static_cast<std::size_t>(
+                      std::ranges::count_if(there, [](auto each) { return each & 1U; }));
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The probes against this kernel, and our io_uring ABI against the system's header where there is one.
+// The probes against this kernel, and our io_uring ABI against the system's header where there is
+// one.
 #include "deepnvme/probe.hpp"
 
 #include <fcntl.h>
@@ -197,7 +198,8 @@ class TemporaryDirectory {
   public:
     TemporaryDirectory() {
         std::string name = (fs::temp_directory_path() / "deepnvme-test-XXXXXX").string();
-        if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("cannot make a temporary directory");
+        if (::mkdtemp(name.data()) == nullptr)
+            throw std::runtime_error("cannot make a temporary directory");
         path_ = name;
     }
     TemporaryDirectory(const TemporaryDirectory&) = delete;
@@ -222,7 +224,8 @@ class TemporaryDirectory {
 
 TEST(a_ring_lists_the_reads_and_writes_that_it_supports) {
     const deepnvme::UringProbe probe = deepnvme::probe_uring();
-    if (probe.error != 0) SKIP(std::string("io_uring is not available here: ") + std::strerror(probe.error));
+    if (probe.error != 0)
+        SKIP(std::string("io_uring is not available here: ") + std::strerror(probe.error));
     if (probe.opcodes.empty()) SKIP("this kernel cannot list its opcodes");
     CHECK(supports(probe, deepnvme::uring::Op::read));
     CHECK(supports(probe, deepnvme::uring::Op::write_fixed));

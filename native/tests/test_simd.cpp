@@ -58,7 +58,8 @@ TEST(an_unknown_word_is_refused_with_what_is_possible) {
 
 TEST(every_level_answers_to_its_own_name) {
     for (const SimdLevel level : with_avx512) {
-        CHECK_EQ(choose_simd(std::string(infinity_optim::name_of(level)).c_str(), with_avx512), level);
+        CHECK_EQ(choose_simd(std::string(infinity_optim::name_of(level)).c_str(), with_avx512),
+                 level);
     }
 }
 

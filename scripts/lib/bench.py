@@ -1,9 +1,11 @@
-"""The bench harness: compared systems run interleaved in rounds, figures held against the targets that issues set.
+"""The bench harness: compared systems run interleaved in rounds, figures held against the targets
+that issues set.
 
-A script in scripts/bench registers systems and figures on a `Bench` and calls `main`, which does the rest: environment,
-options, rounds, tables, JSON. `render` turns that JSON into a page of docs/benchmarks. Never decides by hand whether a
-target holds, and never drops a figure: one that could not be measured is there with its reason.
-Imports nothing but the standard library until `main` has entered the project's environment.
+A script in scripts/bench registers systems and figures on a `Bench` and calls `main`, which does
+the rest: environment, options, rounds, tables, JSON. `render` turns that JSON into a page of
+docs/benchmarks. Never decides by hand whether a target holds, and never drops a figure: one that
+could not be measured is there with its reason. Imports nothing but the standard library until
+`main` has entered the project's environment.
 """
 
 from __future__ import annotations
@@ -51,33 +53,47 @@ __all__ = [
 
 Measure = Callable[[], "float | Mapping[str, float]"]
 Document = dict[str, Any]
-"""One run of a bench as JSON: bench, date, machine, versions, rounds, figures; method where it is not ROUNDS."""
+"""One run of a bench as JSON: bench, date, machine, versions, rounds, figures; method where it is
+not ROUNDS.
+"""
 
 ROUNDS = """\
-Every system was warmed up once and then measured once per round, each round starting with another system, so that what
-disturbs the machine disturbs all of them alike. A figure is computed within each round and its median is the value;
+Every system was warmed up once and then measured once per round, each round starting with another
+system, so that what disturbs the machine disturbs all of them alike. A figure is computed within
+each round and its median is the value;
 min .. max and MAD (median distance from the median) are its spread over the rounds."""
 """The method of a bench that says nothing else."""
 
 ONCE_IN_TURN = """\
-Every way trained once, one after another, in one process: two steps to warm up, and the median of those after them,
+Every way trained once, one after another, in one process: two steps to warm up, and the median of
+those after them,
 each waited for to its end."""
 """The method of benches that train larger models than could be made anew in every round."""
 
 _TARGET = re.compile(r"(>=|<=|==|>|<) *([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)")
-_COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt}
+_COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 
 
 class UnavailableError(Exception):
-    """A system cannot be measured on this machine; the message says why, and what to install if that would help."""
+    """A system cannot be measured on this machine; the message says why, and what to install if
+    that would help.
+    """
 
 
-# --- figures -----------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One line that an issue asks for: the median over rounds of a number computed within each round."""
+    """One line that an issue asks for: the median over rounds of a number computed within each
+    round.
+    """
 
     name: str
     value: float | None
@@ -102,7 +118,10 @@ def holds(value: float | None, target: str) -> bool:
     """
     parts = _TARGET.fullmatch(target)
     if parts is None:
-        raise ValueError(f"a target is one of {', '.join(_COMPARE)} and a number, such as '>= 0.97'; got {target!r}")
+        raise ValueError(
+            f"a target is one of {', '.join(_COMPARE)} and a number, such as '>= 0.97'; got "
+            f"{target!r}"
+        )
     return value is not None and bool(_COMPARE[parts[1]](value, float(parts[2])))
 
 
@@ -120,12 +139,16 @@ def spread(numbers: Iterable[float]) -> Spread:
     """Return the median and spread of at least one number."""
     listed = sorted(numbers)
     median = statistics.median(listed)
-    return Spread(median, listed[0], listed[-1], statistics.median(abs(number - median) for number in listed))
+    return Spread(
+        median, listed[0], listed[-1], statistics.median(abs(number - median) for number in listed)
+    )
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What some work took: seconds that passed, and CPU seconds of this process and the children it waited for."""
+    """What some work took: seconds that passed, and CPU seconds of this process and the children it
+    waited for.
+    """
 
     wall_s: float
     cpu_s: float
@@ -143,7 +166,7 @@ def _cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-# --- a bench -----------------------------------------------------------------------------------------------------
+# --- a bench --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -159,7 +182,8 @@ class _Wanted:
 
 @dataclass
 class Bench:
-    """The systems that one bench compares and the figures it computes; what it measured, once `run`.
+    """The systems that one bench compares and the figures it computes; what it measured, once
+    `run`.
 
     `flags` are those of its own that it was started with.
     """
@@ -177,26 +201,37 @@ class Bench:
     def system(self, name: str, measure: Measure, *, unit: str) -> None:
         """Register a compared system.
 
-        `measure` runs it once and returns a number, or several by name, which become "system: name". It raises
-        UnavailableError where the system cannot run; that can only be found in the warm-up.
+        `measure` runs it once and returns a number, or several by name, which become "system:
+        name". It raises UnavailableError where the system cannot run; that can only be found in the
+        warm-up.
         """
         self._systems[name] = measure
         self.units[name] = unit
 
     def figure(
-        self, name: str, *, unit: str, target: str, uses: Sequence[str], value: Callable[..., float] | None = None
+        self,
+        name: str,
+        *,
+        unit: str,
+        target: str,
+        uses: Sequence[str],
+        value: Callable[..., float] | None = None,
     ) -> None:
-        """Register a figure: `value` is called once per round with the numbers that `uses` names, in that order.
+        """Register a figure: `value` is called once per round with the numbers that `uses` names,
+        in that order.
 
         Without `value`, the figure is the one number that it uses.
         """
         holds(None, target)  # refuses a malformed target now rather than after the measurements
-        self._wanted.append(_Wanted(name, unit, target, tuple(uses), value or (lambda number: number)))
+        self._wanted.append(
+            _Wanted(name, unit, target, tuple(uses), value or (lambda number: number))
+        )
 
     def run(self, rounds: int, between: Callable[[int], object] = lambda _: None) -> list[Figure]:
         """Warm every system up, measure all of them `rounds` times, and return the figures.
 
-        Each round starts with another system, so that none profits from its place; `between` hears of every round.
+        Each round starts with another system, so that none profits from its place; `between` hears
+        of every round.
         """
         self._warm_up()
         order = [name for name in self._systems if name not in self.unavailable]
@@ -219,14 +254,21 @@ class Bench:
         for wanted in self._wanted:
             for name in wanted.uses:
                 if name not in known and name.split(": ")[0] not in self.unavailable:
-                    raise ValueError(f"figure {wanted.name!r} uses {name!r}; measured are {sorted(known)}")
+                    raise ValueError(
+                        f"figure {wanted.name!r} uses {name!r}; measured are {sorted(known)}"
+                    )
 
     def _measure(self, name: str) -> dict[str, float]:
         measured = self._systems[name]()
         parts = measured if isinstance(measured, Mapping) else {"": measured}
         if not all(map(math.isfinite, parts.values())):
-            raise ValueError(f"{name} measured {measured}; a system that cannot be measured raises UnavailableError")
-        return {f"{name}: {what}" if what else name: float(number) for what, number in parts.items()}
+            raise ValueError(
+                f"{name} measured {measured}; a system that cannot be measured raises "
+                "UnavailableError"
+            )
+        return {
+            f"{name}: {what}" if what else name: float(number) for what, number in parts.items()
+        }
 
     def _compute(self, wanted: _Wanted) -> Figure:
         try:
@@ -236,7 +278,9 @@ class Bench:
             values = [_value(wanted, measured) for measured in self.rounds]
         except UnavailableError as reason:
             return Figure(wanted.name, None, wanted.unit, wanted.target, (), str(reason))
-        return Figure(wanted.name, statistics.median(values), wanted.unit, wanted.target, tuple(values))
+        return Figure(
+            wanted.name, statistics.median(values), wanted.unit, wanted.target, tuple(values)
+        )
 
 
 def _value(wanted: _Wanted, measured: Mapping[str, float]) -> float:
@@ -263,26 +307,36 @@ def main(
 ) -> int:
     """Run the bench that `define` registers, as the program `script`; return its exit status.
 
-    A target that does not hold is a result, not a failure: the status is 0 when everything ran. `flags` are options of
-    this bench alone, with what they are for; `method` says on its page how it measures.
+    A target that does not hold is a result, not a failure: the status is 0 when everything ran.
+    `flags` are options of this bench alone, with what they are for; `method` says on its page how
+    it measures.
     """
     options = _parse(script, flags)
-    os.environ["DEEPNVME_PROFILE"] = ""  # what somebody tuned on this machine is no part of what is compared
+    # what somebody tuned on this machine is no part of what is compared
+    os.environ["DEEPNVME_PROFILE"] = ""
     env.enter(script)
     given = frozenset(flag for flag in flags if getattr(options, flag))
     bench = Bench(Path(script).name, options.quick, given, method)
     define(bench)
     figures = _run_shown(bench, quick_rounds if options.quick else rounds)
-    result = document(bench, figures, date=datetime.now(timezone.utc), machine=_machine(), versions=_versions())
+    result = document(
+        bench, figures, date=datetime.now(timezone.utc), machine=_machine(), versions=_versions()
+    )
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     return 0
 
 
 def document(
-    bench: Bench, figures: Sequence[Figure], *, date: datetime, machine: Mapping[str, Any], versions: Mapping[str, str]
+    bench: Bench,
+    figures: Sequence[Figure],
+    *,
+    date: datetime,
+    machine: Mapping[str, Any],
+    versions: Mapping[str, str],
 ) -> Document:
-    """Return one run as a JSON document: what each round measured, and the figures with their number in each round.
+    """Return one run as a JSON document: what each round measured, and the figures with their
+    number in each round.
 
     A run with flags says so in its name, and so does a quick one.
     """
@@ -310,8 +364,12 @@ def document(
 
 
 def _parse(script: str, flags: Mapping[str, str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"scripts/bench/{Path(script).name}", description=_docstring_of(script))
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: shows that it runs")
+    parser = argparse.ArgumentParser(
+        prog=f"scripts/bench/{Path(script).name}", description=_docstring_of(script)
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds and smaller sizes: shows that it runs"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
     for flag, purpose in flags.items():
         parser.add_argument(f"--{flag}", action="store_true", help=purpose)
@@ -327,7 +385,7 @@ def _docstring_of(script: str) -> str | None:
     return ast.get_docstring(ast.parse(Path(script).read_text()))
 
 
-# --- the terminal ------------------------------------------------------------------------------------------------
+# --- the terminal ---------------------------------------------------------------------------------
 
 
 def _run_shown(bench: Bench, rounds: int) -> list[Figure]:
@@ -339,7 +397,9 @@ def _run_shown(bench: Bench, rounds: int) -> list[Figure]:
 
     console = Console(highlight=False)
     with console.status(f"{bench.name}: warm-up") as status:
-        figures = bench.run(rounds, lambda number: status.update(f"{bench.name}: round {number + 1} of {rounds}"))
+        figures = bench.run(
+            rounds, lambda number: status.update(f"{bench.name}: round {number + 1} of {rounds}")
+        )
     measured = Table(f"measured, {rounds} rounds", box=SIMPLE_HEAD)
     for title in ("median", "min", "max", "MAD"):
         measured.add_column(title, justify="right")
@@ -359,8 +419,16 @@ def _run_shown(bench: Bench, rounds: int) -> list[Figure]:
 
 
 def _row(figure: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the cells of one figure: name, value, extremes, MAD, unit, target, whether it holds or why not."""
-    verdict = "yes" if figure["holds"] else "NO" if figure["value"] is not None else f"NO: {figure['reason']}"
+    """Return the cells of one figure: name, value, extremes, MAD, unit, target, whether it holds or
+    why not.
+    """
+    verdict = (
+        "yes"
+        if figure["holds"]
+        else "NO"
+        if figure["value"] is not None
+        else f"NO: {figure['reason']}"
+    )
     if figure["value"] is None:
         return figure["name"], "-", "-", "-", figure["unit"], figure["target"], verdict
     numbers = spread(figure["rounds"])
@@ -373,12 +441,16 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1e3 else f"{value:,.0f}"
 
 
-# --- the page ----------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def write_page(result: Document, folder: Path) -> Path:
-    """Write the page of one run as what_hardware_date.md, its raw numbers beside it; return where the page is."""
-    name = "_".join(_slug(text) for text in (result["bench"], result["machine"]["name"], result["date"][:10]))
+    """Write the page of one run as what_hardware_date.md, its raw numbers beside it; return where
+    the page is.
+    """
+    name = "_".join(
+        _slug(text) for text in (result["bench"], result["machine"]["name"], result["date"][:10])
+    )
     page = folder / f"{name}.md"
     page.write_text(render(result))
     page.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
@@ -386,27 +458,43 @@ def write_page(result: Document, folder: Path) -> Path:
 
 
 def render(result: Document) -> str:
-    """Return one run as a page of docs/benchmarks: the figures first, then machine, versions and every raw number."""
+    """Return one run as a page of docs/benchmarks: the figures first, then machine, versions and
+    every raw number.
+    """
     figures = result["figures"]
     missed = [figure for figure in figures if not figure["holds"]]
     sections = [
         f"# {result['bench']}: {result['machine']['name']}, {result['date'][:10]}",
         f"{len(figures) - len(missed)} of {len(figures)} targets hold."
-        + (" A quick run: it shows that the bench works, its numbers claim nothing." if _is_quick(result) else ""),
-        _table(("figure", "value", "min .. max", "MAD", "unit", "target", "holds"), [_row(one) for one in figures]),
+        + (
+            " A quick run: it shows that the bench works, its numbers claim nothing."
+            if _is_quick(result)
+            else ""
+        ),
+        _table(
+            ("figure", "value", "min .. max", "MAD", "unit", "target", "holds"),
+            [_row(one) for one in figures],
+        ),
     ]
     if missed:
         sections += [
             "Not met:",
             "\n".join(
-                f"- {one['name']}: {one['reason'] if one['value'] is None else _number(one['value'])}, "
+                f"- {one['name']}: "
+                f"{one['reason'] if one['value'] is None else _number(one['value'])}, "
                 f"target {one['target']}"
                 for one in missed
             ),
         ]
     sections += [
         "## Machine and versions",
-        _table(("", ""), [(key, str(value)) for key, value in {**result["machine"], **result["versions"]}.items()]),
+        _table(
+            ("", ""),
+            [
+                (key, str(value))
+                for key, value in {**result["machine"], **result["versions"]}.items()
+            ],
+        ),
         "## Method",
         result.get("method", ROUNDS),
         "## Every round",
@@ -416,10 +504,18 @@ def render(result: Document) -> str:
 
 
 def _every_round(result: Document) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Return titles and rows of the table of raw numbers: what was measured, then each figure, round by round."""
+    """Return titles and rows of the table of raw numbers: what was measured, then each figure,
+    round by round.
+    """
     rounds = result["rounds"]
-    numbers = {name: [measured[name] for measured in rounds] for name in (rounds[0] if rounds else ())}
-    numbers |= {f"figure: {figure['name']}": figure["rounds"] for figure in result["figures"] if figure["rounds"]}
+    numbers = {
+        name: [measured[name] for measured in rounds] for name in (rounds[0] if rounds else ())
+    }
+    numbers |= {
+        f"figure: {figure['name']}": figure["rounds"]
+        for figure in result["figures"]
+        if figure["rounds"]
+    }
     titles = ("", *map(str, range(1, len(rounds) + 1)))
     return titles, [(name, *map(_number, listed)) for name, listed in numbers.items()]
 
@@ -430,18 +526,22 @@ def _is_quick(result: Document) -> bool:
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-# --- where and with what -----------------------------------------------------------------------------------------
+# --- where and with what --------------------------------------------------------------------------
 
 
 def _versions() -> dict[str, str]:
-    """Return what the numbers depend on: interpreter, kernel, libraries, and this checkout's commit."""
+    """Return what the numbers depend on: interpreter, kernel, libraries, and this checkout's
+    commit.
+    """
     found = {"python": platform.python_version(), "kernel": platform.release()}
     for package in ("torch", "numpy", "infinity-engine"):
         try:
@@ -452,7 +552,10 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the checkout's commit. The pages that benches write are no change to what they measure."""
+    """Return the checkout's commit.
+
+    The pages that benches write are no change to what they measure.
+    """
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changes = _git("status", "--porcelain", "--", ".", ":(exclude)docs/benchmarks")

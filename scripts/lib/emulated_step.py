@@ -1,8 +1,10 @@
-"""A training step of the bench's GPT on an emulated device whose clock is computed, as a bench lets it be measured.
+"""A training step of the bench's GPT on an emulated device whose clock is computed, as a bench lets
+it be measured.
 
-Links, updates on both sides and the modules' computing take their time at rates that are set: the same as the plan's.
-What modules compute is the device's work, in the stream in which the engine expects it, as a GPU's kernels are: hooks
-of the model submit it module by module, as forward and backward come to them. Imports torch when it trains.
+Links, updates on both sides and the modules' computing take their time at rates that are set: the
+same as the plan's. What modules compute is the device's work, in the stream in which the engine
+expects it, as a GPU's kernels are: hooks of the model submit it module by module, as forward and
+backward come to them. Imports torch when it trains.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Emulated:
 
 
 def train_emulated(case: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, float]:
-    """Train some steps with these settings; return the last one's seconds by the device's clock, and bytes held."""
+    """Train some steps with these settings; return the last one's seconds by the device's clock,
+    and bytes held.
+    """
     import torch
 
     from infinity_engine import initialize
@@ -59,10 +63,15 @@ def train_emulated(case: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
 
     emulated = Emulated(**case)
     capacity = settings["budget"]["device"] + (1 << 30)
-    device = VirtualAccelerator(Emulation(rates=emulated.rates(), capacity_bytes=capacity, host_takes_time=True))
+    device = VirtualAccelerator(
+        Emulation(rates=emulated.rates(), capacity_bytes=capacity, host_takes_time=True)
+    )
     torch.manual_seed(0)
     model = TinyGPT(
-        width=emulated.width, depth=emulated.depth, heads=max(1, emulated.width // 64), context=emulated.context
+        width=emulated.width,
+        depth=emulated.depth,
+        heads=max(1, emulated.width // 64),
+        context=emulated.context,
     )
     config = {
         "model_type": "gpt2",
@@ -90,11 +99,18 @@ def train_emulated(case: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
         held = {usage.tier.name: usage.peak_held for usage in engine.usage()}
         phases = {f"{name}": each for name, each in engine.report().phases.items()}
     device.stop()
-    return {**phases, "step": seconds[-1], "host bytes": held["HOST"], "device bytes": held["DEVICE"]}
+    return {
+        **phases,
+        "step": seconds[-1],
+        "host bytes": held["HOST"],
+        "device bytes": held["DEVICE"],
+    }
 
 
 class _Computing:
-    """The device's work on modules, in the engine's stream for it, which is there when it trains."""
+    """The device's work on modules, in the engine's stream for it, which is there when it
+    trains.
+    """
 
     def __init__(self, device: VirtualAccelerator) -> None:
         self._device = device
@@ -118,18 +134,27 @@ class _Computing:
 
 
 def _pass_time(
-    model: torch.nn.Module, shapes: tuple[ModuleShape, ...], case: Emulated, passes: Callable[[int], None]
+    model: torch.nn.Module,
+    shapes: tuple[ModuleShape, ...],
+    case: Emulated,
+    passes: Callable[[int], None],
 ) -> None:
-    """Let the model's modules take their time: those with parameters have the shapes' order, the head is the last.
+    """Let the model's modules take their time: those with parameters have the shapes' order, the
+    head is the last.
 
-    That of a backward begins when the module's own parameters are there: when their first gradient is made.
+    That of a backward begins when the module's own parameters are there: when their first gradient
+    is made.
     """
-    own = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    own = [
+        module for module in model.modules() if any(True for _ in module.parameters(recurse=False))
+    ]
     for module, shape in zip(own, shapes, strict=False):
         ns = round(shape.flops(case.context) * case.context * 1e9 / case.flops_per_s)
         if ns:
             _takes(module, ns, passes)
-    _takes(model, round(shapes[-1].flops(case.context) * case.context * 1e9 / case.flops_per_s), passes)
+    _takes(
+        model, round(shapes[-1].flops(case.context) * case.context * 1e9 / case.flops_per_s), passes
+    )
 
 
 def _takes(module: torch.nn.Module, ns: int, passes: Callable[[int], None]) -> None:
@@ -138,8 +163,10 @@ def _takes(module: torch.nn.Module, ns: int, passes: Callable[[int], None]) -> N
     def forward(_module: torch.nn.Module, _given: object, made: torch.Tensor) -> None:
         passes(ns)
         if made.requires_grad and not own:
-            made.register_hook(lambda _gradient: passes(2 * ns))  # type: ignore[no-untyped-call]  # torch is
+            # torch is
+            made.register_hook(lambda _gradient: passes(2 * ns))  # type: ignore[no-untyped-call]
 
     module.register_forward_hook(forward)
     if own:
-        own[0].register_hook(lambda _gradient: passes(2 * ns))  # type: ignore[no-untyped-call]  # torch is
+        # torch is
+        own[0].register_hook(lambda _gradient: passes(2 * ns))  # type: ignore[no-untyped-call]

@@ -1,9 +1,11 @@
-"""The project's own environment: makes `.venv`, installs what the requirements files pin, builds the native code.
+"""The project's own environment: makes `.venv`, installs what the requirements files pin, builds
+the native code.
 
-Needs nothing but a supported Python with venv, a C++20 compiler and a package index. Every script of the project calls
-`ensure()` or `enter()`; both do nothing when the environment still has what the script `Needs`. An environment that
-works is replaced only by one that is complete: after a failure, Ctrl-C or a kill the earlier one is there again.
-Outside the checkout only the caches of its tools are written.
+Needs nothing but a supported Python with venv, a C++20 compiler and a package index. Every script
+of the project calls `ensure()` or `enter()`; both do nothing when the environment still has what
+the script `Needs`. An environment that works is replaced only by one that is complete: after a
+failure, Ctrl-C or a kill the earlier one is there again. Outside the checkout only the caches of
+its tools are written.
 """
 
 from __future__ import annotations
@@ -46,12 +48,14 @@ LOGS = BUILD / "logs"
 REQUIREMENTS = ROOT / "scripts" / "requirements.txt"
 CHECK_REQUIREMENTS = ROOT / "scripts" / "requirements-check.txt"
 STAMP = "infinity-engine.json"
-# Installed first and alone: where a CPU build of this version is at hand it satisfies the pin, and nothing later pulls
-# the CUDA packages of a newer one. What the package itself asks for is older.
+# Installed first and alone: where a CPU build of this version is at hand it satisfies the pin, and
+# nothing later pulls the CUDA packages of a newer one. What the package itself asks for is older.
 TORCH = "torch==2.13.0"
 SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
 THIS_PYTHON = "INFINITY_THIS_PYTHON"
-"""Set to 1, the environment variable that runs a script under the Python it was started with, `.venv` left alone."""
+"""Set to 1, the environment variable that runs a script under the Python it was started with,
+`.venv` left alone.
+"""
 
 
 class EnvironmentMissingError(Exception):
@@ -62,11 +66,13 @@ class Needs(Enum):
     """What a script asks of the environment. The value names its build, a folder of build/."""
 
     RUN = "run"  # torch, the libraries, the native modules as a user's wheel has them
-    CHECK = "dev"  # besides, linters, test tools and native tests; warnings of the compiler are errors
+    # besides, linters, test tools and native tests; warnings of the compiler are errors
+    CHECK = "dev"
 
 
 def ensure(needs: Needs) -> Path:
-    """Return the Python of `.venv`, after making or mending the environment and the native build where they differ.
+    """Return the Python of `.venv`, after making or mending the environment and the native build
+    where they differ.
 
     Raises:
         EnvironmentMissingError: that cannot be done here.
@@ -80,7 +86,9 @@ def ensure(needs: Needs) -> Path:
 
 @contextlib.contextmanager
 def plain_ending() -> Iterator[None]:
-    """End the script with one message and no traceback: status 3 without an environment, 130 after Ctrl-C."""
+    """End the script with one message and no traceback: status 3 without an environment, 130 after
+    Ctrl-C.
+    """
     try:
         yield
     except EnvironmentMissingError as problem:
@@ -93,7 +101,8 @@ def plain_ending() -> Iterator[None]:
 
 @plain_ending()
 def enter(script: str | Path) -> None:
-    """Re-execute `script` with its arguments under `.venv`'s Python, unless it runs there already or THIS_PYTHON is 1.
+    """Re-execute `script` with its arguments under `.venv`'s Python, unless it runs there already
+    or THIS_PYTHON is 1.
 
     A problem with the environment is one message and exit status 3.
     """
@@ -105,7 +114,8 @@ def enter(script: str | Path) -> None:
 
 
 def rival_venv(name: str, requirements: Sequence[str]) -> Path:
-    """Return the Python of `.venvs/<name>`, a rival's own environment, installed in the order of `requirements`.
+    """Return the Python of `.venvs/<name>`, a rival's own environment, installed in the order of
+    `requirements`.
 
     Raises:
         EnvironmentMissingError: it cannot be made here.
@@ -119,7 +129,10 @@ def rival_venv(name: str, requirements: Sequence[str]) -> Path:
             with _replacing(folder):
                 _make_venv(folder, _find_python())
                 for requirement in requirements:
-                    run_logged(f"installing {requirement} into .venvs/{name}", _pip(python, "install", requirement))
+                    run_logged(
+                        f"installing {requirement} into .venvs/{name}",
+                        _pip(python, "install", requirement),
+                    )
                 _write_stamp(folder, {"packages": recipe})
     return python
 
@@ -134,7 +147,9 @@ def child_env(venv: Path = VENV) -> dict[str, str]:
 
 
 def run_logged(what: str, command: Sequence[str | Path], **overrides: str) -> None:
-    """Run `command`, saying `what` it does; its output goes to a log, whose end is shown if it fails."""
+    """Run `command`, saying `what` it does; its output goes to a log, whose end is shown if it
+    fails.
+    """
     LOGS.mkdir(parents=True, exist_ok=True)
     log = LOGS / ("".join(c if c.isalnum() else "-" for c in what)[:60] + ".log")
     print(f"  {what} ...", end="", flush=True)
@@ -150,19 +165,27 @@ def run_logged(what: str, command: Sequence[str | Path], **overrides: str) -> No
         )
     print(f" {time.monotonic() - started:.0f} s", flush=True)
     if done.returncode != 0:
-        tail = "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-40:])
+        tail = "\n".join(
+            "    " + line for line in log.read_text(errors="replace").splitlines()[-40:]
+        )
         raise EnvironmentMissingError(
-            f"{what} failed with exit status {done.returncode}. The end of {log.relative_to(ROOT)}:\n{tail}"
+            f"{what} failed with exit status {done.returncode}. The end of "
+            f"{log.relative_to(ROOT)}:\n{tail}"
         )
 
 
 def _ensure_packages(needs: Needs) -> Path:
-    """Install what is not there yet. Whoever needs less finds it in an environment that has more."""
+    """Install what is not there yet.
+
+    Whoever needs less finds it in an environment that has more.
+    """
     python = VENV / "bin" / "python"
     _put_back(VENV)
     if _read_stamp(VENV).get("packages") != _packages_recipe(python):
         base = _find_python()
-        print(f"making .venv with Python {version_in(base)} (once; kept for later runs)", flush=True)
+        print(
+            f"making .venv with Python {version_in(base)} (once; kept for later runs)", flush=True
+        )
         with _replacing(VENV):
             _make_venv(VENV, base)
             run_logged(f"installing {TORCH}", _pip(python, "install", TORCH))
@@ -172,35 +195,46 @@ def _ensure_packages(needs: Needs) -> Path:
     tools = _digest([CHECK_REQUIREMENTS.read_text()])
     if needs is Needs.CHECK and stamp.pop("tools", None) != tools:
         _write_stamp(VENV, stamp)  # an installation that ends half-way is not believed later
-        run_logged("installing the tools", _pip(python, "install", "-r", REQUIREMENTS, "-r", CHECK_REQUIREMENTS))
+        run_logged(
+            "installing the tools",
+            _pip(python, "install", "-r", REQUIREMENTS, "-r", CHECK_REQUIREMENTS),
+        )
         _write_stamp(VENV, {**stamp, "tools": tools})
     return python
 
 
 def _packages_recipe(python: Path) -> str:
-    """Tell apart what is installed; the checkout's own path counts, since environments do not survive a move."""
+    """Tell apart what is installed; the checkout's own path counts, since environments do not
+    survive a move.
+    """
     return _digest([str(ROOT), TORCH, REQUIREMENTS.read_text(), version_in(python) or "none"])
 
 
 def _ensure_build(python: Path, needs: Needs) -> None:
-    """Build and install the package unless what is installed was built from these sources for as much or more."""
+    """Build and install the package unless what is installed was built from these sources for as
+    much or more.
+    """
     stamp = _read_stamp(VENV)
     built = stamp.pop("build", None)
     recipes = _build_recipes()
     if needs is Needs.RUN:
         is_enough = built in recipes.values()
     else:
-        is_enough = built == recipes[needs] and (BUILD / needs.value / "CTestTestfile.cmake").exists()
+        is_enough = (
+            built == recipes[needs] and (BUILD / needs.value / "CTestTestfile.cmake").exists()
+        )
     if is_enough:
         return
     _write_stamp(VENV, stamp)  # a build that fails half-way is not believed later
     checks = "ON" if needs is Needs.CHECK else "OFF"
     folder = f"build/{needs.value}"
     run_logged(
-        "building the native modules and their tests" if needs is Needs.CHECK else "building the native modules",
+        "building the native modules and their "
+        "tests" if needs is Needs.CHECK else "building the native modules",
         _pip(
-            python, "install", "--no-deps", "--no-build-isolation", "--editable", ".", f"-Cbuild-dir={folder}",
-            f"-Ccmake.define.INFINITY_DEV={checks}", f"-Ccmake.define.INFINITY_TESTS={checks}",
+            python, "install", "--no-deps", "--no-build-isolation", "--editable", ".",
+            f"-Cbuild-dir={folder}", f"-Ccmake.define.INFINITY_DEV={checks}",
+            f"-Ccmake.define.INFINITY_TESTS={checks}",
         ),
         CMAKE_GENERATOR="Ninja",
     )  # fmt: skip
@@ -209,19 +243,31 @@ def _ensure_build(python: Path, needs: Needs) -> None:
 
 def _build_recipes() -> dict[Needs, str]:
     """Tell apart what is built: the sources, the compiler asked for, and what the build is for."""
-    sources = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", *sorted((ROOT / "native").rglob("*"))]
+    sources = [
+        ROOT / "CMakeLists.txt",
+        ROOT / "pyproject.toml",
+        *sorted((ROOT / "native").rglob("*")),
+    ]
     compilers = [os.environ.get(name, "") for name in ("CXX", "CXXFLAGS")]
-    contents = [f"{path.relative_to(ROOT)}\0{path.read_bytes()!r}" for path in sources if path.is_file()]
+    contents = [
+        f"{path.relative_to(ROOT)}\0{path.read_bytes()!r}" for path in sources if path.is_file()
+    ]
     return {needs: _digest([needs.value, str(ROOT), *compilers, *contents]) for needs in Needs}
 
 
 def _require_compiler() -> None:
     """Ask before the downloads, not after them."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    compiler = (
+        os.environ.get("CXX")
+        or shutil.which("c++")
+        or shutil.which("g++")
+        or shutil.which("clang++")
+    )
     if compiler is None:
         raise EnvironmentMissingError(
             "No C++ compiler found: c++, g++ and clang++ are not on PATH and CXX is not set.\n"
-            "Install one (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set CXX."
+            "Install one (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or set "
+            "CXX."
         )
 
 
@@ -234,9 +280,11 @@ def _make_venv(folder: Path, base: str | Path) -> None:
 
 @contextlib.contextmanager
 def _replacing(folder: Path) -> Iterator[None]:
-    """Let a new environment be made and stamped at `folder`; if that fails, the earlier one is put back.
+    """Let a new environment be made and stamped at `folder`; if that fails, the earlier one is put
+    back.
 
-    Environments hold their own path, so the new one is made in its place while the earlier one waits aside.
+    Environments hold their own path, so the new one is made in its place while the earlier one
+    waits aside.
     """
     aside = _aside(folder)
     if folder.exists():
@@ -252,7 +300,9 @@ def _replacing(folder: Path) -> Iterator[None]:
 
 
 def _put_back(folder: Path) -> None:
-    """Undo what a run that failed or was killed left: one that was never stamped goes, the earlier one comes back."""
+    """Undo what a run that failed or was killed left: one that was never stamped goes, the earlier
+    one comes back.
+    """
     aside = _aside(folder)
     if not aside.exists():
         return
@@ -268,7 +318,9 @@ def _aside(folder: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Delete an environment; one that is half deleted stands nowhere where it could be taken for a whole one."""
+    """Delete an environment; one that is half deleted stands nowhere where it could be taken for a
+    whole one.
+    """
     trash = BUILD / "trash"
     shutil.rmtree(trash, ignore_errors=True)
     if folder.exists():
@@ -277,24 +329,31 @@ def _remove(folder: Path) -> None:
 
 
 def _find_python() -> str:
-    """Return a supported interpreter that can make environments: the one running this script, else the newest."""
+    """Return a supported interpreter that can make environments: the one running this script, else
+    the newest.
+    """
     running = getattr(sys, "_base_executable", sys.executable)
     named = (shutil.which(f"python{version}") for version in reversed(SUPPORTED))
     for candidate in (running, *named):
         if candidate and version_in(candidate) and _can_make_venv(candidate):
             return str(candidate)
     raise EnvironmentMissingError(
-        f"No Python {SUPPORTED[0]} to {SUPPORTED[-1]} with the venv module found; this script runs under "
+        f"No Python {SUPPORTED[0]} to {SUPPORTED[-1]} with the venv module found; this script runs "
+        "under "
         f"{sys.version.split()[0]} at {running}.\n"
         "Install one (Debian and Ubuntu: apt install python3-venv) and put it on PATH."
     )
 
 
 def version_in(python: str | Path) -> str | None:
-    """Return the version of a supported interpreter, None for one that is missing, broken or not supported."""
+    """Return the version of a supported interpreter, None for one that is missing, broken or not
+    supported.
+    """
     report = "import sys; print(*sys.version_info[:3], sep='.')"
     try:
-        done = subprocess.run([str(python), "-c", report], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [str(python), "-c", report], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     version = done.stdout.strip()
@@ -303,7 +362,10 @@ def version_in(python: str | Path) -> str | None:
 
 def _can_make_venv(python: str | Path) -> bool:
     return (
-        subprocess.run([str(python), "-c", "import venv, ensurepip"], capture_output=True, check=False).returncode == 0
+        subprocess.run(
+            [str(python), "-c", "import venv, ensurepip"], capture_output=True, check=False
+        ).returncode
+        == 0
     )
 
 
@@ -329,18 +391,24 @@ def _write_stamp(folder: Path, stamp: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _changing_environments() -> Iterator[None]:
-    """Keep two scripts started together from changing the same environment; say what the disk refuses."""
+    """Keep two scripts started together from changing the same environment; say what the disk
+    refuses.
+    """
     try:
         BUILD.mkdir(exist_ok=True)
         with (BUILD / "environment.lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print("waiting for another script that is making an environment in this checkout ...", flush=True)
+                print(
+                    "waiting for another script that is making an environment in this checkout ...",
+                    flush=True,
+                )
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
     except OSError as problem:
         raise EnvironmentMissingError(
             f"The environment cannot be made: {problem}.\n"
-            f"It takes up to 5 GB in .venv, .venvs and build of {ROOT}, all of which you must be able to write to."
+            f"It takes up to 5 GB in .venv, .venvs and build of {ROOT}, all of which you must be "
+            "able to write to."
         ) from problem

@@ -1,7 +1,7 @@
 """fio as a bench's yardstick: what `deepnvme.cli.fio` measures, in the units of the benches.
 
-Imports deepnvme only when called: benches load this before they have entered the environment that holds it.
-Called by scripts/bench/nvme_vs_fio and by nvme_streams.
+Imports deepnvme only when called: benches load this before they have entered the environment that
+holds it. Called by scripts/bench/nvme_vs_fio and by nvme_streams.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def run(job: Job) -> dict[str, float]:
 
 
 def watched(job: Job) -> dict[str, float]:
-    """Run one measurement as `run` does, and add what its whole process cost from half of its time to the end of it.
+    """Run one measurement as `run` does, and add what its whole process cost from half of its time
+    to the end of it.
 
     So what fio does before its first block and after its last does not count.
 
@@ -74,12 +75,19 @@ def _run(job: Job, meanwhile: Callable[[subprocess.Popen[str]], object] | None) 
         measured = fio.run(job, meanwhile)
     except fio.FioError as reason:
         raise bench.UnavailableError(str(reason)) from None
-    return {RATE: measured.bytes_per_s / GIB, THREAD_CPU: measured.cpu_s_per_gib, P99: measured.p99_us / 1e3}
+    return {
+        RATE: measured.bytes_per_s / GIB,
+        THREAD_CPU: measured.cpu_s_per_gib,
+        P99: measured.p99_us / 1e3,
+    }
 
 
 def _look(seconds: float, looks: list[tuple[float, float]], process: subprocess.Popen[str]) -> None:
-    """Note the time and the CPU time of a process, in half of so many seconds and at their end, if it lives so long."""
-    clock = (~process.pid << 3) | 2  # the CPU clock of that process, as clock_getcpuclockid(3) makes it
+    """Note the time and the CPU time of a process, in half of so many seconds and at their end, if
+    it lives so long.
+    """
+    # the CPU clock of that process, as clock_getcpuclockid(3) makes it
+    clock = (~process.pid << 3) | 2
     for _ in range(_LOOKS):
         try:
             process.wait(seconds / _LOOKS)
@@ -89,7 +97,11 @@ def _look(seconds: float, looks: list[tuple[float, float]], process: subprocess.
 
 
 def best(sweep: Mapping[_Settings, Sequence[Mapping[str, float]]]) -> _Settings:
-    """Return the settings with the highest median rate; of those within 2% of it, the ones that cost the least CPU."""
+    """Return the settings with the highest median rate; of those within 2% of it, the ones that
+    cost the least CPU.
+    """
     rates = {each: statistics.median(numbers[RATE] for numbers in sweep[each]) for each in sweep}
     near = [each for each in sweep if rates[each] >= (1 - _NOISE) * max(rates.values())]
-    return min(near, key=lambda each: statistics.median(numbers[THREAD_CPU] for numbers in sweep[each]))
+    return min(
+        near, key=lambda each: statistics.median(numbers[THREAD_CPU] for numbers in sweep[each])
+    )

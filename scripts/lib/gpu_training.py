@@ -1,4 +1,6 @@
-"""What the benches of a GPU train, and on what: the GPU that torch sees, or whatever a test gives in its place."""
+"""What the benches of a GPU train, and on what: the GPU that torch sees, or whatever a test gives
+in its place.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Way:
 
 @dataclass(frozen=True)
 class Taken:
-    """Median seconds of a step's parts, and the most bytes that torch has reserved on the device."""
+    """Median seconds of a step's parts, and the most bytes that torch has reserved on the
+    device.
+    """
 
     forward_backward: float
     update: float
@@ -54,7 +58,9 @@ def gpu() -> Iterator[Accelerator]:
 
 def rates_of(device: Accelerator) -> Rates:
     """Measure what this machine does, updates and copies beside one another."""
-    return calibrated((), accelerator=device, effort=QUICK, kept=KeptFigures.REPLACED).rates(beside_copies=True)
+    return calibrated((), accelerator=device, effort=QUICK, kept=KeptFigures.REPLACED).rates(
+        beside_copies=True
+    )
 
 
 def waited(device: Accelerator) -> float:
@@ -70,7 +76,9 @@ class Layers(nn.Module):
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(width, width)) for _ in range(depth))
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.zeros(width, width)) for _ in range(depth)
+        )
 
     def forward(self) -> torch.Tensor:
         """Return a loss that each weight has the same part in."""
@@ -86,18 +94,32 @@ class _TrainedGPT(TinyGPT):
 
 
 def gpt(width: int, depth: int, context: int) -> nn.Module:
-    """Return a GPT that maps inputs and targets to the loss, with heads as wide as those of large models."""
-    return _TrainedGPT(width=width, depth=depth, heads=max(1, width // 128), context=context, recomputes=True)
+    """Return a GPT that maps inputs and targets to the loss, with heads as wide as those of large
+    models.
+    """
+    return _TrainedGPT(
+        width=width, depth=depth, heads=max(1, width // 128), context=context, recomputes=True
+    )
 
 
-def some_text(sequences: int, context: int, device: Accelerator) -> tuple[torch.Tensor, torch.Tensor]:
+def some_text(
+    sequences: int, context: int, device: Accelerator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and targets on the device."""
     text = torch.randint(VOCABULARY, (sequences, context + 1))
-    return text[:, :-1].contiguous().to(device.torch_device), text[:, 1:].contiguous().to(device.torch_device)
+    return text[:, :-1].contiguous().to(device.torch_device), text[:, 1:].contiguous().to(
+        device.torch_device
+    )
 
 
 def steps_of(
-    model: nn.Module, way: Way, device: Accelerator, rates: Rates, *, inputs: tuple[torch.Tensor, ...], steps: int
+    model: nn.Module,
+    way: Way,
+    device: Accelerator,
+    rates: Rates,
+    *,
+    inputs: tuple[torch.Tensor, ...],
+    steps: int,
 ) -> Taken:
     """Train some steps after two to warm up, in bf16 with AdamW, each waited for to its end."""
     forwards, updates, wholes = [], [], []
@@ -128,4 +150,6 @@ def steps_of(
         reserved = device.taken_by_torch() or 0
         if device.torch_device.type == "cuda":
             reserved = torch.cuda.max_memory_reserved(device.torch_device)
-    return Taken(statistics.median(forwards), statistics.median(updates), statistics.median(wholes), reserved)
+    return Taken(
+        statistics.median(forwards), statistics.median(updates), statistics.median(wholes), reserved
+    )

@@ -1,7 +1,9 @@
-"""Ranks with a link each: what a bench of partitionings runs on every rank, with real bytes and real collectives.
+"""Ranks with a link each: what a bench of partitionings runs on every rank, with real bytes and
+real collectives.
 
-A link copies in pieces, each of which is done no sooner than its bytes would have come at the link's bandwidth, counted
-from the beginning of the copy. What is on this side of it is the host, on the other the device.
+A link copies in pieces, each of which is done no sooner than its bytes would have come at the
+link's bandwidth, counted from the beginning of the copy. What is on this side of it is the host, on
+the other the device.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _PIECE = 1 << 14  # bytes
 
 @dataclass(frozen=True)
 class Work:
-    """Parameters of so many elements each, in fp32, that are cut so, and what passes a rank's link in a second."""
+    """Parameters of so many elements each, in fp32, that are cut so, and what passes a rank's link
+    in a second.
+    """
 
     partitioning: Partitioning
     parameters: int
@@ -63,12 +67,19 @@ class Link:
 
 
 def measure(work: Work) -> Times:
-    """Fetch all parameters and offload all their gradients, on this rank and together with the others."""
+    """Fetch all parameters and offload all their gradients, on this rank and together with the
+    others.
+    """
     with Collectives.join(timeout_s=600) as ranks:
         partitioner = Partitioner(ranks.size, work.partitioning)
         specs = [partitioner.cut(work.numel) for _ in range(work.parameters)]
         groups = [
-            ShardGroup(f"p{at}", [GroupMember("w", spec, torch.float32)], ranks, partitioning=work.partitioning)
+            ShardGroup(
+                f"p{at}",
+                [GroupMember("w", spec, torch.float32)],
+                ranks,
+                partitioning=work.partitioning,
+            )
             for at, spec in enumerate(specs)
         ]
         link = Link(work.bytes_per_s)
@@ -78,8 +89,12 @@ def measure(work: Work) -> Times:
 
 
 def _fetch(groups: Sequence[ShardGroup], link: Link, ranks: Collectives) -> float:
-    """Bring every parameter whole to every device: what a rank has of it over its link, the rest from the others."""
-    at_home = [torch.full((group.shard(0).numel,), float(at + 1)) for at, group in enumerate(groups)]
+    """Bring every parameter whole to every device: what a rank has of it over its link, the rest
+    from the others.
+    """
+    at_home = [
+        torch.full((group.shard(0).numel,), float(at + 1)) for at, group in enumerate(groups)
+    ]
     there = [torch.zeros_like(each) for each in at_home]
     whole = [torch.zeros(group.members[0].spec.numel) for group in groups]
     wires = [torch.zeros(group.gather_bytes(), dtype=torch.uint8) for group in groups]
@@ -98,15 +113,23 @@ def _fetch(groups: Sequence[ShardGroup], link: Link, ranks: Collectives) -> floa
 
 
 def _offload(groups: Sequence[ShardGroup], link: Link, ranks: Collectives) -> float:
-    """Add every gradient up over the ranks, and bring what each owns of the sums over its link to its host."""
-    gradients = [torch.full((group.members[0].spec.numel,), float(ranks.rank + 1)) for group in groups]
+    """Add every gradient up over the ranks, and bring what each owns of the sums over its link to
+    its host.
+    """
+    gradients = [
+        torch.full((group.members[0].spec.numel,), float(ranks.rank + 1)) for group in groups
+    ]
     sums = [torch.zeros(group.shard(0).numel) for group in groups]
     at_home = [torch.zeros_like(each) for each in sums]
     wires = [torch.zeros(group.reduce_bytes(), dtype=torch.uint8) for group in groups]
     ranks.agree("the beginning")
     began = time.perf_counter()
-    for group, gradient, mine, home, wire in zip(groups, gradients, sums, at_home, wires, strict=True):
-        group.reduce([gradient], [mine], adder=TorchAdder(), wire=wire if wire.numel() else None).wait()
+    for group, gradient, mine, home, wire in zip(
+        groups, gradients, sums, at_home, wires, strict=True
+    ):
+        group.reduce(
+            [gradient], [mine], adder=TorchAdder(), wire=wire if wire.numel() else None
+        ).wait()
         link.copy(home, mine)
         ranks.agree("that it is there")  # the next gradient is made after this one, on all ranks
     took = time.perf_counter() - began

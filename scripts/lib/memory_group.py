@@ -1,7 +1,9 @@
-"""A control group of its own for some processes, with a limit on their memory or without, for the length of a `with`.
+"""A control group of its own for some processes, with a limit on their memory or without, for the
+length of a `with`.
 
-Page cache counts in it, and swap is not used. Needs root and the memory controller of version 1 or 2, which is mounted
-or switched on where it is not yet and can be: `memory_group` raises GroupUnavailableError with the reason elsewhere.
+Page cache counts in it, and swap is not used. Needs root and the memory controller of version 1 or
+2, which is mounted or switched on where it is not yet and can be: `memory_group` raises
+GroupUnavailableError with the reason elsewhere.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Group:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most memory that its processes had at a time, page cache included; None where the kernel is too old."""
+        """The most memory that its processes had at a time, page cache included; None where the
+        kernel is too old.
+        """
         with suppress(FileNotFoundError):
             return int((self.directory / self._files.peak).read_text())
         return None
@@ -83,7 +87,9 @@ class Group:
 
 @contextmanager
 def memory_limited_group(limit_bytes: int) -> Iterator[Group]:
-    """Yield a group whose processes may use `limit_bytes` of memory; what still runs in it at the end is killed."""
+    """Yield a group whose processes may use `limit_bytes` of memory; what still runs in it at the
+    end is killed.
+    """
     with memory_group(limit_bytes) as group:
         yield group
 
@@ -95,9 +101,14 @@ def memory_group(limit_bytes: int | None) -> Iterator[Group]:
         try:
             directory = Path(tempfile.mkdtemp(prefix="infinity-", dir=hierarchy))
         except OSError as error:
-            raise GroupUnavailableError(f"cannot make a group in {hierarchy}: {error.strerror}") from error
+            raise GroupUnavailableError(
+                f"cannot make a group in {hierarchy}: {error.strerror}"
+            ) from error
         try:
-            _write(directory / files.limit, files.unlimited if limit_bytes is None else str(limit_bytes))
+            _write(
+                directory / files.limit,
+                files.unlimited if limit_bytes is None else str(limit_bytes),
+            )
             for name, value in files.no_swap.items():
                 if (directory / name).exists():  # a kernel without swap has no such file
                     _write(directory / name, value)
@@ -122,10 +133,13 @@ def _memory_hierarchy() -> Iterator[tuple[Path, _Files]]:
             try:
                 done = subprocess.run(mount, capture_output=True, text=True, check=False)
             except OSError as error:
-                raise GroupUnavailableError(f"no memory controller at {CGROUPS}, and no mount: {error}") from error
+                raise GroupUnavailableError(
+                    f"no memory controller at {CGROUPS}, and no mount: {error}"
+                ) from error
             if done.returncode != 0:
                 raise GroupUnavailableError(
-                    f"no memory controller of control groups is mounted at {CGROUPS}, and it cannot be mounted: "
+                    f"no memory controller of control groups is mounted at {CGROUPS}, and it "
+                    "cannot be mounted: "
                     f"{done.stderr.strip()}"
                 )
             try:

@@ -1,7 +1,8 @@
-"""deepnvme as the benches of its streams run it: whole files through the public API, in a process of its own.
+"""deepnvme as the benches of its streams run it: whole files through the public API, in a process
+of its own.
 
-Imports deepnvme only when called: benches load this before they have entered the environment that holds it.
-Called by scripts/bench/nvme_vs_fio, nvme_settings and others that measure a drive.
+Imports deepnvme only when called: benches load this before they have entered the environment that
+holds it. Called by scripts/bench/nvme_vs_fio, nvme_settings and others that measure a drive.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def kind(workload: Workload) -> str:
 
 @contextmanager
 def folder_to_measure() -> Iterator[Path]:
-    """Make a folder on the drive that INFINITY_BENCH_DIR names, else on the checkout's, and remove it at the end."""
+    """Make a folder on the drive that INFINITY_BENCH_DIR names, else on the checkout's, and remove
+    it at the end.
+    """
     parent = Path(os.environ.get("INFINITY_BENCH_DIR", env.BUILD))
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
@@ -92,8 +95,11 @@ def data_file(nbytes: int) -> Iterator[Path]:
         yield path
 
 
-def least_seconds(read: float, written: float, *, reads: float, writes: float, mixed: float) -> float:
-    """Return the seconds that a drive takes at least for so many bytes, at its rates in bytes per second.
+def least_seconds(
+    read: float, written: float, *, reads: float, writes: float, mixed: float
+) -> float:
+    """Return the seconds that a drive takes at least for so many bytes, at its rates in bytes per
+    second.
 
     Both directions at once as far as they are even, the rest in its one direction.
     """
@@ -106,7 +112,11 @@ def stream(planned: Stream) -> dict[str, float]:
     import deepnvme
     from deepnvme.measure import fill, keep_pending, small_pages, transfers
 
-    wanted = deepnvme.UserMemory.BOUNCE if planned.memory is Memory.BOUNCE else deepnvme.UserMemory.ZERO_COPY
+    wanted = (
+        deepnvme.UserMemory.BOUNCE
+        if planned.memory is Memory.BOUNCE
+        else deepnvme.UserMemory.ZERO_COPY
+    )
     window = planned.pending * planned.operation_bytes
     pool = deepnvme.Pool(window) if planned.memory is Memory.POOL else None
     take = pool.buffer if pool is not None else small_pages

@@ -1,7 +1,9 @@
-"""AdamW steps as torch and DeepSpeed take them, for scripts/bench/cpu_adam, which imports this and runs it.
+"""AdamW steps as torch and DeepSpeed take them, for scripts/bench/cpu_adam, which imports this and
+runs it.
 
-As a program in DeepSpeed's own environment it answers one line of JSON per order, [case, numel, seconds], on standard
-output, in parameters per second; whatever DeepSpeed prints goes to standard error.
+As a program in DeepSpeed's own environment it answers one line of JSON per order, [case, numel,
+seconds], on standard output, in parameters per second; whatever DeepSpeed prints goes to standard
+error.
 """
 
 from __future__ import annotations
@@ -18,13 +20,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["CLIP", "LR", "SCALE", "Rival", "deepspeed_optimizer", "main", "rate_of", "serve", "torch_step"]
+__all__ = [
+    "CLIP",
+    "LR",
+    "SCALE",
+    "Rival",
+    "deepspeed_optimizer",
+    "main",
+    "rate_of",
+    "serve",
+    "torch_step",
+]
 
 LR, SCALE, CLIP = 1e-3, 1024.0, 1.0
 
 
 def rate_of(step: Callable[[], object], numel: int, seconds: float) -> float:
-    """Repeat `step` until `seconds` have passed, at least once; return the parameters per second."""
+    """Repeat `step` until `seconds` have passed, at least once; return the parameters per
+    second.
+    """
     step_count, started = 0, time.perf_counter()
     while step_count == 0 or time.perf_counter() - started < seconds:
         step()
@@ -35,8 +49,8 @@ def rate_of(step: Callable[[], object], numel: int, seconds: float) -> float:
 def torch_step(make: Callable[[Any], Any], numel: int, case: str) -> Callable[[], None]:
     """Return a step of the optimizer that `make` makes of one parameter.
 
-    "update": the update alone, fp32 gradients. "whole": from a scaled bf16 gradient to a bf16 parameter: convert, norm,
-    unscale and clip, update, convert. Everything is allocated before.
+    "update": the update alone, fp32 gradients. "whole": from a scaled bf16 gradient to a bf16
+    parameter: convert, norm, unscale and clip, update, convert. Everything is allocated before.
     """
     import torch
 
@@ -102,7 +116,9 @@ class Rival:
             timer.cancel()
         if not line:
             words = " | ".join(self._log.read_text(errors="replace").splitlines()[-5:])
-            raise RuntimeError(f"the rival ended with status {self._process.wait()}; its last words: {words}")
+            raise RuntimeError(
+                f"the rival ended with status {self._process.wait()}; its last words: {words}"
+            )
         return float(json.loads(line))
 
     def close(self) -> None:
@@ -124,7 +140,9 @@ def _step_of(case: str, numel: int) -> Callable[[], None]:
     return torch_step(deepspeed_optimizer, numel, case)
 
 
-def serve(orders: IO[str], answers: IO[str], step_of: Callable[[str, int], Callable[[], None]] = _step_of) -> None:
+def serve(
+    orders: IO[str], answers: IO[str], step_of: Callable[[str, int], Callable[[], None]] = _step_of
+) -> None:
     """Answer every order until there are no more."""
     for line in orders:
         case, numel, seconds = json.loads(line)
@@ -132,7 +150,9 @@ def serve(orders: IO[str], answers: IO[str], step_of: Callable[[str, int], Calla
 
 
 def main() -> None:
-    """Serve; DeepSpeed, which prints to standard output from Python and C++, gets standard error."""
+    """Serve; DeepSpeed, which prints to standard output from Python and C++, gets standard
+    error.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(sys.stdin, answers)

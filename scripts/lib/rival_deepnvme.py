@@ -1,8 +1,11 @@
-"""DeepSpeed's DeepNVMe under measurement. Run as a program in DeepSpeed's own environment, it measures what it is told.
+"""DeepSpeed's DeepNVMe under measurement.
 
-One line of JSON comes in on standard input per Order, one goes out on standard output per answer; whatever DeepSpeed
-prints goes to standard error. Imported, it gives scripts/bench/nvme_vs_deepspeed the other end, `Rival`, and `moved`,
-by which both sides are measured. Imports torch and deepspeed only as a program.
+Run as a program in DeepSpeed's own environment, it measures what it is told.
+
+One line of JSON comes in on standard input per Order, one goes out on standard output per answer;
+whatever DeepSpeed prints goes to standard error. Imported, it gives scripts/bench/nvme_vs_deepspeed
+the other end, `Rival`, and `moved`, by which both sides are measured. Imports torch and deepspeed
+only as a program.
 """
 
 from __future__ import annotations
@@ -23,7 +26,19 @@ from typing import IO, Any, Literal, TextIO
 
 import bench
 
-__all__ = ["CPU", "GIB", "RATE", "Order", "Rival", "Tensors", "Verb", "Waiting", "measure", "moved", "serve"]
+__all__ = [
+    "CPU",
+    "GIB",
+    "RATE",
+    "Order",
+    "Rival",
+    "Tensors",
+    "Verb",
+    "Waiting",
+    "measure",
+    "moved",
+    "serve",
+]
 
 GIB = 1 << 30
 RATE, CPU = "GiB/s", "CPU s/GiB"
@@ -33,13 +48,16 @@ Waiting = Literal["sync", "async"]
 
 _BLOCK = 1 << 20
 _NO_LIBAIO = (
-    "DeepNVMe needs the headers of libaio (Debian, Ubuntu: apt install libaio-dev; Fedora: dnf install libaio-devel)"
+    "DeepNVMe needs the headers of libaio (Debian, Ubuntu: apt install libaio-dev; Fedora: dnf "
+    "install libaio-devel)"
 )
 
 
 @dataclass(frozen=True)
 class Order:
-    """One measurement: move the whole tensor from or to the file again and again, with these settings of aio_handle."""
+    """One measurement: move the whole tensor from or to the file again and again, with these
+    settings of aio_handle.
+    """
 
     verb: Verb
     tensors: Tensors
@@ -57,7 +75,9 @@ class Order:
 
 
 def moved(transfer: Callable[[], object], nbytes: int, seconds: float) -> dict[str, float]:
-    """Repeat a transfer of `nbytes` until `seconds` have passed, at least once; return its rate and its CPU seconds."""
+    """Repeat a transfer of `nbytes` until `seconds` have passed, at least once; return its rate and
+    its CPU seconds.
+    """
     times = 0
 
     def work() -> None:
@@ -72,19 +92,31 @@ def moved(transfer: Callable[[], object], nbytes: int, seconds: float) -> dict[s
     return {RATE: gib / cost.wall_s, CPU: cost.cpu_s / gib}
 
 
-# --- the end that asks -------------------------------------------------------------------------------------------
+# --- the end that asks ----------------------------------------------------------------------------
 
 
 class Rival:
     """The program in its own process. Use it as a context manager, or `close()` it."""
 
-    def __init__(self, command: Sequence[str | Path], environ: Mapping[str, str], folder: Path, limit_s: float) -> None:
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        environ: Mapping[str, str],
+        folder: Path,
+        limit_s: float,
+    ) -> None:
         """Start `command` in `folder`, where its standard error becomes rival.log."""
         self._log = folder / "rival.log"
         self._limit_s = limit_s
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                command, cwd=folder, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                command,
+                cwd=folder,
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             )
 
     def measure(self, order: Order) -> dict[str, float]:
@@ -102,7 +134,10 @@ class Rival:
             timer.cancel()
         if not line:
             status = self._process.wait()
-            raise RuntimeError(f"the rival ended with status {status} at {order}; its last words: {self._last_words()}")
+            raise RuntimeError(
+                f"the rival ended with status {status} at {order}; its last words: "
+                f"{self._last_words()}"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "unavailable" in answer:
             raise bench.UnavailableError(answer["unavailable"])
@@ -140,7 +175,7 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
-# --- the end that measures ---------------------------------------------------------------------------------------
+# --- the end that measures ------------------------------------------------------------------------
 
 
 def serve(measure: Callable[[Order], dict[str, float]], orders: TextIO, answers: TextIO) -> None:
@@ -186,7 +221,8 @@ def _async_io() -> Any:
 
 
 if __name__ == "__main__":
-    # DeepSpeed prints to standard output, from Python and from C++: it gets standard error, answers keep the pipe.
+    # DeepSpeed prints to standard output, from Python and from C++: it gets standard error, answers
+    # keep the pipe.
     answers_ = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(measure, sys.stdin, answers_)

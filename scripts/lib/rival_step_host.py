@@ -1,8 +1,10 @@
-"""Training steps of the systems that scripts/bench/step_host compares, each in a process of its own.
+"""Training steps of the systems that scripts/bench/step_host compares, each in a process of its
+own.
 
-As a program it trains one GPT with one system, in whichever environment has that system: the Job is its argument, each
-line of standard input a number of steps, each line of standard output the Answer in JSON; whatever else prints gets
-standard error. Imported, it gives the other end, `Program`. Imports torch and the systems only as a program.
+As a program it trains one GPT with one system, in whichever environment has that system: the Job is
+its argument, each line of standard input a number of steps, each line of standard output the Answer
+in JSON; whatever else prints gets standard error. Imported, it gives the other end, `Program`.
+Imports torch and the systems only as a program.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ PHASES = ("forward", "backward", "update")
 
 @dataclass(frozen=True)
 class Job:
-    """What one program trains: which of SYSTEMS, a GPT of this shape, one sequence per step, with so many threads."""
+    """What one program trains: which of SYSTEMS, a GPT of this shape, one sequence per step, with
+    so many threads.
+    """
 
     system: str
     width: int
@@ -70,13 +74,15 @@ class Answer:
     """Of host memory, since the program began."""
 
 
-# --- the end that asks -------------------------------------------------------------------------------------------
+# --- the end that asks ----------------------------------------------------------------------------
 
 
 class Program:
     """The program in its own process; `close()` it."""
 
-    def __init__(self, python: Path, environ: Mapping[str, str], job: Job, log: Path, limit_s: float) -> None:
+    def __init__(
+        self, python: Path, environ: Mapping[str, str], job: Job, log: Path, limit_s: float
+    ) -> None:
         """Start it; its standard error becomes `log`."""
         self._log, self._limit_s = log, limit_s
         with log.open("w") as errors:
@@ -103,7 +109,9 @@ class Program:
             timer.cancel()
         if not line:
             words = " | ".join(self._log.read_text(errors="replace").splitlines()[-3:])
-            raise RuntimeError(f"its program ended with status {self._process.wait()}; its last words: {words}")
+            raise RuntimeError(
+                f"its program ended with status {self._process.wait()}; its last words: {words}"
+            )
         answer = json.loads(line)
         if "failed" in answer:
             raise RuntimeError(f"{answer['failed']} ({self._log.name} has the rest)")
@@ -131,7 +139,7 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
-# --- the end that trains -----------------------------------------------------------------------------------------
+# --- the end that trains --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,10 @@ Wrap = Callable[["torch.nn.Module"], Trainer]
 
 
 class Training:
-    """One model in training, from its first step on. All systems get the same weights and the same text."""
+    """One model in training, from its first step on.
+
+    All systems get the same weights and the same text.
+    """
 
     def __init__(self, job: Job) -> None:
         import torch
@@ -161,12 +172,17 @@ class Training:
 
         self._baseline_bytes = memory_bytes("VmRSS")
         torch.manual_seed(0)
-        model = TinyGPT(width=job.width, depth=job.depth, heads=job.width // 64, context=job.context)
+        model = TinyGPT(
+            width=job.width, depth=job.depth, heads=job.width // 64, context=job.context
+        )
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._trainer = wrap(model)
         self._begun_bytes = memory_bytes("VmHWM")
-        # Not all of the project's texts: another environment that starts a moment later must read the same.
-        text = torch.frombuffer(bytearray((env.ROOT / "LICENSE").read_bytes()), dtype=torch.uint8).long()
+        # Not all of the project's texts: another environment that starts a moment later must read
+        # the same.
+        text = torch.frombuffer(
+            bytearray((env.ROOT / "LICENSE").read_bytes()), dtype=torch.uint8
+        ).long()
         self._data = batches(text, sequences=1, length=job.context, seed=0)
 
     def train(self, steps: int) -> Answer:
@@ -179,7 +195,9 @@ class Training:
         return Answer(
             seconds=[seconds for seconds, _ in taken],
             losses=[loss for _, loss in taken],
-            bytes_per_parameter={name: nbytes / self._parameters for name, nbytes in memory.items()},
+            bytes_per_parameter={
+                name: nbytes / self._parameters for name, nbytes in memory.items()
+            },
         )
 
     def _step(self) -> tuple[dict[str, float], float]:
@@ -187,7 +205,9 @@ class Training:
 
         inputs, targets = next(self._data)
         times = [time.perf_counter()]
-        loss = functional.cross_entropy(self._trainer.forward(inputs).flatten(0, 1), targets.flatten())
+        loss = functional.cross_entropy(
+            self._trainer.forward(inputs).flatten(0, 1), targets.flatten()
+        )
         times.append(time.perf_counter())
         self._trainer.backward(loss)
         times.append(time.perf_counter())
@@ -229,7 +249,12 @@ def _ours(threads: int) -> Wrap:
     def wrap(model: torch.nn.Module) -> Trainer:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
         engine = infinity_engine.initialize(
-            model, optimizer, strategy="host_only", accelerator="cpu", precision="fp32", update_threads=threads
+            model,
+            optimizer,
+            strategy="host_only",
+            accelerator="cpu",
+            precision="fp32",
+            update_threads=threads,
         )
         return Trainer(
             engine,
@@ -247,8 +272,15 @@ def _deepspeed(_threads: int) -> Wrap:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,  # its default is 1.0, and nobody else clips here
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LR, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
     }
 
     def wrap(model: torch.nn.Module) -> Trainer:
@@ -292,11 +324,15 @@ SYSTEMS: Mapping[str, Callable[[int], Wrap]] = {
     "deepspeed": _deepspeed,
     "fsdp2": _fsdp2,
 }
-"""Each takes a number of threads, loads what the system needs, and returns what puts a model into its hands."""
+"""Each takes a number of threads, loads what the system needs, and returns what puts a model into
+its hands.
+"""
 
 
 def serve(start: Callable[[], Training], orders: IO[str], answers: IO[str]) -> None:
-    """Start a training with the first order and answer every order; after a failure, with the failure."""
+    """Start a training with the first order and answer every order; after a failure, with the
+    failure.
+    """
     try:
         training = None
         for line in orders:

@@ -1,4 +1,7 @@
-"""A small byte-level GPT and real text to train it on, for the demo and the benches. Plain PyTorch, nothing of ours."""
+"""A small byte-level GPT and real text to train it on, for the demo and the benches.
+
+Plain PyTorch, nothing of ours.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,11 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: causal attention, then a feed-forward of four times the width.
+    """One pre-norm transformer block: causal attention, then a feed-forward of four times the
+    width.
 
-    With `recomputes`, it keeps what went into each of the two for the backward, and computes the rest again.
+    With `recomputes`, it keeps what went into each of the two for the backward, and computes the
+    rest again.
     """
 
     def __init__(self, width: int, heads: int, *, recomputes: bool = False) -> None:
@@ -29,17 +34,25 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.before_mlp = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (batch, length, width) to the same shape."""
         for half in (self._attended, self._fed_forward):
-            x = torch.as_tensor(checkpoint(half, x, use_reentrant=False)) if self.recomputes else half(x)
+            x = (
+                torch.as_tensor(checkpoint(half, x, use_reentrant=False))
+                if self.recomputes
+                else half(x)
+            )
         return x
 
     def _attended(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.before_attention(x)).view(
+            batch, length, 3, self.heads, width // self.heads
+        )
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return x + torch.as_tensor(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
@@ -49,13 +62,20 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """A GPT over bytes; the output layer shares the embedding's weight. See Block for `recomputes`."""
+    """A GPT over bytes; the output layer shares the embedding's weight.
 
-    def __init__(self, *, width: int, depth: int, heads: int, context: int, recomputes: bool = False) -> None:
+    See Block for `recomputes`.
+    """
+
+    def __init__(
+        self, *, width: int, depth: int, heads: int, context: int, recomputes: bool = False
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads, recomputes=recomputes) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, recomputes=recomputes) for _ in range(depth)
+        )
         self.norm = nn.LayerNorm(width)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
@@ -72,8 +92,14 @@ class TinyGPT(nn.Module):
 
 
 def corpus(root: Path) -> torch.Tensor:
-    """Return the bytes of the project's own texts: English prose that is there wherever the project is."""
-    texts = [path.read_bytes() for path in [root / "LICENSE", *sorted(root.glob("**/*.md"))] if _is_ours(root, path)]
+    """Return the bytes of the project's own texts: English prose that is there wherever the project
+    is.
+    """
+    texts = [
+        path.read_bytes()
+        for path in [root / "LICENSE", *sorted(root.glob("**/*.md"))]
+        if _is_ours(root, path)
+    ]
     return torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8).long()
 
 

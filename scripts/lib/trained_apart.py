@@ -1,8 +1,10 @@
-"""One training in a process of its own, within a memory limit where one is given: ours, plain torch's or DeepSpeed's.
+"""One training in a process of its own, within a memory limit where one is given: ours, plain
+torch's or DeepSpeed's.
 
-As a program it trains one GPT with one system, in whichever environment has that system: the Job is its argument, each
-line of standard output an event in JSON; whatever else prints gets standard error. Imported, it gives the other end,
-`train_apart`, for which a process that the kernel kills is a result. Imports torch and the systems only as a program.
+As a program it trains one GPT with one system, in whichever environment has that system: the Job is
+its argument, each line of standard output an event in JSON; whatever else prints gets standard
+error. Imported, it gives the other end, `train_apart`, for which a process that the kernel kills is
+a result. Imports torch and the systems only as a program.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ _BEGINNING = 2  # steps, in which memory is taken that later ones have
 
 @dataclass(frozen=True)
 class Job:
-    """What one program trains: which of SYSTEMS, a GPT of this shape, one sequence per step, with so many threads."""
+    """What one program trains: which of SYSTEMS, a GPT of this shape, one sequence per step, with
+    so many threads.
+    """
 
     system: str
     width: int
@@ -68,7 +72,9 @@ class Job:
     folder: str
     """A directory that is the program's own, on the drive that it may use."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the engine is initialized with, where the system is ours; what DeepSpeed's settings are to have beyond."""
+    """What the engine is initialized with, where the system is ours; what DeepSpeed's settings are
+    to have beyond.
+    """
     wants_digests: bool = False
     seed: int = 0
     """Of the model and of what it is trained on."""
@@ -92,10 +98,12 @@ class Result:
 
     parameters: int
     baseline_bytes: int
-    """Resident when everything is imported and one block was computed with, before the model is made."""
+    """Resident when everything is imported and one block was computed with, before the model is
+    made.
+    """
     computing_bytes: int
-    """What torch takes to compute forward and backward, beyond parameters: what that block took, and what every other
-    block keeps of a forward to be recomputed from."""
+    """What torch takes to compute forward and backward, beyond parameters: what that block took,
+    and what every other block keeps of a forward to be recomputed from."""
     peak_bytes: int
     """Resident at the most, by the end of the last step."""
     read_bytes: int
@@ -128,16 +136,25 @@ class Ran:
     """Those that had ended."""
     result: Result | None
     group_peak_bytes: int | None
-    """What it used at the most, page cache included; None where no control group could be made to tell."""
+    """What it used at the most, page cache included; None where no control group could be made to
+    tell.
+    """
 
 
-# --- the end that asks -------------------------------------------------------------------------------------------
+# --- the end that asks ----------------------------------------------------------------------------
 
 
 def train_apart(
-    python: Path, environ: Mapping[str, str], job: Job, *, log: Path, within_s: float, limit_bytes: int | None = None
+    python: Path,
+    environ: Mapping[str, str],
+    job: Job,
+    *,
+    log: Path,
+    within_s: float,
+    limit_bytes: int | None = None,
 ) -> Ran:
-    """Train in a process that may use `limit_bytes` of memory, page cache included; its standard error becomes `log`.
+    """Train in a process that may use `limit_bytes` of memory, page cache included; its standard
+    error becomes `log`.
 
     Raises:
         GroupUnavailableError: memory cannot be limited here.
@@ -161,7 +178,13 @@ def train_apart(
             timer.cancel()
             process.kill()
             process.wait()
-        return _ran(events, status, log, kills=group.kills if group else 0, peak=group.peak_bytes if group else None)
+        return _ran(
+            events,
+            status,
+            log,
+            kills=group.kills if group else 0,
+            peak=group.peak_bytes if group else None,
+        )
 
 
 def _group(limit_bytes: int | None, until_end: ExitStack) -> Group | None:
@@ -182,17 +205,23 @@ def _events(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def _ran(events: Sequence[dict[str, Any]], status: int, log: Path, *, kills: int, peak: int | None) -> Ran:
+def _ran(
+    events: Sequence[dict[str, Any]], status: int, log: Path, *, kills: int, peak: int | None
+) -> Ran:
     told = {name: value for event in events for name, value in event.items()}
     steps = [Step(**event["step"]) for event in events if "step" in event]
     at = told.get("at", "starting")
     if "result" in told:
-        told["result"]["tiers"] = {name: (held, limit) for name, (held, limit) in told["result"]["tiers"].items()}
+        told["result"]["tiers"] = {
+            name: (held, limit) for name, (held, limit) in told["result"]["tiers"].items()
+        }
         return Ran(Ending.TRAINED, "", steps, Result(**told["result"]), peak)
     if kills:
         return Ran(Ending.OUT_OF_MEMORY, at, steps, None, peak)
     last = " | ".join(log.read_text(errors="replace").splitlines()[-3:])
-    words = told.get("failed", f"it ended with status {status} while it was {at}; its last words: {last}")
+    words = told.get(
+        "failed", f"it ended with status {status} while it was {at}; its last words: {last}"
+    )
     return Ran(Ending.FAILED, f"{words} ({log.name} has the rest)", steps, None, peak)
 
 
@@ -204,7 +233,7 @@ def parameters_of(width: int, depth: int, context: int) -> int:
         return sum(parameter.numel() for parameter in _gpt(width, depth, context).parameters())
 
 
-# --- the end that trains -----------------------------------------------------------------------------------------
+# --- the end that trains --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -271,13 +300,17 @@ def _tell_phase(tell: Callable[..., None], step: int, phase: str) -> None:
     tell(at=f"in {phase} {step}")
 
 
-def _step(trainer: _Trainer, batch: tuple[torch.Tensor, torch.Tensor], begins: Callable[[str], None]) -> Step:
+def _step(
+    trainer: _Trainer, batch: tuple[torch.Tensor, torch.Tensor], begins: Callable[[str], None]
+) -> Step:
     from torch.nn import functional
 
     inputs, targets = batch
     times = [time.perf_counter()]
     begins("forward")
-    loss = functional.cross_entropy(trainer.forward(inputs).flatten(0, 1).float(), targets.flatten())
+    loss = functional.cross_entropy(
+        trainer.forward(inputs).flatten(0, 1).float(), targets.flatten()
+    )
     times.append(time.perf_counter())
     begins("backward")
     trainer.backward(loss)
@@ -290,14 +323,20 @@ def _step(trainer: _Trainer, batch: tuple[torch.Tensor, torch.Tensor], begins: C
 
 
 def _gpt(width: int, depth: int, context: int) -> TinyGPT:
-    """Return a GPT whose activations hardly grow with its depth, so that memory has nothing else to grow with."""
+    """Return a GPT whose activations hardly grow with its depth, so that memory has nothing else to
+    grow with.
+    """
     from tiny_gpt import TinyGPT
 
-    return TinyGPT(width=width, depth=depth, heads=max(1, width // 64), context=context, recomputes=True)
+    return TinyGPT(
+        width=width, depth=depth, heads=max(1, width // 64), context=context, recomputes=True
+    )
 
 
 def _computing_bytes(job: Job) -> int:
-    """Compute one block, with which torch loads what it loads with the first one; return what all of them take."""
+    """Compute one block, with which torch loads what it loads with the first one; return what all
+    of them take.
+    """
     import torch
 
     before = torch.get_default_dtype()
@@ -355,14 +394,30 @@ def _ours(job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
         return total.hexdigest()
 
     def tiers() -> dict[str, tuple[int, int]]:
-        return {usage.directory or usage.tier.name: (usage.peak_held, usage.limit) for usage in engine.usage()}
+        return {
+            usage.directory or usage.tier.name: (usage.peak_held, usage.limit)
+            for usage in engine.usage()
+        }
 
     def within() -> dict[str, float]:
         report = engine.report()
-        updates = {f"updates on {lane.value}": use.seconds or 0.0 for lane, use in report.updates.items() if use.params}
+        updates = {
+            f"updates on {lane.value}": use.seconds or 0.0
+            for lane, use in report.updates.items()
+            if use.params
+        }
         return {wait.value: seconds for wait, seconds in report.waits.items()} | updates
 
-    return _Trainer(model, engine, engine.backward, engine.step, digests, tiers, lambda: str(engine.report()), within)
+    return _Trainer(
+        model,
+        engine,
+        engine.backward,
+        engine.step,
+        digests,
+        tiers,
+        lambda: str(engine.report()),
+        within,
+    )
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
@@ -374,7 +429,8 @@ def _raw(tensor: torch.Tensor) -> bytes:
 def _plain(_job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
     import torch
 
-    # In bf16 throughout, moments too: 8 bytes per parameter, which is the least that plain torch can do.
+    # In bf16 throughout, moments too: 8 bytes per parameter, which is the least that plain torch
+    # can do.
     torch.set_default_dtype(torch.bfloat16)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -394,29 +450,36 @@ def _deepspeed(job: Job, make: Callable[[], TinyGPT]) -> _Trainer:
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = make()
     with deepspeed.zero.GatheredParameters(model.embedding.weight, modifier_rank=0):
-        torch.nn.init.normal_(model.embedding.weight, std=0.02)  # it was gone when the model did that
+        # it was gone when the model did that
+        torch.nn.init.normal_(model.embedding.weight, std=0.02)
     engine, *_ = deepspeed.initialize(model=model, config=config)
     return _Trainer(model, engine, engine.backward, engine.step)
 
 
 def _deepspeed_config(job: Job) -> dict[str, Any]:
-    """Return the settings with which DeepSpeed takes the least memory, of those tried: all on NVMe, smallest buffers.
+    """Return the settings with which DeepSpeed takes the least memory, of those tried: all on NVMe,
+    smallest buffers.
 
-    Without pipelining: that needs three times the buffers. A subgroup ends with the parameter that fills it, and no
-    parameter stays (stage3_max_reuse_distance) or is held back from NVMe for being small.
+    Without pipelining: that needs three times the buffers. A subgroup ends with the parameter that
+    fills it, and no parameter stays (stage3_max_reuse_distance) or is held back from NVMe for being
+    small.
     """
     largest = 4 * job.width**2
     leanest = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,  # its default is 1.0, and nobody else clips here
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LR, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
+        },
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": largest,
             "stage3_max_live_parameters": largest,
             "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": 0,  # with more, recomputing fails: "already assigned swap buffer"
+            # with more, recomputing fails: "already assigned swap buffer"
+            "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": 0,
             "reduce_bucket_size": largest,
             "overlap_comm": False,
@@ -428,15 +491,27 @@ def _deepspeed_config(job: Job) -> dict[str, Any]:
                 "buffer_size": largest * 5 // 4,
                 "max_in_cpu": 0,
             },
-            "offload_optimizer": {"device": "nvme", "nvme_path": job.folder, "buffer_count": 4, "fast_init": True},
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": job.folder,
+                "buffer_count": 4,
+                "fast_init": True,
+            },
         },
-        "aio": {"block_size": 1 << 20, "queue_depth": 8, "overlap_events": True, "single_submit": False},
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 8,
+            "overlap_events": True,
+            "single_submit": False,
+        },
     }
     return _with(leanest, job.settings)
 
 
 def _with(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with others in their place or beside them; a section for another device replaces a whole one."""
+    """Return settings with others in their place or beside them; a section for another device
+    replaces a whole one.
+    """
     merged = dict(settings)
     for name, value in more.items():
         before = merged.get(name)
@@ -481,7 +556,9 @@ def main() -> None:
 
 
 def words_of(error: BaseException) -> str:
-    """Return an error in one line, and the one that it began with: what fails while cleaning up hides that."""
+    """Return an error in one line, and the one that it began with: what fails while cleaning up
+    hides that.
+    """
     first = error
     while first.__context__ is not None:
         first = first.__context__

@@ -1,4 +1,5 @@
-"""Where benches let processes train that may be killed: a directory of the checkout's drive, gone with the bench.
+"""Where benches let processes train that may be killed: a directory of the checkout's drive, gone
+with the bench.
 
 Knows which Python has which system, and what a training takes of the drive. Trains nothing itself.
 """
@@ -40,11 +41,14 @@ OURS, PLAIN, DEEPSPEED = "ours", "plain torch", "DeepSpeed"
 SYSTEM_OF = MappingProxyType({OURS: "ours", PLAIN: "plain", DEEPSPEED: "deepspeed"})
 CONTEXT = 256  # bytes of text in a step
 GIB = 1 << 30
-NVME_BYTES = 21  # per parameter: states, gradient, the values of a model that is being made, and room between them
+# per parameter: states, gradient, the values of a model that is being made, and room between them
+NVME_BYTES = 21
 
 
 def environ_of_training(threads: int | None = None) -> dict[str, str]:
-    """Return the environment that trainings here have: what is to tell their time has to have it as well."""
+    """Return the environment that trainings here have: what is to tell their time has to have it as
+    well.
+    """
     return _tuned(dict(os.environ), threads or len(os.sched_getaffinity(0)))
 
 
@@ -63,17 +67,23 @@ class Place:
 
     def __init__(self, until_end: ExitStack) -> None:
         self.threads = len(os.sched_getaffinity(0))
-        self._folder = Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="bench-ram-", dir=env.BUILD)))
+        self._folder = Path(
+            until_end.enter_context(tempfile.TemporaryDirectory(prefix="bench-ram-", dir=env.BUILD))
+        )
 
     def job(self, name: str, width: int, depth: int, steps: int) -> Job:
-        """Return a training on the project's texts, which are written down: every process is to read the same."""
+        """Return a training on the project's texts, which are written down: every process is to
+        read the same.
+        """
         from tiny_gpt import corpus
 
         text = self._folder / "text"
         if not text.exists():
             text.write_bytes(bytes(corpus(env.ROOT).tolist()))
         nvme = self._folder / "nvme"
-        return Job(SYSTEM_OF[name], width, depth, CONTEXT, steps, self.threads, str(text), str(nvme))
+        return Job(
+            SYSTEM_OF[name], width, depth, CONTEXT, steps, self.threads, str(text), str(nvme)
+        )
 
     def run(self, job: Job, log: str, *, within_s: float, limit_bytes: int | None) -> Ran:
         """Train, with the drive as it was before and after.
@@ -87,7 +97,9 @@ class Place:
         env.LOGS.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
         try:
-            return train_apart(python, environ, job, log=env.LOGS / log, within_s=within_s, limit_bytes=limit_bytes)
+            return train_apart(
+                python, environ, job, log=env.LOGS / log, within_s=within_s, limit_bytes=limit_bytes
+            )
         except GroupUnavailableError as reason:
             raise bench.UnavailableError(str(reason)) from None
         finally:
@@ -102,8 +114,10 @@ class Place:
         free = shutil.disk_usage(self._folder).free
         if needed > free:
             raise bench.UnavailableError(
-                f"it takes {needed / 1e9:.1f} GB of the drive of {env.BUILD}, where {free / 1e9:.1f} GB are free; make "
-                f"{(needed - free) / 1e9:.1f} GB of room, or let build/ be a link to a drive that has it"
+                f"it takes {needed / 1e9:.1f} GB of the drive of {env.BUILD}, where "
+                f"{free / 1e9:.1f} GB are free; make "
+                f"{(needed - free) / 1e9:.1f} GB of room, or let build/ be a link to a drive that "
+                "has it"
             )
 
     def _python(self, job: Job) -> tuple[Path, dict[str, str]]:
@@ -112,7 +126,9 @@ class Place:
             try:
                 python = env.rival_venv("deepspeed", PACKAGES)
             except env.EnvironmentMissingError as problem:
-                raise bench.UnavailableError(f"{RIVAL} cannot be installed: {str(problem).splitlines()[0]}") from None
+                raise bench.UnavailableError(
+                    f"{RIVAL} cannot be installed: {str(problem).splitlines()[0]}"
+                ) from None
             extensions = str(env.BUILD / "torch_extensions")
             own = _tuned(env.child_env(python.parents[1]), job.threads)
             environ = {**own, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}

@@ -1,7 +1,8 @@
-"""Charts as data, and as SVG that stands in a page by itself: lines with dots over linear or logarithmic axes.
+"""Charts as data, and as SVG that stands in a page by itself: lines with dots over linear or
+logarithmic axes.
 
-Pure text; no library, no script, no font of its own. Made by the papers' experiments and by scale.py, written by the
-command line.
+Pure text; no library, no script, no font of its own. Made by the papers' experiments and by
+scale.py, written by the command line.
 """
 
 from __future__ import annotations
@@ -44,18 +45,25 @@ class Chart:
     def __post_init__(self) -> None:
         points = [point for series in self.series for point in series.points]
         if not points:
-            raise ConfigError(field=f"Chart {self.title!r}", value=self.series, expected="a series with a point")
+            raise ConfigError(
+                field=f"Chart {self.title!r}", value=self.series, expected="a series with a point"
+            )
         for name, is_log, values in (
             ("x", self.log_x, [x for x, _ in points]),
             ("y", self.log_y, [y for _, y in points]),
         ):
             if is_log and min(values) <= 0:
                 expected = "numbers above 0 on a logarithmic axis"
-                raise ConfigError(field=f"Chart {self.title!r} {name}", value=min(values), expected=expected)
+                raise ConfigError(
+                    field=f"Chart {self.title!r} {name}", value=min(values), expected=expected
+                )
 
     def to_mapping(self) -> dict[str, object]:
         """Return it ready for JSON."""
-        series = [{"name": each.name, "points": [list(point) for point in each.points]} for each in self.series]
+        series = [
+            {"name": each.name, "points": [list(point) for point in each.points]}
+            for each in self.series
+        ]
         return {"title": self.title, "x": self.x, "y": self.y, "series": series}
 
 
@@ -80,7 +88,9 @@ class _Axis:
 
     def __call__(self, value: float) -> float:
         place = log10(value) if self._log else value
-        return self._start + (self._end - self._start) * (place - self._low) / (self._high - self._low)
+        return self._start + (self._end - self._start) * (place - self._low) / (
+            self._high - self._low
+        )
 
 
 def svg(chart: Chart) -> str:
@@ -89,7 +99,8 @@ def svg(chart: Chart) -> str:
     x = _Axis([at for at, _ in points], _LEFT, _WIDTH - _RIGHT, is_log=chart.log_x)
     y = _Axis([at for _, at in points], _HEIGHT - _BOTTOM, _TOP, is_log=chart.log_y)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'width="{_WIDTH}" height="{_HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         _text(_LEFT, 18, chart.title, weight="bold"),
@@ -98,15 +109,19 @@ def svg(chart: Chart) -> str:
         *(_text(x(at), _HEIGHT - _BOTTOM + 16, shown(at), anchor="middle") for at in x.ticks),
         *(_text(_LEFT - 6, y(at) + 4, shown(at), anchor="end") for at in y.ticks),
         _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 10, chart.x, anchor="middle"),
-        f'<g transform="rotate(-90 14 {_HEIGHT / 2:.0f})">{_text(14, _HEIGHT / 2, chart.y, anchor="middle")}</g>',
+        '<g transform="rotate(-90 14 '
+        f'{_HEIGHT / 2:.0f})">{_text(14, _HEIGHT / 2, chart.y, anchor="middle")}</g>',
     ]
     for number, series in enumerate(chart.series):
         colour = _COLOURS[number % len(_COLOURS)]
         path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in series.points)
         dashes = ' stroke-dasharray="5 4"' if series.dashed else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>'
+        )
         parts += [
-            f'<circle cx="{x(at):.1f}" cy="{y(value):.1f}" r="3" fill="{colour}"/>' for at, value in series.points
+            f'<circle cx="{x(at):.1f}" cy="{y(value):.1f}" r="3" fill="{colour}"/>'
+            for at, value in series.points
         ]
         legend_x, legend_y = _WIDTH - _RIGHT + 12, _TOP + 10 + 18 * number
         parts.append(_line((legend_x, legend_y - 4), (legend_x + 20, legend_y - 4), colour, dashes))

@@ -1,7 +1,9 @@
-"""`scripts/papers/reproduce`: the papers' experiments computed from the rates that they print, and scale on paper.
+"""`scripts/papers/reproduce`: the papers' experiments computed from the rates that they print, and
+scale on paper.
 
-Prints what the modules beside it return, as tables, as one JSON object or as a page; computes nothing by itself.
-Exit status: 0; 1 where a file cannot be written; 2 where there is no such figure, table or machine.
+Prints what the modules beside it return, as tables, as one JSON object or as a page; computes
+nothing by itself. Exit status: 0; 1 where a file cannot be written; 2 where there is no such
+figure, table or machine.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ _PIPE_CLOSED = 141  # what a shell reports for a command that SIGPIPE ended
 _PROGRAM = "scripts/papers/reproduce"
 _TITLES = MappingProxyType({"zero-infinity": "ZeRO-Infinity", "dos": "Deep Optimizer States"})
 _STYLES = MappingProxyType(
-    {"matches": "green", "deviates": "bold yellow", "inconsistent in the paper": "magenta", "not printed": "dim"}
+    {
+        "matches": "green",
+        "deviates": "bold yellow",
+        "inconsistent in the paper": "magenta",
+        "not printed": "dim",
+    }
 )
 _HEAD = ("", "paper", "computed", "")
 _SCALE_MACHINES = ("dgx2", "h200_node")
@@ -56,24 +63,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="Compute the experiments of the papers from their machines' rates, or what scale takes.",
+        description="Compute the experiments of the papers from their machines' rates, or what "
+        "scale takes.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--paper", choices=list(_TITLES), help="the paper whose experiments are computed")
-    what.add_argument("--scale", action="store_true", help="1 to 1,024 nodes, 10 B to 100 T parameters: what binds")
+    what.add_argument(
+        "--paper", choices=list(_TITLES), help="the paper whose experiments are computed"
+    )
+    what.add_argument(
+        "--scale",
+        action="store_true",
+        help="1 to 1,024 nodes, 10 B to 100 T parameters: what binds",
+    )
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--figure", metavar="N", help="one figure of the paper, such as 7 or 2a")
     part.add_argument("--table", metavar="N", help="one table of the paper")
-    part.add_argument("--all", action="store_true", help="all that can be computed of the paper (the default)")
-    parser.add_argument("--machine", metavar="NAME", help="the machine of --scale (default: dgx2 and h200_node)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with tables and plots")
-    parser.add_argument("--svg", type=Path, metavar="DIR", help="write each plot to a file of its own")
+    part.add_argument(
+        "--all", action="store_true", help="all that can be computed of the paper (the default)"
+    )
+    parser.add_argument(
+        "--machine", metavar="NAME", help="the machine of --scale (default: dgx2 and h200_node)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of tables"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with tables and plots"
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="DIR", help="write each plot to a file of its own"
+    )
     return parser.parse_args(arguments)
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Compute, write and print; return 0, 1 where a file cannot be written, 2 where what is asked for is not there."""
+    """Compute, write and print; return 0, 1 where a file cannot be written, 2 where what is asked
+    for is not there.
+    """
     try:
         return _scale(options) if options.scale else _paper(options)
     except ConfigError as error:
@@ -86,12 +112,16 @@ def _run(options: argparse.Namespace) -> int:
         return 1
 
 
-# --- papers ------------------------------------------------------------------------------------------------------
+# --- papers ---------------------------------------------------------------------------------------
 
 
 def _paper(options: argparse.Namespace) -> int:
     if options.machine is not None:
-        raise ConfigError(field="--machine", value=options.machine, expected="--scale beside it: a paper has its own")
+        raise ConfigError(
+            field="--machine",
+            value=options.machine,
+            expected="--scale beside it: a paper has its own",
+        )
     chosen = _chosen(options.paper, options.figure, options.table)
     title = f"{_TITLES[options.paper]}, computed from its machines' rates"
     summary = _summary(chosen)
@@ -111,7 +141,9 @@ def _paper(options: argparse.Namespace) -> int:
     if options.svg is not None:
         from papers.charts import svg
 
-        charts = [(comparison.names[0], chart) for comparison in chosen for chart in comparison.charts]
+        charts = [
+            (comparison.names[0], chart) for comparison in chosen for chart in comparison.charts
+        ]
         for number, (name, chart) in enumerate(charts):
             _write(options.svg, f"{options.paper}-{number:02}-{name}", svg(chart))
     if options.json:
@@ -127,14 +159,18 @@ def _paper(options: argparse.Namespace) -> int:
         console = Output()
         for comparison in chosen:
             _show(console, comparison, with_points=options.figure is not None)
-        console.print(Text("; ".join(f"{status}: {count}" for status, count in summary.items()), style="bold"))
+        console.print(
+            Text("; ".join(f"{status}: {count}" for status, count in summary.items()), style="bold")
+        )
     return 0
 
 
 def _chosen(paper: str, figure: str | None, table: str | None) -> tuple[Comparison, ...]:
     from papers import deep_optimizer_states, zero_infinity
 
-    known = {"zero-infinity": zero_infinity.experiments, "dos": deep_optimizer_states.experiments}[paper]()
+    known = {"zero-infinity": zero_infinity.experiments, "dos": deep_optimizer_states.experiments}[
+        paper
+    ]()
     if figure is None and table is None:
         return known
     kind, number = ("figure", figure) if figure is not None else ("table", table)
@@ -142,7 +178,9 @@ def _chosen(paper: str, figure: str | None, table: str | None) -> tuple[Comparis
     name = re.compile(rf"{kind} {re.escape(number or '')}[a-z]?")
     chosen = tuple(one for one in known if any(map(name.fullmatch, one.names)))
     if not chosen:
-        names = [it.removeprefix(f"{kind} ") for one in known for it in one.names if it.startswith(kind)]
+        names = [
+            it.removeprefix(f"{kind} ") for one in known for it in one.names if it.startswith(kind)
+        ]
         raise ConfigError.unknown_name(field=f"--{kind}", name=number, known=names)
     return chosen
 
@@ -197,7 +235,7 @@ def _row(cell: Cell) -> tuple[str, str, str, str]:
     return cell.what, cell.published_text, cell.ours_text, cell.verdict
 
 
-# --- scale -------------------------------------------------------------------------------------------------------
+# --- scale ----------------------------------------------------------------------------------------
 
 
 def _scale(options: argparse.Namespace) -> int:
@@ -207,16 +245,24 @@ def _scale(options: argparse.Namespace) -> int:
 
     for name in ("figure", "table", "all"):
         if getattr(options, name):
-            raise ConfigError(field=f"--{name}", value=getattr(options, name), expected="--paper beside it")
-    if options.machine is not None and options.machine not in _SCALE_MACHINES:  # others have no network
-        raise ConfigError.unknown_name(field="--machine", name=options.machine, known=_SCALE_MACHINES)
+            raise ConfigError(
+                field=f"--{name}", value=getattr(options, name), expected="--paper beside it"
+            )
+    # others have no network
+    if options.machine is not None and options.machine not in _SCALE_MACHINES:
+        raise ConfigError.unknown_name(
+            field="--machine", name=options.machine, known=_SCALE_MACHINES
+        )
     machines = [known for known in (DGX2, H200_NODE) if options.machine in {None, known.name}]
     texts = {one.title: scale.tables(one) for one in machines}
     charts = {one.name: scale.charts(one) for one in machines}
     if options.html is not None:
         from papers.page import Section, page
 
-        sections = [Section(title=one.title, text=texts[one.title], charts=charts[one.name]) for one in machines]
+        sections = [
+            Section(title=one.title, text=texts[one.title], charts=charts[one.name])
+            for one in machines
+        ]
         options.html.write_text(page("Scale on paper", sections), encoding="utf-8")
     if options.svg is not None:
         from papers.charts import svg
@@ -234,7 +280,11 @@ def _scale(options: argparse.Namespace) -> int:
             for partitioning in scale.Partitioning
             for model, nodes, point in scale.points(one, scaling, partitioning)
         ]
-        print(json.dumps({"schema": SCHEMA, "version": installed_version(), "points": found}, indent=2))
+        print(
+            json.dumps(
+                {"schema": SCHEMA, "version": installed_version(), "points": found}, indent=2
+            )
+        )
     else:
         print("\n\n\n".join(texts.values()))
     return 0

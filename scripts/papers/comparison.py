@@ -1,7 +1,9 @@
-"""A published number beside ours, and what follows: it matches, deviates by so much, or contradicts its own paper.
+"""A published number beside ours, and what follows: it matches, deviates by so much, or contradicts
+its own paper.
 
-Pure data. Nobody sets a status by hand: it is computed from the two numbers, and only a contradiction inside the paper
-is stated, with its arithmetic. Made by the papers' experiments, printed by the command line.
+Pure data. Nobody sets a status by hand: it is computed from the two numbers, and only a
+contradiction inside the paper is stated, with its arithmetic. Made by the papers' experiments,
+printed by the command line.
 """
 
 from __future__ import annotations
@@ -52,13 +54,17 @@ class Published:
 
 
 def printed(text: str) -> Published:
-    """Return a number that is the result of a formula: it stands for what is rounded to its digits."""
+    """Return a number that is the result of a formula: it stands for what is rounded to its
+    digits.
+    """
     half = 0.5 * 10.0 ** -len(text.partition(".")[2])
     return Published(text=text, low=float(text) - half, high=float(text) + half, tolerance=0.0)
 
 
 def exactly(value: float, text: str = "") -> Published:
-    """Return a number that is one of a few, such as a size that was tried: another one is another answer."""
+    """Return a number that is one of a few, such as a size that was tried: another one is another
+    answer.
+    """
     return Published(text=text or f"{value:g}", low=value, high=value, tolerance=0.0)
 
 
@@ -84,10 +90,11 @@ def at_most(value: float, text: str = "") -> Published:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One number: what it is, what the paper says (None where it prints nothing), and what we compute.
+    """One number: what it is, what the paper says (None where it prints nothing), and what we
+    compute.
 
-    `upper` makes ours a range, where it is not known whether two things overlap. `contradiction` is the arithmetic by
-    which numbers of the paper exclude one another.
+    `upper` makes ours a range, where it is not known whether two things overlap. `contradiction` is
+    the arithmetic by which numbers of the paper exclude one another.
     """
 
     what: str
@@ -102,11 +109,15 @@ class Cell:
     def __post_init__(self) -> None:
         if self.upper is not None and self.upper < self.ours:
             expected = f"{self.ours} or more: the upper end of a range"
-            raise ConfigError(field=f"Cell {self.what!r} upper", value=self.upper, expected=expected)
+            raise ConfigError(
+                field=f"Cell {self.what!r} upper", value=self.upper, expected=expected
+            )
 
     @property
     def deviation(self) -> float | None:
-        """How far ours is from the nearest that the paper can mean, as a part of that; 0 inside, None without one."""
+        """How far ours is from the nearest that the paper can mean, as a part of that; 0 inside,
+        None without one.
+        """
         if self.published is None:
             return None
         low, high = self.published.low, self.published.high
@@ -142,7 +153,9 @@ class Cell:
     def ours_text(self) -> str:
         """Our number or range, with its unit."""
         ends = [self.ours] if self.upper is None else [self.ours, self.upper]
-        return " - ".join(f"{end:,.{self.digits}f}" for end in ends) + (f" {self.unit}" if self.unit else "")
+        return " - ".join(f"{end:,.{self.digits}f}" for end in ends) + (
+            f" {self.unit}" if self.unit else ""
+        )
 
     @property
     def published_text(self) -> str:
@@ -160,7 +173,11 @@ class Cell:
             "unit": self.unit,
             "published": None
             if published is None
-            else {"text": published.text, "low": _finite(published.low), "high": _finite(published.high)},
+            else {
+                "text": published.text,
+                "low": _finite(published.low),
+                "high": _finite(published.high),
+            },
             "ours": {"low": self.ours, "high": self.ours if self.upper is None else self.upper},
             "deviation": self.deviation,
             "status": self.status.value,
@@ -170,7 +187,9 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """An experiment of a paper: its figures and tables by name, such as "figure 7", and its cells."""
+    """An experiment of a paper: its figures and tables by name, such as "figure 7", and its
+    cells.
+    """
 
     names: tuple[str, ...]
     title: str

@@ -1,8 +1,9 @@
-"""Deep Optimizer States (Middleware '24): its figures from the rates that it prints, beside the figures.
+"""Deep Optimizer States (Middleware '24): its figures from the rates that it prints, beside the
+figures.
 
-The reading is that of offloading.TABLE_1, for all figures alike; `readings` shows the main result in the others. "Ours"
-in a cell is what we compute of the paper's method; what our own policy would do at the same rates is in cells that say
-so. Pure.
+The reading is that of offloading.TABLE_1, for all figures alike; `readings` shows the main result
+in the others. "Ours" in a cell is what we compute of the paper's method; what our own policy would
+do at the same rates is in cells that say so. Pure.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ MODELS: Mapping[str, Shape] = MappingProxyType(
         "20B": Shape(98, 4096, 64),
     }
 )
-"""The paper's models, each with the parameters that the bytes of its Table 2 have: see the experiment "table 2"."""
+"""The paper's models, each with the parameters that the bytes of its Table 2 have: see the
+experiment "table 2".
+"""
 
 _LARGEST = Job(shape=MODELS["20B"])
 _FREE_UPLOADS = replace(TABLE_1, upload_bytes_per_s=1e9 * GB)
@@ -80,7 +83,7 @@ def _phases(job: Job, method: Method) -> str:
     return "{:.2f} + {:.2f} + {:.2f} s".format(*parts)
 
 
-# --- what goes in ------------------------------------------------------------------------------------------------
+# --- what goes in ---------------------------------------------------------------------------------
 
 
 def _conversions() -> Comparison:
@@ -98,8 +101,10 @@ def _conversions() -> Comparison:
                 published=about(4, "4 (text: 2.5)"),
                 ours=composed / GB,
                 unit="GB/s",
-                note=f"allocate {allocated * 1e3:.0f} ms, copy {copied * 1e3:.0f} ms, convert {converted * 1e3:.1f} ms",
-                contradiction="the text's three steps give 2.7 GB/s: nearer to its 2.5 than to Table 1's 4",
+                note=f"allocate {allocated * 1e3:.0f} ms, copy {copied * 1e3:.0f} ms, convert "
+                f"{converted * 1e3:.1f} ms",
+                contradiction="the text's three steps give 2.7 GB/s: nearer to its 2.5 than to "
+                "Table 1's 4",
             ),
             Cell(
                 what="peak over the flush's 2.5 GB/s",
@@ -121,7 +126,8 @@ def _conversions() -> Comparison:
                 published=at_least(10, "at least 10"),
                 ours=(half / (2.5 * GB)) / (2 * half / (25 * GB)),
                 unit="x",
-                contradiction="25 / 2.5 compares bytes of 32 bits with bytes of 16: in seconds it is half",
+                contradiction="25 / 2.5 compares bytes of 32 bits with bytes of 16: in seconds it "
+                "is half",
             ),
             Cell(
                 what="flush in fp32 over PCIe 5, times faster than at Table 1's 4 GB/s",
@@ -145,15 +151,20 @@ def _models() -> Comparison:
     shapes = {**MODELS, "20B": Shape(48, 6144, 64)}
     bytes_of = MODELS["20B"]
     why = {
-        "13B": "4 B are 46.875 GiB, which is cut to 46, where 16 B are 187.5 GiB and rounded to 188",
+        "13B": "4 B are 46.875 GiB, which is cut to 46, where 16 B are 187.5 GiB and rounded to "
+        "188",
         "20B": (
-            f"48 x 6144 are {shapes['20B'].params / 1e9:.1f} B parameters; the printed sizes are those of 98 x 4096, "
-            f"ZeRO-Infinity's 20B: {4 * bytes_of.params / GiB:.1f} and {16 * bytes_of.params / GiB:.1f} GiB"
+            f"48 x 6144 are {shapes['20B'].params / 1e9:.1f} B parameters; the printed sizes are "
+            "those of 98 x 4096, "
+            f"ZeRO-Infinity's 20B: {4 * bytes_of.params / GiB:.1f} and "
+            f"{16 * bytes_of.params / GiB:.1f} GiB"
         ),
     }
     cells = []
     for name, sizes in table.items():
-        for size, weight, what in zip(sizes, (4, 16), ("parameters and gradients", "optimizer states"), strict=True):
+        for size, weight, what in zip(
+            sizes, (4, 16), ("parameters and gradients", "optimizer states"), strict=True
+        ):
             cells.append(
                 Cell(
                     what=f"{name}: {what}",
@@ -170,7 +181,8 @@ def _models() -> Comparison:
         title="Models: sizes from layers and widths",
         cells=tuple(cells),
         remarks=(
-            "12 layers x width^2 parameters, of 4 and 16 B: the printed GB are GiB. In GB they would be of 6.0 and "
+            "12 layers x width^2 parameters, of 4 and 16 B: the printed GB are GiB. In GB they "
+            "would be of 6.0 and "
             "18.4 B parameters for 7B and 20B, which no shape in the table has.",
             "Elsewhere the 20B is taken to have the parameters of its bytes.",
         ),
@@ -196,7 +208,8 @@ def _ratio() -> Comparison:
                 "4 x H100, all rates one rank's",
                 per_rank,
                 scaled,
-                f"U_c 2, U_g 25, B 13.75, D_c 15.5 G/s: the GPU's share would be {half:.0%}, not 33% (k = 2) or 50%",
+                f"U_c 2, U_g 25, B 13.75, D_c 15.5 G/s: the GPU's share would be {half:.0%}, not "
+                "33% (k = 2) or 50%",
             ),
             cell(
                 "4 x H100, U_c and U_g the node's, B one rank's",
@@ -207,13 +220,14 @@ def _ratio() -> Comparison:
             cell("4 x V100, as printed", v100, V100_NODE.host.downscale_params_per_s),
         ),
         remarks=(
-            "Equation 1: k subgroups of the CPU for each one of the GPU, a share of 1/(k+1). Algorithm 1: every k-th "
+            "Equation 1: k subgroups of the CPU for each one of the GPU, a share of 1/(k+1). "
+            "Algorithm 1: every k-th "
             "subgroup, 1/k. The text calls k = 2 'every alternate', 50%.",
         ),
     )
 
 
-# --- the experiments ---------------------------------------------------------------------------------------------
+# --- the experiments ------------------------------------------------------------------------------
 
 
 def _subgroup_sizes() -> Comparison:
@@ -222,7 +236,9 @@ def _subgroup_sizes() -> Comparison:
     for name, shape in MODELS.items():
         jobs = {size: Job(shape=shape, subgroup=size * 10**6) for size in sizes}
         baseline = [job.iteration(Method.BLOCKING).seconds for job in jobs.values()]
-        others = {method: [job.update(method).seconds for job in jobs.values()] for method in Method}
+        others = {
+            method: [job.update(method).seconds for job in jobs.values()] for method in Method
+        }
         slower = ", ".join(
             f"{method.value} {others[method][-1] / others[method][0] - 1:+.0%}"
             for method in (Method.ALGORITHM1, Method.INTERLEAVED)
@@ -241,7 +257,10 @@ def _subgroup_sizes() -> Comparison:
         names=("figure 2",),
         title="Subgroup size",
         cells=tuple(cells),
-        remarks=("The paper measured the baseline alone; interleaved updates have to be filled and drained.",),
+        remarks=(
+            "The paper measured the baseline alone; interleaved updates have to be filled and "
+            "drained.",
+        ),
         charts=(
             Chart(
                 title="2: update of the 20B by subgroup size",
@@ -250,7 +269,10 @@ def _subgroup_sizes() -> Comparison:
                 series=tuple(
                     Series(
                         method.value,
-                        tuple((s, replace(_LARGEST, subgroup=s * 10**6).update(method).seconds) for s in sizes),
+                        tuple(
+                            (s, replace(_LARGEST, subgroup=s * 10**6).update(method).seconds)
+                            for s in sizes
+                        ),
                     )
                     for method in Method
                 ),
@@ -261,7 +283,9 @@ def _subgroup_sizes() -> Comparison:
 
 def _iterations() -> Comparison:
     jobs = {name: Job(shape=shape) for name, shape in MODELS.items()}
-    before, after = (_LARGEST.iteration(method).seconds for method in (Method.BLOCKING, Method.ALGORITHM1))
+    before, after = (
+        _LARGEST.iteration(method).seconds for method in (Method.BLOCKING, Method.ALGORITHM1)
+    )
     flush = _LARGEST.own_params * 2 / TABLE_1.flush_bytes_per_s
     small = jobs["7B"].iteration(Method.BLOCKING).seconds
     cells = [
@@ -278,12 +302,26 @@ def _iterations() -> Comparison:
         Cell(
             what="8.3B over 10B, iteration of ZeRO-3",
             published=at_least(1, "over 1"),
-            ours=jobs["8.3B"].iteration(Method.BLOCKING).seconds / jobs["10B"].iteration(Method.BLOCKING).seconds,
+            ours=jobs["8.3B"].iteration(Method.BLOCKING).seconds
+            / jobs["10B"].iteration(Method.BLOCKING).seconds,
             unit="x",
-            note="the paper blames 72 layers of a small width; here a layer costs nothing but its work and bytes",
+            note="the paper blames 72 layers of a small width; here a layer costs nothing but its "
+            "work and bytes",
         ),
-        Cell(what="20B: 100 iterations of ZeRO-3", published=about(710.0), ours=100 * before, unit="s", digits=0),
-        Cell(what="20B: 100 iterations with it", published=about(290.6), ours=100 * after, unit="s", digits=0),
+        Cell(
+            what="20B: 100 iterations of ZeRO-3",
+            published=about(710.0),
+            ours=100 * before,
+            unit="s",
+            digits=0,
+        ),
+        Cell(
+            what="20B: 100 iterations with it",
+            published=about(290.6),
+            ours=100 * after,
+            unit="s",
+            digits=0,
+        ),
         Cell(
             what="20B: 100 iterations, times faster",
             published=about(710 / 290.6, "2.44"),
@@ -296,7 +334,8 @@ def _iterations() -> Comparison:
             ours=after / small,
             unit="x",
             contradiction=(
-                "time 'grows linearly' with the model, which is 3.06 times larger: 710 s / 3.06 = 232 s for the 7B, "
+                "time 'grows linearly' with the model, which is 3.06 times larger: 710 s / 3.06 = "
+                "232 s for the 7B, "
                 "not 290.6 s"
             ),
         ),
@@ -307,8 +346,10 @@ def _iterations() -> Comparison:
             unit="x",
             note=f"the flush takes {flush:.2f} s",
             contradiction=(
-                "710 s / 1.9 = 374 s leaves 3.36 s of an iteration for 9.9 GB of gradients: 2.9 GB/s, not Table 1's 4; "
-                "the remaining 3.74 s to 2.91 s would be an update 1.7 times faster only if ZeRO-3's took 2.0 s: "
+                "710 s / 1.9 = 374 s leaves 3.36 s of an iteration for 9.9 GB of gradients: 2.9 "
+                "GB/s, not Table 1's 4; "
+                "the remaining 3.74 s to 2.91 s would be an update 1.7 times faster only if "
+                "ZeRO-3's took 2.0 s: "
                 "9.8 G params/s, more than the CPUs' 8"
             ),
         ),
@@ -331,7 +372,11 @@ def _iterations() -> Comparison:
             "710.0 and 290.6 s are labels of Figure 9 that a transcription kept.",
             "Notes give forward + backward + update.",
         ),
-        charts=(_by_model("7: seconds of an iteration", "s", lambda job, method: job.iteration(method).seconds),),
+        charts=(
+            _by_model(
+                "7: seconds of an iteration", "s", lambda job, method: job.iteration(method).seconds
+            ),
+        ),
     )
 
 
@@ -339,7 +384,9 @@ def _updates() -> Comparison:
     cells = []
     for name, shape in MODELS.items():
         job = Job(shape=shape)
-        rates = {method: job.update(method).params_per_s * job.ranks / _BILLION for method in Method}
+        rates = {
+            method: job.update(method).params_per_s * job.ranks / _BILLION for method in Method
+        }
         cells.append(
             Cell(
                 what=f"{name}: update, times faster than ZeRO-3",
@@ -348,8 +395,10 @@ def _updates() -> Comparison:
                 unit="x",
                 note=", ".join(f"{method.value} {rate:.1f} G/s" for method, rate in rates.items()),
                 contradiction=(
-                    "Figure 15 has PCIe 40% busy each way: 4 x 22 GB/s, and half of the states at 12 B, are 14.7 G/s. "
-                    "That is 1.7 times ZeRO-3 only if ZeRO-3 does 8.6 G/s: more than its CPUs' 8, where the text's 8 "
+                    "Figure 15 has PCIe 40% busy each way: 4 x 22 GB/s, and half of the states at "
+                    "12 B, are 14.7 G/s. "
+                    "That is 1.7 times ZeRO-3 only if ZeRO-3 does 8.6 G/s: more than its CPUs' 8, "
+                    "where the text's 8 "
                     "and 12 G/s one after the other are 4.8"
                 ),
             )
@@ -360,7 +409,8 @@ def _updates() -> Comparison:
             published=about(1.7),
             ours=_update_speedup(replace(_LARGEST, reading=_FREE_UPLOADS)),
             unit="x",
-            note="what it would be had ZeRO-3 not waited for uploads, as text and Figures 5 and 15 say that it does",
+            note="what it would be had ZeRO-3 not waited for uploads, as text and Figures 5 and 15 "
+            "say that it does",
         )
     )
     return Comparison(
@@ -370,7 +420,9 @@ def _updates() -> Comparison:
         remarks=("The node's; uniform over sizes, as published.",),
         charts=(
             _by_model(
-                "8: update throughput", "G params/s", lambda job, method: job.update(method).params_per_s * 4 / _BILLION
+                "8: update throughput",
+                "G params/s",
+                lambda job, method: job.update(method).params_per_s * 4 / _BILLION,
             ),
         ),
     )
@@ -395,14 +447,21 @@ def _resident_updates() -> Comparison:
             for part, job in jobs.items()
         ),
         remarks=("The bound holds; by the paper's rates there is more in it, as in Figure 8.",),
-        charts=(_by_resident("10: seconds of an update", jobs, lambda job, method: job.update(method).seconds),),
+        charts=(
+            _by_resident(
+                "10: seconds of an update", jobs, lambda job, method: job.update(method).seconds
+            ),
+        ),
     )
 
 
 def _resident_iterations() -> Comparison:
     jobs = {part: replace(_LARGEST, resident=part) for part in _RESIDENT}
     none, half = jobs[0.0], jobs[0.5]
-    with_none, twin_half = none.iteration(Method.ALGORITHM1).seconds, half.iteration(Method.BLOCKING).seconds
+    with_none, twin_half = (
+        none.iteration(Method.ALGORITHM1).seconds,
+        half.iteration(Method.BLOCKING).seconds,
+    )
     return Comparison(
         names=("figure 11",),
         title="Iteration of the 20B with a part of the states resident",
@@ -413,7 +472,8 @@ def _resident_iterations() -> Comparison:
                     published=about(2, "~2") if part == 0.5 else None,
                     ours=_speedup(job),
                     unit="x",
-                    note=f"{_phases(job, Method.BLOCKING)} against {_phases(job, Method.ALGORITHM1)}",
+                    note=f"{_phases(job, Method.BLOCKING)} against "
+                    f"{_phases(job, Method.ALGORITHM1)}",
                 )
                 for part, job in jobs.items()
             ),
@@ -427,7 +487,13 @@ def _resident_iterations() -> Comparison:
                 note="4.3 / 3.0 is 1.43",
             ),
         ),
-        charts=(_by_resident("11: seconds of an iteration", jobs, lambda job, method: job.iteration(method).seconds),),
+        charts=(
+            _by_resident(
+                "11: seconds of an iteration",
+                jobs,
+                lambda job, method: job.iteration(method).seconds,
+            ),
+        ),
     )
 
 
@@ -443,9 +509,16 @@ def _fifth_resident() -> Comparison:
                 ours=_speedup(job),
                 unit="x",
             ),
-            Cell(what=f"{name}: TwinFlow's update over ZeRO-3's", published=about(1.2), ours=faster, unit="x"),
+            Cell(
+                what=f"{name}: TwinFlow's update over ZeRO-3's",
+                published=about(1.2),
+                ours=faster,
+                unit="x",
+            ),
         ]
-    return Comparison(names=("figure 12",), title="A fifth of the states resident", cells=tuple(cells))
+    return Comparison(
+        names=("figure 12",), title="A fifth of the states resident", cells=tuple(cells)
+    )
 
 
 def _micro_batches() -> Comparison:
@@ -464,7 +537,8 @@ def _micro_batches() -> Comparison:
                 published=between(1.6, 2.5),
                 ours=_speedup(job),
                 unit="x",
-                note=f"{tflops(job, Method.BLOCKING):.0f} and {tflops(job, Method.ALGORITHM1):.0f} TFLOP/s a GPU",
+                note=f"{tflops(job, Method.BLOCKING):.0f} and {tflops(job, Method.ALGORITHM1):.0f} "
+                "TFLOP/s a GPU",
             )
             for size, job in jobs.items()
         ),
@@ -474,7 +548,10 @@ def _micro_batches() -> Comparison:
                 x="micro-batch",
                 y="s",
                 series=tuple(
-                    Series(method.value, tuple((size, job.iteration(method).seconds) for size, job in jobs.items()))
+                    Series(
+                        method.value,
+                        tuple((size, job.iteration(method).seconds) for size, job in jobs.items()),
+                    )
                     for method in Method
                 ),
             ),
@@ -492,7 +569,9 @@ def _cores() -> Comparison:
             flush_bytes_per_s=TABLE_1.flush_bytes_per_s * part,
             upload_bytes_per_s=TABLE_1.upload_bytes_per_s * part,
         )
-        least, most = sorted(_speedup(replace(_LARGEST, cores=part, reading=it)) for it in (TABLE_1, slowed))
+        least, most = sorted(
+            _speedup(replace(_LARGEST, cores=part, reading=it)) for it in (TABLE_1, slowed)
+        )
         cells.append(
             Cell(
                 what=f"{count} cores a GPU: iteration, times faster than ZeRO-3",
@@ -507,9 +586,12 @@ def _cores() -> Comparison:
         title="Fewer cores for each GPU, 20B",
         cells=tuple(cells),
         remarks=(
-            "CPU updates and downscaling slow down as cores go; the baseline's flush and upload, which the CPU has a "
-            "part in, not at all or as much: the two ends, so far apart that the match is a weak one.",
-            "The paper's numbers of cores are in the plot alone. With stride 2 and a fast flush no update is more "
+            "CPU updates and downscaling slow down as cores go; the baseline's flush and upload, "
+            "which the CPU has a "
+            "part in, not at all or as much: the two ends, so far apart that the match is a weak "
+            "one.",
+            "The paper's numbers of cores are in the plot alone. With stride 2 and a fast flush no "
+            "update is more "
             "than about twice as fast, as half of the updates stay on the CPU.",
         ),
     )
@@ -526,8 +608,14 @@ def _utilisation() -> Comparison:
     def link(job: Job, method: Method) -> float:
         """Return the bytes of both ways over what both could carry."""
         update = job.update(method)
-        moved = sum(op.amount for op in update.simulation.plan.ops if op.lane in {Lane.H2D, Lane.D2H})
-        return moved / update.seconds / (job.machine.link.h2d_bytes_per_s + job.machine.link.d2h_bytes_per_s)
+        moved = sum(
+            op.amount for op in update.simulation.plan.ops if op.lane in {Lane.H2D, Lane.D2H}
+        )
+        return (
+            moved
+            / update.seconds
+            / (job.machine.link.h2d_bytes_per_s + job.machine.link.d2h_bytes_per_s)
+        )
 
     published = {2: about(75), 3: about(71), 4: about(71)}
     return Comparison(
@@ -569,7 +657,8 @@ def _utilisation() -> Comparison:
                 ours=100 * updates[2].busy(Lane.HOST),
                 unit="%",
                 digits=0,
-                note="the paper blames DRAM; our lanes do not slow one another, and the DRAM's peak is not reached",
+                note="the paper blames DRAM; our lanes do not slow one another, and the DRAM's "
+                "peak is not reached",
             ),
             *(
                 Cell(
@@ -591,16 +680,27 @@ def _busy_by_share() -> Chart:
     limits = Limits(resident_bytes=0, staging_bytes=memory)
     shares = [Fraction(tenth, 10) for tenth in range(11)]
     updates = {
-        share: Update(simulation=simulate(interleaved(share)(_LARGEST.subgroups(), rates, limits), rates), rates=rates)
+        share: Update(
+            simulation=simulate(interleaved(share)(_LARGEST.subgroups(), rates, limits), rates),
+            rates=rates,
+        )
         for share in shares
     }
-    lanes = {Lane.HOST: "CPU", Lane.DEVICE: "GPU updates", Lane.H2D: "PCIe up", Lane.D2H: "PCIe down"}
+    lanes = {
+        Lane.HOST: "CPU",
+        Lane.DEVICE: "GPU updates",
+        Lane.H2D: "PCIe up",
+        Lane.D2H: "PCIe down",
+    }
     return Chart(
         title="15: busy by share, our interleaved, 20B",
         x="share that visits, %",
         y="part of the update",
         series=tuple(
-            Series(name, tuple((100 * float(share), update.busy(lane)) for share, update in updates.items()))
+            Series(
+                name,
+                tuple((100 * float(share), update.busy(lane)) for share, update in updates.items()),
+            )
             for lane, name in lanes.items()
         ),
     )
@@ -618,7 +718,9 @@ def _shares() -> Comparison:
                 ours=100 / best,
                 unit="%",
                 digits=0,
-                note=", ".join(f"{1 / stride:.0%}: {rate:.1f} G/s" for stride, rate in rates.items()),
+                note=", ".join(
+                    f"{1 / stride:.0%}: {rate:.1f} G/s" for stride, rate in rates.items()
+                ),
             )
         )
     half, third = (_throughput(Job(shape=MODELS["10B"], stride=stride)) for stride in (2, 3))
@@ -628,14 +730,18 @@ def _shares() -> Comparison:
             published=about(1.0, "near-similar, 1"),
             ours=half / third,
             unit="x",
-            note="by the rates the CPU binds at both, with half and with two thirds of the subgroups",
+            note="by the rates the CPU binds at both, with half and with two thirds of the "
+            "subgroups",
         )
     )
     cells += list(_v100_cells())
     # Four times the cores are four times the node's rate: each rank then has what the node has.
     rank_v100 = Job(shape=MODELS["7B"], machine=V100_NODE, cores=4.0)
     more = _LARGEST.update(Method.INTERLEAVED)
-    share = sum(more.simulation.plan.homes()[one.index].value == "visiting" for one in more.simulation.plan.subgroups)
+    share = sum(
+        more.simulation.plan.homes()[one.index].value == "visiting"
+        for one in more.simulation.plan.subgroups
+    )
     cells.append(
         Cell(
             what="20B: best share, H100, if more than 50% may visit",
@@ -651,7 +757,8 @@ def _shares() -> Comparison:
         title="Share that visits the GPU",
         cells=tuple(cells),
         remarks=(
-            "Shares above 50% were not tried in the paper, and Algorithm 1 cannot express them. Where our own policy "
+            "Shares above 50% were not tried in the paper, and Algorithm 1 cannot express them. "
+            "Where our own policy "
             "ends first, the floor of the DRAM's peak binds.",
             "V100: U_c is read as the node's. Were it one rank's, longer strides would only gain: "
             + ", ".join(f"{k}: {_throughput(replace(rank_v100, stride=k)):.1f}" for k in _STRIDES)
@@ -665,7 +772,10 @@ def _shares() -> Comparison:
                 series=tuple(
                     Series(
                         name,
-                        tuple((100 / k, _throughput(Job(shape=shape, stride=k))) for k in reversed(_STRIDES)),
+                        tuple(
+                            (100 / k, _throughput(Job(shape=shape, stride=k)))
+                            for k in reversed(_STRIDES)
+                        ),
                     )
                     for name, shape in MODELS.items()
                 ),
@@ -687,7 +797,8 @@ def _v100_cells() -> Iterator[Cell]:
             ours=_throughput(Job(shape=MODELS["7B"], machine=V100_NODE, stride=stride)),
             unit="G params/s",
             contradiction=(
-                f"the CPUs, downscaling included, do {alone:.1f} G/s by the printed rates ({slower:.1f} if D_c is the "
+                f"the CPUs, downscaling included, do {alone:.1f} G/s by the printed rates "
+                f"({slower:.1f} if D_c is the "
                 f"node's); with {stride - 1} of {stride} subgroups to do, the whole would go at "
                 f"{slower * stride / (stride - 1):.1f} or more"
             ),
@@ -698,7 +809,10 @@ def _scaling() -> Comparison:
     cells = []
     slower = replace(TABLE_1, flush_bytes_per_s=2.5 * GB)
     for ranks in (1, 2, 4):
-        jobs = [Job(shape=MODELS["7B"], ranks=ranks, cores=cores) for cores in (1.0, JLSE_H100.gpus / ranks)]
+        jobs = [
+            Job(shape=MODELS["7B"], ranks=ranks, cores=cores)
+            for cores in (1.0, JLSE_H100.gpus / ranks)
+        ]
         ends = sorted(_speedup(job) for job in jobs)
         at_text = sorted(_speedup(replace(job, reading=slower)) for job in jobs)
         published = {1: about(4.4, "up to 4.4"), 4: about(2.5, "up to 2.5")}.get(ranks)
@@ -709,7 +823,8 @@ def _scaling() -> Comparison:
                 ours=ends[0],
                 upper=ends[1],
                 unit="x",
-                note=f"24 cores for each rank, or all of the node; {at_text[1]:.1f}x with the text's flush of 2.5 GB/s",
+                note=f"24 cores for each rank, or all of the node; {at_text[1]:.1f}x with the "
+                "text's flush of 2.5 GB/s",
             )
         )
     return Comparison(
@@ -717,7 +832,8 @@ def _scaling() -> Comparison:
         title="Data parallelism, weak scaling, 7B",
         cells=tuple(cells),
         remarks=(
-            "The paper does not say which model reached 4.4 times, nor how many cores a rank has when there are fewer; "
+            "The paper does not say which model reached 4.4 times, nor how many cores a rank has "
+            "when there are fewer; "
             "by its rates fewer ranks gain more, as printed, but not so much more.",
         ),
     )
@@ -727,9 +843,15 @@ def _readings() -> Comparison:
     others: Mapping[str, Reading] = {
         "as used for all figures": TABLE_1,
         "gradients flushed at the text's 2.5 GB/s": replace(TABLE_1, flush_bytes_per_s=2.5 * GB),
-        "uploads at the text's 12 G params/s of the node": replace(TABLE_1, upload_bytes_per_s=6 * GB),
-        "both, as the text": replace(TABLE_1, flush_bytes_per_s=2.5 * GB, upload_bytes_per_s=6 * GB),
-        "Table 1 counts the 32-bit side": replace(TABLE_1, flush_bytes_per_s=2 * GB, upload_bytes_per_s=4 * GB),
+        "uploads at the text's 12 G params/s of the node": replace(
+            TABLE_1, upload_bytes_per_s=6 * GB
+        ),
+        "both, as the text": replace(
+            TABLE_1, flush_bytes_per_s=2.5 * GB, upload_bytes_per_s=6 * GB
+        ),
+        "Table 1 counts the 32-bit side": replace(
+            TABLE_1, flush_bytes_per_s=2 * GB, upload_bytes_per_s=4 * GB
+        ),
         "uploads of the baseline cost nothing": _FREE_UPLOADS,
         "parameters gathered twice": replace(TABLE_1, gathers=2),
         "collectives hidden behind work": replace(TABLE_1, collectives_hidden=True),
@@ -759,19 +881,26 @@ def _by_model(title: str, y: str, value: Callable[[Job, Method], float]) -> Char
         x="parameters, B",
         y=y,
         series=tuple(
-            Series(method.value, tuple((job.shape.params / _BILLION, value(job, method)) for job in jobs))
+            Series(
+                method.value,
+                tuple((job.shape.params / _BILLION, value(job, method)) for job in jobs),
+            )
             for method in Method
         ),
     )
 
 
-def _by_resident(title: str, jobs: Mapping[float, Job], value: Callable[[Job, Method], float]) -> Chart:
+def _by_resident(
+    title: str, jobs: Mapping[float, Job], value: Callable[[Job, Method], float]
+) -> Chart:
     return Chart(
         title=title,
         x="resident, %",
         y="s",
         series=tuple(
-            Series(method.value, tuple((100 * part, value(job, method)) for part, job in jobs.items()))
+            Series(
+                method.value, tuple((100 * part, value(job, method)) for part, job in jobs.items())
+            )
             for method in Method
         ),
     )

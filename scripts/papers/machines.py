@@ -1,6 +1,8 @@
-"""The machines of the papers, each number with its source, and what their networks and drives give one GPU.
+"""The machines of the papers, each number with its source, and what their networks and drives give
+one GPU.
 
-Pure data in the planner's own form: `infinity_engine.sim.hardware` has the machines that a user may plan for.
+Pure data in the planner's own form: `infinity_engine.sim.hardware` has the machines that a user may
+plan for.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _DOS = "Deep Optimizer States"
 
 
 def wire_bytes_per_s(machine: MachineModel, nodes: int) -> float:
-    """Return what one GPU gets of the others' parts in a collective: inside its node, or over the network.
+    """Return what one GPU gets of the others' parts in a collective: inside its node, or over the
+    network.
 
     A byte enters each node once, so all GPUs of a node get what its network carries.
 
@@ -42,8 +45,12 @@ def wire_bytes_per_s(machine: MachineModel, nodes: int) -> float:
     """
     rate = machine.gpu_gpu_bytes_per_s if nodes == 1 else machine.network_bytes_per_s
     if rate is None:
-        name, known = ("gpu_gpu_bytes_per_s", "1 GPU") if nodes == 1 else ("network_bytes_per_s", "1 node")
-        raise ConfigError(field=f"{machine.name}.{name}", value=None, expected=f"a rate, to use more than {known}")
+        name, known = (
+            ("gpu_gpu_bytes_per_s", "1 GPU") if nodes == 1 else ("network_bytes_per_s", "1 node")
+        )
+        raise ConfigError(
+            field=f"{machine.name}.{name}", value=None, expected=f"a rate, to use more than {known}"
+        )
     return rate
 
 
@@ -55,7 +62,9 @@ def drive_bytes_per_s(machine: MachineModel, ranks: int) -> tuple[float, float]:
     """
     drives = machine.drives
     if drives is None or drives.read_bytes_per_s is None or drives.write_bytes_per_s is None:
-        raise ConfigError(field=f"{machine.name}.drives", value=drives, expected="drives with their rates")
+        raise ConfigError(
+            field=f"{machine.name}.drives", value=drives, expected="drives with their rates"
+        )
     up, down = machine.link.h2d_bytes_per_s, machine.link.d2h_bytes_per_s
     return min(drives.read_bytes_per_s / ranks, up), min(drives.write_bytes_per_s / ranks, down)
 
@@ -78,7 +87,9 @@ DGX2 = MachineModel(
         dram_bytes_per_s=256 * GB,
         update_params_per_s=256 * GB / HOST_UPDATE_BYTES,
     ),
-    drives=Drives(capacity_bytes=28 * _TERA, read_bytes_per_s=16 * 1.6 * GB, write_bytes_per_s=16 * 1.6 * GB),
+    drives=Drives(
+        capacity_bytes=28 * _TERA, read_bytes_per_s=16 * 1.6 * GB, write_bytes_per_s=16 * 1.6 * GB
+    ),
     gpu_gpu_bytes_per_s=150 * GB,
     network_bytes_per_s=100 * GB,
     sources=MappingProxyType(
@@ -86,20 +97,27 @@ DGX2 = MachineModel(
             "gpus": f"{_ZI}, section 8.1",
             "gpu.memory_bytes": f"{_ZI}, section 8.1; one GPU's",
             "gpu.peak_flops_per_s": "NVIDIA V100 data sheet, tensor cores; one GPU's",
-            "gpu.achieved_flops_per_s": f"{_ZI}, Table 3: achievable peak of 0.07 PFLOP/s; one GPU's",
-            "gpu.hbm_bytes_per_s": f"{_ZI}, Figure 2b prints 600-900 GB/s, of which this is the peak; one GPU's",
+            "gpu.achieved_flops_per_s": f"{_ZI}, Table 3: achievable peak of 0.07 PFLOP/s; one "
+            "GPU's",
+            "gpu.hbm_bytes_per_s": f"{_ZI}, Figure 2b prints 600-900 GB/s, of which this is the "
+            "peak; one GPU's",
             "gpu.update_params_per_s": GPU_AT_PEAK,
             "link.h2d_bytes_per_s": f"{_ZI}, Figure 2b: one GPU that reads alone",
-            "link.d2h_bytes_per_s": f"{_ZI}, Figure 2b, taken to be as fast down as up: one GPU alone",
+            "link.d2h_bytes_per_s": f"{_ZI}, Figure 2b, taken to be as fast down as up: one GPU "
+            "alone",
             "link.node_bytes_per_s": f"{_ZI}, Figure 2b: 3.0 GB/s for each of 16 GPUs; the node's",
             "host.memory_bytes": f"{_ZI}, Figure 2b: 1.5 TB; the node's",
-            "host.dram_bytes_per_s": "Intel Xeon Platinum 8168: 2 x 6 channels of DDR4-2666, a peak; the node's",
+            "host.dram_bytes_per_s": "Intel Xeon Platinum 8168: 2 x 6 channels of DDR4-2666, a "
+            "peak; the node's",
             "host.update_params_per_s": HOST_AT_PEAK,
             "drives.capacity_bytes": f"{_ZI}, Figure 2b; the node's",
-            "drives.read_bytes_per_s": f"{_ZI}, Figure 2b: 1.6 GB/s for each of 16 GPUs; the node's",
-            "drives.write_bytes_per_s": f"{_ZI}, Figure 2b, which gives reads and writes one number; the node's",
+            "drives.read_bytes_per_s": f"{_ZI}, Figure 2b: 1.6 GB/s for each of 16 GPUs; the "
+            "node's",
+            "drives.write_bytes_per_s": f"{_ZI}, Figure 2b, which gives reads and writes one "
+            "number; the node's",
             "gpu_gpu_bytes_per_s": f"{_ZI}, Figure 2b prints 150-300 GB/s inside a node; one GPU's",
-            "network_bytes_per_s": f"{_ZI}, section 8.1: 800 Gb/s (Figure 2b: 60-100 GB/s); the node's",
+            "network_bytes_per_s": f"{_ZI}, section 8.1: 800 Gb/s (Figure 2b: 60-100 GB/s); the "
+            "node's",
         }
     ),
 )
@@ -137,16 +155,24 @@ JLSE_H100 = MachineModel(
             "gpu.peak_flops_per_s": "NVIDIA H100 data sheet, SXM5, dense; one GPU's",
             "gpu.achieved_flops_per_s": H100_UTILISATION,
             "gpu.hbm_bytes_per_s": "NVIDIA H100 data sheet, SXM5; one GPU's",
-            "gpu.update_params_per_s": f"{_DOS}, section 1: ~100 G/s for the node's four; one GPU's",
-            "link.h2d_bytes_per_s": f"{_DOS}, section 5.1: ~55 GB/s, each GPU on a link of its own; one GPU's",
-            "link.d2h_bytes_per_s": f"{_DOS}, section 5.1: ~55 GB/s, each GPU on a link of its own; one GPU's",
-            "link.duplex_h2d_bytes_per_s": f"{_DOS}, section 4.1: full duplex, no rate of its own; one GPU's",
-            "link.duplex_d2h_bytes_per_s": f"{_DOS}, section 4.1: full duplex, no rate of its own; one GPU's",
+            "gpu.update_params_per_s": f"{_DOS}, section 1: ~100 G/s for the node's four; one "
+            "GPU's",
+            "link.h2d_bytes_per_s": f"{_DOS}, section 5.1: ~55 GB/s, each GPU on a link of its "
+            "own; one GPU's",
+            "link.d2h_bytes_per_s": f"{_DOS}, section 5.1: ~55 GB/s, each GPU on a link of its "
+            "own; one GPU's",
+            "link.duplex_h2d_bytes_per_s": f"{_DOS}, section 4.1: full duplex, no rate of its own; "
+            "one GPU's",
+            "link.duplex_d2h_bytes_per_s": f"{_DOS}, section 4.1: full duplex, no rate of its own; "
+            "one GPU's",
             "host.memory_bytes": f"{_DOS}, section 5.1; the node's",
-            "host.dram_bytes_per_s": "Intel Xeon Platinum 8468: 2 x 8 channels of DDR5-4800, a peak; the node's",
+            "host.dram_bytes_per_s": "Intel Xeon Platinum 8468: 2 x 8 channels of DDR5-4800, a "
+            "peak; the node's",
             "host.update_params_per_s": f"{_DOS}, section 1: ~8 G/s; the node's",
-            "host.downscale_params_per_s": f"{_DOS}, Table 1: 62 GB/s, 4 bytes for a parameter; one rank's",
-            "drives.capacity_bytes": f"{_DOS}, section 5.1: 2 of 1.5 TB, no rates given; the node's",
+            "host.downscale_params_per_s": f"{_DOS}, Table 1: 62 GB/s, 4 bytes for a parameter; "
+            "one rank's",
+            "drives.capacity_bytes": f"{_DOS}, section 5.1: 2 of 1.5 TB, no rates given; the "
+            "node's",
             "gpu_gpu_bytes_per_s": f"{_DOS}, section 5.1: NVLink, one way; one GPU's",
         }
     ),
@@ -176,13 +202,17 @@ V100_NODE = MachineModel(
             "gpu.memory_bytes": f"{_DOS}, section 5.4; one GPU's",
             "gpu.peak_flops_per_s": "NVIDIA V100 data sheet, tensor cores; one GPU's",
             "gpu.hbm_bytes_per_s": "NVIDIA V100 data sheet, a peak; one GPU's",
-            "gpu.update_params_per_s": f"{_DOS}, section 5.4: 35 G/s; read as one GPU's: its HBM allows 32",
+            "gpu.update_params_per_s": f"{_DOS}, section 5.4: 35 G/s; read as one GPU's: its HBM "
+            "allows 32",
             "link.h2d_bytes_per_s": f"{_DOS}, section 5.4: B of 3 G params/s of 4 bytes; one GPU's",
             "link.d2h_bytes_per_s": f"{_DOS}, section 5.4: B of 3 G params/s of 4 bytes; one GPU's",
             "host.memory_bytes": f"{_DOS}, section 5.4; the node's",
-            "host.dram_bytes_per_s": "Intel Xeon Gold 6152: 2 x 6 channels of DDR4-2666, a peak; the node's",
-            "host.update_params_per_s": f"{_DOS}, section 5.4: 2 G/s; read as the node's, as on JLSE",
-            "host.downscale_params_per_s": f"{_DOS}, section 5.4: 8.7 G/s; read as one rank's, as on JLSE",
+            "host.dram_bytes_per_s": "Intel Xeon Gold 6152: 2 x 6 channels of DDR4-2666, a peak; "
+            "the node's",
+            "host.update_params_per_s": f"{_DOS}, section 5.4: 2 G/s; read as the node's, as on "
+            "JLSE",
+            "host.downscale_params_per_s": f"{_DOS}, section 5.4: 8.7 G/s; read as one rank's, as "
+            "on JLSE",
         }
     ),
 )

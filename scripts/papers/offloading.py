@@ -1,7 +1,9 @@
-"""One training iteration with optimizer states on the host, as Deep Optimizer States and its baselines make it.
+"""One training iteration with optimizer states on the host, as Deep Optimizer States and its
+baselines make it.
 
-The update phase is a StepPlan, made by a policy and priced by the simulator; forward and backward are sums of work over
-rates. All rates come from a MachineModel and a Reading of the paper's Table 1. Pure.
+The update phase is a StepPlan, made by a policy and priced by the simulator; forward and backward
+are sums of work over rates. All rates come from a MachineModel and a Reading of the paper's Table
+1. Pure.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ class Method(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """The paper's rates that its text leaves open, one rank's; those in bytes count the 16-bit side.
+    """The paper's rates that its text leaves open, one rank's; those in bytes count the 16-bit
+    side.
 
-    `flush_bytes_per_s` is G16 -> H32 and `upload_bytes_per_s` H32 -> G16, of the baseline. Collectives are added to
-    the passes or hidden behind their work; `gathers` is how often parameters are gathered. `downscales` says whether
-    the CPU's update in Algorithm 1 is followed by a downscale of its own.
+    `flush_bytes_per_s` is G16 -> H32 and `upload_bytes_per_s` H32 -> G16, of the baseline.
+    Collectives are added to the passes or hidden behind their work; `gathers` is how often
+    parameters are gathered. `downscales` says whether the CPU's update in Algorithm 1 is followed
+    by a downscale of its own.
     """
 
     flush_bytes_per_s: float = 4 * GB
@@ -86,14 +90,20 @@ class Job:
         """Return the parameters of one rank, in subgroups."""
         whole, rest = divmod(self.own_params, self.subgroup)
         sizes = [self.subgroup] * whole + ([rest] if rest else [])
-        return tuple(SubgroupSpec(index=at, numel=numel, first_use=at) for at, numel in enumerate(sizes))
+        return tuple(
+            SubgroupSpec(index=at, numel=numel, first_use=at) for at, numel in enumerate(sizes)
+        )
 
     def rates(self, method: Method) -> Rates:
         """Return what the lanes of one rank do a second."""
         rates = self.machine.rates(self.ranks)
         update = self.machine.host.update_params_per_s / self.machine.gpus * self.cores
         if method is Method.BLOCKING:
-            return replace(rates, host_update_params_per_s=update, h2d_bytes_per_s=self.reading.upload_bytes_per_s)
+            return replace(
+                rates,
+                host_update_params_per_s=update,
+                h2d_bytes_per_s=self.reading.upload_bytes_per_s,
+            )
         if method is Method.ALGORITHM1 and self.reading.downscales:
             scaled = _known(self.machine.host.downscale_params_per_s, "host.downscale_params_per_s")
             update = 1 / (1 / update + 1 / (scaled * self.cores))
@@ -114,7 +124,9 @@ class Job:
         rates = self.rates(method)
         # Beside states, a GPU has its parameters and gradients, of 16 bits each.
         memory = self.machine.gpu.memory_bytes - 2 * _HALF_BYTES * self.own_params
-        plan = self.policy(method)(self.subgroups(), rates, Limits(resident_bytes=memory, staging_bytes=memory))
+        plan = self.policy(method)(
+            self.subgroups(), rates, Limits(resident_bytes=memory, staging_bytes=memory)
+        )
         return Update(simulation=simulate(plan, rates), rates=rates)
 
     def iteration(self, method: Method) -> Iteration:
@@ -127,7 +139,9 @@ class Job:
         else:
             # Widened on the GPU, at a rate that does not show, and sent while backward goes on.
             flushed = update.simulation.plan.params_at(Home.HOST)
-            backward = max(backward, flushed * _SINGLE_BYTES / _known(update.rates.d2h_bytes_per_s, "link"))
+            backward = max(
+                backward, flushed * _SINGLE_BYTES / _known(update.rates.d2h_bytes_per_s, "link")
+            )
         return Iteration(forward=forward, backward=backward, update=update)
 
     @property
@@ -158,8 +172,13 @@ class Update:
     def seconds(self) -> float:
         """How long it takes: as simulated, or as long as its bytes of host memory do."""
         plan = self.simulation.plan
-        touched = HOST_UPDATE_BYTES * plan.params_at(Home.HOST) + VISIT_BYTES * plan.params_at(Home.VISITING)
-        return max(self.simulation.end_ns / _NS, touched / _known(self.rates.dram_bytes_per_s, "host.dram_bytes_per_s"))
+        touched = HOST_UPDATE_BYTES * plan.params_at(Home.HOST) + VISIT_BYTES * plan.params_at(
+            Home.VISITING
+        )
+        return max(
+            self.simulation.end_ns / _NS,
+            touched / _known(self.rates.dram_bytes_per_s, "host.dram_bytes_per_s"),
+        )
 
     @property
     def params_per_s(self) -> float:
@@ -186,10 +205,11 @@ class Iteration:
 
 
 def blocking(ratio: float, *, name: str = "blocking") -> OffloadPolicy:
-    """Return the baseline's policy: residents first, then the CPU, which waits for each upload before it goes on.
+    """Return the baseline's policy: residents first, then the CPU, which waits for each upload
+    before it goes on.
 
-    As the paper draws it in Figure 5 (top): while the GPU updates its part the CPU is idle, and each subgroup that the
-    CPU updated goes up before the next one is begun.
+    As the paper draws it in Figure 5 (top): while the GPU updates its part the CPU is idle, and
+    each subgroup that the CPU updated goes up before the next one is begun.
     """
 
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:

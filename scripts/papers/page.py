@@ -1,4 +1,5 @@
-"""A page of HTML that stands by itself: sections of tables, words and charts; no script, nothing to fetch.
+"""A page of HTML that stands by itself: sections of tables, words and charts; no script, nothing to
+fetch.
 
 Pure text; everything that is not a chart is escaped. Written to a file by the command line.
 """
@@ -16,7 +17,8 @@ __all__ = ["Section", "page"]
 _STYLE = """
 body { font: 15px/1.45 sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: .6em 0 }
-th, td { padding: .2em .8em .2em 0; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd }
+th, td { padding: .2em .8em .2em 0; text-align: left; vertical-align: top }
+th, td { border-bottom: 1px solid #ddd }
 pre { overflow-x: auto }
 .remark { color: #555; margin: .2em 0 }
 """
@@ -24,7 +26,9 @@ pre { overflow-x: auto }
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A heading, a table whose first row is its head, words below it, and charts; `text` is kept as it is spaced."""
+    """A heading, a table whose first row is its head, words below it, and charts; `text` is kept as
+    it is spaced.
+    """
 
     title: str
     rows: Sequence[Sequence[str]] = ()

@@ -1,6 +1,8 @@
-"""Scale on paper: what a step takes on 1 to 1,024 nodes, for 10 B to 100 T parameters, and which resource binds.
+"""Scale on paper: what a step takes on 1 to 1,024 nodes, for 10 B to 100 T parameters, and which
+resource binds.
 
-Sums of work and bytes over the rates of a MachineModel, no simulation: docs/scale.md says what is assumed. Pure.
+Sums of work and bytes over the rates of a MachineModel, no simulation: docs/scale.md says what is
+assumed. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ from papers.charts import Chart, Series
 from papers.machines import drive_bytes_per_s, wire_bytes_per_s
 from papers.transformer import STATE_BYTES, Shape
 
-__all__ = ["MODELS", "NODES", "Bottleneck", "Partitioning", "Point", "Scaling", "charts", "points", "tables"]
+__all__ = [
+    "MODELS",
+    "NODES",
+    "Bottleneck",
+    "Partitioning",
+    "Point",
+    "Scaling",
+    "charts",
+    "points",
+    "tables",
+]
 
 MODELS: Mapping[str, Shape] = MappingProxyType(
     {
@@ -47,15 +59,18 @@ _Rate = Callable[[int], float]
 class Partitioning(Enum):
     """How a parameter that is not on the GPUs comes to all of them."""
 
-    BANDWIDTH_CENTRIC = "bandwidth-centric"  # Each rank fetches its part over its own link, then all gather.
-    BROADCAST = "broadcast"  # The one rank that has it fetches it over its link and sends it to all.
+    # Each rank fetches its part over its own link, then all gather.
+    BANDWIDTH_CENTRIC = "bandwidth-centric"
+    # The one rank that has it fetches it over its link and sends it to all.
+    BROADCAST = "broadcast"
 
 
 class Scaling(Enum):
     """What is held while nodes are added."""
 
     WEAK = "weak"  # 2 sequences of 1024 tokens for each GPU.
-    STRONG = "strong"  # 2048 sequences for all GPUs together; where that is less than one for each, a GPU has a part.
+    # 2048 sequences for all GPUs together; where that is less than one for each, a GPU has a part.
+    STRONG = "strong"
 
 
 class Bottleneck(Enum):
@@ -71,7 +86,8 @@ class Bottleneck(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A model on so many nodes: a step does `micro_batch` sequences for each GPU, `rounds` times, and one update.
+    """A model on so many nodes: a step does `micro_batch` sequences for each GPU, `rounds` times,
+    and one update.
 
     `parameters` with their gradients, `states` and activation `checkpoints` are each in one tier.
     """
@@ -87,7 +103,9 @@ class Point:
     checkpoints: Tier
 
     def passes(self) -> Mapping[Bottleneck, float]:
-        """Return the seconds that forward and backward take of each resource; they go on at the same time."""
+        """Return the seconds that forward and backward take of each resource; they go on at the
+        same time.
+        """
         compute = self.shape.flops(self.micro_batch, _SEQUENCE) / _achieved(self.machine)
         moved = _MOVED_BYTES * self.shape.params
         kept = 2 * self.shape.checkpoint_bytes(self.micro_batch, _SEQUENCE)
@@ -109,7 +127,9 @@ class Point:
         return {bottleneck: self.rounds * one for bottleneck, one in seconds.items()}
 
     def update(self) -> Mapping[Bottleneck, float]:
-        """Return the seconds that the update takes of each resource; they go on at the same time."""
+        """Return the seconds that the update takes of each resource; they go on at the same
+        time.
+        """
         machine, params = self.machine, self.shape.params
         own = params / (self.nodes * machine.gpus)
         if self.states is Tier.DEVICE:
@@ -139,7 +159,9 @@ class Point:
         return max(phase, key=lambda bottleneck: phase[bottleneck])
 
     def _fetch(self, nbytes: float, rate: _Rate) -> float:
-        """Return the seconds until every GPU can have `nbytes` of slow memory, at what ranks of a node get of it."""
+        """Return the seconds until every GPU can have `nbytes` of slow memory, at what ranks of a
+        node get of it.
+        """
         if self.partitioning is Partitioning.BROADCAST:
             return nbytes / rate(1)
         return nbytes / (self.nodes * self.machine.gpus) / rate(self.machine.gpus)
@@ -155,7 +177,9 @@ class Point:
         inside = nbytes * (gpus - 1) / gpus / wire_bytes_per_s(self.machine, 1) if gpus > 1 else 0.0
         if self.nodes == 1:
             return inside
-        between = nbytes * (self.nodes - 1) / self.nodes / wire_bytes_per_s(self.machine, self.nodes)
+        between = (
+            nbytes * (self.nodes - 1) / self.nodes / wire_bytes_per_s(self.machine, self.nodes)
+        )
         return max(inside, between)
 
 
@@ -175,16 +199,21 @@ def tables(machine: MachineModel) -> str:
         for partitioning in Partitioning:
             rows: dict[str, list[str]] = {name: [name] for name in MODELS}
             for name, _, point in points(machine, scaling, partitioning):
-                rows[name].append("-" if point is None else f"{point.efficiency:.0%} {point.binding.value}")
+                rows[name].append(
+                    "-" if point is None else f"{point.efficiency:.0%} {point.binding.value}"
+                )
             head = ["", *(f"{nodes} node{'s' if nodes > 1 else ''}" for nodes in NODES)]
             found.append(
-                f"{machine.title}, {scaling.value} scaling, {partitioning.value}\n\n{_aligned([head, *rows.values()])}"
+                f"{machine.title}, {scaling.value} scaling, "
+                f"{partitioning.value}\n\n{_aligned([head, *rows.values()])}"
             )
     return "\n\n".join(found)
 
 
 def charts(machine: MachineModel) -> tuple[Chart, ...]:
-    """Return a chart of efficiency by nodes for each scaling; broadcast is dashed, where it differs."""
+    """Return a chart of efficiency by nodes for each scaling; broadcast is dashed, where it
+    differs.
+    """
     return tuple(
         Chart(
             title=f"{machine.title}: {scaling.value} scaling",
@@ -235,8 +264,12 @@ def _point(
     )
 
 
-def _placed(machine: MachineModel, shape: Shape, nodes: int, micro_batch: float) -> tuple[Tier, Tier, Tier] | None:
-    """Return the tiers of parameters with gradients, of states and of checkpoints: in turn, the fastest with room."""
+def _placed(
+    machine: MachineModel, shape: Shape, nodes: int, micro_batch: float
+) -> tuple[Tier, Tier, Tier] | None:
+    """Return the tiers of parameters with gradients, of states and of checkpoints: in turn, the
+    fastest with room.
+    """
     room: dict[Tier, float] = {
         Tier.DEVICE: nodes * machine.gpus * machine.gpu.memory_bytes,
         Tier.HOST: nodes * machine.host.memory_bytes,
@@ -244,8 +277,13 @@ def _placed(machine: MachineModel, shape: Shape, nodes: int, micro_batch: float)
     }
     checkpoints = nodes * machine.gpus * shape.checkpoint_bytes(micro_batch, _SEQUENCE)
     chosen = []
-    # What each pass needs comes first, then what one update needs; checkpoints may go where there is room left.
-    for nbytes in ((STATE_BYTES - _OPTIMIZER_BYTES) * shape.params, _OPTIMIZER_BYTES * shape.params, checkpoints):
+    # What each pass needs comes first, then what one update needs; checkpoints may go where there
+    # is room left.
+    for nbytes in (
+        (STATE_BYTES - _OPTIMIZER_BYTES) * shape.params,
+        _OPTIMIZER_BYTES * shape.params,
+        checkpoints,
+    ):
         tier = next((tier for tier in Tier if room[tier] >= nbytes), None)
         if tier is None:
             return None
@@ -258,7 +296,9 @@ def _achieved(machine: MachineModel) -> float:
     rate = machine.gpu.achieved_flops_per_s
     if rate is None:
         raise ConfigError(
-            field=f"{machine.name}.gpu.achieved_flops_per_s", value=None, expected="a rate: a step needs it"
+            field=f"{machine.name}.gpu.achieved_flops_per_s",
+            value=None,
+            expected="a rate: a step needs it",
         )
     return rate
 

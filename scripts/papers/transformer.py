@@ -1,6 +1,8 @@
-"""What training a transformer takes in memory and work, by the formulas of ZeRO-Infinity's section 3.
+"""What training a transformer takes in memory and work, by the formulas of ZeRO-Infinity's section
+3.
 
-Pure arithmetic in whole bytes and FLOP: mixed precision, Adam, activation checkpoints. Knows no machine.
+Pure arithmetic in whole bytes and FLOP: mixed precision, Adam, activation checkpoints. Knows no
+machine.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from dataclasses import dataclass
 __all__ = ["STATE_BYTES", "Shape"]
 
 STATE_BYTES = 20
-"""Bytes of model states for a parameter, as ZeRO-Infinity counts: 2 parameter, 2 gradient, 16 optimizer states."""
+"""Bytes of model states for a parameter, as ZeRO-Infinity counts: 2 parameter, 2 gradient, 16
+optimizer states.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,9 @@ class Shape:
 
     @property
     def operator_bytes(self) -> int:
-        """Working memory of the largest operator: parameters and gradients of the linear layer hd -> 4 hd."""
+        """Working memory of the largest operator: parameters and gradients of the linear layer hd
+        -> 4 hd.
+        """
         return 4 * self.hidden * 4 * self.hidden
 
     def checkpoint_bytes(self, batch: float, sequence: int, blocks: int = 1) -> float:
@@ -45,5 +51,7 @@ class Shape:
         return batch * sequence * blocks * (16 * self.hidden + 2 * self.heads * sequence)
 
     def flops(self, batch: float, sequence: int) -> float:
-        """Return the work of one iteration: forward, backward, and forward again from checkpoints."""
+        """Return the work of one iteration: forward, backward, and forward again from
+        checkpoints.
+        """
         return 2 * 4 * batch * sequence * self.params

@@ -1,8 +1,10 @@
-"""ZeRO-Infinity (2021): its memory and bandwidth tables by its formulas, its runs by its formulas and machine rates.
+"""ZeRO-Infinity (2021): its memory and bandwidth tables by its formulas, its runs by its formulas
+and machine rates.
 
-Inputs are the shapes of its tables and the rates of its DGX-2 (hardware.DGX2). Seconds are given with both ends: work
-and transfers one after the other, and each resource at the same time as the others; the optimizer's step is never
-hidden. A node's network carries each parameter once for each pass, whatever the model parallelism. Pure.
+Inputs are the shapes of its tables and the rates of its DGX-2 (hardware.DGX2). Seconds are given
+with both ends: work and transfers one after the other, and each resource at the same time as the
+others; the optimizer's step is never hidden. A node's network carries each parameter once for each
+pass, whatever the model parallelism. Pure.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _K = 1024
 
 
 def efficiency(intensity: float, bytes_per_s: float, peak: float = _PEAK) -> float:
-    """Return the part of `peak` that work of this many FLOP for each byte reaches, without overlap."""
+    """Return the part of `peak` that work of this many FLOP for each byte reaches, without
+    overlap.
+    """
     return intensity * bytes_per_s / (intensity * bytes_per_s + peak)
 
 
@@ -53,7 +57,7 @@ def experiments() -> tuple[Comparison, ...]:
     )
 
 
-# --- memory and bandwidth ----------------------------------------------------------------------------------------
+# --- memory and bandwidth -------------------------------------------------------------------------
 
 # Of each row of Figure 2a: shape, then the cells as printed.
 _MEMORY_ROWS = (
@@ -73,8 +77,18 @@ def _memory() -> Comparison:
         all_activations = shape.layers * shape.working_bytes(_CHECKPOINT_BATCH, _SEQUENCE) / TiB
         at_double = shape.layers * shape.working_bytes(_ALL_ACTIVATIONS_BATCH, _SEQUENCE) / TiB
         cells += [
-            Cell(what=f"{name}: parameters", published=printed(params), ours=shape.params / _TERA, unit="T"),
-            Cell(what=f"{name}: model states", published=printed(states), ours=shape.state_bytes / TiB, unit="TiB"),
+            Cell(
+                what=f"{name}: parameters",
+                published=printed(params),
+                ours=shape.params / _TERA,
+                unit="T",
+            ),
+            Cell(
+                what=f"{name}: model states",
+                published=printed(states),
+                ours=shape.state_bytes / TiB,
+                unit="TiB",
+            ),
             Cell(
                 what=f"{name}: activations, a node",
                 published=printed(activations),
@@ -93,7 +107,8 @@ def _memory() -> Comparison:
                 published=printed(operator),
                 ours=shape.operator_bytes / GiB,
                 unit="GiB",
-                contradiction=f"16 hd^2 gives the other rows; this one is 20 hd^2, {20 * shape.hidden**2 / GiB:.2f}",
+                contradiction="16 hd^2 gives the other rows; this one is 20 hd^2, "
+                f"{20 * shape.hidden**2 / GiB:.2f}",
             ),
             Cell(
                 what=f"{name}: working memory of activations",
@@ -107,7 +122,8 @@ def _memory() -> Comparison:
         title="Memory that training takes",
         cells=tuple(cells),
         remarks=(
-            "Sequence 1024; the printed TB and GB are TiB and GiB. Batches: 32 for checkpoints, 4 for working memory.",
+            "Sequence 1024; the printed TB and GB are TiB and GiB. Batches: 32 for checkpoints, 4 "
+            "for working memory.",
         ),
     )
 
@@ -125,22 +141,37 @@ def _aggregates() -> Comparison:
     for nodes, gpus, gpu, cpu, nvme, wire, cpu_rate, nvme_rate in rows:
         ranks, name = min(gpus, DGX2.gpus), f"{gpus} GPU{'s' if gpus > 1 else ''}"
         ours = {
-            "GPU memory": (printed(gpu), gpus * DGX2.gpu.memory_bytes / (1000 if gpus == 1 else 1024) / GiB, "TB"),
+            "GPU memory": (
+                printed(gpu),
+                gpus * DGX2.gpu.memory_bytes / (1000 if gpus == 1 else 1024) / GiB,
+                "TB",
+            ),
             "CPU memory": (printed(cpu), nodes * DGX2.host.memory_bytes / TiB, "TB"),
             "NVMe": (printed(nvme), nodes * DGX2.drive_capacity_bytes / _TERA, "TB"),
             "CPU to a GPU": (printed(cpu_rate), DGX2.link.share(ranks)[0] / GB, "GB/s"),
             "NVMe to a GPU": (printed(nvme_rate), drive_bytes_per_s(DGX2, ranks)[0] / GB, "GB/s"),
         }
         for what, (published, value, unit) in ours.items():
-            cells.append(Cell(what=f"{name}: {what}", published=published, ours=value, unit=unit, digits=3))
+            cells.append(
+                Cell(what=f"{name}: {what}", published=published, ours=value, unit=unit, digits=3)
+            )
         if wire is not None:
             rate = wire_bytes_per_s(DGX2, nodes)
-            cells.append(Cell(what=f"{name}: GPU to GPU", published=between(*wire), ours=rate / GB, unit="GB/s"))
+            cells.append(
+                Cell(
+                    what=f"{name}: GPU to GPU",
+                    published=between(*wire),
+                    ours=rate / GB,
+                    unit="GB/s",
+                )
+            )
     return Comparison(
         names=("figure 2b",),
         title="Memory and bandwidth of DGX-2 nodes together",
         cells=tuple(cells),
-        remarks=("Rates are inputs of hardware.DGX2; this table shows that it holds them as printed.",),
+        remarks=(
+            "Rates are inputs of hardware.DGX2; this table shows that it holds them as printed.",
+        ),
     )
 
 
@@ -197,13 +228,19 @@ def _bandwidth() -> Comparison:
         ),
         charts=(
             _efficiency_chart(
-                "Parameters and gradients", [curve(f"batch {b}", _SEQUENCE * b, 200) for b in batches], "3a"
+                "Parameters and gradients",
+                [curve(f"batch {b}", _SEQUENCE * b, 200) for b in batches],
+                "3a",
             ),
             _efficiency_chart(
-                "Optimizer states", [curve(f"batch {b}", _SEQUENCE * b / 4, 3000) for b in batches], "3b"
+                "Optimizer states",
+                [curve(f"batch {b}", _SEQUENCE * b / 4, 3000) for b in batches],
+                "3b",
             ),
             _efficiency_chart(
-                "Activation checkpoints", [curve(f"hidden {h}K", 24 * h * _K, 8) for h in (2, 8, 16, 32, 64)], "3c"
+                "Activation checkpoints",
+                [curve(f"hidden {h}K", 24 * h * _K, 8) for h in (2, 8, 16, 32, 64)],
+                "3c",
             ),
         ),
     )
@@ -217,12 +254,14 @@ def _efficiency_chart(title: str, series: list[Series], figure: str) -> Chart:
     return Chart(title=f"{figure}: {title}", x="GB/s", y="part of peak", series=tuple(series))
 
 
-# --- runs --------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A model on so many DGX-2, with the sequences of one iteration for each GPU and where its states are."""
+    """A model on so many DGX-2, with the sequences of one iteration for each GPU and where its
+    states are.
+    """
 
     shape: Shape
     nodes: int
@@ -246,8 +285,13 @@ class Run:
         moved = _PASSES * _PARAMETER_BYTES * params
         wire = wire_bytes_per_s(DGX2, self.nodes)
         link, nvme = DGX2.link.share(DGX2.gpus)[0], drive_bytes_per_s(DGX2, DGX2.gpus)[0]
-        # Written in forward, read in backward. In one node with little to keep they stay on the GPUs.
-        checkpoints = 0.0 if self.parameters is Tier.DEVICE else 2 * self.shape.checkpoint_bytes(self.batch, _SEQUENCE)
+        # Written in forward, read in backward. In one node with little to keep they stay on the
+        # GPUs.
+        checkpoints = (
+            0.0
+            if self.parameters is Tier.DEVICE
+            else 2 * self.shape.checkpoint_bytes(self.batch, _SEQUENCE)
+        )
         slow = {Tier.DEVICE: 0.0, Tier.HOST: moved / gpus / link, Tier.NVME: moved / gpus / nvme}
         on_drives = 2 * _OPTIMIZER_BYTES * params / gpus / nvme
         on_host = params / self.nodes / DGX2.host.update_params_per_s
@@ -261,7 +305,9 @@ class Run:
         }
 
     def step_seconds(self) -> tuple[float, float]:
-        """Return an iteration with everything at once that can be, and with one thing after the other."""
+        """Return an iteration with everything at once that can be, and with one thing after the
+        other.
+        """
         parts = self.seconds()
         passes = max(parts["compute"], parts["GPU to GPU"], parts["slow memory"])
         return passes + max(parts["states"], parts["update"]), sum(parts.values())
@@ -272,7 +318,9 @@ class Run:
         return self.flops / slow / _TERA, self.flops / fast / _TERA
 
     def fill(self) -> float:
-        """Return how full the fullest tier is, of parameters with their gradients, and of optimizer states."""
+        """Return how full the fullest tier is, of parameters with their gradients, and of optimizer
+        states.
+        """
         room = {
             Tier.DEVICE: self.gpus * DGX2.gpu.memory_bytes,
             Tier.HOST: self.nodes * DGX2.host.memory_bytes,
@@ -287,16 +335,36 @@ class Run:
 # Table 1, by the parameters as printed.
 _RUNS: Mapping[tuple[int, str], Run] = MappingProxyType(
     {
-        (1, "10 B"): Run(shape=Shape(50, 4 * _K), nodes=1, batch=8, parameters=Tier.DEVICE, states=Tier.DEVICE),
-        (1, "50 B"): Run(shape=Shape(62, 8 * _K), nodes=1, batch=26, parameters=Tier.HOST, states=Tier.NVME),
-        (1, "100 B"): Run(shape=Shape(125, 8 * _K), nodes=1, batch=24, parameters=Tier.HOST, states=Tier.NVME),
-        (1, "0.5 T"): Run(shape=Shape(124, 18 * _K), nodes=1, batch=8, parameters=Tier.NVME, states=Tier.NVME),
-        (1, "1 T"): Run(shape=Shape(128, 25 * _K), nodes=1, batch=7, parameters=Tier.NVME, states=Tier.NVME),
-        (32, "0.5 T"): Run(shape=Shape(124, 18 * _K), nodes=32, batch=7, parameters=Tier.DEVICE, states=Tier.DEVICE),
-        (32, "1 T"): Run(shape=Shape(128, 25 * _K), nodes=32, batch=5, parameters=Tier.DEVICE, states=Tier.DEVICE),
-        (32, "5 T"): Run(shape=Shape(174, 48 * _K), nodes=32, batch=3, parameters=Tier.NVME, states=Tier.NVME),
-        (32, "10 T"): Run(shape=Shape(200, 64 * _K), nodes=32, batch=2, parameters=Tier.NVME, states=Tier.NVME),
-        (32, "20 T"): Run(shape=Shape(205, 88 * _K), nodes=32, batch=1.25, parameters=Tier.NVME, states=Tier.NVME),
+        (1, "10 B"): Run(
+            shape=Shape(50, 4 * _K), nodes=1, batch=8, parameters=Tier.DEVICE, states=Tier.DEVICE
+        ),
+        (1, "50 B"): Run(
+            shape=Shape(62, 8 * _K), nodes=1, batch=26, parameters=Tier.HOST, states=Tier.NVME
+        ),
+        (1, "100 B"): Run(
+            shape=Shape(125, 8 * _K), nodes=1, batch=24, parameters=Tier.HOST, states=Tier.NVME
+        ),
+        (1, "0.5 T"): Run(
+            shape=Shape(124, 18 * _K), nodes=1, batch=8, parameters=Tier.NVME, states=Tier.NVME
+        ),
+        (1, "1 T"): Run(
+            shape=Shape(128, 25 * _K), nodes=1, batch=7, parameters=Tier.NVME, states=Tier.NVME
+        ),
+        (32, "0.5 T"): Run(
+            shape=Shape(124, 18 * _K), nodes=32, batch=7, parameters=Tier.DEVICE, states=Tier.DEVICE
+        ),
+        (32, "1 T"): Run(
+            shape=Shape(128, 25 * _K), nodes=32, batch=5, parameters=Tier.DEVICE, states=Tier.DEVICE
+        ),
+        (32, "5 T"): Run(
+            shape=Shape(174, 48 * _K), nodes=32, batch=3, parameters=Tier.NVME, states=Tier.NVME
+        ),
+        (32, "10 T"): Run(
+            shape=Shape(200, 64 * _K), nodes=32, batch=2, parameters=Tier.NVME, states=Tier.NVME
+        ),
+        (32, "20 T"): Run(
+            shape=Shape(205, 88 * _K), nodes=32, batch=1.25, parameters=Tier.NVME, states=Tier.NVME
+        ),
     }
 )
 
@@ -306,45 +374,73 @@ def _configurations() -> Comparison:
     for (nodes, name), run in _RUNS.items():
         number, unit = name.split()
         ours = run.shape.params / (10**9 if unit == "B" else _TERA)
-        what = f"{nodes} node{'s' if nodes > 1 else ''}, {run.shape.layers} x {run.shape.hidden // _K}K"
+        what = (
+            f"{nodes} node{'s' if nodes > 1 else ''}, {run.shape.layers} x "
+            f"{run.shape.hidden // _K}K"
+        )
         cells += [
             Cell(what=f"{what}: parameters", published=about(float(number)), ours=ours, unit=unit),
             Cell(
                 what=f"{what}: part of the fullest tier",
                 published=at_most(1, "fits"),
                 ours=run.fill(),
-                note=f"parameters and gradients on {run.parameters.value}, optimizer states on {run.states.value}",
+                note=f"parameters and gradients on {run.parameters.value}, optimizer states on "
+                f"{run.states.value}",
                 contradiction=(
-                    f"20 B for a parameter are {run.shape.state_bytes / _TERA:.1f} TB, the GPUs have "
-                    f"{run.gpus * DGX2.gpu.memory_bytes / _TERA:.1f}; the abstract needs 800 GPUs. At 16 B it fits"
+                    f"20 B for a parameter are {run.shape.state_bytes / _TERA:.1f} TB, the GPUs "
+                    "have "
+                    f"{run.gpus * DGX2.gpu.memory_bytes / _TERA:.1f}; the abstract needs 800 GPUs. "
+                    "At 16 B it fits"
                 ),
             ),
         ]
     return Comparison(
-        names=("table 1",), title="Configurations, and whether they fit where they are put", cells=tuple(cells)
+        names=("table 1",),
+        title="Configurations, and whether they fit where they are put",
+        cells=tuple(cells),
     )
 
 
-def _tflops_cell(run: Run, what: str, published: float | None, text: str = "", *, bound: bool = False) -> Cell:
+def _tflops_cell(
+    run: Run, what: str, published: float | None, text: str = "", *, bound: bool = False
+) -> Cell:
     slow, fast = run.tflops()
-    claim = None if published is None else at_least(published, text) if bound else about(published, text)
+    claim = (
+        None
+        if published is None
+        else at_least(published, text)
+        if bound
+        else about(published, text)
+    )
     parts = ", ".join(f"{name} {seconds:,.0f} s" for name, seconds in run.seconds().items())
-    return Cell(what=what, published=claim, ours=slow, upper=fast, unit="TFLOP/s a GPU", digits=1, note=parts)
+    return Cell(
+        what=what,
+        published=claim,
+        ours=slow,
+        upper=fast,
+        unit="TFLOP/s a GPU",
+        digits=1,
+        note=parts,
+    )
 
 
 def _trillions() -> Comparison:
     published = {"0.5 T": None, "1 T": None, "5 T": 49.0, "10 T": None, "20 T": 34.0}
     runs = {name: _RUNS[32, name] for name in published}
-    cells = tuple(_tflops_cell(runs[name], f"{name} on 512 GPUs", value) for name, value in published.items())
+    cells = tuple(
+        _tflops_cell(runs[name], f"{name} on 512 GPUs", value) for name, value in published.items()
+    )
     points = {name: (run.shape.params / _TERA, run.tflops()) for name, run in runs.items()}
     return Comparison(
         names=("figure 5a",),
         title="Throughput on 512 GPUs",
         cells=cells,
         remarks=(
-            "Given for 20 T: a batch too small, as checkpoints fill CPU memory. By these rates the network binds too: "
+            "Given for 20 T: a batch too small, as checkpoints fill CPU memory. By these rates the "
+            "network binds too: "
             "the parts are listed.",
-            "The runs with NVMe do 3 and 1.25 sequences a GPU with model parallelism; both ends assume that all tensor "
+            "The runs with NVMe do 3 and 1.25 sequences a GPU with model parallelism; both ends "
+            "assume that all tensor "
             "slicing is free, so the lower end is not a bound.",
         ),
         charts=(
@@ -354,11 +450,16 @@ def _trillions() -> Comparison:
                 y="TFLOP/s",
                 log_x=True,
                 series=(
-                    Series("one after the other", tuple((x, slow) for x, (slow, _) in points.values())),
+                    Series(
+                        "one after the other", tuple((x, slow) for x, (slow, _) in points.values())
+                    ),
                     Series("all at once", tuple((x, fast) for x, (_, fast) in points.values())),
                     Series(
                         "published",
-                        ((runs["5 T"].shape.params / _TERA, 49.0), (runs["20 T"].shape.params / _TERA, 34.0)),
+                        (
+                            (runs["5 T"].shape.params / _TERA, 49.0),
+                            (runs["20 T"].shape.params / _TERA, 34.0),
+                        ),
                         dashed=True,
                     ),
                 ),
@@ -369,7 +470,9 @@ def _trillions() -> Comparison:
 
 def _superlinear() -> Comparison:
     def on(nodes: int) -> Run:
-        return Run(shape=Shape(128, 25 * _K), nodes=nodes, batch=5, parameters=Tier.NVME, states=Tier.NVME)
+        return Run(
+            shape=Shape(128, 25 * _K), nodes=nodes, batch=5, parameters=Tier.NVME, states=Tier.NVME
+        )
 
     scaled = (4, 8, 16, 32)
     first, last = on(4).tflops(), on(32).tflops()
@@ -395,17 +498,22 @@ def _superlinear() -> Comparison:
                 published=at_least(1, "over 1"),
                 ours=gain[0],
                 upper=gain[1],
-                note="each GPU has fewer states to read and write; the printed rates are 25 / (8 x 2.8) = 1.1",
+                note="each GPU has fewer states to read and write; the printed rates are 25 / (8 x "
+                "2.8) = 1.1",
             ),
         ),
-        remarks=("The batch is taken to be the 5 of Table 1's 1 T run; parameters and states on NVMe.",),
+        remarks=(
+            "The batch is taken to be the 5 of Table 1's 1 T run; parameters and states on NVMe.",
+        ),
         charts=(
             Chart(
                 title="5b: TFLOP/s of a GPU, 1 T",
                 x="GPUs",
                 y="TFLOP/s",
                 series=tuple(
-                    Series(name, tuple((on(nodes).gpus, on(nodes).tflops()[end]) for nodes in scaled))
+                    Series(
+                        name, tuple((on(nodes).gpus, on(nodes).tflops()[end]) for nodes in scaled)
+                    )
                     for name, end in ends.items()
                 ),
             ),
@@ -421,22 +529,24 @@ def _one_node() -> Comparison:
         names=("figure 5c",),
         title="Throughput on one DGX-2, without model parallelism",
         cells=tuple(
-            _tflops_cell(run, f"{name} on 16 GPUs", 40 if name in to_100_b else None, "over 40", bound=True)
+            _tflops_cell(
+                run, f"{name} on 16 GPUs", 40 if name in to_100_b else None, "over 40", bound=True
+            )
             for name, run in runs.items()
         ),
         remarks=("3D parallelism ends at 20 B on this node: see figure 6a.",),
     )
 
 
-# --- what fits ---------------------------------------------------------------------------------------------------
+# --- what fits ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
     """Table 2: what keeps which bytes of a parameter where.
 
-    `gpu_whole` bytes are on each GPU, `gpu_part` bytes are divided among all; `host` bytes may be on CPUs, and where
-    `spills` on GPUs as well; `nvme` bytes on drives.
+    `gpu_whole` bytes are on each GPU, `gpu_part` bytes are divided among all; `host` bytes may be
+    on CPUs, and where `spills` on GPUs as well; `nvme` bytes on drives.
     """
 
     name: str
@@ -452,7 +562,9 @@ class Strategy:
         if room < 0 or nvme > DGX2.drive_capacity_bytes:
             return False
         # What the paper has on [CPU, GPU] may lie in what the GPUs have left.
-        return host <= DGX2.host.memory_bytes + (DGX2.gpus * room if self.gpu_part + self.gpu_whole == 0 else 0)
+        return host <= DGX2.host.memory_bytes + (
+            DGX2.gpus * room if self.gpu_part + self.gpu_whole == 0 else 0
+        )
 
     def bytes(self, shape: Shape) -> tuple[float, float, float]:
         """Return the bytes of each GPU, of the host and of the drives."""
@@ -495,7 +607,8 @@ def _ladder() -> Comparison:
             Cell(
                 what=f"{strategy.name}: largest rung of Table 4 that fits",
                 published=exactly(
-                    float(published.removesuffix("B")), "10 (by Table 4)" if strategy.name == "ZeRO-2" else ""
+                    float(published.removesuffix("B")),
+                    "10 (by Table 4)" if strategy.name == "ZeRO-2" else "",
                 ),
                 ours=float(largest.removesuffix("B")),
                 unit="B",
@@ -521,9 +634,12 @@ def _ladder() -> Comparison:
         title="Model scale on one DGX-2: what fits",
         cells=tuple(cells),
         remarks=(
-            "20 B for a parameter; one sequence for each GPU; a GPU has 32 GiB, the host 1.5 TiB, the drives 28 TB.",
-            f"The row called 70B is 125 x 8192: {_RUNGS['70B'].params / 1e9:.1f} B parameters, the 'almost 100 B'.",
-            "The text has 13 B for ZeRO-2 with offload; Table 4's row of 10B, which no other has, is ZeRO-2's alone.",
+            "20 B for a parameter; one sequence for each GPU; a GPU has 32 GiB, the host 1.5 TiB, "
+            "the drives 28 TB.",
+            f"The row called 70B is 125 x 8192: {_RUNGS['70B'].params / 1e9:.1f} B parameters, the "
+            "'almost 100 B'.",
+            "The text has 13 B for ZeRO-2 with offload; Table 4's row of 10B, which no other has, "
+            "is ZeRO-2's alone.",
         ),
     )
 
@@ -538,31 +654,43 @@ def _tiling() -> Comparison:
 
     def largest(tiles: int) -> int:
         sizes = (8, 16, 32, 64)
-        return max((size for size in sizes if Shape(1, size * _K).operator_bytes / tiles <= chunk), default=0)
+        return max(
+            (size for size in sizes if Shape(1, size * _K).operator_bytes / tiles <= chunk),
+            default=0,
+        )
 
     def needed(size: int, tiles: int) -> float:
         return Shape(1, size * _K).operator_bytes / tiles / GiB
 
-    same = f"16 hd^2 / tiles: 16K in 1 tile {needed(16, 1):.0f} GiB, 64K in 16 tiles {needed(64, 16):.0f} GiB"
+    same = (
+        f"16 hd^2 / tiles: 16K in 1 tile {needed(16, 1):.0f} GiB, 64K in 16 tiles "
+        f"{needed(64, 16):.0f} GiB"
+    )
     return Comparison(
         names=("figure 6b", "table 5"),
         title="Largest hidden size where memory is in chunks of 2 GB",
         cells=(
-            Cell(what="without tiling", published=printed("8"), ours=largest(1), unit="K", digits=0),
+            Cell(
+                what="without tiling", published=printed("8"), ours=largest(1), unit="K", digits=0
+            ),
             Cell(
                 what="in 16 tiles",
                 published=printed("64"),
                 ours=largest(16),
                 unit="K",
                 digits=0,
-                contradiction=f"{same}: the same bytes, so either both fit in a chunk or neither does",
+                contradiction=f"{same}: the same bytes, so either both fit in a chunk or neither "
+                "does",
             ),
         ),
-        remarks=("An operator's bytes grow with hd^2: 16 tiles make 4 times the hidden size, the paper has 8 times.",),
+        remarks=(
+            "An operator's bytes grow with hd^2: 16 tiles make 4 times the hidden size, the paper "
+            "has 8 times.",
+        ),
     )
 
 
-# --- what features give ------------------------------------------------------------------------------------------
+# --- what features give ---------------------------------------------------------------------------
 
 _EIGHT_B = Shape(10, 8 * _K, 16)
 
@@ -587,7 +715,8 @@ def _gradient_offload() -> Comparison:
                 ours=slow,
                 upper=fast,
                 unit="x",
-                note=f"work {work:.2f} s, gradients {alone:.2f} s over one link, {spread:.2f} s over all",
+                note=f"work {work:.2f} s, gradients {alone:.2f} s over one link, {spread:.2f} s "
+                "over all",
             )
         )
     return Comparison(
@@ -595,11 +724,15 @@ def _gradient_offload() -> Comparison:
         title="Backward against ZeRO-Offload, 8 B, batch 2",
         cells=tuple(cells),
         remarks=(
-            "Gradients leave over one GPU's link, or each rank's part over its own; collectives are alike in both.",
+            "Gradients leave over one GPU's link, or each rank's part over its own; collectives "
+            "are alike in both.",
         ),
         charts=(
             Chart(
-                title="6c: backward, times faster", x="GPUs", y="x", series=(Series("not overlapped", tuple(points)),)
+                title="6c: backward, times faster",
+                x="GPUs",
+                y="x",
+                series=(Series("not overlapped", tuple(points)),),
             ),
         ),
     )
@@ -618,7 +751,10 @@ def _overlap() -> Comparison:
         names=("figure 6d", "table 7"),
         title="What prefetching and overlap give, 8 B on 64 GPUs",
         cells=(
-            *(Cell(what=f"batch {b}: times faster", published=None, ours=gain(b), unit="x") for b in batches),
+            *(
+                Cell(what=f"batch {b}: times faster", published=None, ours=gain(b), unit="x")
+                for b in batches
+            ),
             Cell(
                 what="gain at batch 2 over that at 16",
                 published=at_least(1, "over 1"),
@@ -645,7 +781,11 @@ def _checkpoint_offload() -> Comparison:
     def slowdown(hidden: int) -> float:
         return 1 / efficiency(24 * hidden * _K, link)
 
-    published = {2: about(1.2, "up to 1.2"), 32: about(1.0, "minimal, 1.0"), 64: about(1.0, "minimal, 1.0")}
+    published = {
+        2: about(1.2, "up to 1.2"),
+        32: about(1.0, "minimal, 1.0"),
+        64: about(1.0, "minimal, 1.0"),
+    }
     return Comparison(
         names=("figure 6e", "table 8"),
         title="What offloading checkpoints to the CPU costs",
@@ -684,14 +824,21 @@ def _future() -> Comparison:
     for name, times, slow, together, wire in rows:
         each = DGX2.link.share(DGX2.gpus)[0] * times
         cells += [
-            Cell(what=f"{name}: slow memory, a device", published=printed(slow), ours=each / GB, unit="GB/s", digits=1),
+            Cell(
+                what=f"{name}: slow memory, a device",
+                published=printed(slow),
+                ours=each / GB,
+                unit="GB/s",
+                digits=1,
+            ),
             Cell(
                 what=f"{name}: slow memory together",
                 published=printed(together),
                 ours=devices * each / _TERA,
                 unit="TB/s",
                 digits=1,
-                contradiction=f"512 x {slow} GB/s is {0.512 * float(slow):.2f} TB/s; printed is a multiple of 1.5",
+                contradiction=f"512 x {slow} GB/s is {0.512 * float(slow):.2f} TB/s; printed is a "
+                "multiple of 1.5",
             ),
             Cell(
                 what=f"{name}: GPU to GPU",
@@ -708,7 +855,8 @@ def _future() -> Comparison:
         title="Bandwidth that 10 and 100 times faster devices would need",
         cells=tuple(cells),
         remarks=(
-            "What is needed grows as the peak does. 1.5 TB/s for 512 devices is what Figure 3b has for 90% at batch 2; "
+            "What is needed grows as the peak does. 1.5 TB/s for 512 devices is what Figure 3b has "
+            "for 90% at batch 2; "
             f"its formula says {needed:.2f} TB/s.",
         ),
     )

@@ -1,4 +1,6 @@
-"""docs/concepts.md keeps its word: its layers are the enforced ones, its words and strategies are where it says."""
+"""docs/concepts.md keeps its word: its layers are the enforced ones, its words and strategies are
+where it says.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def classes() -> dict[str, set[str]]:
 
 
 PARTS = [re.findall(rf"`(\w+)`( \({TO_COME}\))?", row[0]) for row in table("Layers")]
-WORDS = [(row[0].strip("`"), row[-1].strip("`")) for row in table("Words") if row[0].startswith("`")]
+WORDS = [
+    (row[0].strip("`"), row[-1].strip("`")) for row in table("Words") if row[0].startswith("`")
+]
 
 
 def test_the_layers_on_the_page_are_those_that_are_enforced() -> None:

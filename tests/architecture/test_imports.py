@@ -1,4 +1,6 @@
-"""What importing gives and costs: the packages' public names, and that the parts which need no torch import none."""
+"""What importing gives and costs: the packages' public names, and that the parts which need no
+torch import none.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_a_module_imports_where_torch_cannot(module: str) -> None:
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_importing_a_module_does_not_load_torch(module: str) -> None:
-    run = python(f"import sys, {module}\nprint(sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))")
+    run = python(
+        f"import sys, {module}\nprint(sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))"
+    )
 
     assert run.stdout.strip() == "[]", run.stderr
 
@@ -167,4 +171,6 @@ def test_the_refusal_of_torch_works() -> None:
 
 def python(source: str) -> subprocess.CompletedProcess[str]:
     """Run `source` in a fresh interpreter that finds what this one finds."""
-    return subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False
+    )

@@ -1,6 +1,8 @@
-"""The rules of the native sources: what each folder may include, and that nothing prints or ends the process.
+"""The rules of the native sources: what each folder may include, and that nothing prints or ends
+the process.
 
-Each rule runs on the project, where it must find nothing, and on planted violations, which it must find.
+Each rule runs on the project, where it must find nothing, and on planted violations, which it must
+find.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = {".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".inl"}
-COMMENTS_AND_STRINGS = re.compile(r'//[^\n]*|/\*.*?\*/|(?<!include )(?<!include)"(?:\\.|[^"\\\n])*"', re.DOTALL)
+COMMENTS_AND_STRINGS = re.compile(
+    r'//[^\n]*|/\*.*?\*/|(?<!include )(?<!include)"(?:\\.|[^"\\\n])*"', re.DOTALL
+)
 
 # What must not appear, the folders of native/ it is looked for in, and why.
 RULES = (

@@ -1,6 +1,8 @@
-"""The rules that keep the sources in shape, over `ast`: each is a function from a tree to the places that break it.
+"""The rules that keep the sources in shape, over `ast`: each is a function from a tree to the
+places that break it.
 
-Each rule runs on the project, where it must find nothing, and on planted violations, which it must find.
+Each rule runs on the project, where it must find nothing, and on planted violations, which it must
+find.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("infinity_engine", "deepnvme")
 
-# Top row first; imports go down only. `infinity_engine` is the package's root, `_native` its compiled module.
+# Top row first; imports go down only. `infinity_engine` is the package's root, `_native` its
+# compiled module.
 ROWS = (
     {"cli"},
     {"infinity_engine"},
@@ -42,7 +45,16 @@ ROW = {part: number for number, row in enumerate(ROWS) for part in row}
 STRANGERS = ROWS[ROW["optim"]]
 IMPORTED_ONLY_BY = {"config": {"engine", "cli", "planning", "ranks", "parameters"}}
 
-ENGINE_ROOMS = {"engine", "planning", "update", "building", "ranks", "gradients", "parameters", "lanes"}
+ENGINE_ROOMS = {
+    "engine",
+    "planning",
+    "update",
+    "building",
+    "ranks",
+    "gradients",
+    "parameters",
+    "lanes",
+}
 TORCH_AT_TOP = {
     *ENGINE_ROOMS,
     "reporting",
@@ -77,15 +89,47 @@ ONLY = (
     (r"print", ("infinity_engine/cli/", "deepnvme/cli.py", "deepnvme/cli/")),
 )
 
-# What code that may hold a parameter can set: its own objects' attributes, and of a tensor what torch means to be set.
+# What code that may hold a parameter can set: its own objects' attributes, and of a tensor what
+# torch means to be set.
 OWN = {"self", "cls"}
 SET_ON_TENSORS = {"data", "grad", "requires_grad"}
-WATCHES_READS = "infinity_engine/parameters/hooks.py"  # in place of a module's own mapping, decision 0009
+# in place of a module's own mapping, decision 0009
+WATCHES_READS = "infinity_engine/parameters/hooks.py"
 SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__", "vars"}
 
-PURE = {"isinstance", "issubclass", "len", "all", "any", "type", "getattr", "hasattr", "callable", "id", "set"}
-MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
-MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict", "count"}
+PURE = {
+    "isinstance",
+    "issubclass",
+    "len",
+    "all",
+    "any",
+    "type",
+    "getattr",
+    "hasattr",
+    "callable",
+    "id",
+    "set",
+}
+MUTABLE_DISPLAYS = (
+    ast.List,
+    ast.Dict,
+    ast.Set,
+    ast.ListComp,
+    ast.DictComp,
+    ast.SetComp,
+    ast.GeneratorExp,
+)
+MUTABLE_CALLS = {
+    "list",
+    "dict",
+    "set",
+    "bytearray",
+    "defaultdict",
+    "deque",
+    "Counter",
+    "OrderedDict",
+    "count",
+}
 NAMING_CALLS = {"TypeVar", "ParamSpec", "NewType", "getLogger"}
 
 
@@ -104,7 +148,9 @@ class Module:
 
 
 def part_of(name: str) -> str:
-    """Return the part of the package that the dotted `name` belongs to; the root is a part of its own."""
+    """Return the part of the package that the dotted `name` belongs to; the root is a part of its
+    own.
+    """
     return [*name.split("."), name][1]
 
 
@@ -128,7 +174,10 @@ def imports(module: Module, known: set[str]) -> Iterator[tuple[ast.stmt, str]]:
             base = "." * node.level + (node.module or "")
             for alias in node.names:
                 whole = f"{base}.{alias.name}"
-                yield node, whole if whole in known or (base in PACKAGES and alias.name in ROW) else base
+                yield (
+                    node,
+                    whole if whole in known or (base in PACKAGES and alias.name in ROW) else base,
+                )
 
 
 def names(module: Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
@@ -152,10 +201,16 @@ def names(module: Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 
 def top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that run when the module is imported, also those under `if`, `try` and `with`."""
+    """Yield the statements that run when the module is imported, also those under `if`, `try` and
+    `with`.
+    """
     for node in body:
         yield node
-        for field in ("body", "orelse", "finalbody") if not isinstance(node, ast.FunctionDef | ast.ClassDef) else ():
+        for field in (
+            ("body", "orelse", "finalbody")
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef)
+            else ()
+        ):
             yield from top_level(getattr(node, field, ()))
         for handler in getattr(node, "handlers", ()):
             yield from top_level(handler.body)
@@ -171,11 +226,13 @@ def bindings(module: Module) -> Iterator[tuple[str, ast.expr | None]]:
                     yield name.id, getattr(node, "value", None)
 
 
-# --- the rules ---------------------------------------------------------------------------------------------------
+# --- the rules ------------------------------------------------------------------------------------
 
 
 def imports_go_down_only(root: Path) -> Iterator[str]:
-    """A layer imports what is below it; features do not know each other; storage stands alone (docs/concepts.md)."""
+    """A layer imports what is below it; features do not know each other; storage stands alone
+    (docs/concepts.md).
+    """
     known = {module.name for module in modules(root)}
     for module in modules(root):
         for node, target in imports(module, known):
@@ -197,9 +254,13 @@ def imports_go_down_only(root: Path) -> Iterator[str]:
 
 
 def no_import_goes_in_a_circle(root: Path) -> Iterator[str]:
-    """No module needs itself, however many steps away; imports inside functions and for type checkers count."""
+    """No module needs itself, however many steps away; imports inside functions and for type
+    checkers count.
+    """
     known = {module.name for module in modules(root)}
-    graph = {module.name: {target for _, target in imports(module, known)} for module in modules(root)}
+    graph = {
+        module.name: {target for _, target in imports(module, known)} for module in modules(root)
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -207,7 +268,9 @@ def no_import_goes_in_a_circle(root: Path) -> Iterator[str]:
 
 
 def torch_is_imported_late(root: Path) -> Iterator[str]:
-    """Only the parts that work on tensors import torch at the top; the planning parts not even inside a function."""
+    """Only the parts that work on tensors import torch at the top; the planning parts not even
+    inside a function.
+    """
     for module in modules(root):
         early = set(top_level(node for node in module.tree.body if not is_for_type_checkers(node)))
         for node, target in imports(module, set()):
@@ -236,16 +299,23 @@ def nothing_is_pasted_onto_torch(root: Path) -> Iterator[str]:
     for module in modules(root):
         spelled = {node: name for node, name in names(module) if name.split(".")[0] == "torch"}
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and node in spelled:
+            if (
+                isinstance(node, ast.Attribute)
+                and not isinstance(node.ctx, ast.Load)
+                and node in spelled
+            ):
                 yield f"{module.file}:{node.lineno} assigns to {spelled[node]}"
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"setattr", "delattr"}:
                 yield from (
-                    f"{module.file}:{node.lineno} patches {spelled[arg]}" for arg in node.args if arg in spelled
+                    f"{module.file}:{node.lineno} patches {spelled[arg]}"
+                    for arg in node.args
+                    if arg in spelled
                 )
 
 
 def nothing_is_pasted_onto_parameters(root: Path) -> Iterator[str]:
-    """P8: where torch may be imported, an object's attributes are set by its own methods; a tensor gets none from us.
+    """P8: where torch may be imported, an object's attributes are set by its own methods; a tensor
+    gets none from us.
 
     A state that belongs to a parameter is a field of a record of ours, looked up by the parameter.
     """
@@ -258,7 +328,10 @@ def nothing_is_pasted_onto_parameters(root: Path) -> Iterator[str]:
                 watches = node.attr == "__dict__" and module.file == WATCHES_READS
                 owners = [node.value] if stores or (node.attr == "__dict__" and not watches) else []
             elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:
-                owners = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+                owners = [
+                    *node.args[:1],
+                    *([node.func.value] if isinstance(node.func, ast.Attribute) else []),
+                ]
             else:
                 continue
             if owners and not any(is_own(owner) for owner in owners):
@@ -271,9 +344,15 @@ def is_own(owner: ast.expr) -> bool:
 
 
 def exports_are_listed(root: Path) -> Iterator[str]:
-    """`__all__` names every public definition and nothing else; that of a package also what its own modules gave it."""
+    """`__all__` names every public definition and nothing else; that of a package also what its own
+    modules gave it.
+    """
     for module in modules(root):
-        listed = [ast.literal_eval(value) for name, value in bindings(module) if name == "__all__" and value]
+        listed = [
+            ast.literal_eval(value)
+            for name, value in bindings(module)
+            if name == "__all__" and value
+        ]
         if not listed:
             yield f"{module.file} has no __all__"
             continue
@@ -281,7 +360,11 @@ def exports_are_listed(root: Path) -> Iterator[str]:
         for node in top_level(module.tree.body):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 defined.add(node.name)
-            elif isinstance(node, ast.ImportFrom) and module.file.endswith("/__init__.py") and is_ours(node.module):
+            elif (
+                isinstance(node, ast.ImportFrom)
+                and module.file.endswith("/__init__.py")
+                and is_ours(node.module)
+            ):
                 defined.update(alias.asname or alias.name for alias in node.names)
         public = {name for name in defined if not name.startswith("_")}
         if missing := public - set(listed[0]):
@@ -297,36 +380,48 @@ def is_ours(module: str | None) -> bool:
 
 def modules_open_with_their_promise(root: Path) -> Iterator[str]:
     """Every module says in its docstring what it owns."""
-    yield from (f"{module.file} has no docstring" for module in modules(root) if not ast.get_docstring(module.tree))
+    yield from (
+        f"{module.file} has no docstring"
+        for module in modules(root)
+        if not ast.get_docstring(module.tree)
+    )
 
 
 def asserts_hold_no_work(root: Path) -> Iterator[str]:
-    """Nothing may depend on an assert running: inside one, only calls that look and do not touch."""
+    """Nothing may depend on an assert running: inside one, only calls that look and do not
+    touch.
+    """
     for module in modules(root):
         for statement in (node for node in ast.walk(module.tree) if isinstance(node, ast.Assert)):
             for node in ast.walk(statement):
-                pure = not isinstance(node, ast.Call) or (isinstance(node.func, ast.Name) and node.func.id in PURE)
+                pure = not isinstance(node, ast.Call) or (
+                    isinstance(node.func, ast.Name) and node.func.id in PURE
+                )
                 if not pure or isinstance(node, ast.NamedExpr | ast.Await | ast.Yield):
                     yield f"{module.file}:{statement.lineno} works inside an assert: {ast.unparse(node)}"
 
 
 def modules_hold_no_changing_state(root: Path) -> Iterator[str]:
-    """A module binds no list, dict or set, no object under a variable's name, and rebinds nothing with `global`.
+    """A module binds no list, dict or set, no object under a variable's name, and rebinds nothing
+    with `global`.
 
-    A table is a tuple, a frozenset or a MappingProxyType; a constant made by a call has a constant's name.
+    A table is a tuple, a frozenset or a MappingProxyType; a constant made by a call has a
+    constant's name.
     """
     for module in modules(root):
         for name, value in bindings(module):
             call = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
             variable = not name.isupper() and call not in {"", *NAMING_CALLS}
-            if name != "__all__" and (variable or call in MUTABLE_CALLS or isinstance(value, MUTABLE_DISPLAYS)):
+            if name != "__all__" and (
+                variable or call in MUTABLE_CALLS or isinstance(value, MUTABLE_DISPLAYS)
+            ):
                 yield f"{module.file}: {name} is state of a module"
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Global):
                 yield f"{module.file}:{node.lineno} rebinds {node.names} of the module"
 
 
-# --- the project keeps them --------------------------------------------------------------------------------------
+# --- the project keeps them -----------------------------------------------------------------------
 
 Rule = Callable[[Path], Iterator[str]]
 RULES: tuple[Rule, ...] = (
@@ -349,38 +444,133 @@ def test_the_project_keeps_the_rule(rule: Rule) -> None:
     assert list(rule(ROOT)) == []
 
 
-# --- each rule finds what it is for ------------------------------------------------------------------------------
+# --- each rule finds what it is for ---------------------------------------------------------------
 
 ENGINE, DEEP = "infinity_engine", "deepnvme"
 VIOLATIONS: tuple[tuple[Rule, str, str, str], ...] = (
-    (imports_go_down_only, f"{ENGINE}/plan/step.py", "import infinity_engine.tiering.mover", "down only"),
-    (imports_go_down_only, f"{ENGINE}/plan/step.py", "from infinity_engine import engine", "down only"),
-    (imports_go_down_only, f"{ENGINE}/parameters/hooks.py", "from infinity_engine import initialize", "down only"),
-    (imports_go_down_only, f"{ENGINE}/plan/step.py", "def f():\n    from infinity_engine.cli import main", "down only"),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/plan/step.py",
+        "import infinity_engine.tiering.mover",
+        "down only",
+    ),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/plan/step.py",
+        "from infinity_engine import engine",
+        "down only",
+    ),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/parameters/hooks.py",
+        "from infinity_engine import initialize",
+        "down only",
+    ),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/plan/step.py",
+        "def f():\n    from infinity_engine.cli import main",
+        "down only",
+    ),
     (
         imports_go_down_only,
         f"{ENGINE}/errors.py",
         "if TYPE_CHECKING:\n    from infinity_engine.plan import Tier",
         "down only",
     ),
-    (imports_go_down_only, f"{ENGINE}/sim/planner.py", "from infinity_engine.engine import assemble", "down only"),
-    (imports_go_down_only, f"{ENGINE}/optim/adam.py", "from infinity_engine.tiling import linear", "each other"),
-    (imports_go_down_only, f"{ENGINE}/storage/swapfile.py", "from infinity_engine.config import C", "may"),
-    (imports_go_down_only, f"{ENGINE}/telemetry.py", "from infinity_engine.config import C", "down only"),
-    (imports_go_down_only, f"{ENGINE}/helpers.py", "from infinity_engine.errors import E", "place in ROWS"),
-    (imports_go_down_only, f"{ENGINE}/cli/main.py", "from infinity_engine.helpers import h", "place in ROWS"),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/sim/planner.py",
+        "from infinity_engine.engine import assemble",
+        "down only",
+    ),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/optim/adam.py",
+        "from infinity_engine.tiling import linear",
+        "each other",
+    ),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/storage/swapfile.py",
+        "from infinity_engine.config import C",
+        "may",
+    ),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/telemetry.py",
+        "from infinity_engine.config import C",
+        "down only",
+    ),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/helpers.py",
+        "from infinity_engine.errors import E",
+        "place in ROWS",
+    ),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/cli/main.py",
+        "from infinity_engine.helpers import h",
+        "place in ROWS",
+    ),
     (imports_go_down_only, f"{ENGINE}/plan/step.py", "from .tier import Tier", "full name"),
-    (imports_go_down_only, f"{DEEP}/pool.py", "from infinity_engine import errors", "nothing of training"),
-    (no_import_goes_in_a_circle, f"{ENGINE}/engine/__init__.py", "from infinity_engine.engine import hooks", " -> "),
-    (no_import_goes_in_a_circle, f"{DEEP}/__init__.py", "def f():\n    import deepnvme", "deepnvme -> deepnvme"),
+    (
+        imports_go_down_only,
+        f"{DEEP}/pool.py",
+        "from infinity_engine import errors",
+        "nothing of training",
+    ),
+    (
+        no_import_goes_in_a_circle,
+        f"{ENGINE}/engine/__init__.py",
+        "from infinity_engine.engine import hooks",
+        " -> ",
+    ),
+    (
+        no_import_goes_in_a_circle,
+        f"{DEEP}/__init__.py",
+        "def f():\n    import deepnvme",
+        "deepnvme -> deepnvme",
+    ),
     (torch_is_imported_late, f"{ENGINE}/memory/lease.py", "import torch", "lease.py:1"),
-    (torch_is_imported_late, f"{ENGINE}/memory/lease.py", "try:\n    import torch.cuda\nexcept E:\n    x = 1", ":2"),
+    (
+        torch_is_imported_late,
+        f"{ENGINE}/memory/lease.py",
+        "try:\n    import torch.cuda\nexcept E:\n    x = 1",
+        ":2",
+    ),
     (torch_is_imported_late, f"{DEEP}/store.py", "from torch import Tensor", "store.py:1"),
-    (torch_is_imported_late, f"{ENGINE}/sim/rates.py", "def f():\n    from torch import cuda", "rates.py:2"),
-    (only_the_named_files_use_it, f"{ENGINE}/engine/e.py", "import torch.distributed as dist", "collectives.py"),
-    (only_the_named_files_use_it, f"{ENGINE}/engine/e.py", "from torch import distributed", "collectives.py"),
-    (only_the_named_files_use_it, f"{ENGINE}/engine/e.py", "import torch as t\nt.distributed.barrier()", "e.py:2"),
-    (only_the_named_files_use_it, f"{ENGINE}/engine/e.py", "m().register_full_backward_hook(f)", "hooks.py"),
+    (
+        torch_is_imported_late,
+        f"{ENGINE}/sim/rates.py",
+        "def f():\n    from torch import cuda",
+        "rates.py:2",
+    ),
+    (
+        only_the_named_files_use_it,
+        f"{ENGINE}/engine/e.py",
+        "import torch.distributed as dist",
+        "collectives.py",
+    ),
+    (
+        only_the_named_files_use_it,
+        f"{ENGINE}/engine/e.py",
+        "from torch import distributed",
+        "collectives.py",
+    ),
+    (
+        only_the_named_files_use_it,
+        f"{ENGINE}/engine/e.py",
+        "import torch as t\nt.distributed.barrier()",
+        "e.py:2",
+    ),
+    (
+        only_the_named_files_use_it,
+        f"{ENGINE}/engine/e.py",
+        "m().register_full_backward_hook(f)",
+        "hooks.py",
+    ),
     (only_the_named_files_use_it, f"{ENGINE}/tiling/t.py", "p.register_hook(f)", "hooks.py"),
     (
         only_the_named_files_use_it,
@@ -388,23 +578,58 @@ VIOLATIONS: tuple[tuple[Rule, str, str, str], ...] = (
         "from torch.autograd.graph import saved_tensors_hooks",
         "hooks.py",
     ),
-    (only_the_named_files_use_it, f"{ENGINE}/memory/m.py", "import mmap as mm\nmm.mmap(-1, 1)", "m.py:2"),
+    (
+        only_the_named_files_use_it,
+        f"{ENGINE}/memory/m.py",
+        "import mmap as mm\nmm.mmap(-1, 1)",
+        "m.py:2",
+    ),
     (only_the_named_files_use_it, f"{ENGINE}/memory/m.py", "from mmap import mmap", "m.py:1"),
     (only_the_named_files_use_it, f"{ENGINE}/memory/m.py", "view.madvise(1)", "madvise"),
-    (only_the_named_files_use_it, f"{ENGINE}/memory/m.py", "cudart().cudaHostRegister(p, n, 0)", "deepnvme/"),
-    (only_the_named_files_use_it, f"{ENGINE}/storage/s.py", "os.open(path, os.O_DIRECT)", "os.O_DIRECT"),
+    (
+        only_the_named_files_use_it,
+        f"{ENGINE}/memory/m.py",
+        "cudart().cudaHostRegister(p, n, 0)",
+        "deepnvme/",
+    ),
+    (
+        only_the_named_files_use_it,
+        f"{ENGINE}/storage/s.py",
+        "os.open(path, os.O_DIRECT)",
+        "os.O_DIRECT",
+    ),
     (only_the_named_files_use_it, f"{DEEP}/queue.py", "print('here')", "uses print"),
-    (nothing_is_pasted_onto_torch, f"{ENGINE}/tiling/t.py", "import torch.nn as nn\nnn.Linear.forward = f", ":2"),
-    (nothing_is_pasted_onto_torch, f"{ENGINE}/tiling/t.py", "import torch\ntorch.a.b += 1", "torch.a.b"),
+    (
+        nothing_is_pasted_onto_torch,
+        f"{ENGINE}/tiling/t.py",
+        "import torch.nn as nn\nnn.Linear.forward = f",
+        ":2",
+    ),
+    (
+        nothing_is_pasted_onto_torch,
+        f"{ENGINE}/tiling/t.py",
+        "import torch\ntorch.a.b += 1",
+        "torch.a.b",
+    ),
     (
         nothing_is_pasted_onto_torch,
         f"{ENGINE}/tiling/t.py",
         "from torch import Tensor\nsetattr(Tensor, 'x', f)",
         "patches torch.Tensor",
     ),
-    (nothing_is_pasted_onto_torch, f"{ENGINE}/tiling/t.py", "import torch\ndef f():\n    del torch.cuda.x", ":3"),
+    (
+        nothing_is_pasted_onto_torch,
+        f"{ENGINE}/tiling/t.py",
+        "import torch\ndef f():\n    del torch.cuda.x",
+        ":3",
+    ),
     *(
-        (nothing_is_pasted_onto_parameters, f"{ENGINE}/{file}", source, f":{source.count(chr(10)) + 1} ")
+        (
+            nothing_is_pasted_onto_parameters,
+            f"{ENGINE}/{file}",
+            source,
+            f":{source.count(chr(10)) + 1} ",
+        )
         for file, source in (
             ("parameters/hooks.py", "param.ds_status = 1"),
             ("parameters/hooks.py", "p: Any\nself.module.weight.seen = True"),
@@ -428,13 +653,33 @@ VIOLATIONS: tuple[tuple[Rule, str, str, str], ...] = (
         )
     ),
     (exports_are_listed, f"{DEEP}/queue.py", "class Queue: ...", "has no __all__"),
-    (exports_are_listed, f"{DEEP}/queue.py", "__all__ = []\nclass Queue: ...", "not in __all__: ['Queue']"),
+    (
+        exports_are_listed,
+        f"{DEEP}/queue.py",
+        "__all__ = []\nclass Queue: ...",
+        "not in __all__: ['Queue']",
+    ),
     (exports_are_listed, f"{DEEP}/queue.py", "__all__ = []\nasync def drain(): ...", "['drain']"),
     (exports_are_listed, f"{DEEP}/queue.py", "__all__ = []\nDEPTH: int = 32", "['DEPTH']"),
-    (exports_are_listed, f"{DEEP}/queue.py", "__all__ = []\nif X:\n    Alias = int | str", "['Alias']"),
+    (
+        exports_are_listed,
+        f"{DEEP}/queue.py",
+        "__all__ = []\nif X:\n    Alias = int | str",
+        "['Alias']",
+    ),
     (exports_are_listed, f"{DEEP}/queue.py", "__all__ = ['Gone']", "not defined: ['Gone']"),
-    (exports_are_listed, f"{DEEP}/queue.py", "from deepnvme.file import File\n__all__ = ['File']", "['File']"),
-    (exports_are_listed, f"{DEEP}/__init__.py", "from deepnvme.file import File\n__all__ = []", "['File']"),
+    (
+        exports_are_listed,
+        f"{DEEP}/queue.py",
+        "from deepnvme.file import File\n__all__ = ['File']",
+        "['File']",
+    ),
+    (
+        exports_are_listed,
+        f"{DEEP}/__init__.py",
+        "from deepnvme.file import File\n__all__ = []",
+        "['File']",
+    ),
     (modules_open_with_their_promise, f"{DEEP}/queue.py", "x = 'not a docstring'", "queue.py"),
     (asserts_hold_no_work, f"{DEEP}/queue.py", "assert transfer.wait() == 1", "transfer.wait()"),
     (asserts_hold_no_work, f"{DEEP}/queue.py", "assert 1 == 1, report()", "report()"),
@@ -442,15 +687,27 @@ VIOLATIONS: tuple[tuple[Rule, str, str, str], ...] = (
     (modules_hold_no_changing_state, f"{DEEP}/queue.py", "open_files = []", "open_files"),
     (modules_hold_no_changing_state, f"{DEEP}/queue.py", "_TABLE: Final = {1: 2}", "_TABLE"),
     (modules_hold_no_changing_state, f"{DEEP}/queue.py", "CACHE = dict()", "CACHE"),
-    (modules_hold_no_changing_state, f"{DEEP}/queue.py", "CACHE = collections.defaultdict(int)", "CACHE"),
+    (
+        modules_hold_no_changing_state,
+        f"{DEEP}/queue.py",
+        "CACHE = collections.defaultdict(int)",
+        "CACHE",
+    ),
     (modules_hold_no_changing_state, f"{DEEP}/queue.py", "pool = Pool()", "pool"),
     (modules_hold_no_changing_state, f"{DEEP}/queue.py", "if X:\n    pool = Pool()", "pool"),
-    (modules_hold_no_changing_state, f"{DEEP}/queue.py", "def f():\n    global depth\n    depth = 1", "depth"),
+    (
+        modules_hold_no_changing_state,
+        f"{DEEP}/queue.py",
+        "def f():\n    global depth\n    depth = 1",
+        "depth",
+    ),
 )
 
 
 @pytest.mark.parametrize(("rule", "file", "source", "said"), VIOLATIONS)
-def test_a_planted_violation_is_found(rule: Rule, file: str, source: str, said: str, tmp_path: Path) -> None:
+def test_a_planted_violation_is_found(
+    rule: Rule, file: str, source: str, said: str, tmp_path: Path
+) -> None:
     plant(tmp_path, file, source)
 
     found = list(rule(tmp_path))
@@ -461,37 +718,103 @@ def test_a_planted_violation_is_found(rule: Rule, file: str, source: str, said: 
 
 INNOCENT: tuple[tuple[Rule, str, str], ...] = (
     (imports_go_down_only, f"{ENGINE}/config.py", "from infinity_engine.plan import Budget"),
-    (imports_go_down_only, f"{ENGINE}/engine/assemble.py", "from infinity_engine import config, sim"),
-    (imports_go_down_only, f"{ENGINE}/__init__.py", "from infinity_engine.engine import initialize"),
-    (imports_go_down_only, f"{ENGINE}/memory/pinned.py", "import deepnvme\nfrom infinity_engine.accel import base"),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/engine/assemble.py",
+        "from infinity_engine import config, sim",
+    ),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/__init__.py",
+        "from infinity_engine.engine import initialize",
+    ),
+    (
+        imports_go_down_only,
+        f"{ENGINE}/memory/pinned.py",
+        "import deepnvme\nfrom infinity_engine.accel import base",
+    ),
     (torch_is_imported_late, f"{ENGINE}/accel/cuda.py", "import torch"),
-    (torch_is_imported_late, f"{DEEP}/store.py", "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch"),
+    (
+        torch_is_imported_late,
+        f"{DEEP}/store.py",
+        "if TYPE_CHECKING:\n    import torch\ndef f():\n    import torch",
+    ),
     (only_the_named_files_use_it, f"{ENGINE}/partition/collectives.py", "import torch.distributed"),
-    (only_the_named_files_use_it, f"{ENGINE}/parameters/hooks.py", "module.register_forward_hook(f)"),
+    (
+        only_the_named_files_use_it,
+        f"{ENGINE}/parameters/hooks.py",
+        "module.register_forward_hook(f)",
+    ),
     (only_the_named_files_use_it, f"{DEEP}/file.py", "import mmap, os\nmmap.mmap(os.O_DIRECT, 1)"),
     (only_the_named_files_use_it, f"{ENGINE}/cli/plan.py", "print('a plan')"),
     (only_the_named_files_use_it, f"{DEEP}/report.py", "console.print('a plan')"),
-    (nothing_is_pasted_onto_torch, f"{ENGINE}/tiling/t.py", "import torch\nx = torch.ones(1)\nx.data = y"),
-    (nothing_is_pasted_onto_parameters, f"{ENGINE}/parameters/hooks.py", "p.data = view\np.grad = None\ndel p.grad"),
-    (nothing_is_pasted_onto_parameters, f"{ENGINE}/parameters/hooks.py", "p.requires_grad = False\nx = p.shape"),
-    (nothing_is_pasted_onto_parameters, f"{ENGINE}/parameters/hooks.py", "records[id(p)] = r\np[0] = 1\np.copy_(q)"),
-    (nothing_is_pasted_onto_parameters, f"{ENGINE}/engine/engine.py", "class E:\n def f(self):\n  self.x = cls.y = 1"),
+    (
+        nothing_is_pasted_onto_torch,
+        f"{ENGINE}/tiling/t.py",
+        "import torch\nx = torch.ones(1)\nx.data = y",
+    ),
+    (
+        nothing_is_pasted_onto_parameters,
+        f"{ENGINE}/parameters/hooks.py",
+        "p.data = view\np.grad = None\ndel p.grad",
+    ),
+    (
+        nothing_is_pasted_onto_parameters,
+        f"{ENGINE}/parameters/hooks.py",
+        "p.requires_grad = False\nx = p.shape",
+    ),
+    (
+        nothing_is_pasted_onto_parameters,
+        f"{ENGINE}/parameters/hooks.py",
+        "records[id(p)] = r\np[0] = 1\np.copy_(q)",
+    ),
+    (
+        nothing_is_pasted_onto_parameters,
+        f"{ENGINE}/engine/engine.py",
+        "class E:\n def f(self):\n  self.x = cls.y = 1",
+    ),
     (
         nothing_is_pasted_onto_parameters,
         f"{ENGINE}/tiering/record.py",
         "object.__setattr__(self, 'x', 1)\nself.__dict__",
     ),
-    (nothing_is_pasted_onto_parameters, f"{ENGINE}/plan/rates.py", "object.__setattr__(record, name, rate)"),
-    (exports_are_listed, f"{DEEP}/__init__.py", "from deepnvme.file import File\nimport os\n__all__ = ['File']"),
-    (exports_are_listed, f"{DEEP}/file.py", "__all__ = ['File', 'SIZE']\n_X = 1\nSIZE = 2\nclass File:\n    y = 1"),
-    (asserts_hold_no_work, f"{DEEP}/file.py", "assert isinstance(x, int) and all(y > 0 for y in z), f'{x!r}'"),
-    (modules_hold_no_changing_state, f"{DEEP}/file.py", "__all__ = []\n_T = TypeVar('_T')\nAlias = dict[str, int]"),
-    (modules_hold_no_changing_state, f"{DEEP}/file.py", "SIZE = re.compile('x')\nT = MappingProxyType({1: 2})"),
+    (
+        nothing_is_pasted_onto_parameters,
+        f"{ENGINE}/plan/rates.py",
+        "object.__setattr__(record, name, rate)",
+    ),
+    (
+        exports_are_listed,
+        f"{DEEP}/__init__.py",
+        "from deepnvme.file import File\nimport os\n__all__ = ['File']",
+    ),
+    (
+        exports_are_listed,
+        f"{DEEP}/file.py",
+        "__all__ = ['File', 'SIZE']\n_X = 1\nSIZE = 2\nclass File:\n    y = 1",
+    ),
+    (
+        asserts_hold_no_work,
+        f"{DEEP}/file.py",
+        "assert isinstance(x, int) and all(y > 0 for y in z), f'{x!r}'",
+    ),
+    (
+        modules_hold_no_changing_state,
+        f"{DEEP}/file.py",
+        "__all__ = []\n_T = TypeVar('_T')\nAlias = dict[str, int]",
+    ),
+    (
+        modules_hold_no_changing_state,
+        f"{DEEP}/file.py",
+        "SIZE = re.compile('x')\nT = MappingProxyType({1: 2})",
+    ),
 )
 
 
 @pytest.mark.parametrize(("rule", "file", "source"), INNOCENT)
-def test_what_the_rule_allows_is_left_alone(rule: Rule, file: str, source: str, tmp_path: Path) -> None:
+def test_what_the_rule_allows_is_left_alone(
+    rule: Rule, file: str, source: str, tmp_path: Path
+) -> None:
     plant(tmp_path, file, source)
 
     assert list(rule(tmp_path)) == []

@@ -20,11 +20,16 @@ Hop = tuple[str, str]
 def hops_on_the_page() -> list[Hop]:
     """Return file and function of each row of the page's table, as far as it is Python."""
     section = PAGE.split("\n## The way of a byte\n")[1].split("\n## ")[0]
-    return [(file, function) for file, function in re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", section, re.M)]
+    return [
+        (file, function)
+        for file, function in re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", section, re.M)
+    ]
 
 
 def way_of_the_first_write(tmp_path: Path) -> list[Hop]:
-    """Return the Python frames from `Engine.step` to the call that hands states to the native queue."""
+    """Return the Python frames from `Engine.step` to the call that hands states to the native
+    queue.
+    """
     ways: list[list[Hop]] = []
 
     def profile(frame: FrameType, event: str, called: object) -> None:
@@ -34,7 +39,8 @@ def way_of_the_first_write(tmp_path: Path) -> list[Hop]:
         at: FrameType | None = frame
         while at is not None:
             file = Path(at.f_code.co_filename)
-            name = getattr(at.f_code, "co_qualname", at.f_code.co_name)  # whole names are Python 3.11's
+            # whole names are Python 3.11's
+            name = getattr(at.f_code, "co_qualname", at.f_code.co_name)
             if file.is_relative_to(ROOT):
                 way.append((str(file.relative_to(ROOT)), name))
             at = at.f_back
@@ -55,12 +61,16 @@ def way_of_the_first_write(tmp_path: Path) -> list[Hop]:
     return first[first.index(("infinity_engine/engine/engine.py", "Engine.step")) :]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="frames have no qualified names before Python 3.11")
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="frames have no qualified names before Python 3.11"
+)
 def test_the_page_draws_the_way_that_states_take_to_the_drive(tmp_path: Path) -> None:
     assert way_of_the_first_write(tmp_path) == hops_on_the_page()
 
 
 def test_the_page_names_every_room_and_no_other() -> None:
-    drawn = set(re.findall(r"^\| `(\w+)` \|", PAGE.split("\n## Rooms\n")[1].split("\n## ")[0], re.M))
+    drawn = set(
+        re.findall(r"^\| `(\w+)` \|", PAGE.split("\n## Rooms\n")[1].split("\n## ")[0], re.M)
+    )
     folder = ROOT / "infinity_engine"
     assert drawn == {path.parent.name for path in folder.glob("*/__init__.py")}

@@ -1,4 +1,6 @@
-"""`infinity checkpoint` says what is there, finds what is damaged, and writes nothing that was not asked for."""
+"""`infinity checkpoint` says what is there, finds what is damaged, and writes nothing that was not
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,20 @@ PARAMETERS = parameters_of({"layer.weight": (300, 100), "layer.bias": (100,)})
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     for step in (1, 2):
-        save(tmp_path / "run", f"s{step}", PARAMETERS, values_of(PARAMETERS, step), step=step, ranks=2)
+        save(
+            tmp_path / "run",
+            f"s{step}",
+            PARAMETERS,
+            values_of(PARAMETERS, step),
+            step=step,
+            ranks=2,
+        )
     return tmp_path / "run"
 
 
-def test_inspect_says_step_bytes_and_tensors(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_step_bytes_and_tensors(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["checkpoint", "inspect", str(saved), "--tensors"]) == 0
     text = capsys.readouterr().out
     assert "by 2 ranks" in text
@@ -36,12 +47,16 @@ def test_inspect_as_json_is_one_object(saved: Path, capsys: pytest.CaptureFixtur
     assert [tensor["name"] for tensor in found["tensors"]] == ["layer.weight", "layer.bias"]
 
 
-def test_verify_of_a_whole_checkpoint_is_zero(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_a_whole_checkpoint_is_zero(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["checkpoint", "verify", str(saved / "s1")]) == 0
     assert "all as written" in capsys.readouterr().out
 
 
-def test_verify_names_file_offset_and_tensors(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_file_offset_and_tensors(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shard = saved / "s2" / "rank-00001-00000.safetensors"
     data = bytearray(shard.read_bytes())
     data[-10] ^= 1
@@ -56,16 +71,23 @@ def test_diff_counts_unlike_elements(saved: Path, capsys: pytest.CaptureFixture[
     same = [str(saved), "--tag", "s1", str(saved), "--other-tag", "s1"]
     assert main(["checkpoint", "diff", *same]) == 0
     assert "no difference" in capsys.readouterr().out
-    assert main(["checkpoint", "diff", str(saved), "--tag", "s1", str(saved), "--other-tag", "s2"]) == 1
+    assert (
+        main(["checkpoint", "diff", str(saved), "--tag", "s1", str(saved), "--other-tag", "s2"])
+        == 1
+    )
     assert "layer.bias: 100 of 100 elements of master differ" in capsys.readouterr().out
 
 
-def test_export_writes_weights(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_writes_weights(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["checkpoint", "export", str(saved), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert "1 files" in capsys.readouterr().out
 
 
-def test_a_path_without_checkpoints_is_one_line_and_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_without_checkpoints_is_one_line_and_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 2
     assert "any checkpoint" in capsys.readouterr().err

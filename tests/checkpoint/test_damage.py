@@ -16,7 +16,14 @@ import pytest
 
 from deepnvme.framing import framed
 from infinity_engine.checkpoint import CheckpointReader
-from infinity_engine.checkpoint.manifest import BLOCK_BYTES, Manifest, SavedFile, SavedTensor, encode, parse
+from infinity_engine.checkpoint.manifest import (
+    BLOCK_BYTES,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    encode,
+    parse,
+)
 from infinity_engine.errors import CheckpointError, DamagedCheckpoint, IncompleteCheckpoint
 from support.saved_streams import parameters_of, save, values_of
 
@@ -28,7 +35,14 @@ SHARD = "rank-00000-00000.safetensors"
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of three files and 13 MB, which nobody changes."""
     values = values_of(PARAMETERS)
-    return save(tmp_path_factory.mktemp("whole"), "tag", PARAMETERS, values, piece_numel=300_000, file_bytes=5 << 20)
+    return save(
+        tmp_path_factory.mktemp("whole"),
+        "tag",
+        PARAMETERS,
+        values,
+        piece_numel=300_000,
+        file_bytes=5 << 20,
+    )
 
 
 @pytest.fixture
@@ -116,9 +130,13 @@ def test_a_file_that_the_manifest_does_not_name_is_left_alone(saved: Path) -> No
     assert (saved / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), Path.mkdir])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), Path.mkdir]
+)
 @pytest.mark.parametrize("name", ["manifest", SHARD])
-def test_what_is_no_regular_file_is_refused_at_once(saved: Path, name: str, make: Callable[[Path], None]) -> None:
+def test_what_is_no_regular_file_is_refused_at_once(
+    saved: Path, name: str, make: Callable[[Path], None]
+) -> None:
     (saved / name).unlink()
     make(saved / name)
     with pytest.raises(DamagedCheckpoint, match=name) as refusal:
@@ -152,7 +170,9 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a negative length": lambda m: m["files"][0].update(bytes=-1),
     "a length in words": lambda m: m["files"][0].update(bytes="many"),
     "a length that is true": lambda m: m["files"][0].update(bytes=True),
-    "checksums that are no digits": lambda m: m["files"][0].update(checksums="x" * len(m["files"][0]["checksums"])),
+    "checksums that are no digits": lambda m: m["files"][0].update(
+        checksums="x" * len(m["files"][0]["checksums"])
+    ),
     "too few checksums": lambda m: m["files"][0].update(checksums=""),
     "an absurd shape": lambda m: m["tensors"][0].update(shape=[1 << 62, 1 << 62]),
     "a negative size": lambda m: m["tensors"][0].update(shape=[-1]),
@@ -168,12 +188,16 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a list for an object": lambda m: m.update(tensors={}),
     "another shape": lambda m: m["tensors"][0].update(shape=[7]),
     "another stream dtype": lambda m: m["tensors"][0]["streams"].update(master="F64"),
-    "a parameter that is nowhere": lambda m: m["tensors"].append({**m["tensors"][0], "name": "more"}),
+    "a parameter that is nowhere": lambda m: m["tensors"].append(
+        {**m["tensors"][0], "name": "more"}
+    ),
 }
 
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_manifest_is_refused_in_words(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def test_a_hostile_manifest_is_refused_in_words(
+    saved: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint .*tag"):
         read_all(changed(saved, change))
 
@@ -182,14 +206,18 @@ def test_json_that_is_nested_too_deeply_is_refused(saved: Path) -> None:
     deep = b'{"tag":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     from deepnvme.checksum import crc32c
 
-    (saved / "manifest").write_bytes(b"infinity-checkpoint 1 %d %08x\n" % (len(deep), crc32c(deep)) + deep)
+    (saved / "manifest").write_bytes(
+        b"infinity-checkpoint 1 %d %08x\n" % (len(deep), crc32c(deep)) + deep
+    )
     with pytest.raises(DamagedCheckpoint, match="nested too deeply"):
         CheckpointReader(saved)
 
 
 def test_a_newer_version_is_told_from_damage(saved: Path) -> None:
     data = (saved / "manifest").read_bytes()
-    (saved / "manifest").write_bytes(data.replace(b"infinity-checkpoint 1 ", b"infinity-checkpoint 2 ", 1))
+    (saved / "manifest").write_bytes(
+        data.replace(b"infinity-checkpoint 1 ", b"infinity-checkpoint 2 ", 1)
+    )
     with pytest.raises(DamagedCheckpoint, match="version 2 of the format"):
         CheckpointReader(saved)
 
@@ -206,7 +234,9 @@ def mutations(data: bytes, count: int) -> Iterator[bytes]:
             elif kind == 1:
                 del broken[at : at + chosen.randint(1, 40)]
             elif kind == 2:
-                broken[at:at] = bytes(chosen.choices(b'{}[]",:0123456789-e\\u', k=chosen.randint(1, 8)))
+                broken[at:at] = bytes(
+                    chosen.choices(b'{}[]",:0123456789-e\\u', k=chosen.randint(1, 8))
+                )
             else:
                 broken[at : at + 1] = broken[chosen.randrange(len(broken)) :][:20]
             if not broken:

@@ -59,7 +59,9 @@ def test_a_tag_that_exists_is_refused_and_nothing_is_touched(tmp_path: Path) -> 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("tag", ["", "latest", "../up", "a/b", ".hidden", "-flag", "x" * 129, "a\nb"])
+@pytest.mark.parametrize(
+    "tag", ["", "latest", "../up", "a/b", ".hidden", "-flag", "x" * 129, "a\nb"]
+)
 def test_a_tag_that_is_no_plain_name_is_refused(tmp_path: Path, tag: str) -> None:
     with pytest.raises(ConfigError, match="tag"):
         CheckpointDirectory(tmp_path / "new").begin(tag)
@@ -141,7 +143,10 @@ def test_a_save_that_is_killed_at_any_instant_loses_no_commit(tmp_path: Path, ro
     at = 1
     for _ in range(rounds):
         saver = subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(tmp_path), str(at)], stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", SAVER, str(tmp_path), str(at)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         assert saver.stdout is not None
         told = [saver.stdout.readline()]
@@ -155,7 +160,8 @@ def test_a_save_that_is_killed_at_any_instant_loses_no_commit(tmp_path: Path, ro
         latest = directory.latest()
         assert latest is not None
         step = int(latest.removeprefix("step-"))
-        assert step in (committed, committed + 1)  # the one after it may have been committed and not told
+        # the one after it may have been committed and not told
+        assert step in (committed, committed + 1)
         assert first_values(directory.resolve()) == step
         for tag in directory.tags():
             assert first_values(tmp_path / tag) == int(tag.removeprefix("step-"))
@@ -173,7 +179,8 @@ def test_a_full_drive_fails_the_save_and_keeps_what_was_committed(tmp_path: Path
             directory = CheckpointDirectory(mount)
             assert directory.latest() == "one"
             first_values(directory.resolve())
-            save(mount, "three", PARAMETERS, values_of(PARAMETERS, 3), step=3)  # what was left made way
+            # what was left made way
+            save(mount, "three", PARAMETERS, values_of(PARAMETERS, 3), step=3)
             assert directory.tags() == ["one", "three"]
     except DiskUnavailableError as reason:
         pytest.skip(str(reason))

@@ -23,7 +23,22 @@ else:
 load_file = pytest.importorskip("safetensors.torch").load_file
 
 SPECIAL = np.array(
-    [0.0, -0.0, 1.0, 1.00390625, 1.01171875, 3.4e38, -3.4e38, np.inf, -np.inf, np.nan, 1e-40, 65519.9, 65520.0, 6e-8],
+    [
+        0.0,
+        -0.0,
+        1.0,
+        1.00390625,
+        1.01171875,
+        3.4e38,
+        -3.4e38,
+        np.inf,
+        -np.inf,
+        np.nan,
+        1e-40,
+        65519.9,
+        65520.0,
+        6e-8,
+    ],
     np.float32,
 )
 
@@ -31,7 +46,9 @@ SPECIAL = np.array(
 def exported(tmp_path: Path, values: npt.NDArray[np.float32], dtype: Dtype) -> torch.Tensor:
     parameters = parameters_of({"weight": values.shape})
     streams = values_of(parameters)
-    path = save(tmp_path / "c", "tag", parameters, {**streams, ("weight", "master"): values.reshape(-1)})
+    path = save(
+        tmp_path / "c", "tag", parameters, {**streams, ("weight", "master"): values.reshape(-1)}
+    )
     with CheckpointReader(path) as reader:
         export(reader, tmp_path / "out", dtype=dtype)
     found: torch.Tensor = load_file(tmp_path / "out" / "model.safetensors")["weight"]
@@ -47,8 +64,12 @@ def exported(tmp_path: Path, values: npt.NDArray[np.float32], dtype: Dtype) -> t
         (Dtype.FP32, torch.float32),
     ],
 )
-def test_masters_are_rounded_as_torch_rounds_them(tmp_path: Path, dtype: Dtype, want: torch.dtype) -> None:
-    values = np.concatenate([SPECIAL, np.random.default_rng(0).standard_normal(5_000_000, np.float32)])
+def test_masters_are_rounded_as_torch_rounds_them(
+    tmp_path: Path, dtype: Dtype, want: torch.dtype
+) -> None:
+    values = np.concatenate(
+        [SPECIAL, np.random.default_rng(0).standard_normal(5_000_000, np.float32)]
+    )
     found = exported(tmp_path, values, dtype)
     expected = torch.from_numpy(values).to(want)
     assert found.dtype is want
@@ -65,14 +86,20 @@ def test_large_models_are_written_in_shards_with_an_index(tmp_path: Path) -> Non
     assert [file.name for file in files][-1] == "model.safetensors.index.json"
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 5 * 20_000
-    assert sorted(set(index["weight_map"].values())) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert sorted(set(index["weight_map"].values())) == [
+        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
+    ]
     for name, file in index["weight_map"].items():
         found = load_file(tmp_path / "out" / file)[name]
         assert np.array_equal(found.numpy().reshape(-1), values[name, "master"])
 
 
-def test_frozen_weights_and_buffers_keep_their_dtype_and_transient_buffers_stay_behind(tmp_path: Path) -> None:
-    trained, *others = parameters_of({"trained": (4,), "frozen": (6,), "buffer": (3,), "transient": (2,)})
+def test_frozen_weights_and_buffers_keep_their_dtype_and_transient_buffers_stay_behind(
+    tmp_path: Path,
+) -> None:
+    trained, *others = parameters_of(
+        {"trained": (4,), "frozen": (6,), "buffer": (3,), "transient": (2,)}
+    )
     kinds = [Kind.FROZEN, Kind.BUFFER, Kind.TRANSIENT]
     kept = [
         replace(tensor, kind=kind, dtype="F32", streams={"value": "F32"})

@@ -13,7 +13,13 @@ from infinity_engine.checkpoint import CheckpointDirectory, CheckpointReader, St
 from infinity_engine.errors import ManifestMismatch
 from support.saved_streams import parameters_of, save, values_of
 
-SHAPES = {"embed.weight": (700, 401), "a b/c#d@1.weight": (3, 5), "scale": (), "empty": (0, 4), "bias": (1_000_003,)}
+SHAPES = {
+    "embed.weight": (700, 401),
+    "a b/c#d@1.weight": (3, 5),
+    "scale": (),
+    "empty": (0, 4),
+    "bias": (1_000_003,),
+}
 
 
 def test_every_stream_comes_back_with_the_same_bits(tmp_path: Path) -> None:
@@ -31,7 +37,9 @@ def test_every_stream_comes_back_with_the_same_bits(tmp_path: Path) -> None:
 
 @settings(max_examples=25)
 @given(st.data())
-def test_any_slice_can_be_read_from_any_cut(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_slice_can_be_read_from_any_cut(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     numels = data.draw(st.lists(st.integers(0, 600_000), min_size=1, max_size=4))
     parameters = parameters_of({f"p{number}": (numel,) for number, numel in enumerate(numels)})
     values = values_of(parameters)
@@ -75,5 +83,8 @@ def test_any_safetensors_reader_opens_a_shard(tmp_path: Path) -> None:
 def test_a_stream_that_is_not_in_the_checkpoint_is_refused(tmp_path: Path, stream: Stream) -> None:
     parameters = parameters_of({"weight": (8,)})
     path = save(tmp_path, "tag", parameters, values_of(parameters))
-    with CheckpointReader(path) as reader, pytest.raises(ManifestMismatch, match=rf"{stream.name} of weight"):
+    with (
+        CheckpointReader(path) as reader,
+        pytest.raises(ManifestMismatch, match=rf"{stream.name} of weight"),
+    ):
         reader.read(stream, 0, memoryview(bytearray(8)))

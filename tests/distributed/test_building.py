@@ -1,4 +1,6 @@
-"""Models that several ranks build or load together: the bits of one, the whole on none, failures told to all. Gloo."""
+"""Models that several ranks build or load together: the bits of one, the whole on none, failures
+told to all. Gloo.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ ONE_BY_ONE = {"small_bytes": 0}
 LAYER_BYTES = 4 << 20
 
 
-# --- building ---------------------------------------------------------------------------------------------------------
+# --- building -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,10 @@ def test_ranks_can_read_parts_of_what_they_build_in_the_body(tmp_path: Path) -> 
             r"CollectiveError: .*the model that was built.*the ranks differ in parameter 0, Linear\.weight: "
             r"float32 \[100, 100\] with values of checksum \w+ on rank 0, .*; and \d+ more",
         ),
-        ("order", r"CollectiveError: .*ranks? .*gather of Linear\.weight|the ranks differ in parameter"),
+        (
+            "order",
+            r"CollectiveError: .*ranks? .*gather of Linear\.weight|the ranks differ in parameter",
+        ),
         (
             "more",
             r"CollectiveError: .*the ranks differ in parameter 12, Linear\.weight: nothing on ranks 0, 1, float32",
@@ -71,11 +76,19 @@ def test_ranks_can_read_parts_of_what_they_build_in_the_body(tmp_path: Path) -> 
             "partitioning",
             r"ConfigError: ranks\.partitioning: expected .*BANDWIDTH_CENTRIC.*, as init_context or load_into had it",
         ),
-        ("mesh", r"ConfigError: ranks\.shard_ranks: expected None, as init_context or load_into had it.*, got 1"),
-        ("alone", r"ConfigError: model: expected one in memory, or one that all ranks have built or loaded together"),
+        (
+            "mesh",
+            r"ConfigError: ranks\.shard_ranks: expected None, as init_context or load_into had it.*, got 1",
+        ),
+        (
+            "alone",
+            r"ConfigError: model: expected one in memory, or one that all ranks have built or loaded together",
+        ),
     ],
 )
-def test_ranks_that_build_something_else_are_all_told_what(what: str, told: str, tmp_path: Path) -> None:
+def test_ranks_that_build_something_else_are_all_told_what(
+    what: str, told: str, tmp_path: Path
+) -> None:
     for rank in launched(3, programs.build_otherwise, what, str(tmp_path)):
         assert re.match(told, rank["told"]), rank["told"]
 
@@ -90,7 +103,9 @@ def test_ranks_that_build_something_else_are_all_told_what(what: str, told: str,
         ("read", "TransferError: .*errno 5", "TransferError: "),
     ],
 )
-def test_what_fails_on_one_rank_in_the_body_is_told_to_all(what: str, first: str, cause: str, tmp_path: Path) -> None:
+def test_what_fails_on_one_rank_in_the_body_is_told_to_all(
+    what: str, first: str, cause: str, tmp_path: Path
+) -> None:
     one, other, failed = launched(3, programs.fail, what, str(tmp_path))
 
     assert re.match(first, failed["told"], re.DOTALL), failed["told"]
@@ -102,25 +117,36 @@ def test_what_fails_on_one_rank_in_the_body_is_told_to_all(what: str, first: str
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_is_killed_in_the_body_is_named_and_the_next_start_is_clean(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_the_body_is_named_and_the_next_start_is_clean(
+    tmp_path: Path,
+) -> None:
     one, other, killed = launch(3, programs.fail, "killed", str(tmp_path))
 
     assert killed.exitcode == -signal.SIGKILL
     for rank in (one, other):
         assert rank.error is None, rank.trace
-        assert re.search(r"rank 2 \(process \d+ of this machine\) has ended without a word", rank.value["told"])
+        assert re.search(
+            r"rank 2 \(process \d+ of this machine\) has ended without a word", rank.value["told"]
+        )
         assert rank.value["left"] == 0
     launched(2, programs.fail, "raises", str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def runs(drive: str) -> dict[str, Run]:
-    """Return trainings of models that are built on a drive: fp32 and bf16, at home everywhere, in all stages."""
+    """Return trainings of models that are built on a drive: fp32 and bf16, at home everywhere, in
+    all stages.
+    """
     machine = {"host": "128MiB", "nvme": {drive: "64MiB"}}
-    streamed = {"strategy": "nvme_streamed", "parameters": "nvme", "storage": ONE_BY_ONE, "budget": machine}
+    streamed = {
+        "strategy": "nvme_streamed",
+        "parameters": "nvme",
+        "storage": ONE_BY_ONE,
+        "budget": machine,
+    }
     kinds: dict[str, dict[str, Any]] = {
         "fp32, on drives": {"settings": streamed},
         "bf16, on drives": {"settings": {**streamed, "precision": "bf16"}},
@@ -147,15 +173,19 @@ def test_models_that_ranks_have_built_or_loaded_train_as_those_from_memory(tmp_p
             for run in ways.values():
                 assert run["losses"] == expected["losses"], name
                 states = expected["states"]
-                assert [key for key, each in run["states"].items() if not torch.equal(each, states[key])] == [], name
+                assert [
+                    key for key, each in run["states"].items() if not torch.equal(each, states[key])
+                ] == [], name
                 assert run["within"]
     assert list(drive.iterdir()) == []
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "settings"), [(2, {}), (3, {}), (2, {"partitioning": "broadcast"})])
+@pytest.mark.parametrize(
+    ("size", "settings"), [(2, {}), (3, {}), (2, {"partitioning": "broadcast"})]
+)
 def test_each_rank_reads_its_slices_of_the_files_and_no_more(
     size: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -163,7 +193,8 @@ def test_each_rank_reads_its_slices_of_the_files_and_no_more(
     folder = programs.wide_files(tmp_path / "files")
     model = programs.wide()
     nbytes = sum(each.numel() * each.element_size() for each in model.parameters())
-    by_all = 8 + sum(each.numel() * each.element_size() for each in model.buffers()) + 4  # small ones, and buffers
+    # small ones, and buffers
+    by_all = 8 + sum(each.numel() * each.element_size() for each in model.buffers()) + 4
 
     ranks = launched(size, programs.load, str(folder), str(drive), settings)
 
@@ -171,7 +202,8 @@ def test_each_rank_reads_its_slices_of_the_files_and_no_more(
         assert rank["differs"] == []
         assert rank["tied"]
         if not settings:
-            assert rank["read"] < nbytes / size + by_all + 4096 * 4 * 6  # a block for each parameter
+            # a block for each parameter
+            assert rank["read"] < nbytes / size + by_all + 4096 * 4 * 6
         assert rank["written"] <= rank["read"]
     assert sum(rank["read"] for rank in ranks) <= nbytes + size * by_all
     assert list(drive.iterdir()) == []
@@ -180,18 +212,26 @@ def test_each_rank_reads_its_slices_of_the_files_and_no_more(
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("another dtype", r"CollectiveError: .*ranks differ in 0\.safetensors: \d+ B, header \w+ on ranks 0, 1, \d+ B"),
+        (
+            "another dtype",
+            r"CollectiveError: .*ranks differ in 0\.safetensors: \d+ B, header \w+ on ranks 0, 1, \d+ B",
+        ),
         (
             "another value",
             r"CollectiveError: .*ranks differ in halved in \d\.safetensors: values of checksum \w+ on ranks 0, 1, "
             r"values of checksum \w+ on rank 2",
         ),
-        ("missing", r"rank 2 has left with ConfigError: directory of the values|ConfigError: directory of the values"),
+        (
+            "missing",
+            r"rank 2 has left with ConfigError: directory of the values|ConfigError: directory of the values",
+        ),
         ("damaged", r"rank 2 has left with ConfigError: file|ConfigError: file: .*0\.safetensors"),
         ("read", r"rank 2 has left with TransferError: |TransferError: .*errno 5"),
     ],
 )
-def test_what_one_rank_cannot_load_or_has_otherwise_is_told_to_all(what: str, told: str, tmp_path: Path) -> None:
+def test_what_one_rank_cannot_load_or_has_otherwise_is_told_to_all(
+    what: str, told: str, tmp_path: Path
+) -> None:
     (drive := tmp_path / "drive").mkdir()
     folder, other = programs.wide_files(tmp_path / "files"), tmp_path / "other"
     if what == "missing":
@@ -199,8 +239,13 @@ def test_what_one_rank_cannot_load_or_has_otherwise_is_told_to_all(what: str, to
     else:
         programs.wide_files(other)
     if what == "another dtype":
-        state = {name: torch.as_tensor(each) for name, each in read_safetensors(other / "0.safetensors").items()}
-        halved = {name: each.half() if each.is_floating_point() else each for name, each in state.items()}
+        state = {
+            name: torch.as_tensor(each)
+            for name, each in read_safetensors(other / "0.safetensors").items()
+        }
+        halved = {
+            name: each.half() if each.is_floating_point() else each for name, each in state.items()
+        }
         write_safetensors(other / "0.safetensors", halved)
     if what == "another value":
         for path in other.iterdir():
@@ -218,14 +263,20 @@ def test_what_one_rank_cannot_load_or_has_otherwise_is_told_to_all(what: str, to
     assert list(drive.iterdir()) == []
 
 
-# --- how much it takes ------------------------------------------------------------------------------------------------
+# --- how much it takes ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "each_bytes"), [(2, 64 << 20), pytest.param(4, 96 << 20, marks=pytest.mark.slow)])
-def test_a_model_of_eight_times_a_rank_s_budget_is_built_within_it(size: int, each_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "each_bytes"), [(2, 64 << 20), pytest.param(4, 96 << 20, marks=pytest.mark.slow)]
+)
+def test_a_model_of_eight_times_a_rank_s_budget_is_built_within_it(
+    size: int, each_bytes: int, tmp_path: Path
+) -> None:
     count = 8 * each_bytes // LAYER_BYTES
 
-    for rank in launched(size, programs.measure_building, str(tmp_path), str(size * each_bytes), count):
+    for rank in launched(
+        size, programs.measure_building, str(tmp_path), str(size * each_bytes), count
+    ):
         assert rank["model"] == 8 * each_bytes
         assert rank["limit"] == each_bytes
         assert rank["host"] <= each_bytes
@@ -233,15 +284,23 @@ def test_a_model_of_eight_times_a_rank_s_budget_is_built_within_it(size: int, ea
         assert rank["drives"] < rank["model"] / size * 1.3 + (1 << 28)  # the file grows in steps
 
 
-@pytest.mark.parametrize(("size", "each_bytes"), [(2, 64 << 20), pytest.param(4, 96 << 20, marks=pytest.mark.slow)])
-def test_a_model_of_eight_times_a_rank_s_budget_is_loaded_within_it(size: int, each_bytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "each_bytes"), [(2, 64 << 20), pytest.param(4, 96 << 20, marks=pytest.mark.slow)]
+)
+def test_a_model_of_eight_times_a_rank_s_budget_is_loaded_within_it(
+    size: int, each_bytes: int, tmp_path: Path
+) -> None:
     count = 8 * each_bytes // LAYER_BYTES
     (drive := tmp_path / "drive").mkdir()
     (folder := tmp_path / "files").mkdir()
     for number in range(count):
-        write_safetensors(folder / f"{number}.safetensors", {f"{number}.weight": torch.rand(1024, 1024)})
+        write_safetensors(
+            folder / f"{number}.safetensors", {f"{number}.weight": torch.rand(1024, 1024)}
+        )
 
-    for rank in launched(size, programs.measure_loading, str(folder), str(drive), str(size * each_bytes), count):
+    for rank in launched(
+        size, programs.measure_loading, str(folder), str(drive), str(size * each_bytes), count
+    ):
         assert rank["model"] == 8 * each_bytes
         assert rank["rise"] <= each_bytes
         assert rank["host"] <= each_bytes
@@ -258,14 +317,19 @@ def test_what_a_rank_has_in_ram_stays_within_its_budget_until_a_model_of_eight_t
     (drive := tmp_path / "drive").mkdir()
     (folder := tmp_path / "files").mkdir()
     for number in range(count if way == "loaded" else 0):
-        write_safetensors(folder / f"{number}.safetensors", {f"{number}.weight": torch.rand(width, width)})
+        write_safetensors(
+            folder / f"{number}.safetensors", {f"{number}.weight": torch.rand(width, width)}
+        )
     files = str(folder) if way == "loaded" else None
 
-    for rank in launched(size, programs.measure_training, files, str(drive), str(size * each_bytes), count, width):
+    for rank in launched(
+        size, programs.measure_training, files, str(drive), str(size * each_bytes), count, width
+    ):
         assert rank["model"] >= 8 * each_bytes
         assert rank["limit"] <= each_bytes
         assert rank["drives"] > 3 * rank["model"] / size
         for part in ("making", "initialize"):
             assert rank[part] <= each_bytes, part
-        for part in ("step 0", "step 1"):  # with activations and gradients in the making, which are PyTorch's own
+        # with activations and gradients in the making, which are PyTorch's own
+        for part in ("step 0", "step 1"):
             assert rank[part] <= each_bytes * 9 // 8, part

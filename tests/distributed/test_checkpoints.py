@@ -1,4 +1,6 @@
-"""What ranks save together, any number of ranks loads: the same bits in every stream, and the run goes on."""
+"""What ranks save together, any number of ranks loads: the same bits in every stream, and the run
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from support.ranks import launch, launched
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
-ONE_BY_ONE: dict[str, Any] = {"storage": {"small_bytes": 0}, "precision": "bf16", "budget": {"host": "256MiB"}}
+ONE_BY_ONE: dict[str, Any] = {
+    "storage": {"small_bytes": 0},
+    "precision": "bf16",
+    "budget": {"host": "256MiB"},
+}
 DRIVES = {**ONE_BY_ONE, "strategy": "nvme_streamed", "parameters": "nvme"}
 RUNS: dict[str, Run] = {
     "parameters": Run(settings=ONE_BY_ONE),
@@ -39,7 +45,9 @@ def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
 def saved(size: int, name: str) -> tuple[Path, list[dict[str, Any]]]:
     """Return a checkpoint of so many ranks, and what they went on to."""
     folder = Path(mkdtemp(prefix="ranks-"))
-    return folder / "c", launched(size, rank_checkpoints.saves, RUNS[name], folder / "c", drive_of(name))
+    return folder / "c", launched(
+        size, rank_checkpoints.saves, RUNS[name], folder / "c", drive_of(name)
+    )
 
 
 def drive_of(name: str) -> Path | None:
@@ -75,7 +83,9 @@ def test_as_many_ranks_go_on_with_the_same_bits(name: str) -> None:
         pytest.param(4, "drives", 1, "drives", marks=pytest.mark.slow),
     ],
 )
-def test_another_number_of_ranks_finds_every_stream_the_same(origin: int, name: str, size: int, to: str) -> None:
+def test_another_number_of_ranks_finds_every_stream_the_same(
+    origin: int, name: str, size: int, to: str
+) -> None:
     path, before = saved(origin, name)
     for found in gone_on(size, to, path):
         assert differing(before[0]["saved"], found["saved"]) == []
@@ -93,12 +103,16 @@ def test_replicas_write_one_copy_and_all_load_it() -> None:
             "rank-00000-00000.safetensors",
             "rank-00001-00000.safetensors",
         ]
-    for rank, found in zip(before, launched(4, rank_checkpoints.goes_on, mesh, folder / "c"), strict=True):
+    for rank, found in zip(
+        before, launched(4, rank_checkpoints.goes_on, mesh, folder / "c"), strict=True
+    ):
         assert differing(rank["ended"], found["ended"]) == []
 
 
 def test_a_rank_that_cannot_save_fails_all_and_leaves_nothing(tmp_path: Path) -> None:
-    first, last = launched(2, rank_checkpoints.fails_on_one_rank, RUNS["parameters"], tmp_path / "c")
+    first, last = launched(
+        2, rank_checkpoints.fails_on_one_rank, RUNS["parameters"], tmp_path / "c"
+    )
     assert last.startswith("TypeError: ")
     assert first.startswith("CollectiveError: ")
     assert "rank 1 failed" in first

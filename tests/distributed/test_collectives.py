@@ -1,4 +1,6 @@
-"""What ranks do together, over Gloo with 2, 3 and 4 processes: the bits are those of a loop over the ranks."""
+"""What ranks do together, over Gloo with 2, 3 and 4 processes: the bits are those of a loop over
+the ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ import torch
 from infinity_engine.optim import GradientSums, HostKernels, Stream, UpdateThreads
 from infinity_engine.partition import Partitioning
 from support import rank_programs as programs
-from support.rank_programs import DTYPES, NUMELS, bits, check_on_a_device, cut, gradients, serial_sum, values
+from support.rank_programs import (
+    DTYPES,
+    NUMELS,
+    bits,
+    check_on_a_device,
+    cut,
+    gradients,
+    serial_sum,
+    values,
+)
 from support.ranks import launch
 
 SIZES = (2, 3, 4)
@@ -31,8 +42,13 @@ def ran(size: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("partitioning", Partitioning)
 @pytest.mark.parametrize("how", ["together", "alone"])
-def test_a_gather_gives_every_rank_the_whole_parameters(size: int, partitioning: Partitioning, how: str) -> None:
-    wanted = [values(numel, dtype, seed) for seed, (dtype, numel) in enumerate((d, n) for d in DTYPES for n in NUMELS)]
+def test_a_gather_gives_every_rank_the_whole_parameters(
+    size: int, partitioning: Partitioning, how: str
+) -> None:
+    wanted = [
+        values(numel, dtype, seed)
+        for seed, (dtype, numel) in enumerate((d, n) for d in DTYPES for n in NUMELS)
+    ]
 
     for rank in ran(size):
         found = rank["gathers"][f"{partitioning.value} {how}"]
@@ -53,10 +69,14 @@ def test_a_reduce_is_the_fp32_sum_in_the_ranks_order_whatever_goes_together(
             total[spec.shards[number].first_element :][: spec.shards[number].numel]
             for total, spec in zip(whole, specs, strict=True)
         ]
-        ways = [name for name in rank["reduces"] if name.startswith(f"{partitioning.value} {dtype} ")]
+        ways = [
+            name for name in rank["reduces"] if name.startswith(f"{partitioning.value} {dtype} ")
+        ]
         assert len(ways) == 4
         for way in ways:
-            assert [bits(each) for each in rank["reduces"][way]] == [bits(each) for each in wanted], way
+            assert [bits(each) for each in rank["reduces"][way]] == [
+                bits(each) for each in wanted
+            ], way
 
 
 def test_the_sums_of_these_tests_depend_on_their_order() -> None:
@@ -126,7 +146,9 @@ def test_a_mesh_has_neighbours_and_those_who_own_the_same() -> None:
 
 def test_ranks_that_have_left_can_join_again() -> None:
     wanted = [
-        tuple(f"{turn} {what} {rank}".encode() for rank in range(2)) for turn in range(4) for what in ("of", "beside")
+        tuple(f"{turn} {what} {rank}".encode() for rank in range(2))
+        for turn in range(4)
+        for what in ("of", "beside")
     ]
 
     for rank in launch(2, programs.again_and_again):

@@ -1,4 +1,6 @@
-"""Ranks that do not begin alike, or of which one ends: all are told who and what, and the next start is clean. Gloo."""
+"""Ranks that do not begin alike, or of which one ends: all are told who and what, and the next
+start is clean. Gloo.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,21 @@ def differences() -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("settings", "agreement on settings: the ranks differ in precision: fp32 on ranks 0, 1, bf16 on rank 2"),
+        (
+            "settings",
+            "agreement on settings: the ranks differ in precision: fp32 on ranks 0, 1, bf16 on "
+            "rank 2",
+        ),
         (
             "model",
-            "agreement on the model: the ranks differ in position: float32 [12, 24] in group 0, number 0 on ranks 0, 1",
+            "agreement on the model: the ranks differ in position: float32 [12, 24] in group 0, "
+            "number 0 on ranks 0, 1",
         ),
-        ("values", "agreement on the model's first values: the ranks differ in embed.weight: values of checksum"),
+        (
+            "values",
+            "agreement on the model's first values: the ranks differ in embed.weight: values of "
+            "checksum",
+        ),
     ],
 )
 def test_ranks_that_begin_with_something_else_are_all_told_what(what: str, told: str) -> None:
@@ -57,14 +68,18 @@ def test_ranks_that_begin_with_something_else_are_all_told_what(what: str, told:
 def test_ranks_that_step_with_something_else_are_all_told_what(what: str, differs: str) -> None:
     for rank in launch(3, programs.steps_with, what):
         assert rank.error is None, rank.trace
-        assert re.match(f"agreement on what the update is made with: the ranks differ in {differs}", rank.value)
+        assert re.match(
+            f"agreement on what the update is made with: the ranks differ in {differs}", rank.value
+        )
 
 
 def test_a_rank_that_the_others_leave_alone_is_told_who_did_not_come() -> None:
     alone, *_ = launch(3, programs.comes_alone)
 
     assert alone.error is None, alone.trace
-    assert re.match(r"meeting the others: of 3 ranks, 1, 2 did not come in 2 s\. .*initialize", alone.value)
+    assert re.match(
+        r"meeting the others: of 3 ranks, 1, 2 did not come in 2 s\. .*initialize", alone.value
+    )
 
 
 def test_ctrl_c_ends_a_rank_that_waits_for_others_and_they_are_told(tmp_path: Path) -> None:
@@ -109,7 +124,9 @@ def test_ranks_that_run_different_experts_are_told_apart_and_not_hung() -> None:
         *(pytest.param("killed", 3, 2, step, marks=pytest.mark.slow) for step in range(8)),
     ],
 )
-def test_the_others_are_told_of_a_rank_that_ends_in_a_step(how: str, size: int, rank: int, step: int) -> None:
+def test_the_others_are_told_of_a_rank_that_ends_in_a_step(
+    how: str, size: int, rank: int, step: int
+) -> None:
     ranks = launch(size, programs.ends, rank, step, how, {})
 
     ended = ranks.pop(rank)
@@ -137,7 +154,9 @@ def test_after_a_killed_rank_the_next_start_is_clean(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.slow)])
-def test_whenever_a_rank_is_killed_the_others_are_told_and_the_next_start_is_clean(count: int, tmp_path: Path) -> None:
+def test_whenever_a_rank_is_killed_the_others_are_told_and_the_next_start_is_clean(
+    count: int, tmp_path: Path
+) -> None:
     random = Random(count)
     drives = on_drives(tmp_path)
     for number in range(count):
@@ -148,7 +167,10 @@ def test_whenever_a_rank_is_killed_the_others_are_told_and_the_next_start_is_cle
         assert ranks.pop(killed).exitcode == -signal.SIGKILL
         for each in ranks:
             assert each.error is None, each.trace
-            assert re.search(rf"rank {killed} \(process \d+ of this machine\) has ended without a word", each.value)
+            assert re.search(
+                rf"rank {killed} \(process \d+ of this machine\) has ended without a word",
+                each.value,
+            )
 
     again = launch(2, programs.train, Run(steps=1, settings=drives))
 
@@ -186,11 +208,21 @@ def test_ranks_that_wait_name_the_missing_one_and_not_each_other() -> None:
     """Of three processes the last never starts; rank 0, at which the others meet, waits as well."""
     with socket.socket() as port:
         port.bind(("localhost", 0))
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port.getsockname()[1]), "WORLD_SIZE": "3"}
+        place = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port.getsockname()[1]),
+            "WORLD_SIZE": "3",
+        }
     waiting = [
         subprocess.Popen(
             [sys.executable, "-c", MEETING],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"},
+            env={
+                **os.environ,
+                **place,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": "3",
+            },
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -199,4 +231,5 @@ def test_ranks_that_wait_name_the_missing_one_and_not_each_other() -> None:
     told = [process.communicate(timeout=120)[0] for process in waiting]
 
     assert "of 3 ranks, 2 did not come" in told[0]
-    assert re.search("(of 3 ranks, 2|some of 3 ranks) did not come", told[1])  # some: rank 0 was faster to leave
+    # some: rank 0 was faster to leave
+    assert re.search("(of 3 ranks, 2|some of 3 ranks) did not come", told[1])

@@ -1,4 +1,6 @@
-"""What docs/ranks.md says to type: torchrun starts its program, which meets the others by itself."""
+"""What docs/ranks.md says to type: torchrun starts its program, which meets the others by
+itself.
+"""
 
 from __future__ import annotations
 

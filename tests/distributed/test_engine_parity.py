@@ -1,7 +1,9 @@
-"""P1 and P4 of several ranks: they train as one does on the same batch, and to the same bits whatever the strategy.
+"""P1 and P4 of several ranks: they train as one does on the same batch, and to the same bits
+whatever the strategy.
 
-Within tolerance of one rank: a rank's gradient is of its rows of the batch, so sums over rows are in another order. The
-engine's own sums are in the ranks' order whatever the strategy, so those of one number of ranks agree to the bit. Gloo.
+Within tolerance of one rank: a rank's gradient is of its rows of the batch, so sums over rows are
+in another order. The engine's own sums are in the ranks' order whatever the strategy, so those of
+one number of ranks agree to the bit. Gloo.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ ONE_BY_ONE = {"storage": {"small_bytes": 0}}
 # Room for little more than two modules, in rounds of two blocks.
 TIGHT = {**ONE_BY_ONE, "budget": {"host": "1MiB"}, "ranks": {"bucket_bytes": 8192}}
 ROOMY = {"host": "64MiB", "device": "1MiB"}
-AT_HOME = {**ONE_BY_ONE, "parameters": "host", "strategy": "interleaved", "rates": RATES, "budget": ROOMY}
+AT_HOME = {
+    **ONE_BY_ONE,
+    "parameters": "host",
+    "strategy": "interleaved",
+    "rates": RATES,
+    "budget": ROOMY,
+}
 CLIPPED = {"max_grad_norm": 0.05}
 FEW = {
     "small": Run(),
@@ -36,20 +44,30 @@ FEW = {
     "stage gradients": Run(settings={"ranks": {"stage": "gradients", "bucket_bytes": 8192}}),
     "stage optimizer": Run(emulated=True, settings={"ranks": {"stage": "optimizer"}}),
     "bf16": Run(accumulation=2, settings={"precision": "bf16", "max_grad_norm": 0.05}),
-    "bf16, one by one": Run(accumulation=2, settings={**TIGHT, "precision": "bf16", "max_grad_norm": 0.05}),
+    "bf16, one by one": Run(
+        accumulation=2, settings={**TIGHT, "precision": "bf16", "max_grad_norm": 0.05}
+    ),
     "bf16, stage gradients": Run(
-        accumulation=2, settings={"precision": "bf16", "max_grad_norm": 0.05, "ranks": {"stage": "gradients"}}
+        accumulation=2,
+        settings={"precision": "bf16", "max_grad_norm": 0.05, "ranks": {"stage": "gradients"}},
     ),
     "bf16, stage optimizer": Run(
-        accumulation=2, settings={"precision": "bf16", "max_grad_norm": 0.05, "ranks": {"stage": "optimizer"}}
+        accumulation=2,
+        settings={"precision": "bf16", "max_grad_norm": 0.05, "ranks": {"stage": "optimizer"}},
     ),
     "mixed": Run(model="mixed", accumulation=2, settings=CLIPPED),
     "mixed, one by one": Run(model="mixed", accumulation=2, settings={**TIGHT, **CLIPPED}),
-    "mixed, at home on the host": Run(model="mixed", accumulation=2, emulated=True, settings={**AT_HOME, **CLIPPED}),
-    "mixed, stage gradients": Run(
-        model="mixed", accumulation=2, settings={**CLIPPED, "ranks": {"stage": "gradients", "bucket_bytes": 8192}}
+    "mixed, at home on the host": Run(
+        model="mixed", accumulation=2, emulated=True, settings={**AT_HOME, **CLIPPED}
     ),
-    "mixed, stage optimizer": Run(model="mixed", accumulation=2, settings={**CLIPPED, "ranks": {"stage": "optimizer"}}),
+    "mixed, stage gradients": Run(
+        model="mixed",
+        accumulation=2,
+        settings={**CLIPPED, "ranks": {"stage": "gradients", "bucket_bytes": 8192}},
+    ),
+    "mixed, stage optimizer": Run(
+        model="mixed", accumulation=2, settings={**CLIPPED, "ranks": {"stage": "optimizer"}}
+    ),
     "encoder-decoder": Run(model="encoder-decoder", settings=ONE_BY_ONE),
     "llama": Run(model="llama", settings=ONE_BY_ONE),
     "odd": Run(model="odd", settings=ONE_BY_ONE),
@@ -57,26 +75,40 @@ FEW = {
     "routed, stage gradients": Run(model="routed", settings={"ranks": {"stage": "gradients"}}),
     # Room for a few gradients: what one rank waits for is of experts that the other does not use.
     "routed, little room": Run(
-        model="routed", settings={**ONE_BY_ONE, "ranks": {"leaf_modules": ["Experts"], "bucket_bytes": 4096}}
+        model="routed",
+        settings={**ONE_BY_ONE, "ranks": {"leaf_modules": ["Experts"], "bucket_bytes": 4096}},
     ),
     "routed, little room, stage gradients": Run(
         model="routed", settings={"ranks": {"stage": "gradients", "bucket_bytes": 4096}}
     ),
 }
-AS_SMALL = ("one by one", "broadcast", "emulated", "at home on the host", "stage gradients", "stage optimizer")
+AS_SMALL = (
+    "one by one",
+    "broadcast",
+    "emulated",
+    "at home on the host",
+    "stage gradients",
+    "stage optimizer",
+)
 
 
 @cache
 def ran(size: int) -> list[dict[str, dict[str, Any]]]:
     """Return what each of so many ranks got, of one launch for all tests."""
-    return launched(size, programs.train_all, FEW if size == 2 else {name: FEW[name] for name in ("small", "routed")})
+    return launched(
+        size,
+        programs.train_all,
+        FEW if size == 2 else {name: FEW[name] for name in ("small", "routed")},
+    )
 
 
 @cache
 def alone(name: str) -> dict[str, Any]:
     """Return what one rank gets of the whole batches, with no settings that change no bits."""
     run = FEW[name]
-    settings = {key: value for key, value in run.settings.items() if key in {"precision", "max_grad_norm"}}
+    settings = {
+        key: value for key, value in run.settings.items() if key in {"precision", "max_grad_norm"}
+    }
     return programs.train(replace(run, emulated=False, settings=settings))
 
 
@@ -85,13 +117,20 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, rtol: float, atol: float) -> list[str]:
+def far(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, rtol: float, atol: float
+) -> list[str]:
     assert one.keys() == other.keys()
-    return [name for name in one if not torch.allclose(one[name].float(), other[name].float(), rtol=rtol, atol=atol)]
+    return [
+        name
+        for name in one
+        if not torch.allclose(one[name].float(), other[name].float(), rtol=rtol, atol=atol)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("size", "name"), [(2, name) for name in FEW] + [(size, name) for size in (3, 4) for name in ("small", "routed")]
+    ("size", "name"),
+    [(2, name) for name in FEW] + [(size, name) for size in (3, 4) for name in ("small", "routed")],
 )
 def test_several_ranks_train_as_one_does_on_the_same_batch(size: int, name: str) -> None:
     one = alone(name)
@@ -125,7 +164,9 @@ def test_strategies_and_partitionings_have_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["one by one", "stage gradients"])
 @pytest.mark.parametrize("model", ["bf16", "mixed"])
-def test_buckets_rounds_and_stages_change_no_bit_of_accumulated_and_clipped_gradients(model: str, name: str) -> None:
+def test_buckets_rounds_and_stages_change_no_bit_of_accumulated_and_clipped_gradients(
+    model: str, name: str
+) -> None:
     [found, *_] = ran(2)
 
     assert differing(found[f"{model}, {name}"]["states"], found[model]["states"]) == []
@@ -138,7 +179,9 @@ def test_mixed_shards_at_home_on_the_host_have_the_same_bits() -> None:
     assert differing(found["mixed, at home on the host"]["states"], found["mixed"]["states"]) == []
 
 
-def test_parameters_stay_nan_on_all_ranks_where_one_machine_has_no_room_for_those_of_its_ranks() -> None:
+def test_parameters_stay_nan_on_all_ranks_where_one_machine_has_no_room_for_those_of_its_ranks() -> (
+    None
+):
     for warned in launched(2, programs.close_crowded, 1):
         assert len(warned) == 1
         assert "has 0 B (0 B) left for copies" in warned[0]
@@ -147,11 +190,16 @@ def test_parameters_stay_nan_on_all_ranks_where_one_machine_has_no_room_for_thos
 def test_closing_leaves_whole_parameters_on_every_rank() -> None:
     for rank in ran(2):
         for found in rank.values():
-            assert differing(found["after"], {name: found["states"][name] for name in found["after"]}) == []
+            assert (
+                differing(found["after"], {name: found["states"][name] for name in found["after"]})
+                == []
+            )
 
 
 @pytest.mark.parametrize("name", ["routed, little room", "routed, little room, stage gradients"])
-def test_ranks_that_use_other_experts_and_have_room_for_few_gradients_have_the_same_bits(name: str) -> None:
+def test_ranks_that_use_other_experts_and_have_room_for_few_gradients_have_the_same_bits(
+    name: str,
+) -> None:
     [found, *_] = ran(2)
 
     assert differing(found[name]["states"], found["routed"]["states"]) == []
@@ -162,7 +210,8 @@ def test_a_backward_never_holds_more_whole_gradients_than_there_is_room_for(stag
     for found in launched(2, programs.holds, stage, 1):
         one = 64 * 64 * 4
         assert found["most"] <= one + 2 * 32768 + one  # one that autograd has just made
-        assert found["room"] < 2 * 10 * one  # as much again is for what malloc has of those that went
+        # as much again is for what malloc has of those that went
+        assert found["room"] < 2 * 10 * one
         assert found["left"] == 0
 
 
@@ -242,7 +291,8 @@ def test_a_change_under_gathered_is_kept_on_all_ranks() -> None:
 def test_ranks_that_write_different_values_are_told() -> None:
     for found in looked():
         assert (
-            "agreement on what gathered(modify=True) wrote: the ranks differ in embed.weight" in found["other values"]
+            "agreement on what gathered(modify=True) wrote: the ranks differ in embed.weight"
+            in found["other values"]
         )
 
 
@@ -270,9 +320,15 @@ def test_a_parameter_that_some_ranks_use_is_updated_on_all_and_one_that_none_doe
     for found in ranks:
         for step, (ours, plain) in enumerate(zip(found, expected, strict=True)):
             assert ours["norm"] == pytest.approx(plain["norm"], rel=1e-5), step
-            assert ours["shown"] == pytest.approx(ours["norm"], rel=1e-5), step  # what each gradient is shown to be
+            # what each gradient is shown to be
+            assert ours["shown"] == pytest.approx(ours["norm"], rel=1e-5), step
             assert (
-                far({name: ours["states"][name] for name in plain["states"]}, plain["states"], rtol=1e-5, atol=1e-6)
+                far(
+                    {name: ours["states"][name] for name in plain["states"]},
+                    plain["states"],
+                    rtol=1e-5,
+                    atol=1e-6,
+                )
                 == []
             )
         assert [int(each["states"]["sometimes: step"]) for each in found] == [0, 1, 2, 3, 3]
@@ -297,9 +353,10 @@ def used_by_some(size: int) -> list[dict[str, Any]]:
     return found
 
 
-# --- the whole matrix ------------------------------------------------------------------------------------------------
+# --- the whole matrix -----------------------------------------------------------------------------
 
-# Batch norm computes with what its rank has seen, and whole batches that go to one expert make ranks go other ways.
+# Batch norm computes with what its rank has seen, and whole batches that go to one expert make
+# ranks go other ways.
 EVERY_MODEL = [name for name in programs.KINDS if name not in {"conv net", "mixture of experts"}]
 
 
@@ -308,16 +365,25 @@ def every_run(model: str, size: int) -> dict[str, Run]:
     for precision, accumulation, clip in (("fp32", 1, None), ("bf16", 3, 0.05), ("fp16", 1, None)):
         for name, run in FEW.items():
             # Several micro-batches that are added up whole are so in another order.
-            if name in {"small", *AS_SMALL} and not (name == "stage optimizer" and accumulation > 1):
+            if name in {"small", *AS_SMALL} and not (
+                name == "stage optimizer" and accumulation > 1
+            ):
                 ranks = run.settings.get("ranks", {})
                 if model == "routed" and "stage" not in ranks:
                     ranks = {**ranks, "leaf_modules": ["Experts"]}
-                settings = {**run.settings, "precision": precision, "max_grad_norm": clip, "ranks": ranks}
+                settings = {
+                    **run.settings,
+                    "precision": precision,
+                    "max_grad_norm": clip,
+                    "ranks": ranks,
+                }
                 if name == "one by one":  # the ranks of a machine share its budget
                     settings["budget"] = {"host": f"{2 * size}MiB"}
                 elif "budget" in settings:
                     settings["budget"] = {"host": "64MiB", "device": f"{size}MiB"}
-                runs[f"{precision} {name}"] = replace(run, model=model, accumulation=accumulation, settings=settings)
+                runs[f"{precision} {name}"] = replace(
+                    run, model=model, accumulation=accumulation, settings=settings
+                )
     return runs
 
 
@@ -330,7 +396,9 @@ def test_every_model_and_strategy_has_the_same_bits_on_so_many_ranks(model: str,
     for precision in ("fp32", "bf16", "fp16"):
         for name in AS_SMALL:
             if f"{precision} {name}" in found:
-                differ = differing(found[f"{precision} {name}"]["states"], found[f"{precision} small"]["states"])
+                differ = differing(
+                    found[f"{precision} {name}"]["states"], found[f"{precision} small"]["states"]
+                )
                 assert differ == [], f"{precision} {name}"
     for rank in others:
         for name, each in rank.items():

@@ -28,7 +28,9 @@ def test_a_parameter_that_tensor_parallelism_has_cut_is_refused() -> None:
     model = nn.Linear(4, 4)
     model.weight = Placed(torch.zeros(4, 4))
 
-    with pytest.raises(ConfigError, match=r"^parameter weight: expected an ordinary tensor: a DTensor is a shard"):
+    with pytest.raises(
+        ConfigError, match=r"^parameter weight: expected an ordinary tensor: a DTensor is a shard"
+    ):
         check_cut(model, EngineConfig(), built_alone=False)
 
 
@@ -39,7 +41,9 @@ def test_a_model_that_torch_cuts_or_averages_itself_is_refused() -> None:
     told = r"^module 1: expected the model itself, without it: .*, got 'DistributedDataParallel'$"
     with pytest.raises(ConfigError, match=told):
         check_cut(
-            nn.Sequential(nn.Linear(2, 2), DistributedDataParallel(nn.Linear(2, 2))), EngineConfig(), built_alone=False
+            nn.Sequential(nn.Linear(2, 2), DistributedDataParallel(nn.Linear(2, 2))),
+            EngineConfig(),
+            built_alone=False,
         )
 
 
@@ -47,7 +51,9 @@ def test_a_model_that_one_rank_has_built_alone_is_refused(tmp_path: Path) -> Non
     with init_context(budget=Budget(host="64MiB", nvme={str(tmp_path): "1MiB"})) as built:
         model = nn.Linear(40, 40)
 
-    with pytest.raises(ConfigError, match=r"^model: expected one in memory, or one that all ranks have built"):
+    with pytest.raises(
+        ConfigError, match=r"^model: expected one in memory, or one that all ranks have built"
+    ):
         check_cut(model, EngineConfig(), built_alone=built.ranks is None)
     built.close()
 
@@ -55,7 +61,10 @@ def test_a_model_that_one_rank_has_built_alone_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"storage": {"early_updates": True}}, r"^storage\.early_updates: expected False on several ranks"),
+        (
+            {"storage": {"early_updates": True}},
+            r"^storage\.early_updates: expected False on several ranks",
+        ),
         (
             {"parameters": "nvme", "ranks": {"stage": "gradients"}},
             r'^parameters: expected "auto" or "device" with ranks\.stage="gradients", which has them whole',
@@ -66,7 +75,9 @@ def test_a_model_that_one_rank_has_built_alone_is_refused(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_settings_that_do_not_go_with_several_ranks_are_refused(settings: dict[str, Any], told: str) -> None:
+def test_settings_that_do_not_go_with_several_ranks_are_refused(
+    settings: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ConfigError, match=told):
         check_cut(nn.Linear(1, 1), EngineConfig.from_mapping(settings), built_alone=False)
 
@@ -75,7 +86,11 @@ def test_leaf_modules_are_named_or_of_a_named_class_and_none_is_within_another()
     model = MODELS["gpt"]()
 
     assert leaves_of(model, ["Attention"]) == {f"blocks.{number}.attention" for number in range(3)}
-    assert leaves_of(model, ["blocks.1", "Attention"]) == {"blocks.0.attention", "blocks.1", "blocks.2.attention"}
+    assert leaves_of(model, ["blocks.1", "Attention"]) == {
+        "blocks.0.attention",
+        "blocks.1",
+        "blocks.2.attention",
+    }
     assert leaves_of(model, [""]) == {""}
     with pytest.raises(ConfigError, match=r"^ranks\.leaf_modules: expected the name of a module"):
         leaves_of(model, ["Attentoin"])

@@ -1,4 +1,6 @@
-"""Parameters that are used out of sight, on several ranks: named on all, and exact once they are registered. Gloo."""
+"""Parameters that are used out of sight, on several ranks: named on all, and exact once they are
+registered. Gloo.
+"""
 
 from __future__ import annotations
 
@@ -29,4 +31,6 @@ def test_what_is_registered_is_gathered_with_the_module_that_uses_it(ranks: dict
     for one, other in zip(whole, cut, strict=True):
         assert one["losses"] == other["losses"]
         states = one["states"]
-        assert [name for name, each in other["states"].items() if not torch.equal(each, states[name])] == []
+        assert [
+            name for name, each in other["states"].items() if not torch.equal(each, states[name])
+        ] == []

@@ -1,4 +1,6 @@
-"""What the others are told when a rank does something else, raises, dies or is stuck: who it was, in bounded time."""
+"""What the others are told when a rank does something else, raises, dies or is stuck: who it was,
+in bounded time.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,12 @@ def test_ranks_that_go_another_way_are_named_with_what_they_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "apart"), [("other_size", "ranks 0, 1:|rank 2:"), ("other_buffer", "rank 0:|ranks 1, 2:")]
+    ("case", "apart"),
+    [("other_size", "ranks 0, 1:|rank 2:"), ("other_buffer", "rank 0:|ranks 1, 2:")],
 )
-def test_ranks_that_would_send_other_sizes_are_told_apart_before_they_do(case: str, apart: str) -> None:
+def test_ranks_that_would_send_other_sizes_are_told_apart_before_they_do(
+    case: str, apart: str
+) -> None:
     [told] = set(reasons(case))
 
     assert told.count("gather of layer a (collective 1)") == 2
@@ -81,7 +86,9 @@ def test_those_who_wait_for_a_killed_rank_are_told_in_time(killed: int, size: in
     assert ranks.pop(killed).exitcode == -signal.SIGKILL
     for error in told_in_time(ranks):
         assert error.op == "gather of layer c"
-        assert re.search(rf"rank {killed} \(process \d+ of this machine\) has ended without a word", error.reason)
+        assert re.search(
+            rf"rank {killed} \(process \d+ of this machine\) has ended without a word", error.reason
+        )
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.slow)])
@@ -93,7 +100,9 @@ def test_whenever_a_rank_is_killed_the_others_are_told_in_time(count: int) -> No
 
         assert ranks.pop(killed).exitcode == -signal.SIGKILL
         for error in told_in_time(ranks):
-            assert re.search(rf"rank {killed} \(process \d+ of this machine\) has ended", error.reason)
+            assert re.search(
+                rf"rank {killed} \(process \d+ of this machine\) has ended", error.reason
+            )
 
 
 def test_those_who_wait_for_a_rank_that_raised_are_told_what() -> None:
@@ -113,7 +122,9 @@ def test_those_who_wait_for_a_stuck_rank_are_told_after_the_timeout() -> None:
 
 
 def told_in_time(ranks: list[Rank]) -> list[CollectiveError]:
-    """Return the errors of ranks that were told, and ended, before the launcher's patience did: their own is longer."""
+    """Return the errors of ranks that were told, and ended, before the launcher's patience did:
+    their own is longer.
+    """
     errors = []
     for rank in ranks:
         assert rank.error is None, rank.trace

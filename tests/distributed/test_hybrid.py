@@ -1,7 +1,8 @@
-"""Hybrid sharding: neighbours share one copy of the model and the others have replicas of it, over Gloo.
+"""Hybrid sharding: neighbours share one copy of the model and the others have replicas of it, over
+Gloo.
 
-As with one copy (test_engine_parity.py), within tolerance of one rank, as sums are in another order; and on one mesh,
-whatever the strategy, to the bit. All replicas are to the bit the same.
+As with one copy (test_engine_parity.py), within tolerance of one rank, as sums are in another
+order; and on one mesh, whatever the strategy, to the bit. All replicas are to the bit the same.
 """
 
 from __future__ import annotations
@@ -34,11 +35,19 @@ RUNS: dict[str, tuple[Run, dict[str, Any]]] = {
     "interleaved": (Run(emulated=True, settings={"strategy": "interleaved", "rates": RATES}), {}),
     "bf16": (Run(steps=2, accumulation=2, settings=CLIPPED), {}),
     "bf16, one by one": (
-        Run(steps=2, accumulation=2, settings={**ONE_BY_ONE, **CLIPPED, "budget": {"host": "2MiB"}}),
+        Run(
+            steps=2, accumulation=2, settings={**ONE_BY_ONE, **CLIPPED, "budget": {"host": "2MiB"}}
+        ),
         {"bucket_bytes": 8192},
     ),
-    "bf16, stage gradients": (Run(steps=2, accumulation=2, settings=CLIPPED), {"stage": "gradients"}),
-    "bf16, stage optimizer": (Run(steps=2, accumulation=2, settings=CLIPPED), {"stage": "optimizer"}),
+    "bf16, stage gradients": (
+        Run(steps=2, accumulation=2, settings=CLIPPED),
+        {"stage": "gradients"},
+    ),
+    "bf16, stage optimizer": (
+        Run(steps=2, accumulation=2, settings=CLIPPED),
+        {"stage": "optimizer"},
+    ),
     "odd": (Run(model="odd", steps=2, settings=ONE_BY_ONE), {}),
     "routed": (Run(model="routed", settings=ONE_BY_ONE), {"leaf_modules": ["Experts"]}),
     # Ranks of both dimensions wait for what others have not come to.
@@ -60,7 +69,9 @@ def on_mesh(name: str, shard_ranks: int) -> Run:
 def ran(size: int, shard_ranks: int) -> list[dict[str, dict[str, Any]]]:
     """Return what each rank got, of one launch for all tests."""
     names = RUNS if size == 4 else FEW
-    return launched(size, rank_training.train_all, {name: on_mesh(name, shard_ranks) for name in names})
+    return launched(
+        size, rank_training.train_all, {name: on_mesh(name, shard_ranks) for name in names}
+    )
 
 
 @cache
@@ -85,7 +96,9 @@ def test_replicas_train_as_one_rank_does_on_the_same_batch(size: int, shard_rank
             rtol, atol = (2e-2, 4e-3) if "bf16" in name else (2e-4, 2e-5)
             one = alone(name)
             for key, values in one["states"].items():
-                assert torch.allclose(each["states"][key].float(), values.float(), rtol=rtol, atol=atol), (name, key)
+                assert torch.allclose(
+                    each["states"][key].float(), values.float(), rtol=rtol, atol=atol
+                ), (name, key)
             assert each["within"], name
             if one["norms"][0] is not None:
                 assert each["norms"] == pytest.approx(one["norms"], rel=1e-2)
@@ -125,7 +138,10 @@ def test_little_room_for_gradients_changes_no_bit_and_an_expert_that_nobody_uses
     [found, *_] = ran(size, shard_ranks)
 
     assert differing(found["routed, little room"]["states"], found["routed"]["states"]) == []
-    made = [int(found["routed"]["states"][f"blocks.0.experts.{number}.weight: step"]) for number in range(4)]
+    made = [
+        int(found["routed"]["states"][f"blocks.0.experts.{number}.weight: step"])
+        for number in range(4)
+    ]
     assert made == [3, 3, 3, 0]
 
 
@@ -159,7 +175,9 @@ COUNTS = [4, 1, 3, 2]
 
 
 def accumulated_by_pytorch() -> dict[str, torch.Tensor]:
-    """Return the weights that PyTorch alone gets: the loss of a micro-batch is the mean over ranks."""
+    """Return the weights that PyTorch alone gets: the loss of a micro-batch is the mean over
+    ranks.
+    """
     task, optimizer = rank_training.made(Run())
     for number in range(max(COUNTS)):
         rows = torch.cat([task.batch(100 * number + part) for part in range(12)]).chunk(len(COUNTS))
@@ -174,7 +192,11 @@ def accumulated_by_pytorch() -> dict[str, torch.Tensor]:
 
 def test_replicas_accumulate_in_step_where_ranks_have_not_as_many_batches() -> None:
     mesh = {"shard_ranks": 2}
-    ways: list[dict[str, Any]] = [mesh, {**mesh, "stage": "gradients"}, {**mesh, "stage": "optimizer"}]
+    ways: list[dict[str, Any]] = [
+        mesh,
+        {**mesh, "stage": "gradients"},
+        {**mesh, "stage": "optimizer"},
+    ]
     expected = accumulated_by_pytorch()
 
     [first, *others] = ranks = launched(4, rank_training.accumulate_by_turns, COUNTS, ways)
@@ -199,12 +221,21 @@ def test_replicas_build_and_load_the_bits_of_one_rank_and_train_them_as_from_mem
 ) -> None:
     (drive := tmp_path / "drive").mkdir()
     machine = {"host": f"{64 * size}MiB", "nvme": {str(drive): f"{32 * size}MiB"}}
-    run = Run(settings={"budget": machine, "parameters": "nvme", "strategy": "nvme_streamed", **ONE_BY_ONE})
+    run = Run(
+        settings={
+            "budget": machine,
+            "parameters": "nvme",
+            "strategy": "nvme_streamed",
+            **ONE_BY_ONE,
+        }
+    )
     run = replace(run, settings={**run.settings, "ranks": {"shard_ranks": shard_ranks}})
     folder = rank_building.files_of(tmp_path / "files", "gpt")
     wide = rank_building.wide_files(tmp_path / "wide")
 
-    ranks = launched(size, rank_building.on_a_mesh, shard_ranks, run, str(drive), str(folder), str(wide))
+    ranks = launched(
+        size, rank_building.on_a_mesh, shard_ranks, run, str(drive), str(folder), str(wide)
+    )
 
     for rank in ranks:
         for name, found in rank["built"].items():
@@ -217,16 +248,23 @@ def test_replicas_build_and_load_the_bits_of_one_rank_and_train_them_as_from_mem
             assert differing(found["states"], rank["trained"]["in memory"]["states"]) == []
     for name in rank_building.FEW_BUILDERS:  # each replica has all of it
         assert (
-            size // shard_ranks * 0.99 < sum(rank["built"][name]["taken"] for rank in ranks) < size // shard_ranks * 1.3
+            size // shard_ranks * 0.99
+            < sum(rank["built"][name]["taken"] for rank in ranks)
+            < size // shard_ranks * 1.3
         )
     assert list(drive.iterdir()) == []
 
 
 @pytest.mark.parametrize(("size", "shard_ranks", "fitting"), [(4, 3, "1, 2, 4"), (2, 4, "1, 2")])
-def test_ranks_that_cannot_be_divided_are_all_told(size: int, shard_ranks: int, fitting: str) -> None:
-    for rank in launch(size, rank_training.train, Run(steps=1, settings={"ranks": {"shard_ranks": shard_ranks}})):
+def test_ranks_that_cannot_be_divided_are_all_told(
+    size: int, shard_ranks: int, fitting: str
+) -> None:
+    for rank in launch(
+        size, rank_training.train, Run(steps=1, settings={"ranks": {"shard_ranks": shard_ranks}})
+    ):
         assert str(rank.error).startswith(
-            f"ranks.shard_ranks: expected a divisor of the {size} ranks: {fitting}, got {shard_ranks}"
+            f"ranks.shard_ranks: expected a divisor of the {size} ranks: {fitting}, got "
+            f"{shard_ranks}"
         )
 
 
@@ -234,8 +272,8 @@ def test_ranks_that_want_other_meshes_are_all_told() -> None:
     for rank in launch(4, rank_training.wants_another_mesh):
         assert rank.error is None, rank.trace
         assert (
-            "agreement on the mesh: the ranks differ in ranks.shard_ranks: 2 on ranks 0, 1, 2, None on rank 3"
-            in rank.value
+            "agreement on the mesh: the ranks differ in ranks.shard_ranks: 2 on ranks 0, 1, 2, "
+            "None on rank 3" in rank.value
         )
 
 

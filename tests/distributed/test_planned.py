@@ -1,4 +1,6 @@
-"""`strategy="auto"` with rates on several ranks: the planner's choice, the same on all, and no other bits. Gloo."""
+"""`strategy="auto"` with rates on several ranks: the planner's choice, the same on all, and no
+other bits. Gloo.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ FAST_HOST = replace(RATES, host_update_params_per_s=2e10, device_update_params_p
 RUN = Run(
     emulated=True,
     settings={
-        "budget": {"host": "64MiB", "device": "320KiB"},  # less than all states take beside whole parameters
+        # less than all states take beside whole parameters
+        "budget": {"host": "64MiB", "device": "320KiB"},
         "storage": {"small_bytes": 0},
         "ranks": {"bucket_bytes": 8192},
         "precision": "bf16",
@@ -47,7 +50,9 @@ def test_the_choice_changes_no_bit() -> None:
     assert chosen["homes"] is not None
     assert chosen["losses"] == by_what_fits["losses"]
     states = by_what_fits["states"]
-    assert [name for name, each in chosen["states"].items() if not torch.equal(each, states[name])] == []
+    assert [
+        name for name, each in chosen["states"].items() if not torch.equal(each, states[name])
+    ] == []
 
 
 def test_where_one_rank_lacks_rates_what_fits_decides_on_all() -> None:

@@ -1,4 +1,6 @@
-"""Ranks that take over the states of an optimizer: each has its shard of them, and all have the same. Gloo."""
+"""Ranks that take over the states of an optimizer: each has its shard of them, and all have the
+same. Gloo.
+"""
 
 from __future__ import annotations
 

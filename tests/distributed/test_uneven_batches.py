@@ -1,4 +1,7 @@
-"""Ranks that have not as many batches: evaluated in step, or named where they go another way. Gloo."""
+"""Ranks that have not as many batches: evaluated in step, or named where they go another way.
+
+Gloo.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,18 @@ LITTLE = 200 << 10  # of the device, on which little more is whole than what a m
 
 
 @pytest.mark.parametrize("counts", [[3, 1], [2, 2], [1, 4, 2], [0, 0]])
-def test_ranks_with_fewer_batches_use_their_last_again_and_do_not_count_it(counts: list[int]) -> None:
+def test_ranks_with_fewer_batches_use_their_last_again_and_do_not_count_it(
+    counts: list[int],
+) -> None:
     ranks = launched(len(counts), partial(programs.evaluate, in_step=True), counts, LITTLE)
 
     for rank, count in zip(ranks, counts, strict=True):
         assert len(rank["losses"]) == count
         assert rank["rounds"] == max(counts)
         assert rank["steps"] == 1
-    even = launched(len(counts), partial(programs.evaluate, in_step=False), [max(counts)] * len(counts), LITTLE)
+    even = launched(
+        len(counts), partial(programs.evaluate, in_step=False), [max(counts)] * len(counts), LITTLE
+    )
     for rank, other in zip(ranks, even, strict=True):
         assert rank["losses"] == other["losses"][: len(rank["losses"])]
 
@@ -35,7 +42,9 @@ def test_a_rank_without_any_batch_is_named_on_all() -> None:
 
 def test_a_rank_that_ends_its_evaluation_before_others_is_told_apart_and_does_not_hang() -> None:
     for told in launched(2, partial(programs.evaluate, in_step=False), [3, 1], LITTLE):
-        assert re.match("CollectiveError: .*the ranks do not do the same.*rank 0: .*rank 1: ", told), told
+        assert re.match(
+            "CollectiveError: .*the ranks do not do the same.*rank 0: .*rank 1: ", told
+        ), told
 
 
 @pytest.mark.parametrize("stage", ["optimizer", pytest.param("parameters", marks=pytest.mark.slow)])
@@ -50,7 +59,11 @@ def test_ranks_update_alike_whoever_counts_micro_batches(stage: str) -> None:
     ("stage", "differs"),
     [
         ("optimizer", "the ranks differ in micro-batches of this step: 2 on rank 0, 1 on rank 1"),
-        ("parameters", "rank 0: what has a gradient .*; rank 1: whether all agree on what the update is made with"),
+        (
+            "parameters",
+            "rank 0: what has a gradient .*; rank 1: whether all agree on what the update is made "
+            "with",
+        ),
     ],
 )
 def test_all_ranks_are_told_where_one_updates_alone(stage: str, differs: str) -> None:

@@ -24,8 +24,17 @@ MEMORY = Case(accumulation=2)
 PLACES = {
     "memory": MEMORY,
     "device": replace(MEMORY, precision="bf16"),
-    "drives": replace(MEMORY, precision="bf16", strategy=NvmeStreamed(), parameters="nvme", host=17_100_000),
-    "early": replace(MEMORY, precision="bf16", strategy=NvmeStreamed(), parameters="nvme", early=True, host=17_460_000),
+    "drives": replace(
+        MEMORY, precision="bf16", strategy=NvmeStreamed(), parameters="nvme", host=17_100_000
+    ),
+    "early": replace(
+        MEMORY,
+        precision="bf16",
+        strategy=NvmeStreamed(),
+        parameters="nvme",
+        early=True,
+        host=17_460_000,
+    ),
 }
 FULL = replace(PLACES["drives"], accumulation=1, host=16_970_000)
 """So little of the host that there is no room to add up the gradients of a second micro-batch."""
@@ -120,7 +129,10 @@ def test_step_with_update_false_never_updates() -> None:
 
 
 def test_step_with_update_true_needs_a_gradient() -> None:
-    with opened(MEMORY, None, None) as (engine, _), pytest.raises(RuntimeError, match="nothing to step with"):
+    with (
+        opened(MEMORY, None, None) as (engine, _),
+        pytest.raises(RuntimeError, match="nothing to step with"),
+    ):
         engine.step(update=True)
 
 
@@ -135,7 +147,8 @@ def test_backward_without_scale_adds_gradients_up(place: str, tmp_path: Path) ->
                 engine.step()
             return bits_of(engine)
 
-    assert differing(trained(True), trained(False)) == []  # dividing by a power of two rounds nothing
+    # dividing by a power of two rounds nothing
+    assert differing(trained(True), trained(False)) == []
 
 
 def test_scaled_and_unscaled_backwards_in_one_step_are_refused() -> None:

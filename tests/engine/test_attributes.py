@@ -1,4 +1,7 @@
-"""What an engine does not have, its model has: configuration, generation, listings. What would do harm is refused."""
+"""What an engine does not have, its model has: configuration, generation, listings.
+
+What would do harm is refused.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,30 @@ PLACES: dict[str, dict[str, Any]] = {
 
 def language_model(*, tied: bool = False) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, vocab_size=64, tie_word_embeddings=tied, eos_token_id=None)
+        transformers.LlamaConfig(
+            **sizes, vocab_size=64, tie_word_embeddings=tied, eos_token_id=None
+        )
     ).eval()
 
 
 @contextmanager
-def engine_of(model: nn.Module, place: str, folder: Path, precision: str = "fp32") -> Iterator[Engine]:
+def engine_of(
+    model: nn.Module, place: str, folder: Path, precision: str = "fp32"
+) -> Iterator[Engine]:
     budget: dict[str, Any] = {"host": "64MiB"}
     if place == "drives":
         budget["nvme"] = {str(folder): "64MiB"}
     settings = {"calibration": "off", "precision": precision, **PLACES[place]}
-    with infinity_engine.initialize(model, "sgd", settings, accelerator="cpu", budget=budget) as made:
+    with infinity_engine.initialize(
+        model, "sgd", settings, accelerator="cpu", budget=budget
+    ) as made:
         yield made
 
 

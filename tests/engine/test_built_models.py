@@ -1,4 +1,6 @@
-"""Models that were built on drives, taken over by an engine: the same bits as built in memory, within the budget."""
+"""Models that were built on drives, taken over by an engine: the same bits as built in memory,
+within the budget.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,13 @@ def test_every_model_can_be_built_on_drives_and_trained(model: str, tmp_path: Pa
     with infinity_engine.init_context(budget=budget, cache="64KiB"):
         task, optimizer = made(model)
     with infinity_engine.initialize(
-        task, optimizer, accelerator="cpu", parameters="nvme", strategy="host_only", subgroup_numel=4096, budget=budget
+        task,
+        optimizer,
+        accelerator="cpu",
+        parameters="nvme",
+        strategy="host_only",
+        subgroup_numel=4096,
+        budget=budget,
     ) as engine:
         losses = train(engine, task, case)
 
@@ -80,22 +88,32 @@ def test_where_the_engine_refuses_the_model_is_still_on_the_drives(tmp_path: Pat
     with infinity_engine.init_context(budget=budget, cache="64KiB") as built:
         task, optimizer = made("gpt")
     with pytest.raises(infinity_engine.CapacityError):
-        infinity_engine.initialize(task, optimizer, accelerator="cpu", budget={**budget, "host": "64KiB"})
+        infinity_engine.initialize(
+            task, optimizer, accelerator="cpu", budget={**budget, "host": "64KiB"}
+        )
     built.whole()
 
     expected, _ = made("gpt")
     assert [
-        name for name, each in task.state_dict().items() if not torch.equal(each, expected.state_dict()[name])
+        name
+        for name, each in task.state_dict().items()
+        if not torch.equal(each, expected.state_dict()[name])
     ] == []
 
 
-# --- what a built model takes of the budget ----------------------------------------------------------------------
+# --- what a built model takes of the budget -------------------------------------------------------
 
 
-def built_and_initialized(drive: Path, *, building: str, host: int | str, nvme: int | str) -> list[int]:
-    """Build a model of 2 MiB on the drive and let an engine take it over; return what the model took of the drive."""
+def built_and_initialized(
+    drive: Path, *, building: str, host: int | str, nvme: int | str
+) -> list[int]:
+    """Build a model of 2 MiB on the drive and let an engine take it over; return what the model
+    took of the drive.
+    """
     torch.manual_seed(0)
-    with infinity_engine.init_context(budget={"host": "64MiB", "nvme": {str(drive): building}}, cache="1MiB"):
+    with infinity_engine.init_context(
+        budget={"host": "64MiB", "nvme": {str(drive): building}}, cache="1MiB"
+    ):
         model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
     taken = [file.stat().st_size for file in unnamed_files(drive)]
     with infinity_engine.initialize(

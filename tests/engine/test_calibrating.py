@@ -1,4 +1,6 @@
-"""Where a strategy asks for rates and none are given, `initialize` takes what was calibrated, or measures it once."""
+"""Where a strategy asks for rates and none are given, `initialize` takes what was calibrated, or
+measures it once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from infinity_engine.planning.choosing import choose
 from infinity_engine.units import GiB, MiB
 from support.calibrations import calibration
 
-TINY = Effort(seconds=0.1, rounds=1, update_bytes=MiB, io_bytes=MiB, file_bytes=2 * MiB, shortest_s=0.001)
+TINY = Effort(
+    seconds=0.1, rounds=1, update_bytes=MiB, io_bytes=MiB, file_bytes=2 * MiB, shortest_s=0.001
+)
 DEVICE = Rates(h2d_bytes_per_s=1.2e9, d2h_bytes_per_s=1e9, device_update_params_per_s=20e9)
 INTERLEAVED = {"strategy": "interleaved", "subgroup_numel": 4096, "precision": "bf16"}
 
@@ -77,7 +81,9 @@ def kept_for(device: Accelerator, measured: Calibration) -> Calibration:
 
 def both_ways(rates: Rates) -> Rates:
     return dataclasses.replace(
-        rates, h2d_bytes_per_s=rates.duplex_h2d_bytes_per_s, d2h_bytes_per_s=rates.duplex_d2h_bytes_per_s
+        rates,
+        h2d_bytes_per_s=rates.duplex_h2d_bytes_per_s,
+        d2h_bytes_per_s=rates.duplex_d2h_bytes_per_s,
     )
 
 
@@ -110,15 +116,25 @@ def test_rates_that_are_given_are_used(device: Accelerator) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_measured")
-@pytest.mark.parametrize("settings", [{"calibration": "off"}, {"policy": "interleaved", "strategy": "auto"}])
-def test_without_a_calibration_a_rate_that_is_missing_is_told(settings: dict[str, Any], device: Accelerator) -> None:
-    with pytest.raises(ConfigError, match=r"Rates\.\w+: expected a rate"), engine(device, **settings):
+@pytest.mark.parametrize(
+    "settings", [{"calibration": "off"}, {"policy": "interleaved", "strategy": "auto"}]
+)
+def test_without_a_calibration_a_rate_that_is_missing_is_told(
+    settings: dict[str, Any], device: Accelerator
+) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"Rates\.\w+: expected a rate"),
+        engine(device, **settings),
+    ):
         pass
 
 
 @pytest.mark.usefixtures("nothing_is_measured")
 def test_where_device_and_host_are_one_memory_nothing_is_measured() -> None:
-    with pytest.raises(ConfigError, match=r"Rates\.\w+: expected a rate"), engine(None, accelerator="cpu"):
+    with (
+        pytest.raises(ConfigError, match=r"Rates\.\w+: expected a rate"),
+        engine(None, accelerator="cpu"),
+    ):
         pass
 
 
@@ -140,20 +156,28 @@ def test_a_file_of_another_machine_is_used_and_told(device: Accelerator, tmp_pat
     file.write_text(json.dumps(calibration().to_mapping()))
 
     with (
-        pytest.warns(CalibrationWarning, match=r"is of another machine .*cpu: Imaginary 9000, here .*rates are used"),
+        pytest.warns(
+            CalibrationWarning,
+            match=r"is of another machine .*cpu: Imaginary 9000, here .*rates are used",
+        ),
         engine(device, calibration=str(file)) as made,
     ):
         assert made.plan.ops
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"version": 9}'])
-def test_a_file_that_is_no_calibration_is_refused(content: str | None, device: Accelerator, tmp_path: Path) -> None:
+def test_a_file_that_is_no_calibration_is_refused(
+    content: str | None, device: Accelerator, tmp_path: Path
+) -> None:
     file = tmp_path / "figures.json"
     if content is not None:
         file.write_text(content)
 
     with (
-        pytest.raises(ConfigError, match=r"^calibration: expected .*a file that `infinity calibrate --json` wrote"),
+        pytest.raises(
+            ConfigError,
+            match=r"^calibration: expected .*a file that `infinity calibrate --json` wrote",
+        ),
         engine(device, calibration=str(file)),
     ):
         pass
@@ -178,7 +202,9 @@ def test_a_calibration_file_is_checked_where_no_plan_needs_it(
         file.write_text(content)
 
     with (
-        pytest.raises(ConfigError, match=r"^calibration: expected auto, off, or a file that .*figures\.json"),
+        pytest.raises(
+            ConfigError, match=r"^calibration: expected auto, off, or a file that .*figures\.json"
+        ),
         engine(device, calibration=file, **settings),
     ):
         pass
@@ -190,7 +216,12 @@ def test_a_calibration_file_is_checked_where_no_plan_needs_it(
 def test_ranks_of_one_machine_share_what_one_at_a_time_was_measured_to_have() -> None:
     sharing: Any = SimpleNamespace(neighbours=2, users={"/mnt/a": 2})
     apart: Any = SimpleNamespace(neighbours=2, users={"/mnt/a": 1})
-    asked: dict[str, Any] = {"optimizer": "adamw", "directories": ["/mnt/a"], "beside_io": True, "beside_copies": False}
+    asked: dict[str, Any] = {
+        "optimizer": "adamw",
+        "directories": ["/mnt/a"],
+        "beside_io": True,
+        "beside_copies": False,
+    }
 
     mine = of_one_rank(calibration(), sharing, threads=2, **asked)
     on_own_drive = of_one_rank(calibration(), apart, threads=2, **asked)
@@ -216,7 +247,9 @@ def test_what_was_kept_is_used(device: Accelerator, cache: CalibrationCache) -> 
 
 
 @pytest.mark.usefixtures("tiny")
-def test_what_was_not_kept_is_measured_once_and_said(device: Accelerator, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_not_kept_is_measured_once_and_said(
+    device: Accelerator, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING), engine(device) as first:
         assert first.plan.ops
     [said] = caplog.messages
@@ -245,10 +278,13 @@ def test_the_drives_of_a_streamed_strategy_are_measured_too(
 
 
 @pytest.mark.usefixtures("nothing_is_measured")
-def test_a_host_budget_that_measuring_would_exceed_is_refused_with_what_to_do(device: Accelerator) -> None:
+def test_a_host_budget_that_measuring_would_exceed_is_refused_with_what_to_do(
+    device: Accelerator,
+) -> None:
     with (
         pytest.raises(
-            ConfigError, match=r"^budget\.host: expected 320 MiB or more, .*`infinity calibrate` once before"
+            ConfigError,
+            match=r"^budget\.host: expected 320 MiB or more, .*`infinity calibrate` once before",
         ),
         engine(device),
     ):
@@ -263,7 +299,10 @@ def test_a_budget_of_a_drive_that_measuring_would_exceed_is_refused_with_what_to
     budget = {"host": GiB, "device": "8MiB", "nvme": {str(tmp_path): "64MiB"}}
 
     with (
-        pytest.raises(ConfigError, match=r"^budget\.nvme\['.*'\]: expected 1 GiB or more, .*`infinity calibrate` once"),
+        pytest.raises(
+            ConfigError,
+            match=r"^budget\.nvme\['.*'\]: expected 1 GiB or more, .*`infinity calibrate` once",
+        ),
         engine(device, strategy=strategy, budget=budget),
     ):
         pass
@@ -281,14 +320,16 @@ def test_a_drive_that_cannot_be_measured_is_refused_and_the_model_is_as_it_was(
     budget = {"host": GiB, "device": "8MiB", "nvme": {str(tmp_path): "2GiB"}}
     strategy = {"name": "nvme_streamed", "update": "interleaved"}
 
-    with pytest.raises(ConfigError, match=r"^budget\.nvme: expected .*\(the drive is gone\); or give rates="):
+    with pytest.raises(
+        ConfigError, match=r"^budget\.nvme: expected .*\(the drive is gone\); or give rates="
+    ):
         infinity_engine.initialize(model, "adamw", device=device, strategy=strategy, budget=budget)
 
     assert model.weight is before
     assert not model.weight.isnan().any()
 
 
-# --- strategy="auto" ---------------------------------------------------------------------------------------------
+# --- strategy="auto" ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -307,7 +348,9 @@ def test_auto_measures_nothing_for_a_small_training(device: Accelerator) -> None
 
 
 @pytest.mark.usefixtures("nothing_is_measured", "worth_it")
-@pytest.mark.parametrize("settings", [{"budget": {"host": "64MiB", "device": "8MiB"}}, {"calibration": "off"}])
+@pytest.mark.parametrize(
+    "settings", [{"budget": {"host": "64MiB", "device": "8MiB"}}, {"calibration": "off"}]
+)
 def test_auto_measures_nothing_where_all_fits_on_the_device_or_where_that_is_off(
     settings: dict[str, Any], device: Accelerator
 ) -> None:
@@ -356,21 +399,29 @@ def test_auto_plans_with_what_was_kept(
 
 
 @pytest.mark.parametrize(
-    ("directories", "measures"), [(["/mnt/a"], False), (["/mnt/b"], True)], ids=["its drives", "drives of its own"]
+    ("directories", "measures"),
+    [(["/mnt/a"], False), (["/mnt/b"], True)],
+    ids=["its drives", "drives of its own"],
 )
 def test_a_rank_takes_the_rates_of_its_machine_but_for_drives_of_its_own(
     directories: list[str], measures: bool
 ) -> None:
     first, own = Rates(h2d_bytes_per_s=1e9), Rates(h2d_bytes_per_s=2e9)
-    ranks: Any = SimpleNamespace(once_a_machine=lambda *_: json.dumps([["/mnt/a"], first.to_mapping()]))
+    ranks: Any = SimpleNamespace(
+        once_a_machine=lambda *_: json.dumps([["/mnt/a"], first.to_mapping()])
+    )
 
-    found = with_rates_of_machine(EngineConfig(), ranks, directories, lambda: EngineConfig.from_keywords(rates=own))
+    found = with_rates_of_machine(
+        EngineConfig(), ranks, directories, lambda: EngineConfig.from_keywords(rates=own)
+    )
 
     assert found.rates == (own if measures else first)
 
 
 def test_a_rank_keeps_rates_that_it_was_given() -> None:
     given = EngineConfig.from_keywords(rates=DEVICE)
-    ranks: Any = SimpleNamespace(once_a_machine=lambda *_: json.dumps([[], Rates(h2d_bytes_per_s=1e9).to_mapping()]))
+    ranks: Any = SimpleNamespace(
+        once_a_machine=lambda *_: json.dumps([[], Rates(h2d_bytes_per_s=1e9).to_mapping()])
+    )
 
     assert with_rates_of_machine(given, ranks, [], lambda: given) is given

@@ -15,7 +15,13 @@ import torch
 
 import infinity_engine
 from infinity_engine.engine.engine import Engine
-from infinity_engine.errors import ConfigError, DamagedCheckpoint, IncompleteCheckpoint, ManifestMismatch, TransferError
+from infinity_engine.errors import (
+    ConfigError,
+    DamagedCheckpoint,
+    IncompleteCheckpoint,
+    ManifestMismatch,
+    TransferError,
+)
 from infinity_engine.plan import HostOnly, Interleaved
 from support.engine_bits import Bits, bits_of, differing
 from support.nvme_disks import DiskUnavailableError, loop_ext4
@@ -37,10 +43,16 @@ PLACES = {
     "host": Place(Case(strategy=HostOnly())),
     "another subgroup size": Place(Case(strategy=HostOnly(), subgroup_numel=8192)),
     "interleaved device": Place(Case(strategy=Interleaved(share=0.5, resident=0.3)), emulated=True),
-    "device, parameters on host": Place(Case(strategy=HostOnly(), parameters="host"), emulated=True),
+    "device, parameters on host": Place(
+        Case(strategy=HostOnly(), parameters="host"), emulated=True
+    ),
     "drives": Place(replace(STREAMED, clip=None), drives=True),
-    "drives, early updates": Place(replace(STREAMED, clip=None, early=True, host=17_500_000), drives=True),
-    "drives and device": Place(replace(STREAMED, clip=None, device="2MiB"), emulated=True, drives=True),
+    "drives, early updates": Place(
+        replace(STREAMED, clip=None, early=True, host=17_500_000), drives=True
+    ),
+    "drives and device": Place(
+        replace(STREAMED, clip=None, device="2MiB"), emulated=True, drives=True
+    ),
 }
 
 
@@ -78,7 +90,9 @@ def uninterrupted(tmp_path: Path, precision: str, model: str = "gpt") -> tuple[B
 
 @pytest.mark.parametrize("to", PLACES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_saved_on_the_host_goes_on_anywhere_with_the_same_bits(tmp_path: Path, precision: str, to: str) -> None:
+def test_a_run_saved_on_the_host_goes_on_anywhere_with_the_same_bits(
+    tmp_path: Path, precision: str, to: str
+) -> None:
     expected, losses = uninterrupted(tmp_path, precision)
     with engine_at(PLACES["host"], tmp_path, precision=precision) as (engine, run):
         steps(engine, run, 0, 2)
@@ -92,7 +106,9 @@ def test_a_run_saved_on_the_host_goes_on_anywhere_with_the_same_bits(tmp_path: P
 
 @pytest.mark.parametrize("origin", PLACES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_saved_anywhere_goes_on_on_the_host(tmp_path: Path, precision: str, origin: str) -> None:
+def test_a_run_saved_anywhere_goes_on_on_the_host(
+    tmp_path: Path, precision: str, origin: str
+) -> None:
     expected, losses = uninterrupted(tmp_path, precision)
     with engine_at(PLACES[origin], tmp_path, precision=precision) as (engine, run):
         steps(engine, run, 0, 2)
@@ -131,9 +147,16 @@ def test_fp16_goes_on_with_its_loss_scale(tmp_path: Path) -> None:
 
 def small(**more: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Engine]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings: dict[str, Any] = {"budget": {"host": "64MiB"}, "strategy": "host_only", "accelerator": "cpu", **more}
+    settings: dict[str, Any] = {
+        "budget": {"host": "64MiB"},
+        "strategy": "host_only",
+        "accelerator": "cpu",
+        **more,
+    }
     return model, optimizer, infinity_engine.initialize(model, optimizer, **settings)
 
 
@@ -171,7 +194,11 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
         for _ in range(4):
             one_step(engine)
             engine.save(tmp_path, keep=2)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "latest",
+        "step-00000003",
+        "step-00000004",
+    ]
 
 
 @pytest.mark.parametrize("keep", [0, -1])
@@ -200,13 +227,17 @@ def test_another_model_is_refused_by_name_and_nothing_changes(tmp_path: Path) ->
     _, _, engine = small()
     with engine:
         engine.save(tmp_path)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 17), torch.nn.Dropout(0.5), torch.nn.Linear(17, 4))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 17), torch.nn.Dropout(0.5), torch.nn.Linear(17, 4)
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     budget = {"host": "64MiB"}
     with infinity_engine.initialize(
         model, torch.optim.AdamW(model.parameters()), budget=budget, accelerator="cpu"
     ) as other:
-        with pytest.raises(ManifestMismatch, match=r"0\.weight should be .*shape \(17, 8\).*shape \(16, 8\)"):
+        with pytest.raises(
+            ManifestMismatch, match=r"0\.weight should be .*shape \(17, 8\).*shape \(16, 8\)"
+        ):
             other.load(tmp_path)
         assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
         loaded = other.load(tmp_path, strict=False)
@@ -221,9 +252,13 @@ def test_weights_alone_begin_with_a_new_optimizer(tmp_path: Path) -> None:
         engine.save(tmp_path)
         weights = engine.state_dict()
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with infinity_engine.initialize(model, optimizer, budget={"host": "64MiB"}, accelerator="cpu") as other:
+    with infinity_engine.initialize(
+        model, optimizer, budget={"host": "64MiB"}, accelerator="cpu"
+    ) as other:
         with pytest.raises(ManifestMismatch, match=r"0\.weight"):
             other.load(tmp_path)
         other.load(tmp_path, weights_only=True)
@@ -241,12 +276,17 @@ def test_damage_that_shows_while_loading_lets_nothing_go_on(tmp_path: Path) -> N
         data = bytearray(shard.read_bytes())
         data[-5] ^= 4
         shard.write_bytes(data)
-        with pytest.raises(infinity_engine.InfinityError, match=r"rank-00000-00000\.safetensors is damaged"):
+        with pytest.raises(
+            infinity_engine.InfinityError, match=r"rank-00000-00000\.safetensors is damaged"
+        ):
             engine.load(tmp_path)
-        one_step(engine)  # the header lies in the same MiB, so it was refused before anything changed
+        # the header lies in the same MiB, so it was refused before anything changed
+        one_step(engine)
 
 
-def test_a_load_that_fails_half_way_has_to_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_fails_half_way_has_to_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from infinity_engine.checkpoint import CheckpointReader
 
     _, _, engine = small()
@@ -282,7 +322,9 @@ def test_a_full_drive_fails_the_save_and_training_goes_on(tmp_path: Path) -> Non
             model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.Linear(512, 1024))
             optimizer = torch.optim.AdamW(model.parameters())
             budget = {"host": "64MiB"}
-            with infinity_engine.initialize(model, optimizer, budget=budget, accelerator="cpu") as engine:
+            with infinity_engine.initialize(
+                model, optimizer, budget=budget, accelerator="cpu"
+            ) as engine:
                 loss = engine(torch.randn(3, 8)).sum()
                 engine.backward(loss)
                 engine.step()

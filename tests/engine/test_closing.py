@@ -1,4 +1,6 @@
-"""The end of an engine: what the model, its views and its graphs have afterwards, and what is given back."""
+"""The end of an engine: what the model, its views and its graphs have afterwards, and what is given
+back.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_an_engine_closes_while_a_graph_is_alive(place: str, tmp_path: Path) -> 
         assert all(not usage.held for usage in engine.usage())
 
 
-def test_a_graph_whose_parameters_were_fetched_says_that_its_engine_is_closed(tmp_path: Path) -> None:
+def test_a_graph_whose_parameters_were_fetched_says_that_its_engine_is_closed(
+    tmp_path: Path,
+) -> None:
     with opened_at("drives", tmp_path) as (engine, task):
         kept = engine(task.batch(1))
         engine.close()
@@ -90,7 +94,7 @@ def test_a_graph_whose_parameters_were_fetched_says_that_its_engine_is_closed(tm
             kept.backward()
 
 
-# --- what there is room for -------------------------------------------------------------------------------------------
+# --- what there is room for -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["drives", "drives of a device"])
@@ -129,10 +133,20 @@ def test_a_state_dict_that_does_not_fit_the_memory_group_is_refused(
             engine.state_dict()
 
 
-def test_copies_may_take_what_the_tightest_group_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "probe_memory", lambda _roots: SimpleNamespace(available_bytes=64 * GiB))
-    files = {"memory.max": str(2 * GiB), "memory.current": str(GiB), "memory.stat": f"inactive_file {GiB // 2}\n"}
+def test_copies_may_take_what_the_tightest_group_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        capacity, "probe_memory", lambda _roots: SimpleNamespace(available_bytes=64 * GiB)
+    )
+    files = {
+        "memory.max": str(2 * GiB),
+        "memory.current": str(GiB),
+        "memory.stat": f"inactive_file {GiB // 2}\n",
+    }
     write_tree(tmp_path / "group", files)
     proc = {"self/mountinfo": mount_line(tmp_path / "group", "cgroup2"), "self/cgroup": "0::/\n"}
 
-    assert free_for_copies(fake_roots(tmp_path / "roots", proc=proc)) == 3 * GiB // 2 - -(-3 * GiB // 40)
+    assert free_for_copies(fake_roots(tmp_path / "roots", proc=proc)) == 3 * GiB // 2 - -(
+        -3 * GiB // 40
+    )

@@ -1,4 +1,6 @@
-"""Compiled modules: they train as they do uncompiled where parameters stay, and are refused where they are fetched."""
+"""Compiled modules: they train as they do uncompiled where parameters stay, and are refused where
+they are fetched.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Rates
 
 # Dynamo looks at the .grad of the inputs that it wraps, leaves or not.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 BACKEND = "aot_eager"  # traces and partitions as the others do, and needs no compiler
 RATES = Rates(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, device_update_params_per_s=1e9)
@@ -70,7 +74,9 @@ def losses(model: nn.Module, precision: str) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     budget = {"host": "64MiB"}
-    with infinity_engine.initialize(model, optimizer, accelerator="cpu", precision=precision, budget=budget) as engine:
+    with infinity_engine.initialize(
+        model, optimizer, accelerator="cpu", precision=precision, budget=budget
+    ) as engine:
         for seed in range(4):
             x = torch.randn(3, 16, generator=torch.Generator().manual_seed(seed))
             loss = engine(x.to(next(model.parameters()).dtype)).float().pow(2).mean()
@@ -99,7 +105,11 @@ def test_compiled_modules_are_refused_where_parameters_are_fetched(
 
     with device, pytest.raises(ConfigError, match=r"not compiled.*parameters=\"device\""):
         infinity_engine.initialize(
-            model, optimizer, device=device, parameters="host", budget={"host": "64MiB", "device": "1MiB"}
+            model,
+            optimizer,
+            device=device,
+            parameters="host",
+            budget={"host": "64MiB", "device": "1MiB"},
         )
 
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
@@ -115,13 +125,17 @@ def test_what_is_compiled_after_initialize_is_refused_and_training_goes_on_witho
         losses = found.setdefault(compiles, [])
         with (
             device,
-            infinity_engine.initialize(model, "adamw", device=device, parameters="host", budget=budget) as engine,
+            infinity_engine.initialize(
+                model, "adamw", device=device, parameters="host", budget=budget
+            ) as engine,
         ):
             for step in range(3):
                 if compiles and step == 1:
                     first = model[0]
                     model[0] = compiled_module(first)
-                    with pytest.raises(ConfigError, match=r"module 0: expected a module that is not compiled"):
+                    with pytest.raises(
+                        ConfigError, match=r"module 0: expected a module that is not compiled"
+                    ):
                         engine(x)
                     model[0] = first
                 loss = engine(x).square().mean()

@@ -1,4 +1,6 @@
-"""Data loaders whose workers are forked from a process that trains: the same bits, nothing held, nobody hangs."""
+"""Data loaders whose workers are forked from a process that trains: the same bits, nothing held,
+nobody hangs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from support.unnamed_files import unnamed_files
 
 pytestmark = [
     pytest.mark.usefixtures("deterministic"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),  # newer Pythons
+    # newer Pythons
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 
 EPOCH, EPOCHS = 3, 2
@@ -38,7 +41,9 @@ WHERE: dict[str, tuple[Case, bool]] = {  # and whether on a device with memory o
 
 
 class Batches(Dataset[torch.Tensor]):
-    """The batches of a task, which it holds on to as datasets do; its worker is killed at the one of number `last`."""
+    """The batches of a task, which it holds on to as datasets do; its worker is killed at the one
+    of number `last`.
+    """
 
     def __init__(self, task: Task, last: int | None = None) -> None:
         self._task = task
@@ -91,7 +96,9 @@ def without_workers() -> Bits:
 
 def blocks_in(folder: Path, process: int) -> int:
     """Return the blocks on drives of what a process has open that is, or was, in a folder."""
-    opened = [each for each in os.scandir(f"/proc/{process}/fd") if str(folder) in os.readlink(each.path)]
+    opened = [
+        each for each in os.scandir(f"/proc/{process}/fd") if str(folder) in os.readlink(each.path)
+    ]
     return sum(os.stat(each.path).st_blocks for each in opened)
 
 
@@ -112,7 +119,8 @@ def test_workers_that_outlive_the_engine_keep_no_space_on_its_drives(tmp_path: P
     with opened_in("drives", tmp_path) as (engine, task):
         loader = loader_of(Batches(task), persistent=True)
         train(engine, loader)
-        workers = [each.pid for each in loader._iterator._workers]  # type: ignore[union-attr]  # it is there
+        # it is there
+        workers = [each.pid for each in loader._iterator._workers]  # type: ignore[union-attr]
         assert all(blocks_in(tmp_path, worker) for worker in workers)
 
     for number, batch in enumerate(loader):
@@ -126,7 +134,8 @@ def test_workers_that_outlive_the_engine_keep_no_space_on_its_drives(tmp_path: P
 @pytest.mark.parametrize("where", WHERE)
 def test_a_worker_that_is_killed_is_told_and_the_engine_goes_on(where: str, tmp_path: Path) -> None:
     with opened_in(where, tmp_path) as (engine, task):
-        with pytest.raises((RuntimeError, OSError, EOFError)):  # who meets it first: the signal's handler or a read
+        # who meets it first: the signal's handler or a read
+        with pytest.raises((RuntimeError, OSError, EOFError)):
             train(engine, loader_of(Batches(task, last=EPOCH - 1)))
         engine.zero_grad()
         rest = [task.batch(number % EPOCH) for number in range(engine.steps, EPOCHS * EPOCH)]
@@ -142,10 +151,12 @@ def test_an_engine_that_is_used_in_a_worker_says_whose_it_is(where: str, tmp_pat
         batches = iter(loader_of(Batches(task), collate=engine))
 
         with pytest.raises(
-            RuntimeError, match=rf"engine belongs to process {os.getpid()}, and this one, \d+, was forked"
+            RuntimeError,
+            match=rf"engine belongs to process {os.getpid()}, and this one, \d+, was forked",
         ):
             next(batches)
-        batches._shutdown_workers()  # type: ignore[attr-defined]  # what collects it with its error waits 10 s
+        # what collects it with its error waits 10 s
+        batches._shutdown_workers()  # type: ignore[attr-defined]
         train(engine, [task.batch(1)])
 
         assert engine.steps == 2
@@ -170,7 +181,9 @@ def told_in_a_child(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_forked_process_is_told_at_every_door_and_closes_nothing(where: str, tmp_path: Path) -> None:
+def test_a_forked_process_is_told_at_every_door_and_closes_nothing(
+    where: str, tmp_path: Path
+) -> None:
     with opened_in(where, tmp_path) as (engine, task):
         train(engine, [task.batch(0)])
         batch, weight = task.batch(1), next(task.parameters())

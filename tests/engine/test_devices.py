@@ -1,4 +1,6 @@
-"""On which devices an engine is made: what is refused, and what is warned of, with the model as it was."""
+"""On which devices an engine is made: what is refused, and what is warned of, with the model as it
+was.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def test_a_gpu_is_warned_of_at_the_line_of_the_caller_as_long_as_nothing_has_run
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     model = torch.nn.Linear(4, 4)
-    with device_of("cuda") as device, pytest.warns(RuntimeWarning) as said, suppress(MissingDependencyError):
+    with (
+        device_of("cuda") as device,
+        pytest.warns(RuntimeWarning) as said,
+        suppress(MissingDependencyError),
+    ):
         infinity_engine.initialize(model, "adamw", device=device, strategy="host_only", rates=RATES)
     [warning] = [each for each in said if "has not run on a GPU yet" in str(each.message)]
     assert warning.category is RuntimeWarning
@@ -37,11 +43,16 @@ def test_a_gpu_is_warned_of_at_the_line_of_the_caller_as_long_as_nothing_has_run
 
 
 @pytest.mark.filterwarnings("ignore:the engine has not run on a GPU yet:RuntimeWarning")
-def test_a_gpu_without_cupy_is_refused_and_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_cupy_is_refused_and_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     model = torch.nn.Linear(4, 4)
     before = model.weight.detach().clone()
-    with device_of("cuda") as device, pytest.raises(MissingDependencyError, match=r"infinity-engine\[cuda\]"):
+    with (
+        device_of("cuda") as device,
+        pytest.raises(MissingDependencyError, match=r"infinity-engine\[cuda\]"),
+    ):
         infinity_engine.initialize(model, "adamw", device=device, strategy="host_only", rates=RATES)
     assert torch.equal(model.weight, before)
 
@@ -54,7 +65,10 @@ def test_of_no_other_device_is_warned(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["cuda", "hpu"])
 def test_several_ranks_are_refused_where_they_do_not_compute_on_the_cpu(kind: str) -> None:
-    with device_of(kind) as device, pytest.raises(ConfigError, match=r"one GPU, or on several ranks of the CPU"):
+    with (
+        device_of(kind) as device,
+        pytest.raises(ConfigError, match=r"one GPU, or on several ranks of the CPU"),
+    ):
         check_device(device, alone=False)
 
 

@@ -1,4 +1,6 @@
-"""The pages on the engine keep their word: programs run and print what is said, the table of settings is the code's."""
+"""The pages on the engine keep their word: programs run and print what is said, the table of
+settings is the code's.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_table_of_settings_is_that_of_the_code() -> None:
     page = (ROOT / "docs/quickstart.md").read_text()
-    rows = [f"| `{row.name}` | {row.kind} | `{row.default}` | {row.meaning} |" for row in settings_table()]
+    rows = [
+        f"| `{row.name}` | {row.kind} | `{row.default}` | {row.meaning} |"
+        for row in settings_table()
+    ]
 
     assert page.split("## Settings")[1].strip().splitlines()[-len(rows) :] == rows
 
 
-@pytest.mark.parametrize("name", ["building", "calibration", "checkpoints", "memory", "quickstart", "ranks"])
-def test_the_program_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["building", "calibration", "checkpoints", "memory", "quickstart", "ranks"]
+)
+def test_the_program_of_a_page_runs_and_prints_what_the_page_says(
+    name: str, tmp_path: Path
+) -> None:
     run_page(name, tmp_path)
 
 
@@ -31,18 +40,22 @@ def test_the_program_of_the_page_on_hugging_face_runs_as_the_page_says(tmp_path:
         if find_spec(package) is None:
             pytest.skip(f"the page is about {package}, which is not installed")
 
-    names = ("gradient_checkpointing_enable", "is_gradient_checkpointing")  # peft and the page use the old names
+    # peft and the page use the old names
+    names = ("gradient_checkpointing_enable", "is_gradient_checkpointing")
     run_page("huggingface", tmp_path, *(f"ignore:`{name}` is dep:FutureWarning" for name in names))
 
 
 def run_page(name: str, folder: Path, *allowed: str) -> None:
-    """Run the program of a page, where warnings but those `allowed` are errors, and compare what it prints."""
+    """Run the program of a page, where warnings but those `allowed` are errors, and compare what it
+    prints.
+    """
     page = (ROOT / f"docs/{name}.md").read_text()
     blocks = re.findall(r"^```(python|text)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     program = "\n".join(text for language, text in blocks if language == "python")
     said = [line for language, text in blocks if language == "text" for line in text.splitlines()]
     said += [
-        comment.split(": ")[0].strip() for comment in re.findall(r"^\s*print\(.*\)  # (.*)$", program, re.MULTILINE)
+        comment.split(": ")[0].strip()
+        for comment in re.findall(r"^\s*print\(.*\)  # (.*)$", program, re.MULTILINE)
     ]
 
     warnings = [option for warning in ("error", *allowed) for option in ("-W", warning)]

@@ -1,4 +1,6 @@
-"""What a step did with the drives can be read afterwards: of each of them, and against what it can do."""
+"""What a step did with the drives can be read afterwards: of each of them, and against what it can
+do.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @contextmanager
-def on_drives(*drives: Path, host: int | str = 17_100_000, **settings: Any) -> Iterator[tuple[Engine, Task]]:
+def on_drives(
+    *drives: Path, host: int | str = 17_100_000, **settings: Any
+) -> Iterator[tuple[Engine, Task]]:
     """Open an engine with states, gradients and parameters on these drives."""
     task, optimizer = made("gpt")
     for drive in drives:
@@ -57,12 +61,20 @@ def test_the_bytes_of_each_drive_are_those_that_the_links_carried(tmp_path: Path
 
             assert list(report.drives) == [str(drive) for drive in drives]
             moved = {lane: sum(use.nbytes.values()) for lane, use in report.links.items()}
-            assert sum(use.read_bytes for use in report.drives.values()) == moved[Lane.NVME_READ] > 0
-            assert sum(use.written_bytes for use in report.drives.values()) == moved[Lane.NVME_WRITE] > 0
+            assert (
+                sum(use.read_bytes for use in report.drives.values()) == moved[Lane.NVME_READ] > 0
+            )
+            assert (
+                sum(use.written_bytes for use in report.drives.values())
+                == moved[Lane.NVME_WRITE]
+                > 0
+            )
     assert all(use.written_in_all for use in report.drives.values())
 
 
-def test_what_was_written_in_all_has_what_the_engine_began_with_and_what_each_step_wrote(tmp_path: Path) -> None:
+def test_what_was_written_in_all_has_what_the_engine_began_with_and_what_each_step_wrote(
+    tmp_path: Path,
+) -> None:
     drive = tmp_path / "a"
     with on_drives(drive) as (engine, task):
         first = step(engine, task, 0).drives[str(drive)]
@@ -88,7 +100,9 @@ def test_a_drive_is_compared_with_its_calibrated_rates(tmp_path: Path) -> None:
 def test_a_report_without_drives_has_none_and_one_with_drives_shows_each(tmp_path: Path) -> None:
     with on_drives(strategy="host_only", parameters="auto") as (engine, task):
         assert "drive" not in str(step(engine, task, 0))
-    rates = replace(RATES, nvme={str(tmp_path / "a"): DriveRates(read_bytes_per_s=1.0, write_bytes_per_s=1.0)})
+    rates = replace(
+        RATES, nvme={str(tmp_path / "a"): DriveRates(read_bytes_per_s=1.0, write_bytes_per_s=1.0)}
+    )
     with on_drives(tmp_path / "a", rates=rates) as (engine, task):
         shown = str(step(engine, task, 0))
 
@@ -108,7 +122,9 @@ def test_states_that_an_update_needs_were_in_memory_or_had_to_be_read(tmp_path: 
             assert states.found > 0
 
 
-def test_parameters_are_found_where_an_earlier_use_has_left_them_and_else_read(tmp_path: Path) -> None:
+def test_parameters_are_found_where_an_earlier_use_has_left_them_and_else_read(
+    tmp_path: Path,
+) -> None:
     needed = set()
     for name, host in (("little", "17100000 B"), ("much", "64MiB")):
         with on_drives(tmp_path / name, host=host) as (engine, task):
@@ -116,13 +132,15 @@ def test_parameters_are_found_where_an_earlier_use_has_left_them_and_else_read(t
             report = step(engine, task, 1)  # which begins and ends with as many fetched ahead
 
         hits = report.hits[Cargo.PARAMETERS]
-        if name == "little":  # what is needed and what is read differ by the pieces that come from the update
+        # what is needed and what is read differ by the pieces that come from the update
+        if name == "little":
             assert hits.missing > 0
             assert report.links[Lane.NVME_READ].nbytes[Cargo.PARAMETERS] > 0
         needed.add(hits.found + hits.missing)
     assert len(needed) == 1
     on_the_drives = sum(2 * each.numel() for each in task.parameters() if 2 * each.numel() >= 256)
-    assert hits.missing < on_the_drives / 4  # the forward has most from the update, and the backward finds all of them
+    # the forward has most from the update, and the backward finds all of them
+    assert hits.missing < on_the_drives / 4
 
 
 def test_nothing_is_found_where_nothing_rests_on_drives(tmp_path: Path) -> None:
@@ -133,11 +151,15 @@ def test_nothing_is_found_where_nothing_rests_on_drives(tmp_path: Path) -> None:
     assert "found in memory" not in str(report)
 
 
-def test_what_was_written_is_compared_with_what_the_drive_is_rated_for_and_warned_of(tmp_path: Path) -> None:
+def test_what_was_written_is_compared_with_what_the_drive_is_rated_for_and_warned_of(
+    tmp_path: Path,
+) -> None:
     little, much = tmp_path / "little", tmp_path / "much"
     storage = {"small_bytes": 256, "endurance": {f"{little}/": "2MB", str(much): "600TB"}}
     with on_drives(little, much, storage=storage) as (engine, task):
-        with pytest.warns(RuntimeWarning, match=rf"to {little}, .*of the 2 MB that its drive is rated for") as warned:
+        with pytest.warns(
+            RuntimeWarning, match=rf"to {little}, .*of the 2 MB that its drive is rated for"
+        ) as warned:
             report = step(engine, task, 0)
         assert len(warned) == 1
         assert warned[0].filename == __file__
@@ -156,7 +178,9 @@ def test_one_rating_is_that_of_every_directory(tmp_path: Path) -> None:
     with on_drives(*drives, storage={"small_bytes": 256, "endurance": "600TB"}) as (engine, task):
         report = step(engine, task, 0)
 
-    assert [use.endurance.rated_bytes for use in report.drives.values() if use.endurance] == [600 * TB] * 2
+    assert [use.endurance.rated_bytes for use in report.drives.values() if use.endurance] == [
+        600 * TB
+    ] * 2
 
 
 def test_the_rating_of_a_directory_that_is_not_used_is_refused(tmp_path: Path) -> None:
@@ -170,7 +194,10 @@ def test_the_rating_of_a_directory_that_is_not_used_is_refused(tmp_path: Path) -
 
 def test_wear_is_warned_of_where_nothing_is_recorded(tmp_path: Path) -> None:
     storage = {"small_bytes": 256, "endurance": 1000}
-    with on_drives(tmp_path / "a", storage=storage, telemetry={"recording": "off"}) as (engine, task):
+    with on_drives(tmp_path / "a", storage=storage, telemetry={"recording": "off"}) as (
+        engine,
+        task,
+    ):
         engine.backward(engine(task.batch(0)))
         with pytest.warns(RuntimeWarning, match="of the 1 KB that its drive is rated for"):
             engine.step()

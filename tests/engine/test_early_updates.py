@@ -1,4 +1,6 @@
-"""Updates that are made in the backward: the same bits, whatever is in time, and nothing counts before its step."""
+"""Updates that are made in the backward: the same bits, whatever is in time, and nothing counts
+before its step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 
 @cache
 def in_memory(case: Case) -> Trained:
-    return trained(replace(case, early=False, host="256MiB", parameters="auto", strategy=Case().strategy), None, None)
+    return trained(
+        replace(case, early=False, host="256MiB", parameters="auto", strategy=Case().strategy),
+        None,
+        None,
+    )
 
 
 def assert_same(one: Bits, other: Bits) -> None:
@@ -50,7 +56,9 @@ class Cut(Task):
     def __init__(self) -> None:
         super().__init__()
         widths = [128, 100, 160, 128, 8]
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(one, other) for one, other in pairwise(widths))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(one, other) for one, other in pairwise(widths)
+        )
 
     def batch(self, seed: int) -> torch.Tensor:
         return torch.randn(4, 128, generator=torch.Generator().manual_seed(seed))
@@ -93,7 +101,9 @@ def early(case: Case, drive: Path, **more: Any) -> Iterator[tuple[Engine, Task]]
 
 def gradient_bytes(engine: Engine) -> int:
     links = engine.report().links
-    return sum(links[lane].nbytes.get(Cargo.GRADIENTS, 0) for lane in (Lane.NVME_READ, Lane.NVME_WRITE))
+    return sum(
+        links[lane].nbytes.get(Cargo.GRADIENTS, 0) for lane in (Lane.NVME_READ, Lane.NVME_WRITE)
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_autocast"])
@@ -109,12 +119,16 @@ def test_updates_in_the_backward_give_the_same_bits(
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_with_checksums_updates_in_the_backward_give_the_same_bits(accumulation: int, tmp_path: Path) -> None:
+def test_with_checksums_updates_in_the_backward_give_the_same_bits(
+    accumulation: int, tmp_path: Path
+) -> None:
     case = replace(EARLY, accumulation=accumulation, checksum="crc32c", steps=4)
     assert_same(trained(case, None, tmp_path).bits, in_memory(replace(case, host=0)).bits)
 
 
-def test_gradients_that_find_their_subgroup_in_a_buffer_do_not_go_to_the_drives(tmp_path: Path) -> None:
+def test_gradients_that_find_their_subgroup_in_a_buffer_do_not_go_to_the_drives(
+    tmp_path: Path,
+) -> None:
     with opened(EARLY, None, tmp_path) as (engine, task):
         train(engine, task, EARLY)
         with_setting = gradient_bytes(engine)
@@ -134,20 +148,26 @@ def test_a_drive_that_is_late_by_chance_changes_no_bits(seed: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("host", [17_400_000, 17_600_000])  # with the second, states of some subgroups stay there
+# with the second, states of some subgroups stay there
+@pytest.mark.parametrize("host", [17_400_000, 17_600_000])
 def test_of_a_parameter_that_lies_in_several_subgroups_some_may_be_early_and_others_not(
     host: int, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("support.nvme_training.MODELS", {"cut": Cut})
     case = replace(EARLY, model="cut", accumulation=accumulation, steps=4, host=host)
     delays = FaultPlan(seed=1).delay(probability=0.3, delay_us=3000)
-    with IOQueue(faults=delays) as queue, opened(case, None, tmp_path, queue=queue) as (engine, task):
+    with (
+        IOQueue(faults=delays) as queue,
+        opened(case, None, tmp_path, queue=queue) as (engine, task),
+    ):
         train(engine, task, case)
         bits = bits_of(engine)
     assert_same(bits, in_memory(replace(case, host=0)).bits)
 
 
-def test_before_its_step_an_update_is_not_to_be_seen_and_afterwards_it_is_the_same(tmp_path: Path) -> None:
+def test_before_its_step_an_update_is_not_to_be_seen_and_afterwards_it_is_the_same(
+    tmp_path: Path,
+) -> None:
     case = replace(EARLY, steps=2)
     with early(case, tmp_path) as (engine, task):
         before = bits_of(engine)
@@ -183,7 +203,9 @@ def test_a_backward_that_fails_half_way_leaves_the_old_version(tmp_path: Path) -
     with early(case, tmp_path) as (engine, task):
         before = bits_of(engine)
         first = next(module for module in task.modules() if isinstance(module, torch.nn.Embedding))
-        handle = first.register_forward_hook(lambda _m, _i, output: output.register_hook(stop) and None)
+        handle = first.register_forward_hook(
+            lambda _m, _i, output: output.register_hook(stop) and None
+        )
         with pytest.raises(StopError):
             engine.backward(engine(task.batch(7)))
         handle.remove()
@@ -194,7 +216,9 @@ def test_a_backward_that_fails_half_way_leaves_the_old_version(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("first", [1, 50, 98])
-def test_a_backward_that_is_interrupted_anywhere_can_be_taken_back(first: int, tmp_path: Path) -> None:
+def test_a_backward_that_is_interrupted_anywhere_can_be_taken_back(
+    first: int, tmp_path: Path
+) -> None:
     case = replace(EARLY, steps=2)
     for line in range(first, 5000, 150):
         with early(case, tmp_path) as (engine, task):
@@ -217,14 +241,21 @@ def test_new_values_come_to_modules_from_the_buffers_in_which_they_were_made(
         train(engine, task, case)
         read = engine.report().links[Lane.NVME_READ].nbytes.get(Cargo.PARAMETERS, 0)
         width = 4 if precision == "fp32" else 2
-        on_drives = sum(width * each.numel() for each in task.parameters() if width * each.numel() >= case.small_bytes)
+        on_drives = sum(
+            width * each.numel()
+            for each in task.parameters()
+            if width * each.numel() >= case.small_bytes
+        )
         states_and_values = on_drives if precision == "fp32" else 0  # values are masters there
-        assert read - states_and_values < on_drives / 2  # else it were all of them at least, in the forward
+        # else it were all of them at least, in the forward
+        assert read - states_and_values < on_drives / 2
         assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
 @pytest.mark.parametrize("host", [17_400_000, 17_800_000])
-def test_a_forward_that_is_interrupted_while_values_come_can_be_run_again(host: int, tmp_path: Path) -> None:
+def test_a_forward_that_is_interrupted_while_values_come_can_be_run_again(
+    host: int, tmp_path: Path
+) -> None:
     case = replace(EARLY, steps=2, host=host)
     for line in range(3, 5000, 41):
         with early(case, tmp_path) as (engine, task):
@@ -252,7 +283,9 @@ def test_an_update_that_is_interrupted_at_its_end_writes_nothing_from_buffers_th
             return
 
 
-@pytest.mark.parametrize("files", [("update/early.py", "update/swapping.py"), ("engine/engine.py",)])
+@pytest.mark.parametrize(
+    "files", [("update/early.py", "update/swapping.py"), ("engine/engine.py",)]
+)
 @pytest.mark.parametrize("first", range(1, 23, 4))
 def test_a_step_that_is_interrupted_anywhere_goes_on_where_it_stopped(
     first: int, files: tuple[str, ...], tmp_path: Path
@@ -271,7 +304,9 @@ def test_a_step_that_is_interrupted_anywhere_goes_on_where_it_stopped(
 
 
 @pytest.mark.parametrize("line", range(10, 200, 37))
-def test_closing_after_a_step_that_was_interrupted_gives_all_back(line: int, tmp_path: Path) -> None:
+def test_closing_after_a_step_that_was_interrupted_gives_all_back(
+    line: int, tmp_path: Path
+) -> None:
     with early(EARLY, tmp_path) as (engine, task):
         engine.backward(engine(task.batch(1)))
         with interrupted_at(line, FILES):
@@ -292,7 +327,9 @@ def test_more_gradients_than_there_are_micro_batches_are_added_up_all_the_same(
             train(engine, task, case)
             for micro_batch in range(3):
                 extra = more.get(micro_batch, 0)
-                losses = [engine(task.batch(10 * micro_batch + number)) for number in range(1 + extra)]
+                losses = [
+                    engine(task.batch(10 * micro_batch + number)) for number in range(1 + extra)
+                ]
                 for number, loss in enumerate(losses):
                     engine.backward(loss, retain_graph=number < extra)
                 engine.step()
@@ -302,11 +339,15 @@ def test_more_gradients_than_there_are_micro_batches_are_added_up_all_the_same(
     assert_same(bits(case, tmp_path), bits(memory, None))
 
 
-def test_more_micro_batches_than_planned_are_refused_before_anything_is_lost(tmp_path: Path) -> None:
+def test_more_micro_batches_than_planned_are_refused_before_anything_is_lost(
+    tmp_path: Path,
+) -> None:
     case = replace(EARLY, steps=2)
     with early(case, tmp_path) as (engine, task):
         engine.backward(engine(task.batch(1)))
-        with pytest.raises(RuntimeError, match=r"updates of this step have begun.*Nothing was lost"):
+        with pytest.raises(
+            RuntimeError, match=r"updates of this step have begun.*Nothing was lost"
+        ):
             engine.backward(engine(task.batch(2)))
         engine.step()
 
@@ -327,7 +368,9 @@ def test_changing_parameters_of_which_new_values_may_be_made_is_refused(tmp_path
         assert_same(bits_of(engine), in_memory(replace(case, host=0)).bits)
 
 
-def test_a_backward_within_a_body_that_changes_parameters_updates_nothing_early(tmp_path: Path) -> None:
+def test_a_backward_within_a_body_that_changes_parameters_updates_nothing_early(
+    tmp_path: Path,
+) -> None:
     case = replace(EARLY, steps=1)
 
     def bits(case: Case, drive: Path | None) -> Bits:
@@ -383,8 +426,12 @@ def test_a_second_backward_before_a_step_is_refused_and_can_be_taken_back(tmp_pa
     with early(case, tmp_path) as (engine, task):
         before = bits_of(engine)
         engine.backward(engine(task.batch(1)), retain_graph=True)
-        largest = [each for each in task.parameters() if each.numel() > 1000][-3]  # is updated early
-        with engine.gathered([largest]), pytest.raises(RuntimeError, match=r"one backward\(\) for each micro-batch"):
+        # is updated early
+        largest = [each for each in task.parameters() if each.numel() > 1000][-3]
+        with (
+            engine.gathered([largest]),
+            pytest.raises(RuntimeError, match=r"one backward\(\) for each micro-batch"),
+        ):
             engine.backward(largest.float().sum())
         engine.zero_grad()
         assert_same(bits_of(engine), before)
@@ -394,7 +441,9 @@ def test_a_second_backward_before_a_step_is_refused_and_can_be_taken_back(tmp_pa
 
 @pytest.mark.parametrize("requests", [Requests.READS, Requests.WRITES])
 @pytest.mark.parametrize("every", [31, 61, 97])
-def test_where_each_nth_io_fails_nothing_is_lost_or_half_done(requests: Requests, every: int, tmp_path: Path) -> None:
+def test_where_each_nth_io_fails_nothing_is_lost_or_half_done(
+    requests: Requests, every: int, tmp_path: Path
+) -> None:
     case = replace(EARLY, steps=6)
     plan = FaultPlan(seed=every)
     for nth in range(INITIALIZING[requests] + 1, 2000, every):
@@ -422,7 +471,8 @@ def test_where_each_nth_io_fails_nothing_is_lost_or_half_done(requests: Requests
             bits.update({f"{name}: {key}": torch.as_tensor(value) for key, value in state.items()})
         failed = sum(drive.failed for drive in queue.stats().drives.values())
     assert failed
-    assert told or requests is Requests.WRITES  # step() itself writes again what the backward could not
+    # step() itself writes again what the backward could not
+    assert told or requests is Requests.WRITES
     assert_same(bits, in_memory(replace(case, host=0)).bits)
 
 
@@ -467,7 +517,10 @@ def finish(engine: Engine) -> None:
 def test_where_updates_in_the_backward_would_not_be_exact_they_are_refused(
     settings: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=words), opened(replace(EARLY, **settings), None, tmp_path):
+    with (
+        pytest.raises(ConfigError, match=words),
+        opened(replace(EARLY, **settings), None, tmp_path),
+    ):
         pass
 
 
@@ -501,7 +554,9 @@ def test_new_places_count_against_the_budget_of_the_drives(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("parameters", ["auto", "device", "nvme"])
-def test_early_updates_train_where_the_host_has_room_for_all(parameters: str, tmp_path: Path) -> None:
+def test_early_updates_train_where_the_host_has_room_for_all(
+    parameters: str, tmp_path: Path
+) -> None:
     case = replace(EARLY, parameters=parameters, host="256MiB", steps=2)
     with opened(case, None, tmp_path) as (engine, task):
         train(engine, task, case)

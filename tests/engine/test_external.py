@@ -1,4 +1,6 @@
-"""Parameters that a module uses and nobody sees it read: told what to do, and exact once they are registered."""
+"""Parameters that a module uses and nobody sees it read: told what to do, and exact once they are
+registered.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Rates
 from support.engine_bits import bits_of, differing
 
-RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
+RATES = Rates(
+    h2d_bytes_per_s=5e9,
+    d2h_bytes_per_s=4e9,
+    host_update_params_per_s=2e8,
+    device_update_params_per_s=2e9,
+)
 WIDTH = 32
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -62,7 +69,11 @@ def opened(*, fetched: bool, saves: bool = True) -> Iterator[tuple[Engine, Model
     with (
         emulated_accelerator(Emulation(rates=RATES, capacity_bytes=4 << 20)) as device,
         infinity_engine.initialize(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-2), settings, budget={"host": "16MiB"}, device=device
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            settings,
+            budget={"host": "16MiB"},
+            device=device,
         ) as engine,
     ):
         yield engine, model
@@ -83,7 +94,8 @@ def train(engine: Engine) -> list[float]:
 def test_a_parameter_that_nobody_saw_used_is_named_with_what_to_do(saves: bool) -> None:
     with opened(fetched=True, saves=saves) as (engine, _):
         with pytest.raises(
-            RuntimeError, match=r"owner\.weight (was used where nobody could see|yet\. If plain) .*register_external"
+            RuntimeError,
+            match=r"owner\.weight (was used where nobody could see|yet\. If plain) .*register_external",
         ):
             train(engine)
         engine.zero_grad()

@@ -1,7 +1,9 @@
-"""Parameters fetched around modules: whatever a model does with them, bits are those without fetching, or it is told.
+"""Parameters fetched around modules: whatever a model does with them, bits are those without
+fetching, or it is told.
 
-On the emulated accelerator, whose memory is NaN where nothing was written and after it was freed, with the least device
-budget that is accepted, so that parameters make room for one another all the time.
+On the emulated accelerator, whose memory is NaN where nothing was written and after it was freed,
+with the least device budget that is accepted, so that parameters make room for one another all the
+time.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ from infinity_engine.parameters.fetching import ParameterFetcher
 from infinity_engine.plan import Rates, Tier
 from support.engine_bits import bits_of, differing
 
-RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
+RATES = Rates(
+    h2d_bytes_per_s=5e9,
+    d2h_bytes_per_s=4e9,
+    host_update_params_per_s=2e8,
+    device_update_params_per_s=2e9,
+)
 CAPACITY = 4 << 20
 HOST = "16MiB"
 STEPS = 3
@@ -41,7 +48,9 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def emulated(seed: int = 0, fault: Fault | None = None) -> VirtualAccelerator:
-    return VirtualAccelerator(Emulation(rates=RATES, capacity_bytes=CAPACITY, seed=seed, fault=fault))
+    return VirtualAccelerator(
+        Emulation(rates=RATES, capacity_bytes=CAPACITY, seed=seed, fault=fault)
+    )
 
 
 def made_of(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -57,7 +66,9 @@ def initialized(
     """Wrap a model whose parameters are fetched."""
     budget = {"host": HOST, "device": device_bytes}
     settings = {"strategy": "host_only", "update_threads": 1, "rates": RATES, **settings}
-    return infinity_engine.initialize(*made_of(make), device=device, parameters="host", budget=budget, **settings)
+    return infinity_engine.initialize(
+        *made_of(make), device=device, parameters="host", budget=budget, **settings
+    )
 
 
 def least(make: Callable[[], nn.Module], **settings: Any) -> int:
@@ -97,7 +108,9 @@ def fetching(
 def unfetched(make: Callable[[], nn.Module], **settings: Any) -> Iterator[Engine]:
     """The same, on one memory."""
     settings = {"update_threads": 1, **settings}
-    with infinity_engine.initialize(*made_of(make), accelerator="cpu", budget={"host": HOST}, **settings) as made:
+    with infinity_engine.initialize(
+        *made_of(make), accelerator="cpu", budget={"host": HOST}, **settings
+    ) as made:
         yield made
 
 
@@ -120,7 +133,11 @@ def train(made: Engine, loss: Loss = squares, *, steps: int = STEPS, first: int 
 
 
 def assert_the_same(
-    make: Callable[[], nn.Module], run: Callable[[Engine], object], *, more: int | None = 0, **settings: Any
+    make: Callable[[], nn.Module],
+    run: Callable[[Engine], object],
+    *,
+    more: int | None = 0,
+    **settings: Any,
 ) -> None:
     """Assert that what `run` returns, and what it leaves, is the same with and without fetching."""
     with unfetched(make) as made:
@@ -134,11 +151,17 @@ def assert_the_same(
 
 
 def mlp() -> nn.Sequential:
-    layers = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    layers = (
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+    )
     return nn.Sequential(*layers)
 
 
-# --- what models do with their parameters ------------------------------------------------------------------------
+# --- what models do with their parameters ---------------------------------------------------------
 
 
 class OfParts(nn.Module):
@@ -248,7 +271,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "frozen with low rank": low_rank,
     "views": of_views,
     "a child's weight": lambda: OfParts(
-        lambda own, x: functional.linear(torch.tanh(own.a(x)), own.a.weight.t()), a=nn.Linear(WIDTH, WIDTH)
+        lambda own, x: functional.linear(torch.tanh(own.a(x)), own.a.weight.t()),
+        a=nn.Linear(WIDTH, WIDTH),
     ),
     "a weight that is returned": lambda: OfParts(
         lambda own, x: torch.tanh(own.b(x)) @ own.a(x) @ own.a(x).t(),
@@ -262,7 +286,9 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
         scale=nn.Parameter(torch.randn(WIDTH)),
     ),
     "weight norm": lambda: nn.Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+        nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+        nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH),
     ),
     "convolutions": lambda: OfParts(
         lambda own, x: own.b(torch.relu(own.norm(own.a(x[:, None])))),
@@ -294,7 +320,7 @@ def test_evaluation_gives_the_same_bits_and_leaves_training_as_it_was(kind: str)
     assert_the_same(KINDS[kind], run)  # an encoder layer reads all its weights when it is evaluated
 
 
-# --- how the model is used ---------------------------------------------------------------------------------------
+# --- how the model is used ------------------------------------------------------------------------
 
 
 def direct(made: Engine, batch: torch.Tensor) -> torch.Tensor:
@@ -309,7 +335,11 @@ def with_penalty(made: Engine, batch: torch.Tensor) -> torch.Tensor:
 
 def by_functions(made: Engine, batch: torch.Tensor) -> torch.Tensor:
     model: Any = made.model
-    return functional.linear(squares(made, batch) * batch, model[0].weight, model[0].bias).pow(2).mean()
+    return (
+        functional.linear(squares(made, batch) * batch, model[0].weight, model[0].bias)
+        .pow(2)
+        .mean()
+    )
 
 
 def with_its_parameters_given(made: Engine, batch: torch.Tensor) -> torch.Tensor:
@@ -385,7 +415,9 @@ def test_clearing_gradients_between_forward_and_backward_takes_nothing_from_the_
 
 
 class Checkpointed(nn.Module):
-    """Blocks that are computed again in the backward; `within` the computation, one of two kinds."""
+    """Blocks that are computed again in the backward; `within` the computation, one of two
+    kinds.
+    """
 
     def __init__(self, outer: bool | None, inner: bool | None) -> None:
         super().__init__()
@@ -454,7 +486,14 @@ class Wandering(nn.Module):
         return x
 
 
-WAYS = ([0, 1, 2, 3, 4, 5], [5, 0, 3], [0, 1, 2, 3, 4, 5], [2, 2, 1, 5, 4, 3, 0], [1], [0, 1, 2, 3, 4, 5])
+WAYS = (
+    [0, 1, 2, 3, 4, 5],
+    [5, 0, 3],
+    [0, 1, 2, 3, 4, 5],
+    [2, 2, 1, 5, 4, 3, 0],
+    [1],
+    [0, 1, 2, 3, 4, 5],
+)
 
 
 def test_control_flow_that_changes_between_steps_has_the_same_bits() -> None:
@@ -492,7 +531,7 @@ def test_accumulated_micro_batches_have_the_same_bits() -> None:
         assert differing(expected, bits_of(made)) == []
 
 
-# --- what is told ------------------------------------------------------------------------------------------------
+# --- what is told ---------------------------------------------------------------------------------
 
 
 def model_of(made: Engine) -> Any:
@@ -505,7 +544,9 @@ def test_a_backward_after_the_step_is_told() -> None:
         made.backward(loss, retain_graph=True)
         made.step()
 
-        with pytest.raises(RuntimeError, match=r"4\.weight as it was in the forward.*call backward before"):
+        with pytest.raises(
+            RuntimeError, match=r"4\.weight as it was in the forward.*call backward before"
+        ):
             made.backward(loss)
 
 
@@ -550,7 +591,9 @@ def test_an_activation_that_is_modified_in_place_within_the_model_is_told() -> N
         hidden.mul_(2)
         return torch.as_tensor(out)
 
-    with fetching(lambda: OfParts(modifying, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))) as made:
+    with fetching(
+        lambda: OfParts(modifying, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH))
+    ) as made:
         loss = squares(made, noise(0))
 
         with pytest.raises(RuntimeError, match=r"modified by an in-place operation.*\(4, 8\)"):
@@ -578,7 +621,9 @@ def test_a_write_to_a_parameter_that_is_not_there_is_an_error() -> None:
 def test_a_read_of_a_parameter_that_is_only_listed_gives_no_number() -> None:
     with fetching(mlp) as made:
         assert all(parameter.isnan().all() for parameter in made.model.parameters())
-        assert [parameter.shape for parameter in made.model.parameters()] == [each.shape for each in mlp().parameters()]
+        assert [parameter.shape for parameter in made.model.parameters()] == [
+            each.shape for each in mlp().parameters()
+        ]
 
 
 def test_state_dict_of_the_model_is_refused_and_that_of_the_engine_is_right() -> None:
@@ -600,14 +645,17 @@ def test_values_are_loaded_where_they_are_gathered_and_refused_where_they_are_no
     for precision in ("fp32", "bf16"):
         with fetching(mlp, precision=precision) as made:
             with pytest.raises(
-                RuntimeError, match=r"0\.weight is not there to be loaded.*gathered\(model\.parameters\(\)"
+                RuntimeError,
+                match=r"0\.weight is not there to be loaded.*gathered\(model\.parameters\(\)",
             ):
                 made.model.load_state_dict(saved)
             with made.gathered(made.model.parameters(), modify=True):
                 made.model.load_state_dict(saved)
             part = model_of(made)[2]
             with made.gathered(part.parameters(), modify=True):
-                part.load_state_dict({name: 2 * saved[f"2.{name}"] for name, _ in part.named_parameters()})
+                part.load_state_dict(
+                    {name: 2 * saved[f"2.{name}"] for name, _ in part.named_parameters()}
+                )
 
             found = made.state_dict()
             assert torch.equal(found["0.weight"], saved["0.weight"].to(found["0.weight"].dtype))
@@ -627,7 +675,9 @@ def test_evaluation_in_inference_mode_leaves_what_can_be_trained_with(overlap: s
         return found
 
     assert_the_same(mlp, run, overlap=overlap)
-    assert_the_same(mlp, run, overlap=overlap, more=None, strategy={"name": "interleaved", "share": 0.5})
+    assert_the_same(
+        mlp, run, overlap=overlap, more=None, strategy={"name": "interleaved", "share": 0.5}
+    )
 
 
 def test_state_dict_of_a_part_of_the_model_is_refused_too() -> None:
@@ -643,7 +693,10 @@ def test_state_dict_of_a_part_of_the_model_is_refused_too() -> None:
 def test_a_model_is_neither_copied_nor_pickled(
     copying: Callable[[nn.Module], object], part: Callable[[Any], nn.Module]
 ) -> None:
-    with fetching(mlp) as made, pytest.raises(TypeError, match=r"engine\.state_dict\(\), or close the engine"):
+    with (
+        fetching(mlp) as made,
+        pytest.raises(TypeError, match=r"engine\.state_dict\(\), or close the engine"),
+    ):
         copying(part(made.model))
 
 
@@ -666,7 +719,7 @@ def test_what_is_used_at_once_and_does_not_fit_is_named_with_what_to_change() ->
         made(noise(0, 4, 64))
 
 
-# --- gathered ----------------------------------------------------------------------------------------------------
+# --- gathered -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -695,7 +748,8 @@ def test_gathered_shows_values_and_a_change_without_modify_is_told() -> None:
         parameters = list(made.model.parameters())
         with made.gathered(parameters):
             assert torch.equal(
-                torch.cat([each.flatten() for each in parameters]), torch.cat([*map(flat, mlp_values())])
+                torch.cat([each.flatten() for each in parameters]),
+                torch.cat([*map(flat, mlp_values())]),
             )
 
         told = pytest.raises(RuntimeError, match=r"0\.weight was changed outside.*modify=True")
@@ -719,7 +773,10 @@ def test_a_step_within_gathered_is_refused_and_can_be_made_after_it() -> None:
     with fetching(mlp) as made:
         weight = model_of(made)[0].weight
         made.backward(squares(made, noise(0)))
-        with made.gathered(weight, modify=True), pytest.raises(RuntimeError, match=r"updates 0\.weight.*gathered"):
+        with (
+            made.gathered(weight, modify=True),
+            pytest.raises(RuntimeError, match=r"updates 0\.weight.*gathered"),
+        ):
             made.step()
         made.step()
 
@@ -734,7 +791,10 @@ def test_gathered_can_be_within_gathered_and_within_a_forward() -> None:
             self.engine: list[Engine] = []
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with self.engine[0].gathered(self.layer.parameters()), self.engine[0].gathered(self.layer.weight):
+            with (
+                self.engine[0].gathered(self.layer.parameters()),
+                self.engine[0].gathered(self.layer.weight),
+            ):
                 return torch.as_tensor(self.layer(x)) * self.layer.weight.detach().sum()
 
     def run(made: Engine) -> list[float]:
@@ -744,7 +804,7 @@ def test_gathered_can_be_within_gathered_and_within_a_forward() -> None:
     assert_the_same(Asks, run)
 
 
-# --- failures ----------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 class Fails(nn.Module):
@@ -764,7 +824,10 @@ class Fails(nn.Module):
 
 
 def failing() -> nn.Module:
-    layers = (Fails(nn.Linear(WIDTH, WIDTH)), Fails(nn.Sequential(Fails(nn.Linear(WIDTH, WIDTH)), nn.Tanh())))
+    layers = (
+        Fails(nn.Linear(WIDTH, WIDTH)),
+        Fails(nn.Sequential(Fails(nn.Linear(WIDTH, WIDTH)), nn.Tanh())),
+    )
     return Fails(nn.Sequential(*layers, Fails(nn.Linear(WIDTH, WIDTH))))
 
 
@@ -809,7 +872,9 @@ def test_an_error_in_a_backward_leaves_nothing_held() -> None:
         expected = train(made), bits_of(made)
     with fetching(mlp) as made:
         empty = held(made)
-        handle = model_of(made)[2].register_forward_hook(lambda *of: of[2].register_hook(fail) and None)
+        handle = model_of(made)[2].register_forward_hook(
+            lambda *of: of[2].register_hook(fail) and None
+        )
         with pytest.raises(ZeroDivisionError):
             made.backward(squares(made, noise(0)))
         handle.remove()
@@ -826,7 +891,9 @@ def test_a_forward_without_a_backward_keeps_nothing() -> None:
         empty = held(made)
         for call in (squares, direct):
             for seed in range(2):
-                hook = model_of(made)[1].register_forward_hook(lambda *of: kept.append(weakref.ref(of[2])))
+                hook = model_of(made)[1].register_forward_hook(
+                    lambda *of: kept.append(weakref.ref(of[2]))
+                )
                 call(made, noise(seed))
                 hook.remove()
 
@@ -876,9 +943,18 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
 
 
-@pytest.mark.parametrize("strategy", ["host_only", "device_only", {"name": "interleaved", "share": 0.5}])
-def test_whatever_copy_fails_the_step_can_be_made_again_with_the_same_bits(strategy: object) -> None:
-    settings: dict[str, Any] = {"strategy": strategy, "more": 4096, "subgroup_numel": 4096, "overlap": "off"}
+@pytest.mark.parametrize(
+    "strategy", ["host_only", "device_only", {"name": "interleaved", "share": 0.5}]
+)
+def test_whatever_copy_fails_the_step_can_be_made_again_with_the_same_bits(
+    strategy: object,
+) -> None:
+    settings: dict[str, Any] = {
+        "strategy": strategy,
+        "more": 4096,
+        "subgroup_numel": 4096,
+        "overlap": "off",
+    }
     with unfetched(small) as made:
         train(made, steps=2)
         expected = bits_of(made)
@@ -897,7 +973,7 @@ def test_whatever_copy_fails_the_step_can_be_made_again_with_the_same_bits(strat
             assert differing(expected, bits_of(made)) == []
 
 
-# --- larger than the room that gradients need ---------------------------------------------------------------------
+# --- larger than the room that gradients need -----------------------------------------------------
 
 
 def wide() -> nn.Module:
@@ -909,7 +985,9 @@ class WideBlocks(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.reentrant = reentrant
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(6))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(6)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -927,7 +1005,9 @@ def test_a_model_much_larger_than_the_device_is_trained_with_the_same_bits(
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
     def loss(made: Engine, batch: torch.Tensor) -> torch.Tensor:
-        return squares(made, noise(int(batch.sum().item() * 100), 4, 64).to(dtype).requires_grad_(True)).float()
+        return squares(
+            made, noise(int(batch.sum().item() * 100), 4, 64).to(dtype).requires_grad_(True)
+        ).float()
 
     settings: dict[str, Any] = {"precision": precision, "subgroup_numel": 4096}
     with unfetched(make, **settings) as made:
@@ -940,7 +1020,7 @@ def test_a_model_much_larger_than_the_device_is_trained_with_the_same_bits(
             assert usage.peak_held <= usage.limit < 6 * 4 * 64 * 65
 
 
-# --- the end -----------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def at_rest(_made: Engine) -> None:
@@ -1008,8 +1088,16 @@ def test_an_engine_that_is_closed_leaves_an_ordinary_model(state: Callable[[Engi
         assert device.memory().free == CAPACITY
 
     assert all(tier.held == tier.reserved == 0 for tier in usage)
-    assert all(module._parameters is mapping for module, mapping in zip(model.modules(), mappings, strict=True))
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_pre_hooks", "_forward_hooks_always_called")
+    assert all(
+        module._parameters is mapping
+        for module, mapping in zip(model.modules(), mappings, strict=True)
+    )
+    hooks = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_state_dict_pre_hooks",
+        "_forward_hooks_always_called",
+    )
     model[1]._forward_hooks.clear()  # of `interrupted`
     assert not any(getattr(module, name) for module in model.modules() for name in hooks)
     assert differing(expected, model.state_dict()) == []
@@ -1017,7 +1105,9 @@ def test_an_engine_that_is_closed_leaves_an_ordinary_model(state: Callable[[Engi
         pass
     twin = copy.deepcopy(model)
     twin(noise(0)).sum().backward()
-    assert all(parameter.grad is not None and parameter.is_contiguous() for parameter in twin.parameters())
+    assert all(
+        parameter.grad is not None and parameter.is_contiguous() for parameter in twin.parameters()
+    )
 
 
 def test_closing_with_a_view_of_a_weight_leaves_view_and_model_whole() -> None:
@@ -1060,7 +1150,9 @@ def test_two_engines_do_not_disturb_each_other() -> None:
 def test_a_module_that_is_attached_late_computes_with_its_own_and_with_fetched_parameters() -> None:
     def run(made: Engine) -> list[float]:
         model = model_of(made)
-        model.late = OfParts(lambda own, x: own.base(x) * own.scale, base=model[4], scale=nn.Parameter(torch.ones(1)))
+        model.late = OfParts(
+            lambda own, x: own.base(x) * own.scale, base=model[4], scale=nn.Parameter(torch.ones(1))
+        )
         model[0].weight = model[2].weight
         return train(made)
 
@@ -1097,7 +1189,9 @@ with emulated_accelerator(Emulation(rates=rates, capacity_bytes=1 << 20)) as dev
 plain = trained(accelerator="cpu", budget={"host": "16MiB"})
 sys.exit(not all(torch.equal(plain[name], fetched[name]) for name in plain))
 """
-    done = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=False
+    )
 
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -18,7 +18,9 @@ def test_func_grad_of_a_fetched_model_is_that_of_the_plain_one(tmp_path: Path) -
     def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.as_tensor(torch.func.functional_call(model, values, (x,)).pow(2).mean())
 
-    expected = torch.func.grad(loss)({name: value.detach().clone() for name, value in model.named_parameters()})
+    expected = torch.func.grad(loss)(
+        {name: value.detach().clone() for name, value in model.named_parameters()}
+    )
     with infinity_engine.initialize(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),

@@ -1,4 +1,6 @@
-"""A model that is built under init_context has the bits that it would have otherwise, and never exists whole."""
+"""A model that is built under init_context has the bits that it would have otherwise, and never
+exists whole.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,24 @@ def budget(*drives: Path, host: str = "256MiB", nvme: str = "64MiB") -> Budget:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.detach().view(-1)
+    return (
+        tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if tensor.numel()
+        else tensor.detach().view(-1)
+    )
 
 
-def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+def assert_same_bits(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        kind = (found[name].shape, found[name].dtype, found[name].stride(), found[name].requires_grad)
+        kind = (
+            found[name].shape,
+            found[name].dtype,
+            found[name].stride(),
+            found[name].requires_grad,
+        )
         assert kind == (tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad), name
         assert torch.equal(bits(found[name]), bits(tensor)), name
 
@@ -71,11 +84,13 @@ def usage(built: BuiltModel, tier: Tier) -> Usage:
     return next(each for each in built.ledger.usage() if each.tier is tier)
 
 
-# --- the bits ----------------------------------------------------------------------------------------------------
+# --- the bits -------------------------------------------------------------------------------------
 
 
 class InitializedLater(nn.Module):
-    """Initializes as models do that come from elsewhere: when all modules are there, in every way that there is."""
+    """Initializes as models do that come from elsewhere: when all modules are there, in every way
+    that there is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,10 +151,14 @@ class Containers(nn.Module):
         self.listed = nn.ParameterList(torch.randn(40, 40) for _ in range(5))
         self.named = nn.ParameterDict({"a": torch.randn(1000), "b": nn.Parameter(torch.randn(9))})
         self.named["c"] = nn.Parameter(self.named["a"] * 2)
-        self.same = nn.ParameterList([self.listed[2], nn.Parameter(torch.stack([*self.listed]).mean(0))])
+        self.same = nn.ParameterList(
+            [self.listed[2], nn.Parameter(torch.stack([*self.listed]).mean(0))]
+        )
         self.replaced = nn.Parameter(torch.randn(500))
         self.replaced = nn.Parameter(self.replaced[:100].clone())
-        self.nested = nn.ModuleDict({"x": nn.Sequential(nn.Linear(9, 40), nn.ModuleList([nn.Linear(40, 9)]))})
+        self.nested = nn.ModuleDict(
+            {"x": nn.Sequential(nn.Linear(9, 40), nn.ModuleList([nn.Linear(40, 9)]))}
+        )
         self.nested["y"] = copy.deepcopy(self.nested["x"])
         self.register_buffer("sum", torch.stack([*self.listed]).sum(0).detach())
         self.listed = nn.ParameterList([*self.listed][:4])
@@ -178,7 +197,9 @@ def trained_with_checkpoints() -> nn.Module:
     model = nn.Sequential(nn.Linear(30, 60), nn.LayerNorm(60), nn.Linear(60, 30))
     for reentrant in (False, True):
         x = torch.randn(8, 30, requires_grad=True)
-        checkpoint(model, checkpoint(model, x, use_reentrant=reentrant), use_reentrant=reentrant).sum().backward()
+        checkpoint(
+            model, checkpoint(model, x, use_reentrant=reentrant), use_reentrant=reentrant
+        ).sum().backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is not None
@@ -187,7 +208,9 @@ def trained_with_checkpoints() -> nn.Module:
 
 
 def loaded() -> nn.Module:
-    source = {name: torch.randn(tensor.shape) for name, tensor in nn.Linear(60, 30).state_dict().items()}
+    source = {
+        name: torch.randn(tensor.shape) for name, tensor in nn.Linear(60, 30).state_dict().items()
+    }
     model = nn.Sequential(nn.Linear(60, 30), nn.Linear(60, 30))
     model[0].load_state_dict(source)
     model[1].load_state_dict({name: tensor * 2 for name, tensor in source.items()}, assign=True)
@@ -244,7 +267,9 @@ BUILDERS: Mapping[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", BUILDERS)
-def test_the_same_seed_gives_the_same_bits_as_without_the_context(name: str, cache: int | None, drive: Path) -> None:
+def test_the_same_seed_gives_the_same_bits_as_without_the_context(
+    name: str, cache: int | None, drive: Path
+) -> None:
     torch.manual_seed(7)
     plain = BUILDERS[name]()
     after = torch.get_rng_state()
@@ -266,7 +291,9 @@ def test_the_same_seed_gives_the_same_bits_as_without_the_context(name: str, cac
 
 
 class Program:
-    """Does to modules, their parameters and views of these what it is told, the same whenever it is told the same."""
+    """Does to modules, their parameters and views of these what it is told, the same whenever it is
+    told the same.
+    """
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -341,13 +368,21 @@ class Program:
         weight.data = weight.data.t().contiguous().t()
 
 
-STEPS = [name for name, each in vars(Program).items() if callable(each) and name not in {"__init__", "weight", "run"}]
-programs = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9)), max_size=25)
+STEPS = [
+    name
+    for name, each in vars(Program).items()
+    if callable(each) and name not in {"__init__", "weight", "run"}
+]
+programs = st.lists(
+    st.tuples(st.sampled_from(STEPS), st.integers(0, 9), st.integers(0, 9)), max_size=25
+)
 
 
 @settings(max_examples=60)
 @given(steps=programs, cache=st.sampled_from([0, 3 * KIB, 6 * KIB]))
-def test_any_program_that_builds_a_model_gives_the_same_bits(steps: list[tuple[str, int, int]], cache: int) -> None:
+def test_any_program_that_builds_a_model_gives_the_same_bits(
+    steps: list[tuple[str, int, int]], cache: int
+) -> None:
     torch.manual_seed(5)
     plain = Program().run(steps)
     with tempfile.TemporaryDirectory() as drive:
@@ -381,7 +416,7 @@ def test_parameters_stay_the_objects_that_they_are(drive: Path) -> None:
     built.close()
 
 
-# --- views -------------------------------------------------------------------------------------------------------
+# --- views ----------------------------------------------------------------------------------------
 
 
 def push_out(built: BuiltModel) -> None:
@@ -389,7 +424,9 @@ def push_out(built: BuiltModel) -> None:
     nn.Sequential(*(nn.Linear(60, 60) for _ in range(20)))
 
 
-def test_what_is_written_through_a_view_in_the_body_counts_whenever_it_is_written(drive: Path) -> None:
+def test_what_is_written_through_a_view_in_the_body_counts_whenever_it_is_written(
+    drive: Path,
+) -> None:
     with init_context(budget=budget(drive), cache=0) as built:
         model = nn.Linear(60, 60)
         view = model.weight.data[3:5]
@@ -461,7 +498,7 @@ def test_a_graph_that_needs_a_parameter_gets_its_values(drive: Path) -> None:
     built.close()
 
 
-# --- memory ------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache", [0, 16 * KIB, 300 * KIB])
@@ -473,7 +510,9 @@ def test_no_more_is_held_than_the_cache_and_the_largest_module_s_own(
         before = usage(built, Tier.HOST).held
         model = make()
 
-    own = max(sum(each.nbytes for each in module.parameters(recurse=False)) for module in model.modules())
+    own = max(
+        sum(each.nbytes for each in module.parameters(recurse=False)) for module in model.modules()
+    )
     assert usage(built, Tier.HOST).peak_held - before <= cache + own
     assert own + 16 * KIB < sum(each.nbytes for each in model.parameters())
     built.close()
@@ -511,7 +550,10 @@ def test_copies_that_nobody_has_registered_yet_do_not_stay_in_memory(drive: Path
         nn.ModuleList(copies)
 
     assert held <= 3 * 61 * 60 * 4
-    assert all(torch.equal(built.piece(each.weight, 0, 3600), built.piece(layer.weight, 0, 3600)) for each in copies)
+    assert all(
+        torch.equal(built.piece(each.weight, 0, 3600), built.piece(layer.weight, 0, 3600))
+        for each in copies
+    )
     built.close()
 
 
@@ -567,7 +609,7 @@ def test_a_model_from_before_may_be_read_and_stays_as_it_is(drive: Path) -> None
     built.close()
 
 
-# --- what cannot be ----------------------------------------------------------------------------------------------
+# --- what cannot be -------------------------------------------------------------------------------
 
 
 def assert_given_back(drive: Path) -> None:
@@ -579,7 +621,9 @@ def assert_given_back(drive: Path) -> None:
 
 def test_drives_without_room_say_what_is_missing_and_everything_is_given_back(drive: Path) -> None:
     with (
-        pytest.raises(CapacityError, match=r"NVME .*raise the budget's nvme.*Linear.weight") as refused,
+        pytest.raises(
+            CapacityError, match=r"NVME .*raise the budget's nvme.*Linear.weight"
+        ) as refused,
         init_context(budget=budget(drive, nvme="1MiB"), cache=0),
     ):
         nn.Sequential(*(nn.Linear(300, 300) for _ in range(10)))
@@ -615,7 +659,9 @@ def test_views_that_hold_more_than_the_host_s_budget_are_named(drive: Path) -> N
     assert_given_back(drive)
 
 
-def test_an_error_in_the_body_is_the_one_that_comes_out_and_everything_is_given_back(drive: Path) -> None:
+def test_an_error_in_the_body_is_the_one_that_comes_out_and_everything_is_given_back(
+    drive: Path,
+) -> None:
     def fails() -> None:
         nn.Linear(60, 60)
         raise KeyError("mine")
@@ -668,14 +714,20 @@ def test_a_drive_that_fails_is_told_and_everything_is_given_back(
     plan = FaultPlan().fail(nth=3, requests=requests)
     monkeypatch.setattr(swapfile, "IOQueue", lambda: IOQueue(faults=plan))
 
-    with pytest.raises(TransferError, match=r"Linear.*errno 5"), init_context(budget=budget(drive), cache=0):
+    with (
+        pytest.raises(TransferError, match=r"Linear.*errno 5"),
+        init_context(budget=budget(drive), cache=0),
+    ):
         nn.Sequential(*(nn.Linear(60, 60) for _ in range(5))).double()
 
     assert_given_back(drive)
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not mounted"), init_context(budget=budget(tmp_path / "not mounted")):
+    with (
+        pytest.raises(ConfigError, match="not mounted"),
+        init_context(budget=budget(tmp_path / "not mounted")),
+    ):
         pass
 
 
@@ -684,7 +736,10 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ({"budget": {"host": "1GiB"}}, "at least one directory"),
         ({"budget": {"host": "1GiB", "nvm": {}}}, "nearest: nvme"),
-        ({"budget": {"host": "64MiB", "nvme": {".": "1MiB"}}, "cache": "a lot"}, "cache of init_context"),
+        (
+            {"budget": {"host": "64MiB", "nvme": {".": "1MiB"}}, "cache": "a lot"},
+            "cache of init_context",
+        ),
         ({"budget": {"host": "64MiB", "nvme": {".": "1MiB"}}, "cache": "65MiB"}, "lower the cache"),
     ],
 )
@@ -721,7 +776,7 @@ def test_another_thread_builds_as_it_always_did(drive: Path) -> None:
     built.close()
 
 
-# --- what is built -----------------------------------------------------------------------------------------------
+# --- what is built --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -805,7 +860,9 @@ def test_a_model_of_two_contexts_is_refused(drive: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.int8])
-@pytest.mark.parametrize(("first", "count"), [(0, 20_000), (4096, 100), (8192, 4096), (4095, 5), (19_999, 1), (77, 0)])
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 20_000), (4096, 100), (8192, 4096), (4095, 5), (19_999, 1), (77, 0)]
+)
 def test_a_piece_is_these_elements(first: int, count: int, dtype: torch.dtype, drive: Path) -> None:
     values = torch.randn(100, 200).mul(50).to(dtype)
     with init_context(budget=budget(drive), cache=0) as built:
@@ -845,7 +902,12 @@ def test_a_parameter_of_another_model_is_refused(model_and_built: tuple[Any, Bui
     built = model_and_built[1]
 
     assert other not in built
-    for use in (built.nbytes_of, built.release, built.materialize, lambda each: built.piece(each, 0, 1)):
+    for use in (
+        built.nbytes_of,
+        built.release,
+        built.materialize,
+        lambda each: built.piece(each, 0, 1),
+    ):
         with pytest.raises(ConfigError, match="built in this init_context and is not released"):
             use(other)
 

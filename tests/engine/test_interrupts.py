@@ -1,4 +1,6 @@
-"""Ctrl-C at any line of the engine, wherever things rest: what it interrupts can be done again, with the same bits."""
+"""Ctrl-C at any line of the engine, wherever things rest: what it interrupts can be done again,
+with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def micro_batches(engine: Engine, task: Task, case: Case, step: int) -> None:
 
 
 def is_interrupted(engine: Engine, task: Task, case: Case, line: int, *, in_step: bool) -> bool:
-    """Make the second step, with Ctrl-C at a line of the step, or of what is before it; tell whether it came."""
+    """Make the second step, with Ctrl-C at a line of the step, or of what is before it; tell
+    whether it came.
+    """
     done = False
     if in_step:
         micro_batches(engine, task, case, 1)
@@ -96,7 +100,9 @@ def is_interrupted(engine: Engine, task: Task, case: Case, line: int, *, in_step
 
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("where", WHERE)
-def test_what_ctrl_c_interrupts_anywhere_can_be_done_again(where: str, in_step: bool, tmp_path: Path) -> None:
+def test_what_ctrl_c_interrupts_anywhere_can_be_done_again(
+    where: str, in_step: bool, tmp_path: Path
+) -> None:
     case, device = WHERE[where]
     case = fitting(case, device=device, drive=tmp_path)
     chance = random.Random(where)
@@ -116,7 +122,9 @@ def test_what_ctrl_c_interrupts_anywhere_can_be_done_again(where: str, in_step: 
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_handler_may_use_the_engine_that_was_in_the_midst_of_a_step(where: str, tmp_path: Path) -> None:
+def test_a_handler_may_use_the_engine_that_was_in_the_midst_of_a_step(
+    where: str, tmp_path: Path
+) -> None:
     case, device = WHERE[where]
     case = fitting(case, device=device, drive=tmp_path)
     saved: list[dict[str, Any]] = []
@@ -177,7 +185,9 @@ def test_a_forward_that_is_interrupted_leaves_no_context_behind(tmp_path: Path) 
     case = replace(MEMORY, precision="bf16_autocast")
     with opened(case, None, None) as (engine, task):
         for nth in range(40):
-            interrupted(lambda: engine(task.batch(0)), 3 * nth, [contextlib, torch.amp.autocast_mode])
+            interrupted(
+                lambda: engine(task.batch(0)), 3 * nth, [contextlib, torch.amp.autocast_mode]
+            )
             assert not torch.is_autocast_enabled("cpu"), nth
             assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None, nth
         engine.zero_grad()

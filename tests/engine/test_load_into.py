@@ -1,4 +1,6 @@
-"""A model on the meta device is filled from files by way of the drives; what does not fit together is named."""
+"""A model on the meta device is filled from files by way of the drives; what does not fit together
+is named.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def without(state: Mapping[str, torch.Tensor], *names: str) -> dict[str, torch.T
 def test_the_values_of_the_files_are_those_of_the_model(tmp_path: Path, drive: Path) -> None:
     state = without(values(), "head.weight")
     names = sorted(state)
-    folder = written(tmp_path / "files", *({name: state[name] for name in names[i::3]} for i in range(3)))
+    folder = written(
+        tmp_path / "files", *({name: state[name] for name in names[i::3]} for i in range(3))
+    )
     model = on_meta()
     parameters = [*model.parameters()]
 
@@ -90,7 +94,9 @@ def test_the_values_of_the_files_are_those_of_the_model(tmp_path: Path, drive: P
     assert not model.empty.requires_grad
     for name, parameter in model.named_parameters():
         assert (parameter.device.type, parameter.dtype) == ("cpu", state[name].dtype)
-        assert torch.equal(built.piece(parameter, 0, parameter.numel()).view(parameter.shape), state[name])
+        assert torch.equal(
+            built.piece(parameter, 0, parameter.numel()).view(parameter.shape), state[name]
+        )
     assert built.is_absent(model.halved)
     assert model.scale == 2
     built.whole()
@@ -98,7 +104,9 @@ def test_the_values_of_the_files_are_those_of_the_model(tmp_path: Path, drive: P
     assert unnamed_files(drive) == []
 
 
-def test_a_number_is_converted_where_the_model_has_another_dtype(tmp_path: Path, drive: Path) -> None:
+def test_a_number_is_converted_where_the_model_has_another_dtype(
+    tmp_path: Path, drive: Path
+) -> None:
     state = {"weight": torch.randn(3000, 1100), "bias": torch.randn(3000)}
     folder = written(tmp_path / "files", state)
     model = on_meta(lambda: nn.Linear(1100, 3000, dtype=torch.bfloat16))
@@ -140,7 +148,10 @@ def test_what_belongs_to_a_parameter_stays_with_it(tmp_path: Path, drive: Path) 
         (lambda state: without(state, "head.weight", "embed.weight"), "1 missing: embed.weight"),
         (lambda state: {**state, "more": torch.ones(1)}, "1 that the model does not have: more"),
         (lambda state: {**state, "scale": torch.ones(1)}, r"scale in .*expected the shape \(\)"),
-        (lambda state: {**state, "halved": torch.ones(90, 100)}, r"halved in .*expected the shape \(9000,\)"),
+        (
+            lambda state: {**state, "halved": torch.ones(90, 100)},
+            r"halved in .*expected the shape \(9000,\)",
+        ),
         (
             lambda state: {**state, "norm.num_batches_tracked": torch.tensor(1.5)},
             r"num_batches_tracked in .*expected numbers of the kind of torch\.int64.*got torch\.float32",
@@ -148,7 +159,10 @@ def test_what_belongs_to_a_parameter_stays_with_it(tmp_path: Path, drive: Path) 
     ],
 )
 def test_files_of_another_model_are_refused(
-    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], said: str, tmp_path: Path, drive: Path
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+    said: str,
+    tmp_path: Path,
+    drive: Path,
 ) -> None:
     folder = written(tmp_path / "files", change(values()))
     model = on_meta()
@@ -169,12 +183,15 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path, drive: Path) -> None:
     folder = written(tmp_path / "files", values(), values())
     (folder / "model.safetensors.index.json").unlink()
 
-    with pytest.raises(ConfigError, match=r"both model-0\.safetensors and model-1\.safetensors have it"):
+    with pytest.raises(
+        ConfigError, match=r"both model-0\.safetensors and model-1\.safetensors have it"
+    ):
         load_into(on_meta(), folder, budget(drive))
 
 
 @pytest.mark.parametrize(
-    ("file", "said"), [("model-0.safetensors", "a safetensors file"), ("x.safetensors.index.json", "weight_map")]
+    ("file", "said"),
+    [("model-0.safetensors", "a safetensors file"), ("x.safetensors.index.json", "weight_map")],
 )
 def test_a_damaged_file_is_named(file: str, said: str, tmp_path: Path, drive: Path) -> None:
     folder = written(tmp_path / "files", values())
@@ -197,7 +214,10 @@ def test_a_buffer_that_no_file_can_have_is_refused(tmp_path: Path, drive: Path) 
     model.register_buffer("own", torch.empty(5, device="meta"), persistent=False)
     model.norm.register_buffer("angles", torch.empty(5, device="meta"), persistent=False)
 
-    with pytest.raises(ConfigError, match=r"buffer own, norm\.angles: .*not persistent.*include_buffers=False.*again"):
+    with pytest.raises(
+        ConfigError,
+        match=r"buffer own, norm\.angles: .*not persistent.*include_buffers=False.*again",
+    ):
         load_into(model, written(tmp_path / "files", values()), budget(drive))
 
 
@@ -209,7 +229,9 @@ class Rotary(nn.Module):
         self.register_buffer("angles", torch.arange(5.0), persistent=False)
 
 
-def test_a_module_made_again_off_the_meta_device_brings_its_buffers(tmp_path: Path, drive: Path) -> None:
+def test_a_module_made_again_off_the_meta_device_brings_its_buffers(
+    tmp_path: Path, drive: Path
+) -> None:
     folder = written(tmp_path / "files", {"0.weight": torch.ones(4, 4)})
     model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4, bias=False), Rotary()))
     model[1] = Rotary()
@@ -231,7 +253,9 @@ def test_drives_without_room_leave_the_model_as_it_was(tmp_path: Path, drive: Pa
     assert unnamed_files(drive) == []
 
 
-def test_a_parameter_that_cannot_be_given_values_leaves_the_model_as_it_was(tmp_path: Path, drive: Path) -> None:
+def test_a_parameter_that_cannot_be_given_values_leaves_the_model_as_it_was(
+    tmp_path: Path, drive: Path
+) -> None:
     model = on_meta()
     names = [name for name, _ in model.named_parameters()]
     alias = model.norm.weight.view(-1)  # torch cannot exchange what has views
@@ -261,11 +285,15 @@ def test_a_drive_that_fails_is_told_and_the_model_is_as_it_was(
     assert unnamed_files(drive) == []
 
 
-def test_a_loading_that_is_interrupted_has_filled_the_model_or_left_it_as_it_was(tmp_path: Path, drive: Path) -> None:
+def test_a_loading_that_is_interrupted_has_filled_the_model_or_left_it_as_it_was(
+    tmp_path: Path, drive: Path
+) -> None:
     folder, found = written(tmp_path / "files", values()), []
     for line in range(1, 3000, 23):
         model = on_meta()
-        with interrupted_at(line, ("building/loading.py", "building/originals.py", "building/built.py")) as told:
+        with interrupted_at(
+            line, ("building/loading.py", "building/originals.py", "building/built.py")
+        ) as told:
             load_into(model, folder, budget(drive))
 
         found.append({each.is_meta for each in (*model.parameters(), *model.buffers())})

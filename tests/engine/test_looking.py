@@ -1,4 +1,6 @@
-"""What an engine shows and lets change between backward and step: gradients, wherever they are kept, and masters."""
+"""What an engine shows and lets change between backward and step: gradients, wherever they are
+kept, and masters.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,19 @@ MEMORY = Case(model="gpt")
 HALF = Interleaved(share=0.5, resident=0.25)
 WHERE: dict[str, tuple[Case, bool]] = {  # and whether on a device with memory of its own
     "one memory": (MEMORY, False),
-    "the host and the device": (replace(MEMORY, strategy=HALF, parameters="host", device=2 << 20), True),
+    "the host and the device": (
+        replace(MEMORY, strategy=HALF, parameters="host", device=2 << 20),
+        True,
+    ),
     "drives": (replace(STREAMED, clip=None, precision="fp32", host=34_000_000), False),
 }
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("where", WHERE)
-def test_a_gradient_is_shown_as_plain_pytorch_has_it(where: str, accumulation: int, tmp_path: Path) -> None:
+def test_a_gradient_is_shown_as_plain_pytorch_has_it(
+    where: str, accumulation: int, tmp_path: Path
+) -> None:
     case, device = WHERE[where]
     case = replace(case, accumulation=accumulation)
     plain, _ = made("gpt")
@@ -39,12 +46,16 @@ def test_a_gradient_is_shown_as_plain_pytorch_has_it(where: str, accumulation: i
         (plain(plain.batch(seed)) / accumulation).backward()
     with ExitStack() as around:
         on = around.enter_context(emulated(0)) if device else None
-        engine, task = around.enter_context(opened(case, on, tmp_path if where == "drives" else None))
+        engine, task = around.enter_context(
+            opened(case, on, tmp_path if where == "drives" else None)
+        )
         for parameter in task.parameters():
             assert "gradient" not in engine.state_of(parameter)
         for seed in range(accumulation):
             engine.backward(engine(task.batch(seed)))
-        for (name, parameter), expected in zip(task.named_parameters(), plain.parameters(), strict=True):
+        for (name, parameter), expected in zip(
+            task.named_parameters(), plain.parameters(), strict=True
+        ):
             found = engine.state_of(parameter).get("gradient")
             if expected.grad is None:
                 assert found is None, name
@@ -102,7 +113,9 @@ class LargestInFP32(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     numel = 0
 
-    def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, _types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         made = isinstance(result, torch.Tensor) and not func.is_view and not func._schema.is_mutable
         if made and result.dtype == torch.float32:
@@ -126,7 +139,9 @@ def test_the_master_of_a_changed_parameter_is_written_without_a_copy_of_the_whol
             weight.fill_(3.0)
 
         assert made.numel <= 4096
-        assert torch.equal(torch.as_tensor(engine.state_of(weight)["master"]), torch.full((256, 256), 3.0))
+        assert torch.equal(
+            torch.as_tensor(engine.state_of(weight)["master"]), torch.full((256, 256), 3.0)
+        )
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -146,7 +161,10 @@ def test_what_a_body_does_not_change_keeps_its_master_as_exact_as_it_was(
         for seed in range(3):
             engine.backward(engine(task.batch(seed)))
             engine.step()
-        masters = {name: torch.as_tensor(engine.state_of(each)["master"]) for name, each in task.named_parameters()}
+        masters = {
+            name: torch.as_tensor(engine.state_of(each)["master"])
+            for name, each in task.named_parameters()
+        }
         changed = "head.weight" if "head.weight" in masters else max(masters)
 
         with engine.gathered(task.parameters(), modify=True), torch.no_grad():
@@ -155,10 +173,14 @@ def test_what_a_body_does_not_change_keeps_its_master_as_exact_as_it_was(
         rounded = torch.tensor(0.1, dtype=task.get_parameter(changed).dtype).item()
         masters[changed].view(-1)[::3] = rounded
         for name, each in task.named_parameters():
-            assert torch.equal(torch.as_tensor(engine.state_of(each)["master"]), masters[name]), name
+            assert torch.equal(torch.as_tensor(engine.state_of(each)["master"]), masters[name]), (
+                name
+            )
 
 
-@pytest.mark.parametrize("wrong", ["0.weight", torch.nn.Parameter(torch.ones(2)), None, torch.ones(3)], ids=str)
+@pytest.mark.parametrize(
+    "wrong", ["0.weight", torch.nn.Parameter(torch.ones(2)), None, torch.ones(3)], ids=str
+)
 def test_the_states_of_what_is_not_trained_are_refused(wrong: object) -> None:
     with (
         opened(MEMORY, None, None) as (engine, _),

@@ -1,4 +1,6 @@
-"""With fp16, no update is ever made from gradients that are not finite, whatever the loss scale has come to."""
+"""With fp16, no update is ever made from gradients that are not finite, whatever the loss scale has
+come to.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def fp16_engine_at_scale_one(precision: str = "fp16") -> Iterator[Engine]:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     budget = {"host": "64MiB"}
-    with infinity_engine.initialize(model, optimizer, accelerator="cpu", precision=precision, budget=budget) as made:
+    with infinity_engine.initialize(
+        model, optimizer, accelerator="cpu", precision=precision, budget=budget
+    ) as made:
         scale = 2.0
         while scale > 1:
             backward(made, infinite=True)
@@ -68,5 +72,8 @@ def test_training_continues_after_gradients_that_are_not_finite() -> None:
 
 
 def test_backward_past_the_engine_is_refused_at_every_loss_scale() -> None:
-    with fp16_engine_at_scale_one() as made, pytest.raises(RuntimeError, match=r"call engine\.backward\(loss\)"):
+    with (
+        fp16_engine_at_scale_one() as made,
+        pytest.raises(RuntimeError, match=r"call engine\.backward\(loss\)"),
+    ):
         loss_of(made, infinite=False).backward()  # type: ignore[no-untyped-call]  # torch is

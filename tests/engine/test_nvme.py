@@ -54,12 +54,19 @@ def device(accelerator: str) -> Accelerator | None:
 
 
 def same_as_in_memory(use: Use, case: Case, accelerator: str, drive: Path) -> None:
-    with opened(replace(case, host="256MiB", parameters="auto", strategy=HostOnly()), None, None) as (engine, task):
+    with opened(
+        replace(case, host="256MiB", parameters="auto", strategy=HostOnly()), None, None
+    ) as (engine, task):
         expected = use(engine, task)
-    with opened(replace(case, host=LITTLE[accelerator]), device(accelerator), drive) as (engine, task):
+    with opened(replace(case, host=LITTLE[accelerator]), device(accelerator), drive) as (
+        engine,
+        task,
+    ):
         got = use(engine, task)
 
-    assert [name for name, each in expected.items() if not torch.equal(each.float(), got[name].float())] == []
+    assert [
+        name for name, each in expected.items() if not torch.equal(each.float(), got[name].float())
+    ] == []
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS)
@@ -78,7 +85,9 @@ def test_a_norm_asked_for_by_hand_is_that_of_gradients_that_are_still_on_their_w
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS)
-def test_states_can_be_seen_and_masters_changed_between_backward_and_step(accelerator: str, tmp_path: Path) -> None:
+def test_states_can_be_seen_and_masters_changed_between_backward_and_step(
+    accelerator: str, tmp_path: Path
+) -> None:
     def looked_at(engine: Engine, task: Task) -> Bits:
         seen: Bits = {}
         weight = task.get_parameter("embed.weight")
@@ -100,7 +109,10 @@ def test_a_change_whose_master_could_not_be_written_is_not_lost_unseen(
     def failing(_: SwapFile, _place: Place, _data: object, *, what: str) -> Hop:
         raise TransferError(errno=errno.EIO, path="drive", offset=0, asked=1, done=0, what=what)
 
-    with opened(replace(CASE, host=LITTLE[accelerator]), device(accelerator), tmp_path) as (engine, task):
+    with opened(replace(CASE, host=LITTLE[accelerator]), device(accelerator), tmp_path) as (
+        engine,
+        task,
+    ):
         weight = task.get_parameter("embed.weight")
         engine.backward(engine(task.batch(0)))
         engine.step()
@@ -116,13 +128,18 @@ def test_a_change_whose_master_could_not_be_written_is_not_lost_unseen(
 
         with monkeypatch.context() as drive, pytest.raises(TransferError, match="states of"):
             change(drive)
-        with pytest.raises(RuntimeError, match=r"embed\.weight was changed.*gathered\(\[parameter\], modify=True\)"):
+        with pytest.raises(
+            RuntimeError, match=r"embed\.weight was changed.*gathered\(\[parameter\], modify=True\)"
+        ):
             train()
         engine.zero_grad()
         with engine.gathered(weight, modify=True):
             pass
 
-        for found in (engine.state_dict()["embed.weight"], torch.as_tensor(engine.state_of(weight)["master"])):
+        for found in (
+            engine.state_dict()["embed.weight"],
+            torch.as_tensor(engine.state_of(weight)["master"]),
+        ):
             assert torch.equal(found.float(), torch.full(weight.shape, 7.0))
         train()
 
@@ -134,7 +151,9 @@ class Lost:
         return True
 
     def wait(self) -> int:
-        raise TransferError(errno=errno.EIO, path="drive", offset=0, asked=1, done=0, what="gradient of it")
+        raise TransferError(
+            errno=errno.EIO, path="drive", offset=0, asked=1, done=0, what="gradient of it"
+        )
 
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS)
@@ -211,7 +230,9 @@ def test_further_gradients_of_a_step_take_what_the_budget_has_left(
     clip: float | None, accelerator: str, gradients: str, tmp_path: Path
 ) -> None:
     case = replace(CASE, clip=clip)
-    with opened(replace(case, host="256MiB", parameters="auto", strategy=HostOnly()), None, None) as (engine, task):
+    with opened(
+        replace(case, host="256MiB", parameters="auto", strategy=HostOnly()), None, None
+    ) as (engine, task):
         expected = gradients_of_two_losses(engine, task)
     in_memory = gradients == "in memory"
     host = "32MiB" if in_memory else LITTLE[accelerator]
@@ -226,7 +247,7 @@ def test_further_gradients_of_a_step_take_what_the_budget_has_left(
         assert engine.usage()[-2].reserved == reserved
 
 
-# --- optimizers and budgets ------------------------------------------------------------------------------------------
+# --- optimizers and budgets -----------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, amsgrad=True),
@@ -258,7 +279,9 @@ def stepped(optimizer: str, precision: str, host: int | str, **settings: Any) ->
                     engine.backward(engine(task.batch(seed)))
                     engine.step()
                 usage = engine.usage()
-                assert [each for each in usage if max(each.peak_held, each.peak_reserved) > each.limit] == []
+                assert [
+                    each for each in usage if max(each.peak_held, each.peak_reserved) > each.limit
+                ] == []
                 return bits_of(engine)
         except CapacityError as refused:
             if "nvme" not in budget or not isinstance(host, int) or refused.asked <= host:
@@ -273,8 +296,12 @@ def stepped_in_memory(optimizer: str, precision: str) -> Bits:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parameters_that_are_all_too_small_for_drives_have_room_in_memory(precision: str, tmp_path: Path) -> None:
-    """Whatever the strategy: it was what host memory had left, and so too little, where they were to rest on drives."""
+def test_parameters_that_are_all_too_small_for_drives_have_room_in_memory(
+    precision: str, tmp_path: Path
+) -> None:
+    """Whatever the strategy: it was what host memory had left, and so too little, where they were
+    to rest on drives.
+    """
     with emulated(0) as device:
         task = MODELS["llama"]()
         with infinity_engine.initialize(
@@ -296,10 +323,17 @@ def test_parameters_that_are_all_too_small_for_drives_have_room_in_memory(precis
             assert [each.held for each in engine.usage() if each.tier is Tier.NVME] == [0]
 
 
-@pytest.mark.parametrize(("accelerator", "parameters"), [("cpu", "nvme"), ("cpu", "device"), ("emulated", "nvme")])
+@pytest.mark.parametrize(
+    ("accelerator", "parameters"), [("cpu", "nvme"), ("cpu", "device"), ("emulated", "nvme")]
+)
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
-    [("amsgrad", "bf16"), ("lion", "fp32"), ("momentum", "fp32"), *product(["no states at all"], ["fp32", "bf16"])],
+    [
+        ("amsgrad", "bf16"),
+        ("lion", "fp32"),
+        ("momentum", "fp32"),
+        *product(["no states at all"], ["fp32", "bf16"]),
+    ],
 )
 def test_every_optimizer_updates_alike_from_drives_with_what_a_refusal_asked_for(
     accelerator: str, parameters: str, precision: str, optimizer: str, tmp_path: Path
@@ -375,25 +409,34 @@ def test_with_updates_in_the_backward_what_stays_in_memory_is_spread_among_what_
     def resting(*, early: bool) -> list[bool]:
         storage = StorageConfig(early_updates=early)
         config = EngineConfig(
-            precision=Precision.BF16, strategy=NvmeStreamed(), parameters=ParametersAt.NVME, storage=storage
+            precision=Precision.BF16,
+            strategy=NvmeStreamed(),
+            parameters=ParametersAt.NVME,
+            storage=storage,
         )
         plan = place(sizing, wish_of(config, None), budget, io_bytes=0)
         return [each.index in plan.resting.states for each in sizing.subgroups]
 
     first_stay, spread = resting(early=False), resting(early=True)
     assert first_stay == sorted(first_stay)
-    assert not spread[0]  # no update in a backward is possible of what stays in memory, and a step waits for it
+    # no update in a backward is possible of what stays in memory, and a step waits for it
+    assert not spread[0]
     longest = max(len(run) for run in "".join("-+"[stays] for stays in spread[1:]).split("+"))
     share = spread[1:].count(True) / 24
     assert 0.2 < share < 0.8
     assert longest <= 1 / share
 
 
-# --- directories -----------------------------------------------------------------------------------------------------
+# --- directories ----------------------------------------------------------------------------------
 
 
-def test_two_engines_train_side_by_side_on_one_directory_which_is_empty_after_them(tmp_path: Path) -> None:
-    with opened(CASE, None, tmp_path) as (first, task), opened(CASE, None, tmp_path) as (second, other):
+def test_two_engines_train_side_by_side_on_one_directory_which_is_empty_after_them(
+    tmp_path: Path,
+) -> None:
+    with (
+        opened(CASE, None, tmp_path) as (first, task),
+        opened(CASE, None, tmp_path) as (second, other),
+    ):
         for seed in range(2):
             for engine, model in ((first, task), (second, other)):
                 engine.backward(engine(model.batch(seed)))
@@ -405,7 +448,9 @@ def test_two_engines_train_side_by_side_on_one_directory_which_is_empty_after_th
     assert unnamed_files(tmp_path) == []
 
 
-def test_an_exception_in_the_forward_leaves_nothing_on_the_drives_and_closing_twice_is_harmless(tmp_path: Path) -> None:
+def test_an_exception_in_the_forward_leaves_nothing_on_the_drives_and_closing_twice_is_harmless(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(IndexError), opened(CASE, None, tmp_path) as (engine, task):
         engine(torch.full((3, 12), 999))
 
@@ -427,7 +472,9 @@ def test_a_directory_that_is_not_there_is_refused_by_name(tmp_path: Path) -> Non
             budget={"nvme": {str(tmp_path / "not mounted"): "64MiB"}},
         )
 
-    assert [name for name, each in task.state_dict().items() if not torch.equal(each, before[name])] == []
+    assert [
+        name for name, each in task.state_dict().items() if not torch.equal(each, before[name])
+    ] == []
 
 
 def test_a_directory_that_nothing_can_be_written_to_is_refused_by_name(

@@ -1,4 +1,6 @@
-"""Engines with what rests on drives, in processes that are not the usual ones: they train to the same bits."""
+"""Engines with what rests on drives, in processes that are not the usual ones: they train to the
+same bits.
+"""
 
 from __future__ import annotations
 
@@ -58,20 +60,35 @@ def open_folder() -> Iterator[Path]:
         yield folder
 
 
-def told_by_training(folder: Path, *python: str, user: int = 0, drive: Path | None = None) -> dict[str, Any]:
+def told_by_training(
+    folder: Path, *python: str, user: int = 0, drive: Path | None = None
+) -> dict[str, Any]:
     """Train in a process of its own, as this user, with this drive or the folder for one."""
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    run = run_program(TRAIN, drive or folder, user, folder=folder, python=python, environment={"PYTHONPATH": paths})
+    run = run_program(
+        TRAIN,
+        drive or folder,
+        user,
+        folder=folder,
+        python=python,
+        environment={"PYTHONPATH": paths},
+    )
     told: dict[str, Any] = json.loads(output_of(run))
     return told
 
 
 def bits_in_memory() -> str:
-    return digest_of(trained(replace(STREAMED, host="256MiB", parameters="auto", strategy=HostOnly()), None, None).bits)
+    return digest_of(
+        trained(
+            replace(STREAMED, host="256MiB", parameters="auto", strategy=HostOnly()), None, None
+        ).bits
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_user_who_may_lock_no_memory_trains_from_drives_to_the_same_bits(open_folder: Path) -> None:
+def test_a_user_who_may_lock_no_memory_trains_from_drives_to_the_same_bits(
+    open_folder: Path,
+) -> None:
     told = told_by_training(open_folder, user=NOBODY)
 
     assert told["registered_bytes"] == 0

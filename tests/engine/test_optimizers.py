@@ -1,4 +1,6 @@
-"""Optimizers by specification: what is asked for is made, is the user's to schedule, and trains as torch's own does."""
+"""Optimizers by specification: what is asked for is made, is the user's to schedule, and trains as
+torch's own does.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def train(engine: Engine, steps: int = 8) -> list[torch.Tensor]:
         (optim.Lion(lr=1e-3), Lion),
     ],
 )
-def test_an_optimizer_is_made_of_what_is_asked_for(asked: object, made: type[torch.optim.Optimizer]) -> None:
+def test_an_optimizer_is_made_of_what_is_asked_for(
+    asked: object, made: type[torch.optim.Optimizer]
+) -> None:
     with infinity_engine.initialize(model(), asked, accelerator="cpu", budget=BUDGET) as engine:  # type: ignore[arg-type]
         assert type(engine.optimizer) is made
         options = asked if isinstance(asked, dict) else {}
@@ -60,7 +64,9 @@ def test_one_that_is_asked_for_trains_as_one_that_is_given() -> None:
 
     asked = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1}
     with infinity_engine.initialize(model(), asked, accelerator="cpu", budget=BUDGET) as engine:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(train(engine), expected, strict=True))
+        assert all(
+            torch.equal(ours, theirs) for ours, theirs in zip(train(engine), expected, strict=True)
+        )
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -96,7 +102,9 @@ def test_frozen_parameters_are_not_asked_for() -> None:
         before = [parameter.clone() for parameter in first.parameters()]
         train(engine, 2)
 
-        assert all(torch.equal(one, other) for one, other in zip(first.parameters(), before, strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(first.parameters(), before, strict=True)
+        )
         assert len(engine.optimizer.param_groups[0]["params"]) == 2
 
 
@@ -105,7 +113,10 @@ def test_frozen_parameters_are_not_asked_for() -> None:
     [
         ("adanw", r"optimizer: expected one of .*nearest: adamw"),
         ({"lr": 1.0}, "optimizer: expected one of adam"),
-        ({"name": "adamw", "learning_rate": 1.0}, r"optimizer\.learning_rate: expected one of .*lr"),
+        (
+            {"name": "adamw", "learning_rate": 1.0},
+            r"optimizer\.learning_rate: expected one of .*lr",
+        ),
         ({"name": "adamw", "lr": -1.0}, r"AdamW\.lr: expected at least 0"),
         (optim.AdamW, "a torch optimizer, a rule of infinity_engine.optim"),
         (None, "the rules are adam, adamw, adagrad, sgd, lion"),

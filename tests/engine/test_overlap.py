@@ -1,7 +1,8 @@
-"""The end of an update beside the next forward: whoever needs something of it waits, and bits are those without.
+"""The end of an update beside the next forward: whoever needs something of it waits, and bits are
+those without.
 
-On the emulated accelerator, which does everything as late as it may, with parameters that stay on the device and with
-such as are fetched.
+On the emulated accelerator, which does everything as late as it may, with parameters that stay on
+the device and with such as are fetched.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from infinity_engine.plan import Rates
 from support.engine_bits import Bits, bits_of, differing
 from support.interrupts import interrupted, interrupted_at
 
-RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
+RATES = Rates(
+    h2d_bytes_per_s=5e9,
+    d2h_bytes_per_s=4e9,
+    host_update_params_per_s=2e8,
+    device_update_params_per_s=2e9,
+)
 WIDTH, LAYERS = 64, 4  # one subgroup for each layer
 STRATEGIES: dict[str, Any] = {
     "host": "host_only",
@@ -38,7 +44,9 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(each for _ in range(LAYERS) for each in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
+    return nn.Sequential(
+        *(each for _ in range(LAYERS) for each in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()))
+    )
 
 
 @contextmanager
@@ -54,11 +62,19 @@ def opened(
     """An engine on an emulated device."""
     model = layers() if model is None else model
     chosen = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings = {"strategy": STRATEGIES["all"], "rates": RATES, "subgroup_numel": 4096, "update_threads": 1, **settings}
+    settings = {
+        "strategy": STRATEGIES["all"],
+        "rates": RATES,
+        "subgroup_numel": 4096,
+        "update_threads": 1,
+        **settings,
+    }
     emulation = Emulation(rates=RATES, capacity_bytes=4 << 20, seed=seed, fault=fault)
     with VirtualAccelerator(emulation) as device:
         budget = {"host": "16MiB", "device": device_bytes}
-        with infinity_engine.initialize(model, chosen, device=device, budget=budget, **settings) as made:
+        with infinity_engine.initialize(
+            model, chosen, device=device, budget=budget, **settings
+        ) as made:
             yield made
         assert device.memory().free == 4 << 20
 
@@ -82,11 +98,15 @@ def train(made: Engine, *, steps: int = 1, first: int = 0) -> list[float]:
     return losses
 
 
-def on_one_memory(steps: int, *, precision: str = "fp32", model: Callable[[], nn.Module] = layers) -> Bits:
+def on_one_memory(
+    steps: int, *, precision: str = "fp32", model: Callable[[], nn.Module] = layers
+) -> Bits:
     net = model()
     settings: dict[str, Any] = {"precision": precision, "subgroup_numel": 4096, "update_threads": 1}
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    with infinity_engine.initialize(net, optimizer, accelerator="cpu", budget={"host": "16MiB"}, **settings) as made:
+    with infinity_engine.initialize(
+        net, optimizer, accelerator="cpu", budget={"host": "16MiB"}, **settings
+    ) as made:
         train(made, steps=steps)
         return bits_of(made)
 
@@ -106,7 +126,12 @@ def test_bits_are_those_without(parameters: str, strategy: str, precision: str) 
     expected = on_one_memory(4, precision=precision)
 
     for seed in range(2):
-        settings = {"strategy": STRATEGIES[strategy], "parameters": parameters, "precision": precision, "seed": seed}
+        settings = {
+            "strategy": STRATEGIES[strategy],
+            "parameters": parameters,
+            "precision": precision,
+            "seed": seed,
+        }
         with opened(**settings) as made:
             train(made, steps=4)
             assert differing(expected, bits_of(made)) == []
@@ -133,7 +158,9 @@ def test_a_step_returns_before_its_update_has_ended_and_both_take_less_than_one_
 
 def test_on_one_memory_a_step_ends_its_update() -> None:
     net = layers()
-    with infinity_engine.initialize(net, "adamw", accelerator="cpu", budget={"host": "16MiB"}) as made:
+    with infinity_engine.initialize(
+        net, "adamw", accelerator="cpu", budget={"host": "16MiB"}
+    ) as made:
         train(made)
         assert not is_left(made)
 
@@ -188,7 +215,9 @@ def pickles_the_model(made: Engine) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_whoever_looks_after_a_step_sees_the_new_values(look: Callable[[Engine], torch.Tensor], precision: str) -> None:
+def test_whoever_looks_after_a_step_sees_the_new_values(
+    look: Callable[[Engine], torch.Tensor], precision: str
+) -> None:
     with opened(precision=precision, overlap="off") as made:
         train(made)
         expected = look(made)
@@ -199,7 +228,9 @@ def test_whoever_looks_after_a_step_sees_the_new_values(look: Callable[[Engine],
         train(made, first=1)
 
 
-def test_a_reference_in_a_variable_shows_nan_until_somebody_asked_for_it_and_refuses_writes() -> None:
+def test_a_reference_in_a_variable_shows_nan_until_somebody_asked_for_it_and_refuses_writes() -> (
+    None
+):
     with opened(strategy="host_only") as made:
         last = list(made.model.parameters())[-1]
         train(made)
@@ -267,7 +298,11 @@ def test_a_compiled_model_is_trained_with_the_same_bits(whole: bool) -> None:
     with opened(torch.compile(net, backend="aot_eager") if whole else net) as made:  # type: ignore[arg-type]
         train(made, steps=3)
         assert (
-            differing(expected, {name.removeprefix("_orig_mod."): each for name, each in bits_of(made).items()}) == []
+            differing(
+                expected,
+                {name.removeprefix("_orig_mod."): each for name, each in bits_of(made).items()},
+            )
+            == []
         )
     torch._dynamo.reset()
 
@@ -358,7 +393,9 @@ def test_closing_while_some_is_left_ends_it_and_leaves_an_ordinary_model(paramet
     net(torch.randn(4, WIDTH)).sum().backward()
 
 
-def test_where_an_engine_cannot_be_made_after_all_the_model_has_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_an_engine_cannot_be_made_after_all_the_model_has_no_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net = layers()
 
     def fail(*_: object) -> None:
@@ -368,7 +405,10 @@ def test_where_an_engine_cannot_be_made_after_all_the_model_has_no_hooks(monkeyp
     with pytest.raises(ZeroDivisionError), opened(net):
         pass
 
-    assert not any(module._forward_pre_hooks or type(module._parameters) is not dict for module in net.modules())
+    assert not any(
+        module._forward_pre_hooks or type(module._parameters) is not dict
+        for module in net.modules()
+    )
 
 
 def test_in_groups_of_an_optimizer_what_the_first_module_needs_still_comes_first() -> None:
@@ -376,20 +416,28 @@ def test_in_groups_of_an_optimizer_what_the_first_module_needs_still_comes_first
     biases = [each.bias for each in net]
     groups = [{"params": [each.weight for each in net]}, {"params": biases, "weight_decay": 0.0}]
     with opened(net, optimizer=torch.optim.AdamW(groups, lr=1e-2)) as made:  # type: ignore[arg-type]
-        assert [each.name for each in made._parts.trained][:4] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert [each.name for each in made._parts.trained][:4] == [
+            "0.weight",
+            "0.bias",
+            "1.weight",
+            "1.bias",
+        ]
         assert [each.group for each in made._parts.trained][:4] == [0, 1, 0, 1]
 
 
 def test_where_there_is_no_room_beside_the_staging_sets_the_update_ends_first() -> None:
     expected = on_one_memory(3)
     numel = sum(each.numel() for each in layers().parameters())
-    least = 2 * 4 * 4096 + 12 * 4096 + 4 * numel  # of gradients on their way, a staging set, and gradients that stay
-    with opened(parameters="host", strategy={"name": "interleaved", "share": 1.0}, device_bytes=least) as made:
+    # of gradients on their way, a staging set, and gradients that stay
+    least = 2 * 4 * 4096 + 12 * 4096 + 4 * numel
+    with opened(
+        parameters="host", strategy={"name": "interleaved", "share": 1.0}, device_bytes=least
+    ) as made:
         train(made, steps=3)
         assert differing(expected, bits_of(made)) == []
 
 
-# --- failures -----------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 class Breaks:
@@ -435,9 +483,15 @@ def finish(made: Engine, seed: int) -> list[str]:
 @pytest.mark.parametrize("parameters", WHERE)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", ["auto", "off"])
-def test_whatever_fails_is_told_and_gone_on_with(parameters: str, precision: str, overlap: str, every: int) -> None:
+def test_whatever_fails_is_told_and_gone_on_with(
+    parameters: str, precision: str, overlap: str, every: int
+) -> None:
     first = (len(overlap) + len(precision) + len(parameters)) % every  # another one in each case
-    settings: dict[str, Any] = {"parameters": parameters, "precision": precision, "overlap": overlap}
+    settings: dict[str, Any] = {
+        "parameters": parameters,
+        "precision": precision,
+        "overlap": overlap,
+    }
     expected = on_one_memory(2, precision=precision)
     breaks = Breaks()
     with opened(fault=breaks, **settings) as made:
@@ -497,7 +551,9 @@ FILES = (
 
 @pytest.mark.parametrize("first", [1, 12, 23, 34, 45, 56])
 @pytest.mark.parametrize("parameters", WHERE)
-def test_a_forward_that_is_interrupted_anywhere_can_be_made_again(first: int, parameters: str) -> None:
+def test_a_forward_that_is_interrupted_anywhere_can_be_made_again(
+    first: int, parameters: str
+) -> None:
     expected = on_one_memory(2)
     for line in range(first, 20_000, 67):
         with opened(parameters=parameters, telemetry={"recording": "off"}) as made:
@@ -529,7 +585,9 @@ def test_a_step_that_is_interrupted_anywhere_goes_on(first: int, parameters: str
 
 @pytest.mark.parametrize("overlap", ["auto", "off"])
 @pytest.mark.parametrize("parameters", WHERE)
-def test_a_parameter_whose_data_somebody_replaces_after_a_step_is_refused(parameters: str, overlap: str) -> None:
+def test_a_parameter_whose_data_somebody_replaces_after_a_step_is_refused(
+    parameters: str, overlap: str
+) -> None:
     with opened(parameters=parameters, overlap=overlap) as made:
         last = list(made.model.parameters())[-1]
         train(made)
@@ -540,7 +598,9 @@ def test_a_parameter_whose_data_somebody_replaces_after_a_step_is_refused(parame
 
 @pytest.mark.parametrize("overlap", ["auto", "off"])
 @pytest.mark.parametrize("parameters", WHERE)
-def test_ctrl_c_when_the_kernel_has_returned_updates_nothing_twice(parameters: str, overlap: str) -> None:
+def test_ctrl_c_when_the_kernel_has_returned_updates_nothing_twice(
+    parameters: str, overlap: str
+) -> None:
     expected = on_one_memory(2)
     settings: dict[str, Any] = {"parameters": parameters, "overlap": overlap}
 

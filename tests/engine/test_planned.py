@@ -1,4 +1,6 @@
-"""The planner and the engine: the same bytes and the same ops, and `auto` with rates is the planner's choice."""
+"""The planner and the engine: the same bytes and the same ops, and `auto` with rates is the
+planner's choice.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ SUBGROUP = 4096
 STATES = ("exp_avg", "exp_avg_sq")
 
 
-def training_of(task: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> Training:
+def training_of(
+    task: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str
+) -> Training:
     trained = collect_parameters(task, optimizer, Precision(precision))
     return Training(
         model=shape_of(task, trained, collect_frozen(task, trained, Precision(precision))),
@@ -56,7 +60,9 @@ def made(model: str) -> tuple[Task, torch.optim.AdamW]:
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("drives", [True, False])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_live_model_is_described_to_the_byte(model: str, precision: str, unified: bool, drives: bool) -> None:
+def test_a_live_model_is_described_to_the_byte(
+    model: str, precision: str, unified: bool, drives: bool
+) -> None:
     task, optimizer = made(model)
     budget = Budget(nvme={"/mnt/a": "1GiB"} if drives else {})
     config = EngineConfig.from_keywords(
@@ -67,13 +73,19 @@ def test_a_live_model_is_described_to_the_byte(model: str, precision: str, unifi
     actual = sizing_of(task, trained, frozen, rules_of(optimizer), config, unified=unified)
 
     nvme = {"/mnt/a": 1 << 30} if drives else {}
-    there = Means(budget=ResolvedBudget(device=1, host=1, nvme=nvme), rates=Rates(), unified=unified)
+    there = Means(
+        budget=ResolvedBudget(device=1, host=1, nvme=nvme), rates=Rates(), unified=unified
+    )
     planned = there.sizing(training_of(task, optimizer, precision), SUBGROUP)
 
     assert sum(planned.parameters) == sum(actual.parameters)
     assert planned.deepest == actual.deepest
-    assert sum(each.numel for each in planned.subgroups) == sum(each.numel for each in actual.subgroups)
-    if [each.numel for each in trained] == [each.numel for each in training_of(task, optimizer, "fp32").ordered()]:
+    assert sum(each.numel for each in planned.subgroups) == sum(
+        each.numel for each in actual.subgroups
+    )
+    if [each.numel for each in trained] == [
+        each.numel for each in training_of(task, optimizer, "fp32").ordered()
+    ]:
         assert replace(planned, own=actual.own) == actual
 
 
@@ -87,9 +99,13 @@ def test_a_mixed_model_is_planned_to_the_byte(device: int) -> None:
     frozen = collect_frozen(task, trained, config.precision)
     sizing = sizing_of(task, trained, frozen, rules_of(optimizer), config, unified=False)
     training = training_of(task, optimizer, "model")
-    training = replace(training, model=replace(training.model, deepest_numel=-(-sizing.deepest // sizing.width)))
+    training = replace(
+        training, model=replace(training.model, deepest_numel=-(-sizing.deepest // sizing.width))
+    )
     budget = ResolvedBudget(device=device, host=64 << 20, nvme={})
-    decision = decide(training, Means(budget=budget, rates=RATES, for_all=False), subgroup_numel=SUBGROUP)
+    decision = decide(
+        training, Means(budget=budget, rates=RATES, for_all=False), subgroup_numel=SUBGROUP
+    )
     settings = dict(report_of(decision).settings)
 
     with engine_of(task, optimizer, emulated(1), budget, **settings) as engine:
@@ -106,7 +122,11 @@ def test_a_mixed_model_is_planned_to_the_byte(device: int) -> None:
 
 @contextmanager
 def engine_of(
-    task: Task, optimizer: torch.optim.Optimizer, device: Accelerator | None, budget: ResolvedBudget, **settings: Any
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    device: Accelerator | None,
+    budget: ResolvedBudget,
+    **settings: Any,
 ) -> Iterator[Engine]:
     with infinity_engine.initialize(
         task,
@@ -157,16 +177,28 @@ def test_the_engine_makes_the_planned_plan_and_holds_the_planned_bytes(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_auto_with_rates_is_the_planners_choice_and_changes_no_bit(case: str, tmp_path: Path) -> None:
+def test_auto_with_rates_is_the_planners_choice_and_changes_no_bit(
+    case: str, tmp_path: Path
+) -> None:
     device, host, nvme = CASES[case]
     budget = ResolvedBudget(device=device, host=host, nvme={str(tmp_path): nvme} if nvme else {})
     bits = []
     plans = []
     for settings in ({"strategy": "host_only"}, {"strategy": "auto", "rates": RATES}):
         task, optimizer = made("gpt")
-        roomy = replace(budget, host=256 << 20, nvme={}) if settings["strategy"] == "host_only" else budget
+        roomy = (
+            replace(budget, host=256 << 20, nvme={})
+            if settings["strategy"] == "host_only"
+            else budget
+        )
         with engine_of(
-            task, optimizer, emulated(2), roomy, precision="bf16", subgroup_numel=SUBGROUP, **settings
+            task,
+            optimizer,
+            emulated(2),
+            roomy,
+            precision="bf16",
+            subgroup_numel=SUBGROUP,
+            **settings,
         ) as engine:
             for seed in range(3):
                 engine.backward(engine(task.batch(seed)))
@@ -185,7 +217,9 @@ def test_auto_without_rates_or_with_too_few_goes_by_what_fits() -> None:
     for rates in (None, Rates(h2d_bytes_per_s=1e9)):
         task, optimizer = made("gpt")
         budget = ResolvedBudget(device=700 << 10, host=64 << 20)
-        with engine_of(task, optimizer, emulated(2), budget, rates=rates, subgroup_numel=SUBGROUP) as engine:
+        with engine_of(
+            task, optimizer, emulated(2), budget, rates=rates, subgroup_numel=SUBGROUP
+        ) as engine:
             plans.append(engine._parts.plan)
 
     assert plans[0] == plans[1]

@@ -1,7 +1,8 @@
-"""The planner's seconds of a step are those of the engine on the emulated device, with the update beside the forward.
+"""The planner's seconds of a step are those of the engine on the emulated device, with the update
+beside the forward.
 
-On the virtual clock, with modules whose computing takes the device's time, as on a GPU: the thread that calls them goes
-on ahead of it. So what is compared is the order of things alone.
+On the virtual clock, with modules whose computing takes the device's time, as on a GPU: the thread
+that calls them goes on ahead of it. So what is compared is the order of things alone.
 """
 
 from __future__ import annotations
@@ -22,11 +23,24 @@ from infinity_engine.optim import FloatFormat, Formats
 from infinity_engine.parameters.describing import shape_of
 from infinity_engine.parameters.parameters import collect_parameters
 from infinity_engine.placement.training import Means, Training
-from infinity_engine.plan import HostOnly, Interleaved, Rates, ResolvedBudget, StaticSplit, Strategy, Tier
+from infinity_engine.plan import (
+    HostOnly,
+    Interleaved,
+    Rates,
+    ResolvedBudget,
+    StaticSplit,
+    Strategy,
+    Tier,
+)
 from infinity_engine.sim.planner import Decision, decide
 from infinity_engine.sim.report import report_of
 
-RATES = Rates(h2d_bytes_per_s=55e6, d2h_bytes_per_s=55e6, host_update_params_per_s=2e6, device_update_params_per_s=25e6)
+RATES = Rates(
+    h2d_bytes_per_s=55e6,
+    d2h_bytes_per_s=55e6,
+    host_update_params_per_s=2e6,
+    device_update_params_per_s=25e6,
+)
 WIDTH = 64
 SUBGROUP = WIDTH * WIDTH
 ROWS = 2
@@ -47,7 +61,9 @@ class _Product(torch.autograd.Function):
     """A product whose forward and backward take time, from when their parameter is there."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, passes: Callable[[int], None]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, passes: Callable[[int], None]
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.passes = passes
         passes(1)
@@ -67,7 +83,8 @@ class Layer(nn.Module):
         self._passes = passes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(_Product.apply(x, self.weight, self._passes))  # type: ignore[no-untyped-call]  # torch is
+        # torch is
+        return torch.as_tensor(_Product.apply(x, self.weight, self._passes))  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -92,7 +109,9 @@ class Computing:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: `forward_s` of all layers, and `room` on the device in parts of all parameters and states."""
+    """What is trained: `forward_s` of all layers, and `room` on the device in parts of all
+    parameters and states.
+    """
 
     strategy: Strategy
     parameters: Tier
@@ -117,18 +136,24 @@ def planned(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> D
         overlap=case.overlap != "off",
     )
     there = Means(
-        budget=ResolvedBudget(device=int(case.room * 16 * numel), host=64 * numel + (1 << 20), nvme={}),
+        budget=ResolvedBudget(
+            device=int(case.room * 16 * numel), host=64 * numel + (1 << 20), nvme={}
+        ),
         rates=RATES,
         for_all=False,
         flops_per_s=2 * ROWS * numel / case.forward_s,
     )
-    return decide(training, there, strategy=case.strategy, parameters=case.parameters, subgroup_numel=SUBGROUP)
+    return decide(
+        training, there, strategy=case.strategy, parameters=case.parameters, subgroup_numel=SUBGROUP
+    )
 
 
 def compared(case: Case) -> tuple[float, float]:
     """Return the seconds of a step: as planned, and as the engine takes that trains by the plan."""
     torch.manual_seed(0)
-    with VirtualAccelerator(Emulation(rates=RATES, capacity_bytes=1 << 26, host_takes_time=True)) as device:
+    with VirtualAccelerator(
+        Emulation(rates=RATES, capacity_bytes=1 << 26, host_takes_time=True)
+    ) as device:
         computing = Computing(device, round(case.forward_s / LAYERS * 1e9))
         model = nn.Sequential(*(Layer(computing.passes) for _ in range(LAYERS)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -174,7 +199,9 @@ def test_a_step_takes_as_long_as_planned(strategy: Strategy, parameters: Tier) -
 
 @pytest.mark.parametrize("forward_s", [0.002, 0.1])
 @pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.HOST])
-def test_it_does_so_whichever_of_update_and_forward_is_longer(parameters: Tier, forward_s: float) -> None:
+def test_it_does_so_whichever_of_update_and_forward_is_longer(
+    parameters: Tier, forward_s: float
+) -> None:
     expected, measured = compared(Case(Interleaved(share=0.4), parameters, forward_s=forward_s))
 
     assert measured == pytest.approx(expected, rel=0.01)
@@ -182,9 +209,16 @@ def test_it_does_so_whichever_of_update_and_forward_is_longer(parameters: Tier, 
 
 @pytest.mark.parametrize(
     ("strategy", "room"),
-    [(HostOnly(), 0.02), (HostOnly(), 0.06), (Interleaved(share=0.4), 0.12), (StaticSplit(ratio=0.3), 0.34)],
+    [
+        (HostOnly(), 0.02),
+        (HostOnly(), 0.06),
+        (Interleaved(share=0.4), 0.12),
+        (StaticSplit(ratio=0.3), 0.34),
+    ],
 )
-def test_it_does_so_where_the_device_has_little_room_to_fetch_to(strategy: Strategy, room: float) -> None:
+def test_it_does_so_where_the_device_has_little_room_to_fetch_to(
+    strategy: Strategy, room: float
+) -> None:
     expected, measured = compared(Case(strategy, Tier.HOST, room=room))
 
     assert measured == pytest.approx(expected, rel=0.05)

@@ -1,4 +1,6 @@
-"""`initialize(..., policy=)`: one's own policy or a named one is trained with, and changes no bit of the result."""
+"""`initialize(..., policy=)`: one's own policy or a named one is trained with, and changes no bit
+of the result.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,23 @@ from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim.policies import BUILT_IN, HOST_ONLY, algorithm1, eq1
 from infinity_engine.optim.policy import Decide, Limits, OffloadPolicy, PlanDraft, offload_policy
-from infinity_engine.plan import CopyOp, Home, HostOnly, Rates, StepPlan, SubgroupSpec, UpdateOnDevice
+from infinity_engine.plan import (
+    CopyOp,
+    Home,
+    HostOnly,
+    Rates,
+    StepPlan,
+    SubgroupSpec,
+    UpdateOnDevice,
+)
 from support.small_models import MODELS, Task
 
-RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
+RATES = Rates(
+    h2d_bytes_per_s=5e9,
+    d2h_bytes_per_s=4e9,
+    host_update_params_per_s=2e8,
+    device_update_params_per_s=2e9,
+)
 CAPACITY = 4 << 20
 STEPS = 4
 Asked = tuple[Sequence[SubgroupSpec], Rates, Limits]
@@ -29,7 +44,9 @@ Bits = dict[str, torch.Tensor]
 
 @offload_policy("thirds")
 def thirds(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
-    """Go from the last subgroup to the first; one in three visits, one stays on the host, one on the device."""
+    """Go from the last subgroup to the first; one in three visits, one stays on the host, one on
+    the device.
+    """
     draft = PlanDraft(subgroups, limits)
     homes: tuple[Callable[[SubgroupSpec], object], ...] = (draft.visit, draft.host, draft.resident)
     for number, subgroup in enumerate(reversed(subgroups)):
@@ -92,24 +109,33 @@ def name_of(policy: OffloadPolicy | str) -> str:
     return policy if isinstance(policy, str) else policy.name
 
 
-# --- what it changes ---------------------------------------------------------------------------------------------
+# --- what it changes ------------------------------------------------------------------------------
 
 
-def bits_after_training(policy: OffloadPolicy | str | None, device: Accelerator | None, **settings: object) -> Bits:
+def bits_after_training(
+    policy: OffloadPolicy | str | None, device: Accelerator | None, **settings: object
+) -> Bits:
     task = model()
     with initialized(task, device, policy, **settings) as made:
         for seed in range(STEPS):
             train(made, seed)
         bits = {name: tensor.detach().clone() for name, tensor in task.state_dict().items()}
         for name, parameter in task.named_parameters():
-            bits.update({f"{name}: {key}": torch.as_tensor(it) for key, it in made.state_of(parameter).items()})
+            bits.update(
+                {
+                    f"{name}: {key}": torch.as_tensor(it)
+                    for key, it in made.state_of(parameter).items()
+                }
+            )
     return bits
 
 
 @cache
 def bits_of_host_only(precision: str) -> Bits:
     with emulated() as device:
-        return bits_after_training(None, device, strategy="host_only", precision=precision, max_grad_norm=0.5)
+        return bits_after_training(
+            None, device, strategy="host_only", precision=precision, max_grad_norm=0.5
+        )
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "emulated"])
@@ -145,7 +171,9 @@ def test_a_name_stands_for_the_built_in_policy(name: str) -> None:
         assert made.plan == BUILT_IN[name](*asked[0])
 
 
-def test_a_policy_is_asked_once_with_the_rates_and_with_what_the_budget_leaves_of_the_device() -> None:
+def test_a_policy_is_asked_once_with_the_rates_and_with_what_the_budget_leaves_of_the_device() -> (
+    None
+):
     policy, asked = recording(HOST_ONLY)
     with engine(policy, precision="bf16") as made:
         numel = sum(parameter.numel() for parameter in made.model.parameters())
@@ -155,7 +183,8 @@ def test_a_policy_is_asked_once_with_the_rates_and_with_what_the_budget_leaves_o
     [(subgroups, rates, limits)] = asked
     assert sum(subgroup.numel for subgroup in subgroups) == numel
     assert rates == RATES
-    gradients = 2 * 2 * max(subgroup.numel for subgroup in subgroups)  # two of them on their way to the host
+    # two of them on their way to the host
+    gradients = 2 * 2 * max(subgroup.numel for subgroup in subgroups)
     assert limits.resident_bytes == limits.staging_bytes == CAPACITY - 2 * numel - gradients
     assert (limits.per_parameter.states, limits.per_parameter.parameter) == (12, 2)
 
@@ -169,26 +198,36 @@ def test_the_device_does_what_the_policys_plan_says() -> None:
         planned = [numels[op.subgroup] for op in made.plan.ops if isinstance(op, UpdateOnDevice)]
         works = [it for it in device.timeline() if it.stream.startswith("compute")]
         ns_per_parameter = 1e9 / RATES.device_update_params_per_s  # type: ignore[operator]
-        assert [it.end_ns - it.start_ns for it in works] == [-(-numel * ns_per_parameter // 1) for numel in planned]
+        assert [it.end_ns - it.start_ns for it in works] == [
+            -(-numel * ns_per_parameter // 1) for numel in planned
+        ]
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_an_unknown_name_offers_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"policy: expected one of .*eq1.*nearest: algorithm1.*got 'algoritm1'"):
+    with pytest.raises(
+        ConfigError, match=r"policy: expected one of .*eq1.*nearest: algorithm1.*got 'algoritm1'"
+    ):
         initialized(model(), None, "algoritm1")
 
 
-@pytest.mark.parametrize("given", [eq1, thirds.decide, HostOnly(), 3], ids=["maker", "function", "strategy", "number"])
+@pytest.mark.parametrize(
+    "given", [eq1, thirds.decide, HostOnly(), 3], ids=["maker", "function", "strategy", "number"]
+)
 def test_what_is_no_policy_is_refused_with_how_to_make_one(given: object) -> None:
-    with pytest.raises(ConfigError, match=r"policy: expected an OffloadPolicy, which @offload_policy\(name\) makes"):
+    with pytest.raises(
+        ConfigError, match=r"policy: expected an OffloadPolicy, which @offload_policy\(name\) makes"
+    ):
         initialized(model(), None, given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", ["host_only", {"name": "interleaved", "share": 0.5}])
 def test_a_policy_beside_a_strategy_is_refused(strategy: object) -> None:
-    with pytest.raises(ConfigError, match=r"policy: .*strategy=.*give one of the two, got 'thirds'"):
+    with pytest.raises(
+        ConfigError, match=r"policy: .*strategy=.*give one of the two, got 'thirds'"
+    ):
         initialized(model(), None, thirds, strategy=strategy)
 
 
@@ -214,7 +253,9 @@ def test_a_policy_is_no_setting() -> None:
 
 @contextmanager
 def refused(error: type[Exception], said: str) -> Iterator[tuple[Task, Accelerator]]:
-    """Expect the body to be refused; what it was given is as it was, and can be trained by PyTorch alone."""
+    """Expect the body to be refused; what it was given is as it was, and can be trained by PyTorch
+    alone.
+    """
     task = model()
     before = [(parameter.data_ptr(), parameter.dtype) for parameter in task.parameters()]
     with emulated() as device:
@@ -233,7 +274,9 @@ def forgetting_one(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limi
     return draft.plan()
 
 
-def for_other_subgroups(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
+def for_other_subgroups(
+    subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits
+) -> StepPlan:
     return HOST_ONLY.decide(subgroups[1:], rates, limits)
 
 
@@ -253,9 +296,21 @@ def failing(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> 
 
 WRONG = [
     pytest.param(forgetting_one, ConfigError, "subgroup 0 has none", id="a subgroup is forgotten"),
-    pytest.param(for_other_subgroups, ConfigError, "all of them and no others", id="other subgroups"),
-    pytest.param(copying_too_little, ConfigError, r"StepPlan\.ops\[0\].*12 for each", id="too few bytes are copied"),
-    pytest.param(saying_nothing, ConfigError, "policy 'wrong': expected a function that returns", id="no plan"),
+    pytest.param(
+        for_other_subgroups, ConfigError, "all of them and no others", id="other subgroups"
+    ),
+    pytest.param(
+        copying_too_little,
+        ConfigError,
+        r"StepPlan\.ops\[0\].*12 for each",
+        id="too few bytes are copied",
+    ),
+    pytest.param(
+        saying_nothing,
+        ConfigError,
+        "policy 'wrong': expected a function that returns",
+        id="no plan",
+    ),
     pytest.param(failing, ZeroDivisionError, "own mistake", id="the policy fails"),
 ]
 
@@ -268,7 +323,9 @@ def test_what_is_wrong_with_a_plan_is_told_and_the_model_is_as_it_was(
         initialized(task, device, OffloadPolicy("wrong", decide), precision="bf16")
 
 
-@pytest.mark.parametrize(("name", "said"), [("device_only", "resident states"), ("algorithm1", "staging sets")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("device_only", "resident states"), ("algorithm1", "staging sets")]
+)
 def test_a_policy_that_takes_a_byte_more_of_the_device_than_is_free_is_refused_and_the_model_is_as_it_was(
     name: str, said: str
 ) -> None:
@@ -282,5 +339,8 @@ def test_a_policy_that_takes_a_byte_more_of_the_device_than_is_free_is_refused_a
 
 
 def test_a_policy_that_lacks_a_rate_is_refused_and_the_model_is_as_it_was() -> None:
-    with refused(ConfigError, r"Rates\.host_update_params_per_s: expected a rate") as (task, device):
+    with refused(ConfigError, r"Rates\.host_update_params_per_s: expected a rate") as (
+        task,
+        device,
+    ):
         initialized(task, device, "eq1", precision="bf16", rates=None)

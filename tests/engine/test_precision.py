@@ -85,7 +85,9 @@ def test_parameters_have_the_dtypes_that_they_had_once_closed() -> None:
 
 
 @pytest.mark.parametrize("unified", [True, False])
-def test_a_mixed_model_that_was_built_on_drives_has_the_same_bits(unified: bool, tmp_path: Path) -> None:
+def test_a_mixed_model_that_was_built_on_drives_has_the_same_bits(
+    unified: bool, tmp_path: Path
+) -> None:
     budget = {"host": "64MiB", "device": "8MiB", "nvme": {str(tmp_path): "600MiB"}}
     found = []
     for context in (nullcontext(), infinity_engine.init_context(budget=budget, cache=1 << 16)):
@@ -93,7 +95,9 @@ def test_a_mixed_model_that_was_built_on_drives_has_the_same_bits(unified: bool,
         with context as built:
             task = Mixed()
         settings = {} if built is None else {"strategy": "nvme_streamed", "parameters": "nvme"}
-        with opened(task, unified=unified, budget=budget, subgroup_numel=4096, **settings) as engine:
+        with opened(
+            task, unified=unified, budget=budget, subgroup_numel=4096, **settings
+        ) as engine:
             engine.backward(engine(task.batch(0).to(engine.device)))
             engine.step()
             found.append(bits_of(engine))

@@ -1,4 +1,6 @@
-"""An engine goes on with the states of an optimizer that has stepped before, as plain PyTorch would."""
+"""An engine goes on with the states of an optimizer that has stepped before, as plain PyTorch
+would.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def made(maker: str) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, MAKERS[maker](model.parameters())
 
 
-def loss_of(model: Callable[[torch.Tensor], torch.Tensor], layers: nn.Sequential, step: int) -> torch.Tensor:
+def loss_of(
+    model: Callable[[torch.Tensor], torch.Tensor], layers: nn.Sequential, step: int
+) -> torch.Tensor:
     batch = torch.randn(4, 40, generator=torch.Generator().manual_seed(step))
     layers[3].requires_grad_(True)
     return torch.as_tensor(model(batch).pow(2).mean())
@@ -48,7 +52,9 @@ def step_plainly(model: nn.Sequential, optimizer: torch.optim.Optimizer, steps: 
         optimizer.zero_grad()
 
 
-def initialized(model: nn.Sequential, optimizer: torch.optim.Optimizer, tier: str, folder: Path) -> Any:
+def initialized(
+    model: nn.Sequential, optimizer: torch.optim.Optimizer, tier: str, folder: Path
+) -> Any:
     budget: dict[str, Any] = {"host": "64MiB"}
     if tier == "drives":
         budget["nvme"] = {str(folder): "64MiB"}
@@ -58,7 +64,9 @@ def initialized(model: nn.Sequential, optimizer: torch.optim.Optimizer, tier: st
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_training_continues_from_the_states_of_the_optimizer(maker: str, tier: str, tmp_path: Path) -> None:
+def test_training_continues_from_the_states_of_the_optimizer(
+    maker: str, tier: str, tmp_path: Path
+) -> None:
     expected, plain = made(maker)
     step_plainly(expected, plain, range(5))
 
@@ -70,14 +78,18 @@ def test_training_continues_from_the_states_of_the_optimizer(maker: str, tier: s
             engine.step()
 
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, expected.get_parameter(name), rtol=0, atol=2e-7, msg=name)
+        torch.testing.assert_close(
+            parameter, expected.get_parameter(name), rtol=0, atol=2e-7, msg=name
+        )
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_states_move_from_the_optimizer_bit_for_bit(tier: str, tmp_path: Path) -> None:
     model, optimizer = made("AdamW")
     step_plainly(model, optimizer, range(3))
-    before = {name: dict(optimizer.state[parameter]) for name, parameter in model.named_parameters()}
+    before = {
+        name: dict(optimizer.state[parameter]) for name, parameter in model.named_parameters()
+    }
 
     with initialized(model, optimizer, tier, tmp_path) as engine:
         assert not optimizer.state
@@ -115,7 +127,10 @@ def test_parameters_without_states_begin_with_new_ones(tmp_path: Path) -> None:
             r"states of 0\.weight: expected exp_avg, exp_avg_sq",
         ),
         (lambda state: state.pop("exp_avg"), r"states of 0\.weight: expected exp_avg, exp_avg_sq"),
-        (lambda state: state.update(exp_avg=torch.zeros(3)), r"exp_avg of 0\.weight: expected .*\(300, 40\)"),
+        (
+            lambda state: state.update(exp_avg=torch.zeros(3)),
+            r"exp_avg of 0\.weight: expected .*\(300, 40\)",
+        ),
     ],
 )
 def test_states_of_another_kind_are_refused_by_name(

@@ -12,7 +12,9 @@ import infinity_engine
 
 
 @pytest.mark.parametrize("read", ["a shape", "values"])
-def test_weights_read_between_steps_make_way_for_the_next_forward(tmp_path: Path, read: str) -> None:
+def test_weights_read_between_steps_make_way_for_the_next_forward(
+    tmp_path: Path, read: str
+) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(128, 128) for _ in range(24)]
     before = [layer.weight.detach().clone() for layer in layers]
@@ -29,7 +31,11 @@ def test_weights_read_between_steps_make_way_for_the_next_forward(tmp_path: Path
         for _ in range(2):
             for layer, values in zip(layers, before, strict=True):
                 weight = layer.weight
-                assert weight.shape == (128, 128) if read == "a shape" else torch.equal(weight.detach(), values)
+                assert (
+                    weight.shape == (128, 128)
+                    if read == "a shape"
+                    else torch.equal(weight.detach(), values)
+                )
             engine.backward(engine(torch.randn(2, 128)).pow(2).mean())
             with engine.gathered(layers[3].weight):
                 assert torch.equal(layers[3].weight.detach(), before[3])

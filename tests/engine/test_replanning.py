@@ -1,4 +1,6 @@
-"""With `strategy="auto"`, a plan made of wrong rates gives way to one of those that are measured; no bit changes."""
+"""With `strategy="auto"`, a plan made of wrong rates gives way to one of those that are measured;
+no bit changes.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,20 @@ from support.engine_bits import bits_of
 from support.plannings import model_of
 
 # What is said: as published for one GPU of the paper's node, a thousandth of it.
-SAID = Rates(h2d_bytes_per_s=55e6, d2h_bytes_per_s=55e6, host_update_params_per_s=10e6, device_update_params_per_s=25e6)
-FAST_LINKS = replace(SAID, h2d_bytes_per_s=220e6, d2h_bytes_per_s=220e6, host_update_params_per_s=6e6)
+SAID = Rates(
+    h2d_bytes_per_s=55e6,
+    d2h_bytes_per_s=55e6,
+    host_update_params_per_s=10e6,
+    device_update_params_per_s=25e6,
+)
+FAST_LINKS = replace(
+    SAID, h2d_bytes_per_s=220e6, d2h_bytes_per_s=220e6, host_update_params_per_s=6e6
+)
 WIDTH = 64
 LAYERS = 32
-# By where parameters are and micro-batches, layers in a subgroup, bytes of the device, and what is said: too few bytes
-# for all states, but enough for staging sets, and for the gradients of more that visit, which pays.
+# By where parameters are and micro-batches, layers in a subgroup, bytes of the device, and what is
+# said: too few bytes for all states, but enough for staging sets, and for the gradients of more
+# that visit, which pays.
 ROOM = {
     ("device", 1): (1, 920_000, SAID),
     ("host", 1): (2, 680_000, FAST_LINKS),
@@ -54,7 +64,9 @@ def engine(
     emulation = Emulation(rates=actual(said), capacity_bytes=1 << 21, host_takes_time=True)
     with (
         emulated_accelerator(emulation) as device,
-        infinity_engine.initialize(model, optimizer, device=device, strategy=strategy, rates=said, **given) as made,
+        infinity_engine.initialize(
+            model, optimizer, device=device, strategy=strategy, rates=said, **given
+        ) as made,
     ):
         assert isinstance(device, VirtualAccelerator)
         yield made, device
@@ -96,7 +108,9 @@ def slow_links(said: Rates) -> Rates:
 
 @pytest.mark.parametrize("parameters", ["device", "host"])
 @pytest.mark.parametrize("overlap", ["off", "auto"])
-def test_a_host_that_is_slower_than_said_has_more_visit_and_steps_end_sooner(parameters: str, overlap: str) -> None:
+def test_a_host_that_is_slower_than_said_has_more_visit_and_steps_end_sooner(
+    parameters: str, overlap: str
+) -> None:
     with engine(slow_host, parameters=parameters, overlap=overlap) as (made, device):
         first = made.plan
         seconds = train(made, device)
@@ -133,7 +147,9 @@ def test_the_report_of_the_first_step_with_another_plan_says_why() -> None:
 def test_planning_again_changes_no_bit(parameters: str, settings: dict[str, Any]) -> None:
     bits = []
     for strategy, replanning in (("auto", "auto"), ("auto", "off"), ("host_only", "auto")):
-        with engine(slow_host, strategy=strategy, replanning=replanning, parameters=parameters, **settings) as (
+        with engine(
+            slow_host, strategy=strategy, replanning=replanning, parameters=parameters, **settings
+        ) as (
             made,
             device,
         ):
@@ -146,7 +162,9 @@ def test_planning_again_changes_no_bit(parameters: str, settings: dict[str, Any]
         assert [name for name in other if not torch.equal(bits[0][name], other[name])] == []
 
 
-def test_what_a_step_holds_stays_within_what_was_reserved_and_only_gradients_of_more_visitors_take_more() -> None:
+def test_what_a_step_holds_stays_within_what_was_reserved_and_only_gradients_of_more_visitors_take_more() -> (
+    None
+):
     with engine(slow_host) as (made, device):
         before = {each.tier: each.reserved for each in made.usage()}
         first = made.plan
@@ -156,7 +174,9 @@ def test_what_a_step_holds_stays_within_what_was_reserved_and_only_gradients_of_
         assert more > 0
         before[Tier.DEVICE] += more
         assert {each.tier: each.reserved for each in made.usage()} == before
-        assert all(each.peak_held <= each.reserved for each in made.usage() if each.tier is not Tier.NVME)
+        assert all(
+            each.peak_held <= each.reserved for each in made.usage() if each.tier is not Tier.NVME
+        )
 
 
 def test_a_budget_without_room_for_more_gradients_keeps_the_plan() -> None:
@@ -174,7 +194,9 @@ def test_a_plan_that_cannot_be_gone_by_after_all_leaves_all_that_was_reserved_as
 
     def refuse(plan: StepPlan) -> None:
         asked.append(plan)
-        raise CapacityError(tier="HOST", asked=2, free=1, limit=1, change="free memory is in pieces")
+        raise CapacityError(
+            tier="HOST", asked=2, free=1, limit=1, change="free memory is in pieces"
+        )
 
     with engine(slow_host) as (made, device):
         before, first = [each.reserved for each in made.usage()], made.plan
@@ -194,7 +216,9 @@ def test_rates_that_are_as_said_leave_the_plan() -> None:
         assert made.plan is first
 
 
-def test_links_that_are_slower_than_said_have_fewer_visit_as_far_as_memory_was_taken_for_that() -> None:
+def test_links_that_are_slower_than_said_have_fewer_visit_as_far_as_memory_was_taken_for_that() -> (
+    None
+):
     with engine(slow_links) as (made, device):
         first = made.plan
         seconds = train(made, device, 20)
@@ -203,7 +227,9 @@ def test_links_that_are_slower_than_said_have_fewer_visit_as_far_as_memory_was_t
         assert seconds[-1] <= seconds[4] * 1.001
 
 
-@pytest.mark.parametrize("settings", [{"replanning": "off"}, {"telemetry": {"recording": "off"}}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"replanning": "off"}, {"telemetry": {"recording": "off"}}], ids=str
+)
 def test_it_can_be_switched_off(settings: dict[str, Any]) -> None:
     with engine(slow_host, **settings) as (made, device):
         first = made.plan
@@ -226,10 +252,12 @@ def test_every_update_is_counted_across_a_change_of_plan() -> None:
         state = made.state_of(made.model[3].weight)  # type: ignore[index]
 
         assert state["step"] == STEPS
-        assert all(each.isfinite().all() for each in state.values() if isinstance(each, torch.Tensor))
+        assert all(
+            each.isfinite().all() for each in state.values() if isinstance(each, torch.Tensor)
+        )
 
 
-# --- noise -------------------------------------------------------------------------------------------------------
+# --- noise ----------------------------------------------------------------------------------------
 
 
 def training_in(parameter: FloatFormat | None) -> Training:
@@ -251,7 +279,13 @@ def replanner_of(strategy: Strategy, rates: Rates) -> tuple[Replanner, StepPlan]
     training = training_in(FloatFormat.BF16)
     means = Means(budget=ResolvedBudget(device=500 << 20, host=2 << 30), rates=rates, for_all=False)
     sizing = means.sizing(training, 2**20)
-    wish = Wish(strategy=strategy, tiers=(Tier.DEVICE,), accumulation_steps=1, small_bytes=65536, rates=rates)
+    wish = Wish(
+        strategy=strategy,
+        tiers=(Tier.DEVICE,),
+        accumulation_steps=1,
+        small_bytes=65536,
+        rates=rates,
+    )
     plan = place(sizing, wish, means.budget, io_bytes=0)
     question = Question(training=training, means=means, wish=wish)
     assert Replanner.can_watch(question, sizing, plan)
@@ -261,7 +295,10 @@ def replanner_of(strategy: Strategy, rates: Rates) -> tuple[Replanner, StepPlan]
 @pytest.mark.parametrize("seed", range(6))
 def test_noise_does_not_have_it_change_its_mind_forth_and_back(seed: int) -> None:
     rates = Rates(
-        h2d_bytes_per_s=55e9, d2h_bytes_per_s=55e9, host_update_params_per_s=2e9, device_update_params_per_s=25e9
+        h2d_bytes_per_s=55e9,
+        d2h_bytes_per_s=55e9,
+        host_update_params_per_s=2e9,
+        device_update_params_per_s=25e9,
     )
     watcher, steps = replanner_of(Interleaved(share=0.3, resident=0.0), rates)
     chance = random.Random(seed)
@@ -289,20 +326,36 @@ def test_masters_that_are_the_parameters_at_home_and_choices_by_what_fits_are_no
     rates = replace(SAID, host_update_params_per_s=2e6)
     for strategy in (Auto(), HostOnly()):
         training = training_in(None)
-        means = Means(budget=ResolvedBudget(device=64 << 20, host=2 << 30), rates=rates, for_all=False)
+        means = Means(
+            budget=ResolvedBudget(device=64 << 20, host=2 << 30), rates=rates, for_all=False
+        )
         sizing = means.sizing(training, 2**20)
-        wish = Wish(strategy=strategy, tiers=(Tier.HOST,), accumulation_steps=1, small_bytes=65536, rates=rates)
+        wish = Wish(
+            strategy=strategy,
+            tiers=(Tier.HOST,),
+            accumulation_steps=1,
+            small_bytes=65536,
+            rates=rates,
+        )
         plan = place(sizing, wish, means.budget, io_bytes=0)
-        assert not Replanner.can_watch(Question(training=training, means=means, wish=wish), sizing, plan)
+        assert not Replanner.can_watch(
+            Question(training=training, means=means, wish=wish), sizing, plan
+        )
 
 
-# --- without room ------------------------------------------------------------------------------------------------
+# --- without room ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("parameters", "room"), [("host", 160_000), ("device", 400_000), ("device", 430_000)])
-def test_interleaved_without_room_for_a_staging_set_beside_gradients_has_none_visit(parameters: str, room: int) -> None:
+@pytest.mark.parametrize(
+    ("parameters", "room"), [("host", 160_000), ("device", 400_000), ("device", 430_000)]
+)
+def test_interleaved_without_room_for_a_staging_set_beside_gradients_has_none_visit(
+    parameters: str, room: int
+) -> None:
     budget = {"host": "16MiB", "device": room}
-    with engine(as_said, strategy="interleaved", parameters=parameters, budget=budget, subgroup_numel=8192) as (
+    with engine(
+        as_said, strategy="interleaved", parameters=parameters, budget=budget, subgroup_numel=8192
+    ) as (
         made,
         _,
     ):

@@ -1,4 +1,6 @@
-"""A run that is killed at any instant and started again ends with the bits of an uninterrupted one."""
+"""A run that is killed at any instant and started again ends with the bits of an uninterrupted
+one.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,18 @@ STEPS = 8
 
 
 def run(checkpoints: Path, drives: bool, digest: Path | None) -> None:
-    """Train to the end, from the newest checkpoint on, and save after each step; write a digest of the last bits."""
+    """Train to the end, from the newest checkpoint on, and save after each step; write a digest of
+    the last bits.
+    """
     from dataclasses import replace
 
     case = replace(STREAMED, clip=None, steps=1) if drives else Case(precision="bf16", steps=1)
     with deterministic_compute(), ExitStack() as around:
-        drive = Path(around.enter_context(TemporaryDirectory(dir=checkpoints.parent))) if drives else None
+        drive = (
+            Path(around.enter_context(TemporaryDirectory(dir=checkpoints.parent)))
+            if drives
+            else None
+        )
         engine, task = around.enter_context(opened(case, None, drive))
         if CheckpointDirectory(checkpoints).latest() is not None:
             engine.load(checkpoints)
@@ -55,7 +63,9 @@ def long_run(few: int, many: int) -> list[object]:
 
 @pytest.mark.parametrize("rounds", long_run(4, 100))
 @pytest.mark.parametrize("drives", [False, True], ids=["host", "drives"])
-def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path: Path, drives: bool, rounds: int) -> None:
+def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
+    tmp_path: Path, drives: bool, rounds: int
+) -> None:
     whole = started(tmp_path / "whole", drives, tmp_path / "expected")
     whole.join()
     assert whole.exitcode == 0

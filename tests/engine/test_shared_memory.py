@@ -24,7 +24,10 @@ def tied_through_data(model: nn.Sequential) -> None:
 
 def overlapping(model: nn.Sequential) -> None:
     flat = torch.randn(6000)
-    model[0].weight.data, model[2].weight.data = flat[:4096].view(64, 64), flat[1000:5096].view(64, 64)
+    model[0].weight.data, model[2].weight.data = (
+        flat[:4096].view(64, 64),
+        flat[1000:5096].view(64, 64),
+    )
 
 
 def frozen_beside_trained(model: nn.Sequential) -> None:
@@ -51,7 +54,9 @@ def engine_of(model: nn.Module) -> Engine:
         (buffer_of_a_weight, r"parameter buffer view: .*shares memory with 0\.weight"),
     ],
 )
-def test_parameters_of_one_memory_are_refused_by_name(share: Callable[[nn.Sequential], None], names: str) -> None:
+def test_parameters_of_one_memory_are_refused_by_name(
+    share: Callable[[nn.Sequential], None], names: str
+) -> None:
     model = layers()
     share(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}

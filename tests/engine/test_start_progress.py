@@ -1,4 +1,6 @@
-"""Long work before training tells how far it is: of all bytes, in order, and in parts of a large parameter."""
+"""Long work before training tells how far it is: of all bytes, in order, and in parts of a large
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def done_of(told: list[Progress], what: str) -> list[int]:
 
 
 @pytest.mark.parametrize("parameters", ["device", "nvme"])
-def test_initialize_tells_of_every_byte_of_parameters_and_states(parameters: str, tmp_path: Path) -> None:
+def test_initialize_tells_of_every_byte_of_parameters_and_states(
+    parameters: str, tmp_path: Path
+) -> None:
     model = layers()
     told: list[Progress] = []
     with infinity_engine.initialize(
@@ -142,7 +146,12 @@ def test_what_cannot_be_called_is_refused_before_anything_happens(tmp_path: Path
     model = layers()
     for call in (
         lambda: infinity_engine.initialize(model, "adamw", progress=True),  # type: ignore[arg-type]
-        lambda: infinity_engine.load_into(model, tmp_path, {"nvme": {str(tmp_path): "1MiB"}}, progress=1),  # type: ignore[arg-type]
+        lambda: infinity_engine.load_into(
+            model,
+            tmp_path,
+            {"nvme": {str(tmp_path): "1MiB"}},
+            progress=1,  # type: ignore[arg-type]
+        ),
     ):
         with pytest.raises(infinity_engine.ConfigError, match=r"^progress: expected a function"):
             call()

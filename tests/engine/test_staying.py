@@ -1,4 +1,6 @@
-"""Gradients that stay where modules compute: what a plan has for them, what is held, what is refused, when they go."""
+"""Gradients that stay where modules compute: what a plan has for them, what is held, what is
+refused, when they go.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from infinity_engine.placement.placing import Wish, place
 from infinity_engine.placement.sizing import Sizing, cut
 from infinity_engine.plan import Rates, ResolvedBudget, Tier
 
-RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
+RATES = Rates(
+    h2d_bytes_per_s=5e9,
+    d2h_bytes_per_s=4e9,
+    host_update_params_per_s=2e8,
+    device_update_params_per_s=2e9,
+)
 WIDTH, LAYERS = 64, 4
 NUMEL = LAYERS * WIDTH * WIDTH
 PLENTY = 8 << 20
@@ -47,16 +54,28 @@ def layers() -> nn.Sequential:
 
 @contextmanager
 def opened(
-    model: nn.Module | None = None, *, unified: bool = False, budget: dict[str, int] | None = None, **settings: Any
+    model: nn.Module | None = None,
+    *,
+    unified: bool = False,
+    budget: dict[str, int] | None = None,
+    **settings: Any,
 ) -> Iterator[Engine]:
     model = layers() if model is None else model
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=1e-2
+    )
     budget = {"host": PLENTY, "device": PLENTY} if budget is None else budget
     given = {"subgroup_numel": 4096, "update_threads": 1, "accelerator": "cpu", **settings}
-    with nullcontext() if unified else VirtualAccelerator(Emulation(rates=RATES, capacity_bytes=PLENTY)) as device:
+    with (
+        nullcontext()
+        if unified
+        else VirtualAccelerator(Emulation(rates=RATES, capacity_bytes=PLENTY)) as device
+    ):
         if not unified and settings.get("strategy") != "auto":
             given["rates"] = RATES
-        with infinity_engine.initialize(model, optimizer, device=device, budget=budget, **given) as made:
+        with infinity_engine.initialize(
+            model, optimizer, device=device, budget=budget, **given
+        ) as made:
             yield made
 
 
@@ -83,7 +102,7 @@ def train(made: Engine, *, micro_batches: int, steps: int = 1) -> None:
     made._updates.end()
 
 
-# --- what is held -----------------------------------------------------------------------------------------------------
+# --- what is held ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=25)
@@ -119,21 +138,28 @@ def test_a_step_holds_no_more_than_its_plan_has(
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
-def test_what_is_held_is_what_the_plan_has_where_all_stay(unified: bool, precision: str, micro_batches: int) -> None:
+def test_what_is_held_is_what_the_plan_has_where_all_stay(
+    unified: bool, precision: str, micro_batches: int
+) -> None:
     strategy = "host_only" if unified else "device_only"
-    with opened(unified=unified, strategy=strategy, precision=precision, accumulation_steps=micro_batches) as made:
+    with opened(
+        unified=unified, strategy=strategy, precision=precision, accumulation_steps=micro_batches
+    ) as made:
         before = used(made, Tier.HOST if unified else Tier.DEVICE).held
         train(made, micro_batches=micro_batches)
 
         wire = WIRE[precision]
-        expected = wire * NUMEL if micro_batches == 1 else 4 * NUMEL + wire * WIDTH * WIDTH  # the first beside its sum
+        # the first beside its sum
+        expected = wire * NUMEL if micro_batches == 1 else 4 * NUMEL + wire * WIDTH * WIDTH
         assert staying(made).nbytes == expected
         assert staying(made).peak == expected
         usage = used(made, Tier.HOST if unified else Tier.DEVICE)
         assert usage.peak_held == before + expected
 
 
-def test_of_a_parameter_that_is_updated_in_two_places_only_the_pieces_that_are_updated_there_stay() -> None:
+def test_of_a_parameter_that_is_updated_in_two_places_only_the_pieces_that_are_updated_there_stay() -> (
+    None
+):
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, 4 * WIDTH, bias=False)  # four subgroups
     with opened(model, strategy={"name": "static_split", "ratio": 0.5}) as made:
@@ -144,7 +170,9 @@ def test_of_a_parameter_that_is_updated_in_two_places_only_the_pieces_that_are_u
 
 
 class Odd(nn.Module):
-    """Has a parameter that is frozen, one that nothing uses, one that is used twice and one without elements."""
+    """Has a parameter that is frozen, one that nothing uses, one that is used twice and one without
+    elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,12 +194,13 @@ def test_frozen_unused_tied_and_empty_parameters_count_as_what_they_are(unified:
     with opened(Odd(), unified=unified, strategy="host_only" if unified else "device_only") as made:
         made.backward(loss_of(made))
 
-        assert staying(made).nbytes == 4 * 2 * WIDTH * WIDTH  # of the tied one once, and of the one that may be used
+        # of the tied one once, and of the one that may be used
+        assert staying(made).nbytes == 4 * 2 * WIDTH * WIDTH
         assert staying(made).held == 4 * WIDTH * WIDTH
         made.step()
 
 
-# --- when they go -----------------------------------------------------------------------------------------------------
+# --- when they go ---------------------------------------------------------------------------------
 
 
 def test_gradients_go_as_their_updates_are_made_beside_the_next_forward() -> None:
@@ -186,7 +215,9 @@ def test_gradients_go_as_their_updates_are_made_beside_the_next_forward() -> Non
         made(torch.zeros(1, WIDTH))
 
         assert whole == 4 * NUMEL
-        assert [each <= whole - 4 * WIDTH * WIDTH * (number + 1) for number, each in enumerate(held)] == [True] * LAYERS
+        assert [
+            each <= whole - 4 * WIDTH * WIDTH * (number + 1) for number, each in enumerate(held)
+        ] == [True] * LAYERS
 
 
 @pytest.mark.parametrize("unified", [False, True])
@@ -198,7 +229,7 @@ def test_gradients_that_are_dropped_are_held_no_more(unified: bool) -> None:
         assert staying(made).held == 0
 
 
-# --- what does not fit ------------------------------------------------------------------------------------------------
+# --- what does not fit ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -215,18 +246,25 @@ def test_gradients_that_are_dropped_are_held_no_more(unified: bool) -> None:
 def test_one_byte_less_than_all_takes_is_refused_and_all_of_it_works(
     unified: bool, strategy: Any, precision: str, micro_batches: int
 ) -> None:
-    given = {"unified": unified, "strategy": strategy, "precision": precision, "accumulation_steps": micro_batches}
+    given = {
+        "unified": unified,
+        "strategy": strategy,
+        "precision": precision,
+        "accumulation_steps": micro_batches,
+    }
     given["parameters"] = "device"
     tier = "host" if unified else "device"
     room = {"host": PLENTY, "device": PLENTY}
     if unified:
         room.pop("device")
     with opened(**given, budget=room) as made:
-        least = used(made, Tier[tier.upper()]).reserved - sum(made.plan.staging_bytes[1:])  # one set will do
+        # one set will do
+        least = used(made, Tier[tier.upper()]).reserved - sum(made.plan.staging_bytes[1:])
     with pytest.raises(CapacityError) as refused, opened(**given, budget={**room, tier: least - 1}):
         pass
     assert refused.value.asked - refused.value.free == 1
-    if unified or precision == "bf16":  # else the policy refuses before: states that are in place are not less for it
+    # else the policy refuses before: states that are in place are not less for it
+    if unified or precision == "bf16":
         assert f"raise the budget's {tier} to at least {least} B" in str(refused.value)
         assert "gradients that stay holds" in str(refused.value)
 
@@ -238,7 +276,9 @@ def test_one_byte_less_than_all_takes_is_refused_and_all_of_it_works(
 def test_auto_keeps_states_on_the_host_where_gradients_leave_no_room_for_them() -> None:
     with opened(strategy="device_only", parameters="device") as made:
         least = used(made, Tier.DEVICE).reserved
-    with opened(strategy="auto", parameters="device", budget={"host": PLENTY, "device": least - 1}) as made:
+    with opened(
+        strategy="auto", parameters="device", budget={"host": PLENTY, "device": least - 1}
+    ) as made:
         assert staying(made).nbytes == 0
         train(made, micro_batches=1)
 
@@ -254,14 +294,17 @@ def test_a_sum_that_no_plan_has_takes_what_the_budget_has_left_or_is_refused(uni
         assert staying(made).held == 4 * NUMEL
         made.step()
         made._updates.end()
-        assert used(made, Tier[tier.upper()]).reserved == planned  # what the sum took beside the plan is free again
+        # what the sum took beside the plan is free again
+        assert used(made, Tier[tier.upper()]).reserved == planned
 
     room = {"host": PLENTY, "device": PLENTY, tier: planned}
     if unified:
         room.pop("device")
     with opened(unified=unified, strategy=strategy, precision="bf16", budget=room) as made:
         made.backward(loss_of(made))
-        with pytest.raises(CapacityError, match="no more gradients in a step than accumulation_steps says"):
+        with pytest.raises(
+            CapacityError, match="no more gradients in a step than accumulation_steps says"
+        ):
             made.backward(loss_of(made))
         with pytest.raises(RuntimeError, match=r"a gradient of \d\.weight was refused.*zero_grad"):
             made.step()
@@ -271,7 +314,9 @@ def test_a_sum_that_no_plan_has_takes_what_the_budget_has_left_or_is_refused(uni
 
 
 class _OfMore(torch.autograd.Function):
-    """The gradient that it gives is a part of something larger, as those of what was concatenated are."""
+    """The gradient that it gives is a part of something larger, as those of what was concatenated
+    are.
+    """
 
     @staticmethod
     def forward(_context: Any, values: torch.Tensor) -> torch.Tensor:
@@ -312,17 +357,23 @@ def test_a_gradient_that_is_a_part_of_something_larger_does_not_keep_the_rest(
 def test_a_first_gradient_that_is_wider_than_planned_is_told_as_that() -> None:
     with opened(unified=True, strategy="host_only", precision="bf16") as made:
         planned = used(made, Tier.HOST).reserved
-    with opened(unified=True, strategy="host_only", precision="bf16", budget={"host": planned}) as made:
+    with opened(
+        unified=True, strategy="host_only", precision="bf16", budget={"host": planned}
+    ) as made:
         made.model.float()
 
-        with pytest.raises(CapacityError, match=r"of torch\.float32, and the plan has room for.*set its precision"):
+        with pytest.raises(
+            CapacityError, match=r"of torch\.float32, and the plan has room for.*set its precision"
+        ):
             made.backward(loss_of(made))
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sums", "of_backward"), [(False, max), (True, lambda one, other: one + other)])
+@pytest.mark.parametrize(
+    ("sums", "of_backward"), [(False, max), (True, lambda one, other: one + other)]
+)
 @pytest.mark.parametrize("activations", [0, 1000, 10**6])
 def test_gradients_take_the_place_of_activations_that_are_known_but_sums_do_not(
     sums: bool, of_backward: Any, activations: int

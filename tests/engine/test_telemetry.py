@@ -1,5 +1,5 @@
-"""What a step did can be read afterwards. On a virtual clock all of it is exact: links carry a byte, devices update a
-parameter in each nanosecond, and the host's own work takes no time.
+"""What a step did can be read afterwards. On a virtual clock all of it is exact: links carry a
+byte, devices update a parameter in each nanosecond, and the host's own work takes no time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from infinity_engine.plan.ops import CopyOp, Lane, UpdateOnHost
 from infinity_engine.reporting.report import LinkUse, Over, UpdateUse, report_of
 from infinity_engine.telemetry import StepRecord, trace_events
 
-RATES = Rates(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_update_params_per_s=1e9, device_update_params_per_s=1e9)
+RATES = Rates(
+    h2d_bytes_per_s=1e9,
+    d2h_bytes_per_s=1e9,
+    host_update_params_per_s=1e9,
+    device_update_params_per_s=1e9,
+)
 WIDTH = 64
 WEIGHT = WIDTH * WIDTH  # parameters of one layer, and of one subgroup
 LAYERS = 3
@@ -61,14 +66,19 @@ def engine(
     fault: Callable[[StreamKind], Exception | None] | None = None,
     **settings: Any,
 ) -> Iterator[Engine]:
-    emulation = Emulation(rates=RATES, capacity_bytes=1 << 20, clock=clock, timeline_kept=timeline_kept, fault=fault)
+    emulation = Emulation(
+        rates=RATES, capacity_bytes=1 << 20, clock=clock, timeline_kept=timeline_kept, fault=fault
+    )
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     memory = {"budget": {"host": "1MiB", "device": "1MiB"}, "subgroup_numel": WEIGHT}
-    given = {**memory, "rates": RATES, "overlap": "off", **settings}  # so that a step's figures are of its own update
+    # so that a step's figures are of its own update
+    given = {**memory, "rates": RATES, "overlap": "off", **settings}
     with (
         emulated_accelerator(emulation) as device,
-        infinity_engine.initialize(model, optimizer, device=device, strategy=strategy, **given) as made,
+        infinity_engine.initialize(
+            model, optimizer, device=device, strategy=strategy, **given
+        ) as made,
     ):
         yield made
 
@@ -91,11 +101,15 @@ STRATEGIES: tuple[object, ...] = (
 
 
 def nbytes_by_plan(made: Engine, lane: Lane, kind: str) -> int:
-    ops = [op for op in made.plan.ops if isinstance(op, CopyOp) and op.lane is lane and op.name.endswith(kind)]
+    ops = [
+        op
+        for op in made.plan.ops
+        if isinstance(op, CopyOp) and op.lane is lane and op.name.endswith(kind)
+    ]
     return sum(op.nbytes for op in ops)
 
 
-# --- links -------------------------------------------------------------------------------------------------------
+# --- links ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clock", Clock)
@@ -166,7 +180,7 @@ def test_a_device_that_remembers_little_still_has_all_bytes_and_the_right_rate()
             assert upward.bytes_per_s == pytest.approx(1e9)
 
 
-# --- waiting -----------------------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
 def seconds(nbytes: int) -> float:
@@ -186,7 +200,9 @@ def test_the_host_waits_for_gradients_and_for_what_goes_up_after_the_update() ->
 
 @pytest.mark.parametrize("parameters", ["host", "device"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_all_of_the_time_in_which_the_host_has_nothing_to_do_has_a_cause(strategy: object, parameters: str) -> None:
+def test_all_of_the_time_in_which_the_host_has_nothing_to_do_has_a_cause(
+    strategy: object, parameters: str
+) -> None:
     with engine(strategy, parameters=parameters, accumulation_steps=2, max_grad_norm=1.0) as made:
         for _ in range(2):
             train(made)
@@ -224,7 +240,7 @@ def test_the_host_waits_for_the_first_gradient_when_the_second_comes() -> None:
         assert step.counters["wait for gradients ns"] >= NBYTES
 
 
-# --- updates -----------------------------------------------------------------------------------------------------
+# --- updates --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -254,10 +270,12 @@ def test_a_step_that_was_interrupted_counts_each_update_once() -> None:
         assert made.report().updates[Lane.HOST].params == PARAMS
 
 
-# --- the rest of a report ----------------------------------------------------------------------------------------
+# --- the rest of a report -------------------------------------------------------------------------
 
 
-def test_a_report_says_how_many_micro_batches_there_were_and_the_norm_where_it_was_computed() -> None:
+def test_a_report_says_how_many_micro_batches_there_were_and_the_norm_where_it_was_computed() -> (
+    None
+):
     with engine(accumulation_steps=2, max_grad_norm=1e9) as made:
         train(made)
         clipped = made.report()
@@ -341,7 +359,11 @@ def test_a_rate_is_over_the_step_and_updates_have_no_time_where_the_device_does_
         start_ns=0,
         end_ns=2 * 10**9,
         spans=(),
-        counters={"h2d bytes of parameters": 600, "h2d bytes of states": 400, "UpdateOnDevice params": 7},
+        counters={
+            "h2d bytes of parameters": 600,
+            "h2d bytes of states": 400,
+            "UpdateOnDevice params": 7,
+        },
         peaks={},
         notes={"device": "cuda", "outcome": "updated", "loss_scale": 1.0, "gradient_norm": None},
     )
@@ -351,13 +373,19 @@ def test_a_rate_is_over_the_step_and_updates_have_no_time_where_the_device_does_
     moved = {Cargo.PARAMETERS: 600, Cargo.STATES: 400}
     assert report.links == {Lane.H2D: LinkUse(nbytes=moved, bytes_per_s=500.0, over=Over.STEP)}
     assert report.updates[Lane.DEVICE] == UpdateUse(params=7, seconds=None)
-    assert "h2d                parameters 600 B, states 400 B; 500 B/s over the step" in str(report).splitlines()
+    assert (
+        "h2d                parameters 600 B, states 400 B; 500 B/s over the step"
+        in str(report).splitlines()
+    )
     assert "updates on device  7 parameters" in str(report).splitlines()
 
 
 def test_as_text_a_report_is_a_small_table() -> None:
     with engine(
-        {"name": "interleaved", "share": 0.7}, parameters="host", precision="bf16", accumulation_steps=2
+        {"name": "interleaved", "share": 0.7},
+        parameters="host",
+        precision="bf16",
+        accumulation_steps=2,
     ) as made:
         for _ in range(2):
             train(made)
@@ -365,7 +393,7 @@ def test_as_text_a_report_is_a_small_table() -> None:
         assert f"{made.report()}\n" == TABLE
 
 
-# --- the trace ---------------------------------------------------------------------------------------------------
+# --- the trace ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clock", Clock)
@@ -373,10 +401,14 @@ def test_as_text_a_report_is_a_small_table() -> None:
 def test_the_trace_shows_every_op_of_the_update_in_its_lane(parameters: str, clock: Clock) -> None:
     with engine({"name": "interleaved", "share": 0.7}, parameters=parameters, clock=clock) as made:
         train(made)
-        trace: dict[str, Any] = json.loads(json.dumps(trace_events(made.timeline()), allow_nan=False))
+        trace: dict[str, Any] = json.loads(
+            json.dumps(trace_events(made.timeline()), allow_nan=False)
+        )
         ops = made.plan.ops
 
-    lines = {it["tid"]: it["args"]["name"] for it in trace["traceEvents"] if it["name"] == "thread_name"}
+    lines = {
+        it["tid"]: it["args"]["name"] for it in trace["traceEvents"] if it["name"] == "thread_name"
+    }
     shown = {
         (lines[it["tid"]], it["name"], it["args"]["subgroup"])
         for it in trace["traceEvents"]
@@ -404,7 +436,9 @@ def test_copies_of_a_link_follow_one_another_within_the_step() -> None:
 
         step = made.timeline().steps[-1]
         for lane in ("h2d", "d2h"):
-            times = sorted((span.start_ns, span.end_ns) for span in step.spans if span.track == lane)
+            times = sorted(
+                (span.start_ns, span.end_ns) for span in step.spans if span.track == lane
+            )
             assert all(end <= start for (_, end), (start, _) in pairwise(times))
             assert step.start_ns <= times[0][0]
             assert step.end_ns is not None

@@ -1,4 +1,6 @@
-"""Parameters used where the engine cannot see it: refused, and nothing is updated from NaN of the engine's own."""
+"""Parameters used where the engine cannot see it: refused, and nothing is updated from NaN of the
+engine's own.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,18 @@ def plain(precision: str = "model") -> nn.Sequential:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_penalty_over_parameters_is_refused_and_updates_nothing(tmp_path: Path, precision: str) -> None:
+def test_a_penalty_over_parameters_is_refused_and_updates_nothing(
+    tmp_path: Path, precision: str
+) -> None:
     model = plain(precision)
     batch = torch.randn(2, 64, dtype=next(model.parameters()).dtype)
     with on_drives(model, tmp_path) as engine:
         before = engine.state_dict()
         penalty = sum(parameter.float().pow(2).sum() for parameter in model.parameters())
         loss = engine(batch).float().pow(2).mean() + 1e-4 * penalty
-        with pytest.raises(RuntimeError, match=r"The loss is nan in step 0\. .*engine\.gathered\(parameter\)"):
+        with pytest.raises(
+            RuntimeError, match=r"The loss is nan in step 0\. .*engine\.gathered\(parameter\)"
+        ):
             engine.backward(loss)
         with pytest.raises(RuntimeError, match="nothing to step with"):
             engine.step()
@@ -106,7 +112,8 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.randn(256, 256) / 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(torch.as_tensor(Careless.apply(x, self.weight)))  # type: ignore[no-untyped-call]  # torch is
+        # torch is
+        return torch.tanh(torch.as_tensor(Careless.apply(x, self.weight)))  # type: ignore[no-untyped-call]
 
 
 def test_a_function_that_keeps_a_weight_is_refused_before_any_update(tmp_path: Path) -> None:
@@ -116,7 +123,9 @@ def test_a_function_that_keeps_a_weight_is_refused_before_any_update(tmp_path: P
     with on_drives(layers, tmp_path, budget=budget, subgroup_numel=1 << 16) as engine:
         before = engine.state_dict()
         loss = engine(torch.randn(2, 256)).pow(2).mean()
-        with pytest.raises(RuntimeError, match=r"The gradient of \d+\.weight is NaN\. .*ctx\.save_for_backward"):
+        with pytest.raises(
+            RuntimeError, match=r"The gradient of \d+\.weight is NaN\. .*ctx\.save_for_backward"
+        ):
             engine.backward(loss)
         with pytest.raises(RuntimeError, match=r"no step can be made|zero_grad"):
             engine.step()
@@ -127,7 +136,9 @@ def test_a_function_that_keeps_a_weight_is_refused_before_any_update(tmp_path: P
 def test_nan_of_the_users_own_passes_where_parameters_are_at_home() -> None:
     model = plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with infinity_engine.initialize(model, optimizer, accelerator="cpu", budget={"host": "64MiB"}) as engine:
+    with infinity_engine.initialize(
+        model, optimizer, accelerator="cpu", budget={"host": "64MiB"}
+    ) as engine:
         with pytest.warns(RuntimeWarning, match="The loss is nan"):
             engine.backward(engine(torch.full((2, 64), float("nan"))).sum())
         engine.step()

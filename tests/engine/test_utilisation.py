@@ -1,4 +1,6 @@
-"""How busy links, CPU and device are in an update: what the engine measures is what the simulator says of its plan."""
+"""How busy links, CPU and device are in an update: what the engine measures is what the simulator
+says of its plan.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,14 @@ from infinity_engine.plan import DriveRates, Lane, Rates
 from infinity_engine.reporting.report import UpdatePhase
 from infinity_engine.sim import simulate
 
-# As published for one GPU of the paper's node, a million times slower: so long do its subgroups of 4096 take.
-RATES = Rates(h2d_bytes_per_s=55e6, d2h_bytes_per_s=55e6, host_update_params_per_s=2e6, device_update_params_per_s=25e6)
+# As published for one GPU of the paper's node, a million times slower: so long do its subgroups of
+# 4096 take.
+RATES = Rates(
+    h2d_bytes_per_s=55e6,
+    d2h_bytes_per_s=55e6,
+    host_update_params_per_s=2e6,
+    device_update_params_per_s=25e6,
+)
 WIDTH = 64
 SUBGROUP = WIDTH * WIDTH
 LAYERS = 24
@@ -30,8 +38,15 @@ def engine(share: float, *, timeline_kept: int = 10_000, **settings: Any) -> Ite
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    emulation = Emulation(rates=RATES, capacity_bytes=1 << 24, host_takes_time=True, timeline_kept=timeline_kept)
-    given = {"budget": {"host": "16MiB", "device": "16MiB"}, "overlap": "off", "precision": "bf16", **settings}
+    emulation = Emulation(
+        rates=RATES, capacity_bytes=1 << 24, host_takes_time=True, timeline_kept=timeline_kept
+    )
+    given = {
+        "budget": {"host": "16MiB", "device": "16MiB"},
+        "overlap": "off",
+        "precision": "bf16",
+        **settings,
+    }
     with (
         emulated_accelerator(emulation) as device,
         infinity_engine.initialize(

@@ -28,7 +28,12 @@ from support.nvme_programs import output_of, run_program
 from support.unnamed_files import unnamed_files
 from support.wrong_uses import told
 
-RATES = Rates(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_update_params_per_s=1e8, device_update_params_per_s=1e9)
+RATES = Rates(
+    h2d_bytes_per_s=1e9,
+    d2h_bytes_per_s=1e9,
+    host_update_params_per_s=1e8,
+    device_update_params_per_s=1e9,
+)
 BUDGET = {"host": "64MiB"}
 
 
@@ -41,12 +46,15 @@ def model() -> nn.Sequential:
 def engine(**settings: object) -> Iterator[Engine]:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    with infinity_engine.initialize(net, optimizer, **{"accelerator": "cpu", "budget": BUDGET, **settings}) as made:  # type: ignore[arg-type]
+    settings = {"accelerator": "cpu", "budget": BUDGET, **settings}
+    with infinity_engine.initialize(net, optimizer, **settings) as made:  # type: ignore[arg-type]
         yield made
 
 
 def train(made: Engine, seed: int = 0) -> None:
-    made.backward(made(torch.randn(4, 20, generator=torch.Generator().manual_seed(seed))).pow(2).mean())
+    made.backward(
+        made(torch.randn(4, 20, generator=torch.Generator().manual_seed(seed))).pow(2).mean()
+    )
     made.step()
 
 
@@ -64,7 +72,9 @@ def test_what_fails_when_all_is_put_together_leaves_the_model_as_it_was(
     streamed = {"strategy": "nvme_streamed", "budget": {**BUDGET, "nvme": {str(tmp_path): "64MiB"}}}
 
     with pytest.raises(ZeroDivisionError):
-        infinity_engine.initialize(net, "adamw", {**streamed, "parameters": parameters}, precision="bf16")
+        infinity_engine.initialize(
+            net, "adamw", {**streamed, "parameters": parameters}, precision="bf16"
+        )
 
     assert {name: each.dtype for name, each in net.state_dict().items()} == {
         name: each.dtype for name, each in before.items()
@@ -74,7 +84,10 @@ def test_what_fails_when_all_is_put_together_leaves_the_model_as_it_was(
 
 
 def test_a_step_without_a_backward_says_so() -> None:
-    with engine() as made, pytest.raises(RuntimeError, match=r"nothing to step with.*Call backward\(\) first"):
+    with (
+        engine() as made,
+        pytest.raises(RuntimeError, match=r"nothing to step with.*Call backward\(\) first"),
+    ):
         made.step()
 
 
@@ -105,12 +118,18 @@ def test_a_loss_of_many_elements_is_refused() -> None:
 
 @pytest.mark.parametrize("loss", [None, 1.0, {"loss": torch.ones(())}])
 def test_what_is_no_tensor_is_refused_as_a_loss(loss: Any) -> None:
-    with engine() as made, pytest.raises(ConfigError, match=r"^loss: expected a tensor.*the loss, got"):
+    with (
+        engine() as made,
+        pytest.raises(ConfigError, match=r"^loss: expected a tensor.*the loss, got"),
+    ):
         made.backward(loss)
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with engine() as made, pytest.raises(ConfigError, match=r"^model: expected a torch\.nn\.Module, got 'Engine'"):
+    with (
+        engine() as made,
+        pytest.raises(ConfigError, match=r"^model: expected a torch\.nn\.Module, got 'Engine'"),
+    ):
         infinity_engine.initialize(made, "adamw", accelerator="cpu")  # type: ignore[arg-type]
 
 
@@ -168,10 +187,14 @@ def test_what_somebody_changed_past_gathered_can_be_taken_over_under_it(precisio
 
 @pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.double, nn.Module.bfloat16])
 @pytest.mark.parametrize("unified", [False, True])
-def test_a_model_that_is_cast_is_told(cast: Callable[[nn.Module], nn.Module], unified: bool) -> None:
+def test_a_model_that_is_cast_is_told(
+    cast: Callable[[nn.Module], nn.Module], unified: bool
+) -> None:
     with emulated_accelerator(Emulation(rates=RATES, capacity_bytes=16 << 20)) as emulated:
         device = None if unified else emulated
-        with engine(device=device, budget={"host": "64MiB", "device": "8MiB"}, strategy="host_only") as made:
+        with engine(
+            device=device, budget={"host": "64MiB", "device": "8MiB"}, strategy="host_only"
+        ) as made:
             train(made)
             cast(made.model)
             dtype = next(made.model.parameters()).dtype
@@ -181,7 +204,10 @@ def test_a_model_that_is_cast_is_told(cast: Callable[[nn.Module], nn.Module], un
                 made.backward(loss)
                 made.step()
 
-            with pytest.raises((RuntimeError, ConfigError), match=r"was changed outside|cast none after it.*precision"):
+            with pytest.raises(
+                (RuntimeError, ConfigError),
+                match=r"was changed outside|cast none after it.*precision",
+            ):
                 step()
 
 
@@ -218,9 +244,17 @@ def test_an_optimizer_that_there_are_no_rules_for_is_refused_with_those_there_ar
     [
         ({"strateg": "host_only"}, r"^strateg: .*\(nearest: strategy\)"),
         ({"strategy": "host_onl"}, r"^strategy: .*\(nearest: host_only\)"),
-        ({"strategy": {"name": "interleaved", "shar": 0.5}}, r"^strategy\.shar: .*\(nearest: share\)"),
         (
-            {"strategy": {"name": "nvme_streamed", "update": {"name": "interleaved", "residnt": 0.5}}},
+            {"strategy": {"name": "interleaved", "shar": 0.5}},
+            r"^strategy\.shar: .*\(nearest: share\)",
+        ),
+        (
+            {
+                "strategy": {
+                    "name": "nvme_streamed",
+                    "update": {"name": "interleaved", "residnt": 0.5},
+                }
+            },
             r"^strategy\.update\.residnt: .*\(nearest: resident\)",
         ),
         ({"budget": {"hosts": "64MiB"}}, r"^budget\.hosts: .*\(nearest: host\)"),
@@ -228,7 +262,10 @@ def test_an_optimizer_that_there_are_no_rules_for_is_refused_with_those_there_ar
         ({"storage": {"endurance": {"/mnt/a": "600TB"}}}, r"storage\.endurance: .*got '/mnt/a'"),
         ({"ranks": {"stages": "alone"}}, r"^ranks\.stages: .*\(nearest: stage\)"),
         ({"telemetry": {"keep_step": 1}}, r"^telemetry\.keep_step: .*\(nearest: keep_steps\)"),
-        ({"rates": {"version": 1, "h2d_bytes": 1e9}}, r"^rates\.h2d_bytes: .*\(nearest: h2d_bytes_per_s\)"),
+        (
+            {"rates": {"version": 1, "h2d_bytes": 1e9}},
+            r"^rates\.h2d_bytes: .*\(nearest: h2d_bytes_per_s\)",
+        ),
         (
             {"rates": {"version": 1, "nvme": {"/": {"read_bytes": 1e9}}}},
             r"^rates\.nvme\['/'\]\.read_bytes: .*\(nearest: read_bytes_per_s\)",
@@ -237,7 +274,9 @@ def test_an_optimizer_that_there_are_no_rules_for_is_refused_with_those_there_ar
     ],
     ids=str,
 )
-def test_an_unknown_name_at_any_level_offers_the_nearest(wrong: dict[str, object], said: str) -> None:
+def test_an_unknown_name_at_any_level_offers_the_nearest(
+    wrong: dict[str, object], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said), engine(**wrong):
         pass
 
@@ -250,7 +289,9 @@ def test_an_unknown_name_at_any_level_offers_the_nearest(wrong: dict[str, object
     ],
     ids=str,
 )
-def test_an_unknown_name_in_an_optimizer_that_is_asked_for_offers_the_nearest(wrong: object, said: str) -> None:
+def test_an_unknown_name_in_an_optimizer_that_is_asked_for_offers_the_nearest(
+    wrong: object, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         infinity_engine.initialize(model(), wrong, accelerator="cpu", budget=BUDGET)  # type: ignore[arg-type]
 
@@ -260,7 +301,9 @@ def test_settings_come_as_an_object_as_a_mapping_and_as_keywords() -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     config = EngineConfig(accumulation_steps=3)
 
-    with infinity_engine.initialize(net, optimizer, config, accelerator="cpu", budget=BUDGET) as made:
+    with infinity_engine.initialize(
+        net, optimizer, config, accelerator="cpu", budget=BUDGET
+    ) as made:
         made.backward(made(torch.randn(4, 20)).sum())
         assert made.step().outcome is infinity_engine.Outcome.ACCUMULATED
 
@@ -271,7 +314,9 @@ PLENTY = {"host": 64 * MEBIBYTE, "device": 64 * MEBIBYTE}
 
 def large() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(700, 700, bias=False), nn.ReLU(), nn.Linear(700, 700, bias=False))
+    return nn.Sequential(
+        nn.Linear(700, 700, bias=False), nn.ReLU(), nn.Linear(700, 700, bias=False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -291,14 +336,22 @@ def test_a_budget_too_small_by_a_mebibyte_is_refused_before_anything_moves(
     on_drives = tier is Tier.NVME
 
     def opened(size: int) -> Engine:
-        budget: dict[str, object] = {**PLENTY, "nvme": {str(tmp_path): size}} if on_drives else dict(PLENTY)
+        budget: dict[str, object] = (
+            {**PLENTY, "nvme": {str(tmp_path): size}} if on_drives else dict(PLENTY)
+        )
         if on_drives:
             budget["host"] = 24 * MEBIBYTE  # too little for all of it
         else:
             budget[tier.value] = size
         optimizer = torch.optim.AdamW(net.parameters())
         return infinity_engine.initialize(
-            net, optimizer, device=device, budget=budget, subgroup_numel=1 << 16, overlap="off", **settings
+            net,
+            optimizer,
+            device=device,
+            budget=budget,
+            subgroup_numel=1 << 16,
+            overlap="off",
+            **settings,
         )
 
     with emulated_accelerator(Emulation(rates=RATES, capacity_bytes=64 * MEBIBYTE)) as device:
@@ -345,8 +398,12 @@ def test_an_exception_in_backward_leaves_the_engine_usable_once_its_gradients_ar
         assert torch.equal(weights(made), weights(untroubled))
 
 
-@pytest.mark.parametrize(("failing", "nth"), [(StreamKind.H2D, 1), (StreamKind.H2D, 2), (StreamKind.D2H, 1)])
-def test_a_step_that_failed_on_a_link_is_finished_by_the_next_call(failing: StreamKind, nth: int) -> None:
+@pytest.mark.parametrize(
+    ("failing", "nth"), [(StreamKind.H2D, 1), (StreamKind.H2D, 2), (StreamKind.D2H, 1)]
+)
+def test_a_step_that_failed_on_a_link_is_finished_by_the_next_call(
+    failing: StreamKind, nth: int
+) -> None:
     broken = [False]
     seen = [0]
 
@@ -358,19 +415,37 @@ def test_a_step_that_failed_on_a_link_is_finished_by_the_next_call(failing: Stre
         return None
 
     rates, capacity = RATES, 16 << 20
-    with emulated_accelerator(Emulation(rates=rates, capacity_bytes=capacity, fault=fault)) as device:
+    with emulated_accelerator(
+        Emulation(rates=rates, capacity_bytes=capacity, fault=fault)
+    ) as device:
         interleaved = {"name": "interleaved", "share": 0.5}
-        settings = {"strategy": interleaved, "rates": rates, "subgroup_numel": 4096, "overlap": "off"}
+        settings = {
+            "strategy": interleaved,
+            "rates": rates,
+            "subgroup_numel": 4096,
+            "overlap": "off",
+        }
         budget = {"host": "64MiB", "device": "8MiB"}
-        with engine(device=device, budget=budget, **settings) as made, engine(**settings) as untroubled:
+        with (
+            engine(device=device, budget=budget, **settings) as made,
+            engine(**settings) as untroubled,
+        ):
             train(made, seed=1)
             train(untroubled, seed=1)
-            made.backward(made(torch.randn(4, 20, generator=torch.Generator().manual_seed(2))).pow(2).mean())
+            made.backward(
+                made(torch.randn(4, 20, generator=torch.Generator().manual_seed(2))).pow(2).mean()
+            )
             made._parts.gradients.settle()  # their downloads are not what is to fail
             broken[0] = True
-            with pytest.raises(RuntimeError, match=r"op \d+ of the plan, (Upload|Download)\w+ of subgroup"):
+            with pytest.raises(
+                RuntimeError, match=r"op \d+ of the plan, (Upload|Download)\w+ of subgroup"
+            ):
                 made.step()
-            for refused in (made.zero_grad, lambda: made(torch.randn(4, 20)), lambda: made.clip_grad_norm_(1.0)):
+            for refused in (
+                made.zero_grad,
+                lambda: made(torch.randn(4, 20)),
+                lambda: made.clip_grad_norm_(1.0),
+            ):
                 with pytest.raises(RuntimeError, match=r"interrupted: call step\(\) again"):
                     refused()
             made.optimizer.param_groups[0]["lr"] = 99.0  # too late for the step that has begun
@@ -392,7 +467,8 @@ def test_a_plain_backward_is_refused_where_the_loss_has_to_be_scaled() -> None:
 def test_a_gradient_that_was_left_before_it_was_taken_is_dropped_with_the_others() -> None:
     with engine() as made, engine() as untroubled:
         made.backward(made(torch.randn(4, 20)).sum())
-        for each in made.model.parameters():  # as Ctrl-C leaves it that comes just before the hook that takes it
+        # as Ctrl-C leaves it that comes just before the hook that takes it
+        for each in made.model.parameters():
             each.grad = torch.ones_like(each)
         made.zero_grad()
         train(made)
@@ -421,15 +497,23 @@ def test_a_refused_step_that_ended_nowhere_leaves_nothing_mixed() -> None:
         failing = broken[0] and kind is StreamKind.D2H
         return RuntimeError("the link is down") if failing else None
 
-    with emulated_accelerator(Emulation(rates=RATES, capacity_bytes=16 << 20, fault=fault)) as device:
+    with emulated_accelerator(
+        Emulation(rates=RATES, capacity_bytes=16 << 20, fault=fault)
+    ) as device:
         interleaved = {"name": "interleaved", "share": 1.0}
         settings: dict[str, object] = {"strategy": interleaved, "rates": RATES, "overlap": "off"}
         budget = {"host": "64MiB", "device": "8MiB"}
-        with engine(device=device, budget=budget, **settings) as made, engine(**settings) as untroubled:
-            made.backward(made(torch.randn(4, 20, generator=torch.Generator().manual_seed(0))).pow(2).mean())
+        with (
+            engine(device=device, budget=budget, **settings) as made,
+            engine(**settings) as untroubled,
+        ):
+            made.backward(
+                made(torch.randn(4, 20, generator=torch.Generator().manual_seed(0))).pow(2).mean()
+            )
             with pytest.raises(RuntimeError, match="Download"):
                 made.step()
-            with pytest.raises(RuntimeError, match="interrupted"):  # modules have new values, the states are old
+            # modules have new values, the states are old
+            with pytest.raises(RuntimeError, match="interrupted"):
                 made.zero_grad()
             broken[0] = False
 
@@ -442,7 +526,9 @@ def test_a_refused_step_that_ended_nowhere_leaves_nothing_mixed() -> None:
 @pytest.mark.parametrize("name", ["Adagrad", "SGD"])
 def test_an_optimizer_that_begins_with_states_is_as_good(name: str) -> None:
     net = model()
-    optimizer = getattr(torch.optim, name)(net.parameters(), lr=1e-2, **({"momentum": 0.9} if name == "SGD" else {}))
+    optimizer = getattr(torch.optim, name)(
+        net.parameters(), lr=1e-2, **({"momentum": 0.9} if name == "SGD" else {})
+    )
 
     with infinity_engine.initialize(net, optimizer, accelerator="cpu", budget=BUDGET) as made:
         train(made)
@@ -455,18 +541,22 @@ def test_states_that_an_engine_would_not_see_are_not_loaded_and_groups_are() -> 
     trained.step()
     saved = trained.state_dict()
     with engine() as made:
-        with pytest.raises(RuntimeError, match=r"engine has the optimizer's states.*\"state\": \{\}"):
+        with pytest.raises(
+            RuntimeError, match=r"engine has the optimizer's states.*\"state\": \{\}"
+        ):
             made.optimizer.load_state_dict(saved)
         made.optimizer.load_state_dict({**saved, "state": {}})
         assert made.optimizer.param_groups[0]["lr"] == 0.5
 
-        with pytest.warns(RuntimeWarning, match=r"no states, which the engine has: engine\.state_of"):
+        with pytest.warns(
+            RuntimeWarning, match=r"no states, which the engine has: engine\.state_of"
+        ):
             groups = made.optimizer.state_dict()
         assert groups["param_groups"][0]["lr"] == 0.5
     made.optimizer.load_state_dict(saved)
 
 
-# --- gradients that the engine has taken ------------------------------------------------------------------------------
+# --- gradients that the engine has taken ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -475,7 +565,9 @@ def test_states_that_an_engine_would_not_see_are_not_loaded_and_groups_are() -> 
         lambda made: torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1.0),
         lambda made: torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1.0, foreach=True),
         lambda made: torch.nn.utils.clip_grad_value_(made.model.parameters(), 1.0),
-        lambda made: [each.grad.norm() for each in made.model.parameters() if each.grad is not None],
+        lambda made: [
+            each.grad.norm() for each in made.model.parameters() if each.grad is not None
+        ],
         lambda made: made.optimizer.zero_grad(set_to_none=False),
     ],
 )
@@ -487,7 +579,10 @@ def test_who_computes_with_gradients_that_the_engine_has_taken_is_told_what_to_c
         loss = made(torch.randn(4, 20, generator=torch.Generator().manual_seed(0))).pow(2).mean()
         made.backward(loss) if through else loss.backward()
 
-        with pytest.raises(RuntimeError, match=r"engine\.clip_grad_norm_\(max_norm\).*state_of.*engine\.zero_grad\(\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"engine\.clip_grad_norm_\(max_norm\).*state_of.*engine\.zero_grad\(\)",
+        ):
             use(made)
         made.step()
         train(untroubled)
@@ -498,7 +593,9 @@ def test_who_computes_with_gradients_that_the_engine_has_taken_is_told_what_to_c
 
 def test_every_group_of_the_optimizer_tells() -> None:
     net = model()
-    optimizer = torch.optim.AdamW([{"params": net[0].parameters()}, {"params": net[2].parameters()}])
+    optimizer = torch.optim.AdamW(
+        [{"params": net[0].parameters()}, {"params": net[2].parameters()}]
+    )
     with infinity_engine.initialize(net, optimizer, accelerator="cpu", budget=BUDGET) as made:
         made.backward(made(torch.randn(4, 20)).sum())
 
@@ -513,7 +610,9 @@ def test_gradients_of_backwards_past_the_engine_are_added_up() -> None:
         for loss in losses:
             loss.backward()
         made.step()
-        losses = [untroubled(torch.full((4, 20), float(number))).pow(2).mean() for number in range(3)]
+        losses = [
+            untroubled(torch.full((4, 20), float(number))).pow(2).mean() for number in range(3)
+        ]
         for loss in losses:
             untroubled.backward(loss)
         untroubled.step()
@@ -521,7 +620,9 @@ def test_gradients_of_backwards_past_the_engine_are_added_up() -> None:
         assert torch.equal(weights(made), weights(untroubled))
 
 
-@pytest.mark.parametrize("drop", [lambda made: made.optimizer.zero_grad(), lambda made: made.model.zero_grad()])
+@pytest.mark.parametrize(
+    "drop", [lambda made: made.optimizer.zero_grad(), lambda made: made.model.zero_grad()]
+)
 def test_what_the_optimizer_or_the_model_drops_is_dropped(drop: Callable[[Engine], object]) -> None:
     with engine() as made, engine() as untroubled:
         made.backward(made(torch.full((4, 20), 3.0)).sum())
@@ -544,7 +645,9 @@ def test_dropping_past_the_engine_between_micro_batches_is_told_and_nothing_is_d
         train(made)
         made.backward(made(torch.full((4, 20), 3.0)).sum())
         made.optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match=r"those of 2 of 2 micro-batches.*only after the last"):
+        with pytest.raises(
+            RuntimeError, match=r"those of 2 of 2 micro-batches.*only after the last"
+        ):
             made.step()
         made.step()
         train(untroubled)
@@ -579,7 +682,7 @@ def test_dropping_gradients_after_every_micro_batch_is_warned_of() -> None:
         made.zero_grad()
 
 
-# --- python -O --------------------------------------------------------------------------------------------------------
+# --- python -O ------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -592,7 +695,9 @@ from support.wrong_uses import told
 with deterministic_compute():
     print(json.dumps({**told(), "asserts": __debug__}))
 """
-    paths = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     run = run_program(program, folder=tmp_path, python=["-O"], environment={"PYTHONPATH": paths})
 
     without = json.loads(output_of(run))
@@ -617,8 +722,13 @@ def test_two_engines_in_one_process_do_not_disturb_each_other() -> None:
 
 def test_a_second_engine_for_one_model_is_refused_and_the_first_goes_on() -> None:
     with engine() as made, engine() as untroubled:
-        with pytest.raises(ConfigError, match=r"^model: expected a model of no other engine.*0\.weight another engine"):
-            infinity_engine.initialize(made.model, torch.optim.SGD(made.model.parameters()), accelerator="cpu")
+        with pytest.raises(
+            ConfigError,
+            match=r"^model: expected a model of no other engine.*0\.weight another engine",
+        ):
+            infinity_engine.initialize(
+                made.model, torch.optim.SGD(made.model.parameters()), accelerator="cpu"
+            )
         train(made)
         train(untroubled)
 
@@ -661,7 +771,9 @@ def test_the_bodys_own_error_is_the_one_to_see() -> None:
 def test_closing_gives_all_memory_back() -> None:
     rates = RATES
     with emulated_accelerator(Emulation(rates=rates, capacity_bytes=16 << 20)) as device:
-        with engine(device=device, budget={"host": "64MiB", "device": "8MiB"}, strategy="host_only") as made:
+        with engine(
+            device=device, budget={"host": "64MiB", "device": "8MiB"}, strategy="host_only"
+        ) as made:
             train(made)
             assert device.memory().free < 16 << 20
             assert all(usage.held <= usage.limit for usage in made.usage())
@@ -686,7 +798,9 @@ def test_a_meta_parameter_is_refused() -> None:
     net = nn.Linear(3, 3, device="meta")
 
     with pytest.raises(ConfigError, match="meta device"):
-        infinity_engine.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), accelerator="cpu")
+        infinity_engine.initialize(
+            net, torch.optim.SGD(net.parameters(), lr=0.1), accelerator="cpu"
+        )
 
 
 def test_a_backward_in_another_thread_is_as_good() -> None:

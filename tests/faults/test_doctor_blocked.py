@@ -1,4 +1,6 @@
-"""`infinity doctor` where the engine cannot run: exit status 1, and what is in the way is a finding."""
+"""`infinity doctor` where the engine cannot run: exit status 1, and what is in the way is a
+finding.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ def test_a_missing_directory_is_a_finding(tmp_path: Path) -> None:
 
     [finding] = run.findings(str(tmp_path / "missing"))
     assert (run.status, run.stderr) == (1, "")
-    assert (finding["severity"], finding["what"]) == ("blocker", "there is no such directory (ENOENT)")
+    assert (finding["severity"], finding["what"]) == (
+        "blocker",
+        "there is no such directory (ENOENT)",
+    )
 
 
 def test_a_file_in_place_of_a_directory_is_a_finding(tmp_path: Path) -> None:
@@ -83,7 +88,10 @@ def test_native_modules_that_cannot_be_loaded_are_a_finding(tmp_path: Path) -> N
 
     assert (run.status, run.stderr) == (1, "")
     [finding] = run.report["findings"]
-    assert (finding["id"], finding["what"]) == ("native-modules-not-loaded", "they cannot be loaded: wrong ELF class")
+    assert (finding["id"], finding["what"]) == (
+        "native-modules-not-loaded",
+        "they cannot be loaded: wrong ELF class",
+    )
     assert set(run.machine) == {"system"}
 
 
@@ -100,7 +108,9 @@ def test_a_failing_write_is_a_finding(tmp_path: Path) -> None:
     run = run_doctor("--json", tmp_path, launcher=no_bytes_in_files)
 
     assert run.status == 1
-    assert [finding["what"] for finding in run.findings(str(tmp_path))] == ["no file can be written here (EFBIG)"]
+    assert [finding["what"] for finding in run.findings(str(tmp_path))] == [
+        "no file can be written here (EFBIG)"
+    ]
 
 
 def test_the_tables_say_what_the_json_says(tmp_path: Path) -> None:

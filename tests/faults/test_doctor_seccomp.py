@@ -1,4 +1,7 @@
-"""`infinity doctor` under a real seccomp filter that refuses io_uring, as in a container. Needs no root."""
+"""`infinity doctor` under a real seccomp filter that refuses io_uring, as in a container.
+
+Needs no root.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from deepnvme.probing import kernel_version, probe_system
 from support import seccomp
 from support.doctor import run_doctor
 
-pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="the filter knows x86-64 and aarch64 only")
+pytestmark = pytest.mark.skipif(
+    not seccomp.is_supported(), reason="the filter knows x86-64 and aarch64 only"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +25,9 @@ def _needs_a_kernel_with_io_uring() -> None:
 
 
 @pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
-def test_a_filter_that_refuses_io_uring_is_reported_with_its_cause(error: str, tmp_path: Path) -> None:
+def test_a_filter_that_refuses_io_uring_is_reported_with_its_cause(
+    error: str, tmp_path: Path
+) -> None:
     if probe_system().uring.errno_name == "EPERM":
         pytest.skip("io_uring is refused here already")
 

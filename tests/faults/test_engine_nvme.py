@@ -1,4 +1,6 @@
-"""An engine whose drives fail: errors that say what, where and which bytes, and training that goes on from there."""
+"""An engine whose drives fail: errors that say what, where and which bytes, and training that goes
+on from there.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ BEFORE_TRAINING = {Requests.READS: 0, Requests.WRITES: 50}
 
 @cache
 def undisturbed() -> Trained:
-    return trained(replace(CASE, host="256MiB", parameters="auto", strategy=Case().strategy), None, None)
+    return trained(
+        replace(CASE, host="256MiB", parameters="auto", strategy=Case().strategy), None, None
+    )
 
 
 def without_frames(error: BaseException) -> BaseException:
@@ -112,7 +116,9 @@ def test_where_each_nth_io_fails_training_goes_on_and_ends_with_the_same_bits(
         for name, parameter in task.named_parameters():
             if parameter.numel():
                 state = patiently(partial(engine.state_of, parameter), told)
-                bits.update({f"{name}: {key}": torch.as_tensor(value) for key, value in state.items()})
+                bits.update(
+                    {f"{name}: {key}": torch.as_tensor(value) for key, value in state.items()}
+                )
     if on is not None:
         on.close()
 
@@ -122,13 +128,20 @@ def test_where_each_nth_io_fails_training_goes_on_and_ends_with_the_same_bits(
         assert any(name in str(cause) for name, _ in task.named_parameters()), cause
         assert f"at offset {cause.offset}" in str(cause)
         assert str(tmp_path) in cause.path
-    assert [name for name, each in bits.items() if not torch.equal(undisturbed().bits[name], each)] == []
+    assert [
+        name for name, each in bits.items() if not torch.equal(undisturbed().bits[name], each)
+    ] == []
 
 
-def test_where_nothing_can_be_written_at_the_beginning_the_model_is_as_it_was(tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_at_the_beginning_the_model_is_as_it_was(
+    tmp_path: Path,
+) -> None:
     task, optimizer = made("gpt")
     before = {name: each.detach().clone() for name, each in task.named_parameters()}
-    with IOQueue(faults=FaultPlan().fail(nth=20, requests=Requests.WRITES)) as queue, pytest.raises(TransferError):
+    with (
+        IOQueue(faults=FaultPlan().fail(nth=20, requests=Requests.WRITES)) as queue,
+        pytest.raises(TransferError),
+    ):
         infinity_engine.initialize(
             task,
             optimizer,
@@ -143,13 +156,17 @@ def test_where_nothing_can_be_written_at_the_beginning_the_model_is_as_it_was(tm
         )
 
     assert unnamed_files(tmp_path) == []
-    assert [name for name, each in task.named_parameters() if not torch.equal(each, before[name])] == []
+    assert [
+        name for name, each in task.named_parameters() if not torch.equal(each, before[name])
+    ] == []
     loss = task(task.batch(0))
     loss.backward()
     optimizer.step()
 
 
-def test_a_budget_without_room_on_the_drives_is_refused_and_says_what_is_needed(tmp_path: Path) -> None:
+def test_a_budget_without_room_on_the_drives_is_refused_and_says_what_is_needed(
+    tmp_path: Path,
+) -> None:
     task, optimizer = made("gpt")
     with pytest.raises(CapacityError, match="raise the budget's nvme") as refused:
         infinity_engine.initialize(
@@ -186,7 +203,10 @@ def test_start_removes_nothing_from_the_drives_directory(tmp_path: Path) -> None
 
 
 def test_killed_run_leaves_nothing_on_the_drive(tmp_path: Path) -> None:
-    killed = f"import os, deepnvme; v = deepnvme.Volume.temporary([{str(tmp_path)!r}], capacity=1 << 20); os._exit(9)"
+    killed = (
+        f"import os, deepnvme; v = deepnvme.Volume.temporary([{str(tmp_path)!r}], capacity=1 << "
+        "20); os._exit(9)"
+    )
     assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == 9
     assert list(tmp_path.iterdir()) == []
 
@@ -201,13 +221,17 @@ def test_a_directory_in_memory_is_warned_of(tmp_path: Path) -> None:
             until_end.enter_context(opened(CASE, None, folder))
 
 
-# --- bytes that a drive returns as others ----------------------------------------------------------------------------
+# --- bytes that a drive returns as others ---------------------------------------------------------
 
-KINDS = MappingProxyType({"states": "states of subgroup", "parameters": "embed.weight", "gradients": "gradient of "})
+KINDS = MappingProxyType(
+    {"states": "states of subgroup", "parameters": "embed.weight", "gradients": "gradient of "}
+)
 
 
 class BadRead:
-    """Lets the first read of a kind find a bit flipped on the drive, which is as it was afterwards."""
+    """Lets the first read of a kind find a bit flipped on the drive, which is as it was
+    afterwards.
+    """
 
     def __init__(self, kind: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.what = ""
@@ -247,7 +271,9 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_swapped_bytes_are_checked_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_bytes_are_checked_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[BaseException] = []
     with opened(replace(CASE, checksum=None), None, tmp_path) as (engine, task):
         one_step(engine, task, 0, told)
@@ -264,7 +290,8 @@ def test_a_bit_that_a_drive_returns_flipped_is_told_and_training_goes_on_to_the_
 ) -> None:
     torch.set_num_threads(1)
     on = emulated(1) if accelerator == "emulated" else None
-    host = 16_980_000 if on is None else 17_120_000  # so little that gradients rest on the drives as well
+    # so little that gradients rest on the drives as well
+    host = 16_980_000 if on is None else 17_120_000
     told: list[BaseException] = []
     with opened(replace(CASE, checksum="crc32c", host=host), on, tmp_path) as (engine, task):
         one_step(engine, task, 0, told)
@@ -283,7 +310,9 @@ def test_a_bit_that_a_drive_returns_flipped_is_told_and_training_goes_on_to_the_
         assert (damage.what, damage.path) == (bad.what, path)
         assert damage.offset <= bad.offset < damage.offset + damage.asked
         assert damage.expected != damage.found
-    assert [name for name, each in bits.items() if not torch.equal(undisturbed().bits[name], each)] == []
+    assert [
+        name for name, each in bits.items() if not torch.equal(undisturbed().bits[name], each)
+    ] == []
 
 
 def test_what_a_drive_has_damaged_for_good_is_told_each_time_and_all_else_can_be_read(
@@ -307,7 +336,7 @@ def test_what_a_drive_has_damaged_for_good_is_told_each_time_and_all_else_can_be
     assert [name for name, each in values.items() if not torch.equal(each, expected[name])] == []
 
 
-# --- what errors leave behind -----------------------------------------------------------------------------------------
+# --- what errors leave behind ---------------------------------------------------------------------
 
 
 @contextmanager
@@ -341,7 +370,9 @@ def until_it_succeeds(action: Callable[[], object]) -> int:
     raise AssertionError("it never succeeds")
 
 
-@pytest.mark.parametrize(("accelerator", "requests"), [("cpu", Requests.WRITES), ("emulated", Requests.READS)])
+@pytest.mark.parametrize(
+    ("accelerator", "requests"), [("cpu", Requests.WRITES), ("emulated", Requests.READS)]
+)
 def test_errors_of_drives_hold_no_buffer_without_the_collector(
     accelerator: str, requests: Requests, tmp_path: Path
 ) -> None:
@@ -365,7 +396,9 @@ def test_errors_of_drives_hold_no_buffer_without_the_collector(
             engine.step()
 
         for seed in range(3):
-            failed += until_it_succeeds(partial(step, seed)) + until_it_succeeds(engine._updates.end)
+            failed += until_it_succeeds(partial(step, seed)) + until_it_succeeds(
+                engine._updates.end
+            )
             at_rest.append(held_at_rest(engine))
     if on is not None:
         on.close()

@@ -1,4 +1,6 @@
-"""Every request of a workload failing, cut short, late in turn; storms and disorder: nothing lost, nothing invented."""
+"""Every request of a workload failing, cut short, late in turn; storms and disorder: nothing lost,
+nothing invented.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,25 @@ from pathlib import Path
 import pytest
 
 from deepnvme import FaultPlan, IOQueue, Requests
-from support.nvme_io import BACKENDS, CHUNK, ON_DISK, TIMEOUT_S, assert_same, backend_or_skip, pattern
+from support.nvme_io import (
+    BACKENDS,
+    CHUNK,
+    ON_DISK,
+    TIMEOUT_S,
+    assert_same,
+    backend_or_skip,
+    pattern,
+)
 from support.nvme_workload import FILES, Run, Workload, make_workload, run_workload
 
-# Of a few hundred requests each n-th is struck in turn. Calls, sizes and places are drawn at random, so that these meet
-# what the others would; the rest is struck in long runs.
+# Of a few hundred requests each n-th is struck in turn. Calls, sizes and places are drawn at
+# random, so that these meet what the others would; the rest is struck in long runs.
 STEPS = [
     *(("memory", 4), ("uring", 20), ("liburing", 60), ("aio", 60), ("threads", 60)),
-    *(pytest.param(backend, step, marks=pytest.mark.slow) for backend, step in (("memory", 1), ("uring", 3))),
+    *(
+        pytest.param(backend, step, marks=pytest.mark.slow)
+        for backend, step in (("memory", 1), ("uring", 3))
+    ),
 ]
 
 
@@ -42,7 +55,10 @@ def strike_in_turn(
     """Return a run for each step-th request, that request struck by `plan`."""
     undisturbed = run_with(backend, folder, workload, FaultPlan())
     assert not undisturbed.errors
-    return [run_with(backend, folder, workload, plan(nth)) for nth in range(1, undisturbed.requests + 1, step)]
+    return [
+        run_with(backend, folder, workload, plan(nth))
+        for nth in range(1, undisturbed.requests + 1, step)
+    ]
 
 
 def test_the_workload_is_large_and_mixed_enough(tmp_path: Path, workload: Workload) -> None:
@@ -53,14 +69,16 @@ def test_the_workload_is_large_and_mixed_enough(tmp_path: Path, workload: Worklo
     assert run_with("memory", tmp_path, workload, FaultPlan()).requests > len(workload)
 
 
-# --- each request in turn ----------------------------------------------------------------------------------------
+# --- each request in turn -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("backend", "step"), STEPS)
 def test_whichever_request_fails_its_operation_alone_fails_and_says_what_was_done(
     tmp_path: Path, workload: Workload, backend: str, step: int
 ) -> None:
-    runs = strike_in_turn(backend_or_skip(backend), step, tmp_path, workload, lambda nth: FaultPlan().fail(nth=nth))
+    runs = strike_in_turn(
+        backend_or_skip(backend), step, tmp_path, workload, lambda nth: FaultPlan().fail(nth=nth)
+    )
     for run in runs:
         assert [error.errno for error in run.errors] == [errno.EIO]
     assert {error.op for run in runs for error in run.errors} >= {"read", "write"}
@@ -70,22 +88,32 @@ def test_whichever_request_fails_its_operation_alone_fails_and_says_what_was_don
 def test_whichever_request_is_cut_short_nothing_changes(
     tmp_path: Path, workload: Workload, backend: str, step: int
 ) -> None:
-    runs = strike_in_turn(backend_or_skip(backend), step, tmp_path, workload, lambda nth: FaultPlan().shorten(nth=nth))
+    runs = strike_in_turn(
+        backend_or_skip(backend), step, tmp_path, workload, lambda nth: FaultPlan().shorten(nth=nth)
+    )
     assert not any(run.errors for run in runs)
-    cut = [run for run in runs if any(one.short_transfers for one in run.queue.stats().drives.values())]
+    cut = [
+        run for run in runs if any(one.short_transfers for one in run.queue.stats().drives.values())
+    ]
     assert len(cut) > len(runs) / 2  # all but syncs and single bytes
 
 
 @pytest.mark.parametrize(("backend", "step"), STEPS)
-def test_whichever_request_is_late_nothing_changes(tmp_path: Path, workload: Workload, backend: str, step: int) -> None:
+def test_whichever_request_is_late_nothing_changes(
+    tmp_path: Path, workload: Workload, backend: str, step: int
+) -> None:
     runs = strike_in_turn(
-        backend_or_skip(backend), step, tmp_path, workload, lambda nth: FaultPlan().delay(delay_us=1000, nth=nth)
+        backend_or_skip(backend),
+        step,
+        tmp_path,
+        workload,
+        lambda nth: FaultPlan().delay(delay_us=1000, nth=nth),
     )
     assert runs
     assert not any(run.errors for run in runs)
 
 
-# --- many at once ------------------------------------------------------------------------------------------------
+# --- many at once ---------------------------------------------------------------------------------
 
 HARMLESS = {
     "every request cut to one sector or half": lambda: FaultPlan().shorten(every=1),
@@ -113,18 +141,24 @@ def test_what_a_drive_may_do_changes_nothing(
     assert not run_with(backend_or_skip(backend), tmp_path, workload, plan()).errors
 
 
-@pytest.mark.parametrize("backend", ON_DISK)  # a file in memory could not be looked at without more failures
+# a file in memory could not be looked at without more failures
+@pytest.mark.parametrize("backend", ON_DISK)
 @pytest.mark.parametrize("seed", range(3))
 def test_many_failures_at_random_leave_only_what_failed_writes_may_leave(
     tmp_path: Path, workload: Workload, backend: str, seed: int
 ) -> None:
-    plan = FaultPlan(seed).fail(probability=0.1).shorten(probability=0.2).reorder(probability=0.2, hold=3)
+    plan = (
+        FaultPlan(seed)
+        .fail(probability=0.1)
+        .shorten(probability=0.2)
+        .reorder(probability=0.2, hold=3)
+    )
     run = run_with(backend_or_skip(backend), tmp_path, workload, plan)
     assert len(run.errors) > 5
     assert {error.errno for error in run.errors} == {errno.EIO}
 
 
-# --- storms ------------------------------------------------------------------------------------------------------
+# --- storms ---------------------------------------------------------------------------------------
 
 
 def storm(number: int, code: int) -> FaultPlan:
@@ -137,7 +171,9 @@ def storm(number: int, code: int) -> FaultPlan:
 
 @pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN], ids=["EINTR", "EAGAIN"])
 @pytest.mark.parametrize("backend", ["memory", "uring", "threads"])
-def test_a_hundred_interruptions_in_a_row_are_retried(tmp_path: Path, backend: str, code: int) -> None:
+def test_a_hundred_interruptions_in_a_row_are_retried(
+    tmp_path: Path, backend: str, code: int
+) -> None:
     data = pattern(5000, seed=1)
     with (
         IOQueue(backend_or_skip(backend), faults=storm(100, code)) as queue,
@@ -153,7 +189,9 @@ def test_a_hundred_interruptions_in_a_row_are_retried(tmp_path: Path, backend: s
 
 @pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN], ids=["EINTR", "EAGAIN"])
 @pytest.mark.parametrize("backend", ["memory", "uring", "threads"])
-def test_a_hundred_and_one_interruptions_in_a_row_are_an_error(tmp_path: Path, backend: str, code: int) -> None:
+def test_a_hundred_and_one_interruptions_in_a_row_are_an_error(
+    tmp_path: Path, backend: str, code: int
+) -> None:
     with (
         IOQueue(backend_or_skip(backend), faults=storm(101, code)) as queue,
         queue.open(tmp_path / "file", "w") as file,
@@ -207,7 +245,10 @@ def test_a_file_system_that_refuses_direct_io_after_all_is_served_through_the_pa
     ],
 )
 def test_a_plan_that_means_nothing_is_refused(plan: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"aimed by exactly one|fault rule|at most 1|must be 1 or more|positive rate"):
+    with pytest.raises(
+        ValueError,
+        match=r"aimed by exactly one|fault rule|at most 1|must be 1 or more|positive rate",
+    ):
         plan()
 
 

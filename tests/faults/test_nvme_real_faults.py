@@ -1,4 +1,6 @@
-"""Faults of the machine rather than of our own making: full disks, limits, broken and coarse drives, refused rights."""
+"""Faults of the machine rather than of our own making: full disks, limits, broken and coarse
+drives, refused rights.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ import pytest
 from deepnvme import BackendUnavailableError, Direct, IOQueue, NVMeError, Pool, ShortReadError
 from support import seccomp
 from support.nvme_disks import DiskUnavailableError, loop_device, loop_ext4, tmpfs
-from support.nvme_fuse import Behaviour, DirectIO, FuseUnavailableError, Identity, byte_pattern, failing_files
+from support.nvme_fuse import (
+    Behaviour,
+    DirectIO,
+    FuseUnavailableError,
+    Identity,
+    byte_pattern,
+    failing_files,
+)
 from support.nvme_io import CHUNK, ON_DISK, PAGE, TIMEOUT_S, assert_same, backend_or_skip, pattern
 from support.nvme_programs import output_of, run_program
 
@@ -50,16 +59,21 @@ def failed(future: object) -> NVMeError:
     return error
 
 
-# --- a full disk -------------------------------------------------------------------------------------------------
+# --- a full disk ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["tmpfs", "ext4"])
-def small_disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def small_disk(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """Yield a file system with room for less than 10 MiB."""
     folder = tmp_path_factory.mktemp("small")
     with ExitStack() as stack:
         try:
-            make = {"tmpfs": lambda: tmpfs(folder, 10 * MIB), "ext4": lambda: loop_ext4(folder, 10 * MIB)}
+            make = {
+                "tmpfs": lambda: tmpfs(folder, 10 * MIB),
+                "ext4": lambda: loop_ext4(folder, 10 * MIB),
+            }
             yield stack.enter_context(make[request.param]())
         except DiskUnavailableError as refusal:
             pytest.skip(str(refusal))
@@ -81,7 +95,9 @@ def test_a_write_that_the_disk_has_no_room_for_is_an_error_and_says_how_much_arr
         path.unlink()
 
 
-def test_a_disk_that_was_full_is_used_again_when_there_is_room(small_disk: Path, backend: str) -> None:
+def test_a_disk_that_was_full_is_used_again_when_there_is_room(
+    small_disk: Path, backend: str
+) -> None:
     path = small_disk / f"file-{backend}"
     data = pattern(2 * MIB + 5, seed=1)
     try:
@@ -95,16 +111,23 @@ def test_a_disk_that_was_full_is_used_again_when_there_is_room(small_disk: Path,
         path.unlink()
 
 
-def test_reserving_more_than_the_disk_has_is_told_when_the_file_is_opened(small_disk: Path, backend: str) -> None:
+def test_reserving_more_than_the_disk_has_is_told_when_the_file_is_opened(
+    small_disk: Path, backend: str
+) -> None:
     path = small_disk / f"file-{backend}"
-    with IOQueue(backend) as queue, pytest.raises(OSError, match="the file system is full") as caught:
+    with (
+        IOQueue(backend) as queue,
+        pytest.raises(OSError, match="the file system is full") as caught,
+    ):
         queue.open(path, "w", size=20 * MIB)
     path.unlink()
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
-    assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith(str(path))]
+    assert not [
+        fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith(str(path))
+    ]
 
 
-# --- the limit on a file's size ----------------------------------------------------------------------------------
+# --- the limit on a file's size -------------------------------------------------------------------
 
 LIMITED = """
 import json, resource, sys
@@ -121,7 +144,9 @@ print(json.dumps([error.errno, error.done, str(error), beyond.errno, within]))
 
 
 @pytest.mark.parametrize("limit", [2 * MIB, 2 * MIB + 100], ids=["aligned", "unaligned"])
-def test_a_write_beyond_the_limit_on_file_sizes_is_an_error(tmp_path: Path, backend: str, limit: int) -> None:
+def test_a_write_beyond_the_limit_on_file_sizes_is_an_error(
+    tmp_path: Path, backend: str, limit: int
+) -> None:
     told = output_of(run_program(LIMITED, backend, limit, tmp_path / "file", folder=tmp_path))
     code, done, message, beyond, within = json.loads(told)
     assert (code, beyond, within) == (errno.EFBIG, errno.EFBIG, 1)
@@ -132,7 +157,7 @@ def test_a_write_beyond_the_limit_on_file_sizes_is_an_error(tmp_path: Path, back
     assert_same(content[1:done], b"\7" * (done - 1))
 
 
-# --- the end of a file -------------------------------------------------------------------------------------------
+# --- the end of a file ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [0, 1, PAGE, 3 * CHUNK + 17])
@@ -148,7 +173,7 @@ def test_reading_past_the_end_is_an_error_with_the_bytes_that_there_were(
     assert_same(buffer[:length], pattern(length, seed=1))
 
 
-# --- too little memory -------------------------------------------------------------------------------------------
+# --- too little memory ----------------------------------------------------------------------------
 
 WITHOUT_MEMORY = """
 import json, resource, sys
@@ -177,15 +202,19 @@ print(json.dumps(told))
 """
 
 
-def test_an_operation_that_there_is_no_memory_to_copy_through_fails_alone(tmp_path: Path, backend: str) -> None:
-    told = json.loads(output_of(run_program(WITHOUT_MEMORY, backend, tmp_path / "file", folder=tmp_path)))
+def test_an_operation_that_there_is_no_memory_to_copy_through_fails_alone(
+    tmp_path: Path, backend: str
+) -> None:
+    told = json.loads(
+        output_of(run_program(WITHOUT_MEMORY, backend, tmp_path / "file", folder=tmp_path))
+    )
     direct, *rest = told
     if not direct:
         pytest.skip("the file system here takes no direct I/O")
     assert rest == [[errno.ENOMEM, 0], [errno.ENOMEM, 0], 5, 4]
 
 
-# --- a broken drive ----------------------------------------------------------------------------------------------
+# --- a broken drive -------------------------------------------------------------------------------
 
 SIZE = 3 * MIB + 11
 FILES = {
@@ -199,17 +228,23 @@ FILES = {
 
 
 @pytest.fixture(scope="module", params=DirectIO, ids=lambda answer: answer.name.lower())
-def broken_disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def broken_disk(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """Yield a directory of FILES, from file systems of both kinds."""
     with ExitStack() as stack:
         try:
-            yield stack.enter_context(failing_files(tmp_path_factory.mktemp("broken"), FILES, request.param))
+            yield stack.enter_context(
+                failing_files(tmp_path_factory.mktemp("broken"), FILES, request.param)
+            )
         except FuseUnavailableError as refusal:
             pytest.skip(str(refusal))
 
 
 @pytest.mark.parametrize("name", ["sound", "short", "very short"])
-def test_reads_that_a_file_system_cuts_short_are_completed(broken_disk: Path, backend: str, name: str) -> None:
+def test_reads_that_a_file_system_cuts_short_are_completed(
+    broken_disk: Path, backend: str, name: str
+) -> None:
     expected = byte_pattern(FILES[name].nbytes)
     buffer = bytearray(len(expected))
     with IOQueue(backend) as queue, queue.open(broken_disk / name) as file:
@@ -223,7 +258,9 @@ def test_reads_that_a_file_system_cuts_short_are_completed(broken_disk: Path, ba
 def test_writes_that_a_file_system_cuts_short_are_completed_or_an_error(
     broken_disk: Path, backend: str, name: str
 ) -> None:
-    """The kernel itself may make an error of a FUSE file system's short write, but not of a synchronous one."""
+    """The kernel itself may make an error of a FUSE file system's short write, but not of a
+    synchronous one.
+    """
     before, data = byte_pattern(FILES[name].nbytes), pattern(50_000, seed=1)
     with IOQueue(backend) as queue, queue.open(broken_disk / name, "r+") as file:
         future = file.pwrite(data, 1234)
@@ -231,13 +268,18 @@ def test_writes_that_a_file_system_cuts_short_are_completed_or_an_error(
         if error is None:
             assert_same((broken_disk / name).read_bytes()[1234:51_234], data)
         else:
-            assert (name == "sound" or backend == "threads", failed(future).errno) == (False, errno.EIO)
+            assert (name == "sound" or backend == "threads", failed(future).errno) == (
+                False,
+                errno.EIO,
+            )
     with IOQueue("threads") as queue, queue.open(broken_disk / name, "r+") as file:
         file.pwrite(before).result(TIMEOUT_S)
     assert_same((broken_disk / name).read_bytes(), before)
 
 
-def test_a_read_that_the_drive_fails_is_an_error_and_never_invented_bytes(broken_disk: Path, backend: str) -> None:
+def test_a_read_that_the_drive_fails_is_an_error_and_never_invented_bytes(
+    broken_disk: Path, backend: str
+) -> None:
     buffer = bytearray(b"\xee" * SIZE)
     with IOQueue(backend) as queue, queue.open(broken_disk / "broken") as file:
         error = failed(file.pread(buffer))
@@ -250,7 +292,9 @@ def test_a_read_that_the_drive_fails_is_an_error_and_never_invented_bytes(broken
 
 
 @pytest.mark.parametrize(("name", "code"), [("broken", errno.EIO), ("full", errno.ENOSPC)])
-def test_a_write_that_the_drive_fails_is_an_error(broken_disk: Path, backend: str, name: str, code: int) -> None:
+def test_a_write_that_the_drive_fails_is_an_error(
+    broken_disk: Path, backend: str, name: str, code: int
+) -> None:
     data = byte_pattern(SIZE)
     with IOQueue(backend) as queue, queue.open(broken_disk / name, "r+") as file:
         error = failed(file.pwrite(data))
@@ -259,7 +303,9 @@ def test_a_write_that_the_drive_fails_is_an_error(broken_disk: Path, backend: st
     assert error.done <= MIB + 4321
 
 
-@pytest.mark.parametrize("require", ["io_uring", "uring", ("liburing", "uring"), ("io_uring", "aio")])
+@pytest.mark.parametrize(
+    "require", ["io_uring", "uring", ("liburing", "uring"), ("io_uring", "aio")]
+)
 def test_a_ring_that_is_required_is_refused_where_threads_must_do_its_work(
     broken_disk: Path, require: str | tuple[str, ...]
 ) -> None:
@@ -268,14 +314,21 @@ def test_a_ring_that_is_required_is_refused_where_threads_must_do_its_work(
         queue = IOQueue(require=require)
     except BackendUnavailableError as refusal:
         pytest.skip(str(refusal))
-    with queue, pytest.raises(BackendUnavailableError, match=r"on a FUSE file system \(fuse\.failing\)") as caught:
+    with (
+        queue,
+        pytest.raises(
+            BackendUnavailableError, match=r"on a FUSE file system \(fuse\.failing\)"
+        ) as caught,
+    ):
         queue.open(broken_disk / "sound", "w")
     assert (caught.value.errno, caught.value.path) == (errno.ENOTSUP, str(broken_disk / "sound"))
     assert "'threads')" in str(caught.value)
     assert_same((broken_disk / "sound").read_bytes(), before)
 
 
-def test_a_ring_that_is_required_is_refused_for_a_file_that_is_yet_to_be_made(broken_disk: Path) -> None:
+def test_a_ring_that_is_required_is_refused_for_a_file_that_is_yet_to_be_made(
+    broken_disk: Path,
+) -> None:
     with (
         IOQueue(require=backend_or_skip("uring")) as queue,
         pytest.raises(BackendUnavailableError, match="on a FUSE file system"),
@@ -285,14 +338,16 @@ def test_a_ring_that_is_required_is_refused_for_a_file_that_is_yet_to_be_made(br
 
 
 @pytest.mark.parametrize("options", [{"require": ("io_uring", "threads")}, {"backend": "auto"}])
-def test_threads_do_the_work_of_a_ring_where_they_are_acceptable(broken_disk: Path, options: dict[str, Any]) -> None:
+def test_threads_do_the_work_of_a_ring_where_they_are_acceptable(
+    broken_disk: Path, options: dict[str, Any]
+) -> None:
     with IOQueue(**options) as queue, queue.open(broken_disk / "sound") as file:
         assert file.pread(bytearray(SIZE)).result(TIMEOUT_S) == SIZE
         (drive,) = queue.stats().drives.values()
     assert drive.backend == "threads"
 
 
-# --- a file that is replaced -------------------------------------------------------------------------------------
+# --- a file that is replaced ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("direct", [Direct.AUTO, Direct.REQUIRED])
@@ -300,20 +355,28 @@ def test_a_file_replaced_between_its_two_opens_is_an_error_that_leaves_nothing_o
     broken_disk: Path, direct: Direct
 ) -> None:
     path = broken_disk / "replaced"
-    with IOQueue("threads") as queue, pytest.raises(OSError, match="another file took its name meanwhile") as caught:
+    with (
+        IOQueue("threads") as queue,
+        pytest.raises(OSError, match="another file took its name meanwhile") as caught,
+    ):
         queue.open(path, direct=direct)
     assert (caught.value.errno, caught.value.filename) == (errno.ESTALE, str(path))
-    assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith(str(path))]
+    assert not [
+        fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith(str(path))
+    ]
 
 
 def test_a_file_that_is_opened_once_may_be_replaced_meanwhile(broken_disk: Path) -> None:
     buffer = bytearray(SIZE)
-    with IOQueue("threads") as queue, queue.open(broken_disk / "replaced", direct=Direct.NEVER) as file:
+    with (
+        IOQueue("threads") as queue,
+        queue.open(broken_disk / "replaced", direct=Direct.NEVER) as file,
+    ):
         assert file.pread(buffer).result(TIMEOUT_S) == SIZE
     assert_same(buffer, byte_pattern(SIZE))
 
 
-# --- a ring that breaks ------------------------------------------------------------------------------------------
+# --- a ring that breaks ---------------------------------------------------------------------------
 
 BREAKING = """
 import json, os, sys
@@ -344,7 +407,7 @@ def test_a_ring_that_breaks_fails_what_was_submitted_and_what_comes_but_not_what
     assert done.stderr == ""
 
 
-# --- refused backends --------------------------------------------------------------------------------------------
+# --- refused backends -----------------------------------------------------------------------------
 
 IO_SETUP = {"x86_64": 206, "aarch64": 0}.get(platform.machine(), 0)
 
@@ -374,17 +437,23 @@ def choose(
     environment: dict[str, str] | None = None,
 ) -> tuple[list[Any], list[str]]:
     """Return what a program that makes a queue printed, and the lines of warning it gave."""
-    launcher = [part for number, name in (refused or {}).items() for part in seccomp.refusing(name, number)]
+    launcher = [
+        part for number, name in (refused or {}).items() for part in seccomp.refusing(name, number)
+    ]
     if launcher and not seccomp.is_supported():
         pytest.skip(f"no system call filter for {platform.machine()} here")
     arguments = (folder / "file", json.dumps(require))
-    done = run_program(CHOOSING, *arguments, folder=folder, launcher=launcher, environment=environment)
+    done = run_program(
+        CHOOSING, *arguments, folder=folder, launcher=launcher, environment=environment
+    )
     told: list[Any] = json.loads(output_of(done))
     return told, [line for line in done.stderr.splitlines() if "Warning" in line]
 
 
 @pytest.mark.parametrize("code", ["ENOSYS", "EPERM"])
-def test_where_io_uring_is_refused_linux_aio_is_used_and_one_line_says_why(tmp_path: Path, code: str) -> None:
+def test_where_io_uring_is_refused_linux_aio_is_used_and_one_line_says_why(
+    tmp_path: Path, code: str
+) -> None:
     told, warnings = choose(tmp_path, refused={seccomp.IO_URING_SETUP: code})
     assert told == ["aio", "aio", True]
     assert len(warnings) == 1
@@ -392,7 +461,9 @@ def test_where_io_uring_is_refused_linux_aio_is_used_and_one_line_says_why(tmp_p
     assert "uring: " in warnings[0]
 
 
-def test_where_linux_aio_is_refused_too_threads_are_used_and_one_line_says_why(tmp_path: Path) -> None:
+def test_where_linux_aio_is_refused_too_threads_are_used_and_one_line_says_why(
+    tmp_path: Path,
+) -> None:
     told, warnings = choose(tmp_path, refused={seccomp.IO_URING_SETUP: "EPERM", IO_SETUP: "ENOSYS"})
     assert told == ["threads", "threads", True]
     assert len(warnings) == 1
@@ -403,7 +474,9 @@ def test_where_linux_aio_is_refused_too_threads_are_used_and_one_line_says_why(t
 
 @pytest.mark.parametrize("require", ["io_uring", "uring", ["liburing", "uring"]])
 def test_a_backend_that_is_required_is_never_replaced(tmp_path: Path, require: Any) -> None:
-    (kind, code, message), warnings = choose(tmp_path, refused={seccomp.IO_URING_SETUP: "EPERM"}, require=require)
+    (kind, code, message), warnings = choose(
+        tmp_path, refused={seccomp.IO_URING_SETUP: "EPERM"}, require=require
+    )
     assert (kind, code) == ("BackendUnavailableError", errno.ENOTSUP)
     assert "uring: " in message
     assert not warnings
@@ -421,13 +494,21 @@ def test_the_environment_names_the_backend(tmp_path: Path) -> None:
     assert not warnings
 
 
-def test_a_backend_named_by_the_environment_is_not_replaced_where_it_is_refused(tmp_path: Path) -> None:
-    told, _ = choose(tmp_path, refused={seccomp.IO_URING_SETUP: "EPERM"}, environment={"DEEPNVME_BACKEND": "uring"})
+def test_a_backend_named_by_the_environment_is_not_replaced_where_it_is_refused(
+    tmp_path: Path,
+) -> None:
+    told, _ = choose(
+        tmp_path,
+        refused={seccomp.IO_URING_SETUP: "EPERM"},
+        environment={"DEEPNVME_BACKEND": "uring"},
+    )
     assert told[0] == "BackendUnavailableError"
     assert "uring: " in told[2]
 
 
-def test_an_unknown_backend_in_the_environment_is_told_with_the_variable_and_the_choices(tmp_path: Path) -> None:
+def test_an_unknown_backend_in_the_environment_is_told_with_the_variable_and_the_choices(
+    tmp_path: Path,
+) -> None:
     (kind, _, message), _ = choose(tmp_path, environment={"DEEPNVME_BACKEND": "iouring"})
     assert kind == "ValueError"
     for part in ("'iouring'", "DEEPNVME_BACKEND", "liburing, uring, aio, threads"):
@@ -439,7 +520,7 @@ def test_an_empty_variable_is_as_good_as_none(tmp_path: Path) -> None:
     assert told[2] is True
 
 
-# --- rights ------------------------------------------------------------------------------------------------------
+# --- rights ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -479,7 +560,9 @@ def test_a_user_without_rights_is_refused_with_the_path(open_folder: Path, backe
         (open_folder / name).write_bytes(b"bytes")
         (open_folder / name).chmod(mode)
     (open_folder / "locked").mkdir(mode=0o555)
-    told = json.loads(output_of(run_program(WITHOUT_RIGHTS, backend, open_folder, NOBODY, folder=open_folder)))
+    told = json.loads(
+        output_of(run_program(WITHOUT_RIGHTS, backend, open_folder, NOBODY, folder=open_folder))
+    )
     for name in ("secret", "readable", "locked/new"):
         assert told[name] == ["PermissionError", str(open_folder / name)]
     assert told["read"] == 5
@@ -514,8 +597,14 @@ print(json.dumps([drive.registration_error, drive.registered_bytes, int(data.min
 
 
 @pytest.mark.parametrize("ring", ["liburing", "uring"])
-def test_memory_over_the_memlock_limit_goes_unregistered_and_says_so(open_folder: Path, ring: str) -> None:
-    told = output_of(run_program(UNREGISTERED, backend_or_skip(ring), open_folder / "file", NOBODY, folder=open_folder))
+def test_memory_over_the_memlock_limit_goes_unregistered_and_says_so(
+    open_folder: Path, ring: str
+) -> None:
+    told = output_of(
+        run_program(
+            UNREGISTERED, backend_or_skip(ring), open_folder / "file", NOBODY, folder=open_folder
+        )
+    )
     assert json.loads(told) == [errno.ENOMEM, 0, 9, 9]
 
 
@@ -567,8 +656,12 @@ print(json.dumps(told))
 """
 
 
-def under_memlock_limit(folder: Path, limit: int, *, elsewhere: Path | None = None) -> dict[str, Any]:
-    """Return what a program saw that may lock so much memory, as a user of its own: the kernel counts by user."""
+def under_memlock_limit(
+    folder: Path, limit: int, *, elsewhere: Path | None = None
+) -> dict[str, Any]:
+    """Return what a program saw that may lock so much memory, as a user of its own: the kernel
+    counts by user.
+    """
     folder.chmod(0o777)
     user = 100_000 + os.getpid()
     done = run_program(UNDER_A_LIMIT, limit, user, folder, elsewhere or folder, folder=folder)
@@ -600,7 +693,9 @@ def test_under_a_small_memlock_limit_a_second_drive_works_too(open_folder: Path)
     assert told["works"] == [[5, 5, "bytes"]] * 2
 
 
-def test_a_ring_that_the_memlock_limit_refuses_is_refused_with_its_name_once(open_folder: Path) -> None:
+def test_a_ring_that_the_memlock_limit_refuses_is_refused_with_its_name_once(
+    open_folder: Path,
+) -> None:
     told = under_memlock_limit(open_folder, 0)
     if "refusal" not in told:
         pytest.skip("this kernel does not count rings against the memlock limit")
@@ -611,16 +706,21 @@ def test_a_ring_that_the_memlock_limit_refuses_is_refused_with_its_name_once(ope
         assert message.replace("liburing: ", "").count(name) == 1, message
 
 
-# --- a drive of 4 KiB sectors ------------------------------------------------------------------------------------
+# --- a drive of 4 KiB sectors ---------------------------------------------------------------------
 
 
-def test_any_size_and_offset_works_on_a_drive_of_4_kib_sectors(tmp_path: Path, backend: str, stack: ExitStack) -> None:
+def test_any_size_and_offset_works_on_a_drive_of_4_kib_sectors(
+    tmp_path: Path, backend: str, stack: ExitStack
+) -> None:
     try:
         folder = stack.enter_context(loop_ext4(tmp_path, 32 * MIB, sector_bytes=4096))
     except DiskUnavailableError as refusal:
         pytest.skip(str(refusal))
     pool = Pool(4 * MIB)
-    with IOQueue(backend, chunk_bytes=CHUNK, pool=pool) as queue, queue.open(folder / "file", "w") as file:
+    with (
+        IOQueue(backend, chunk_bytes=CHUNK, pool=pool) as queue,
+        queue.open(folder / "file", "w") as file,
+    ):
         assert file.alignment == 4096
         for offset in (0, 1, 512, PAGE, 12345):
             for nbytes in (1, 512, PAGE - 1, PAGE + 1, MIB + 3):
@@ -639,7 +739,9 @@ def test_any_size_and_offset_works_on_a_drive_of_4_kib_sectors(tmp_path: Path, b
 
 
 @pytest.mark.parametrize("sector_bytes", [512, 4096])
-def test_a_whole_drive_is_a_file_too(tmp_path: Path, backend: str, stack: ExitStack, sector_bytes: int) -> None:
+def test_a_whole_drive_is_a_file_too(
+    tmp_path: Path, backend: str, stack: ExitStack, sector_bytes: int
+) -> None:
     try:
         device = stack.enter_context(loop_device(tmp_path, 8 * MIB, sector_bytes=sector_bytes))
     except DiskUnavailableError as refusal:

@@ -1,9 +1,11 @@
-"""A `TensorStore` after a crash is its last commit or the one that was under way, whole: after SIGKILL and power loss.
+"""A `TensorStore` after a crash is its last commit or the one that was under way, whole: after
+SIGKILL and power loss.
 
-Power loss in two forms, both on a file system in a file and as root only. Shutting the file system down loses what the
-kernel had not written yet. A copy of the file, taken while its writer is stopped and the device is quiet, is what a
-drive would hold whose power fails then, everything that it has taken being kept. What neither shows: a drive that
-loses or reorders what it had taken and not yet flushed.
+Power loss in two forms, both on a file system in a file and as root only. Shutting the file system
+down loses what the kernel had not written yet. A copy of the file, taken while its writer is
+stopped and the device is quiet, is what a drive would hold whose power fails then, everything that
+it has taken being kept. What neither shows: a drive that loses or reorders what it had taken and
+not yet flushed.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def long_run(few: int, many: int) -> list[object]:
 
 
 def judge(places: Sequence[Path], queue: IOQueue, done: int, begun: int) -> int:
-    """Open the store; return its generation, its content having been seen to be that generation's."""
+    """Open the store; return its generation, its content having been seen to be that
+    generation's.
+    """
     with opened(places, queue) as store:
         assert done <= store.generation <= max(done, begun)
         assert contents(store) == state_after(store.generation - 1)
@@ -68,7 +72,7 @@ def judge(places: Sequence[Path], queue: IOQueue, done: int, begun: int) -> int:
         return store.generation
 
 
-# --- SIGKILL -----------------------------------------------------------------------------------------------------
+# --- SIGKILL --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kills", long_run(50, 200))
@@ -108,7 +112,8 @@ def test_a_writer_that_dies_before_any_call_of_a_commit_leaves_one_of_the_two(
         for call in itertools.count(1, max(1, calls // points)):
             writers.start(die_at_call=call)
             writers.hear("dead")
-            if writers.done:  # its first commit has fewer calls than this: how many depends on what it waits for
+            # its first commit has fewer calls than this: how many depends on what it waits for
+            if writers.done:
                 judge(places, queue, writers.done, writers.begun)
                 break
             ends.append(judge(places, queue, last, writers.begun) - last)
@@ -116,7 +121,7 @@ def test_a_writer_that_dies_before_any_call_of_a_commit_leaves_one_of_the_two(
     assert set(ends) == {0, 1}
 
 
-# --- power loss --------------------------------------------------------------------------------------------------
+# --- power loss -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -141,7 +146,14 @@ def shut_down(disk: Path, how: int) -> None:
 
 def run(*command: object) -> str:
     environment = {**os.environ, "PATH": os.environ.get("PATH", os.defpath) + ":/sbin:/usr/sbin"}
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=environment,
+    )
     return done.stdout.strip()
 
 
@@ -153,7 +165,9 @@ def mount_again(disk: Path) -> None:
 
 def device_of(disk: Path) -> str:
     (device,) = [
-        line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if line.split()[1] == str(disk)
+        line.split()[0]
+        for line in Path("/proc/mounts").read_text().splitlines()
+        if line.split()[1] == str(disk)
     ]
     return device
 
@@ -220,8 +234,12 @@ def test_after_power_loss_a_store_of_less_durability_is_at_one_of_its_last_two_c
         make(places, queue)
     last = 1
     for turn in range(rounds):
-        for commits in (3 + 5 * turn, 2):  # in two sessions: the second may use the space that the first let go
-            with IOQueue("threads") as queue, opened(places, queue, durability=Durability.DATA) as store:
+        # in two sessions: the second may use the space that the first let go
+        for commits in (3 + 5 * turn, 2):
+            with (
+                IOQueue("threads") as queue,
+                opened(places, queue, durability=Durability.DATA) as store,
+            ):
                 for _ in range(commits):
                     take_step(store, store.generation)
                     last = store.commit()

@@ -1,6 +1,8 @@
-"""A `TensorStore` whose drives fail in turn at every request, and one with a bit flipped anywhere on them.
+"""A `TensorStore` whose drives fail in turn at every request, and one with a bit flipped anywhere
+on them.
 
-A put or a commit that fails leaves the old content or brings the new, whole; no damage is read as if it were content.
+A put or a commit that fails leaves the old content or brings the new, whole; no damage is read as
+if it were content.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every store stage through 8 MiB, enough for these: making the usual 32 MiB took most of the time."""
+    """Let every store stage through 8 MiB, enough for these: making the usual 32 MiB took most of
+    the time.
+    """
     monkeypatch.setattr(tensor_io, "Staged", partial(Staged, run_bytes=2 * MIB))
 
 
@@ -74,10 +78,14 @@ def queue() -> Iterator[IOQueue]:
 
 @pytest.fixture(params=[1, 2], ids=["one drive", "two drives"])
 def committed(request: pytest.FixtureRequest, tmp_path: Path, queue: IOQueue) -> list[Path]:
-    """Return the places of a store whose generation 2 is OLD, and which has room for little more than OLD and NEW."""
+    """Return the places of a store whose generation 2 is OLD, and which has room for little more
+    than OLD and NEW.
+    """
     places = [tmp_path / "store" / str(index) for index in range(request.param)]
     places[0].parent.mkdir()
-    with TensorStore.create([Member(each, rate=1.0) for each in places], 6 * MIB, queue=queue) as store:
+    with TensorStore.create(
+        [Member(each, rate=1.0) for each in places], 6 * MIB, queue=queue
+    ) as store:
         store.put_many(OLD)
         store.commit()
     return places
@@ -108,7 +116,7 @@ def error_of(call: Callable[[], object]) -> NVMeError | None:
     return None
 
 
-# --- every request in turn ---------------------------------------------------------------------------------------
+# --- every request in turn ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -121,18 +129,25 @@ class Run:
 
 
 def run_on(places: list[Path], sound: IOQueue, faults: FaultPlan) -> Run:
-    """Put and commit NEW in a copy of the store on drives that fail so; judge it open and opened again."""
+    """Put and commit NEW in a copy of the store on drives that fail so; judge it open and opened
+    again.
+    """
     origin = places[0].parent
     copy = origin.with_name("copy")
     shutil.copytree(origin, copy)
     places = [copy / place.name for place in places]
-    with IOQueue(BACKEND, chunk_bytes=CHUNK_BYTES, faults=faults) as queue, closing(opened(places, queue)) as store:
+    with (
+        IOQueue(BACKEND, chunk_bytes=CHUNK_BYTES, faults=faults) as queue,
+        closing(opened(places, queue)) as store,
+    ):
         free = store.volume.free_bytes
         put = error_of(lambda: store.put_many(NEW))
         if put is not None:
             assert store.volume.free_bytes == free
         commit = error_of(store.commit)
-        struck = any(drive.failed or drive.short_transfers for drive in queue.stats().drives.values())
+        struck = any(
+            drive.failed or drive.short_transfers for drive in queue.stats().drives.values()
+        )
         now = OLD if put else {**OLD, **NEW}
         assert set(store) == set(now)
         if struck:  # else the reads are struck, sooner or later
@@ -146,7 +161,9 @@ def run_on(places: list[Path], sound: IOQueue, faults: FaultPlan) -> Run:
     return Run(struck, put, commit)
 
 
-def test_whichever_request_fails_the_old_or_the_new_is_there_whole(committed: list[Path], queue: IOQueue) -> None:
+def test_whichever_request_fails_the_old_or_the_new_is_there_whole(
+    committed: list[Path], queue: IOQueue
+) -> None:
     runs = []
     for nth in count(1):
         run = run_on(committed, queue, FaultPlan().fail(nth=nth))
@@ -162,7 +179,9 @@ def test_whichever_request_fails_the_old_or_the_new_is_there_whole(committed: li
 
 
 @pytest.mark.parametrize("length", [0, 512], ids=["half", "one sector"])
-def test_whichever_request_is_cut_short_nothing_is_lost(committed: list[Path], queue: IOQueue, length: int) -> None:
+def test_whichever_request_is_cut_short_nothing_is_lost(
+    committed: list[Path], queue: IOQueue, length: int
+) -> None:
     runs = []
     for nth in range(1, 18):
         runs.append(run_on(committed, queue, FaultPlan().shorten(nth=nth, length=length)))
@@ -172,7 +191,9 @@ def test_whichever_request_is_cut_short_nothing_is_lost(committed: list[Path], q
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_many_failures_leave_the_old_or_the_new(committed: list[Path], queue: IOQueue, seed: int) -> None:
+def test_many_failures_leave_the_old_or_the_new(
+    committed: list[Path], queue: IOQueue, seed: int
+) -> None:
     faults = FaultPlan(seed).shorten(probability=0.2).reorder(probability=0.2, hold=3)
     for requests in (Requests.WRITES, Requests.SYNCS):
         faults.fail(probability=0.03, requests=requests)
@@ -187,7 +208,10 @@ def test_whichever_read_fails_it_is_told_and_read_again_the_bytes_are_right(
 
     for nth in count(1):
         faults = FaultPlan().fail(nth=nth, requests=Requests.READS)
-        with IOQueue(BACKEND, chunk_bytes=CHUNK_BYTES, faults=faults) as failing, opened(committed, failing) as store:
+        with (
+            IOQueue(BACKEND, chunk_bytes=CHUNK_BYTES, faults=faults) as failing,
+            opened(committed, failing) as store,
+        ):
             error = error_of(lambda: read(store))
             if error is None:
                 break
@@ -199,8 +223,15 @@ def test_whichever_read_fails_it_is_told_and_read_again_the_bytes_are_right(
 def test_verify_names_the_tensor_that_cannot_be_read(committed: list[Path]) -> None:
     for nth in count(1):
         # Of what is read together at first, and then of the tensors one by one.
-        faults = FaultPlan().fail(nth=1, requests=Requests.READS).fail(nth=1 + nth, requests=Requests.READS)
-        with IOQueue(BACKEND, chunk_bytes=CHUNK_BYTES, faults=faults) as failing, opened(committed, failing) as store:
+        faults = (
+            FaultPlan()
+            .fail(nth=1, requests=Requests.READS)
+            .fail(nth=1 + nth, requests=Requests.READS)
+        )
+        with (
+            IOQueue(BACKEND, chunk_bytes=CHUNK_BYTES, faults=faults) as failing,
+            opened(committed, failing) as store,
+        ):
             found = store.verify()
             if not found:
                 break
@@ -213,18 +244,31 @@ def test_verify_names_the_tensor_that_cannot_be_read(committed: list[Path]) -> N
 
 def test_verify_looks_at_each_again_where_a_read_of_many_fails(committed: list[Path]) -> None:
     once = FaultPlan().fail(nth=1, requests=Requests.READS)
-    with IOQueue(BACKEND, chunk_bytes=CHUNK_BYTES, faults=once) as failing, opened(committed, failing) as store:
+    with (
+        IOQueue(BACKEND, chunk_bytes=CHUNK_BYTES, faults=once) as failing,
+        opened(committed, failing) as store,
+    ):
         assert store.verify() == ()
 
 
-def test_a_drive_that_is_lost_is_named_and_what_lies_on_the_others_goes_on(tmp_path: Path, queue: IOQueue) -> None:
-    lost = FaultPlan().fail(probability=1.0, requests=Requests.READS).fail(probability=1.0, requests=Requests.WRITES)
+def test_a_drive_that_is_lost_is_named_and_what_lies_on_the_others_goes_on(
+    tmp_path: Path, queue: IOQueue
+) -> None:
+    lost = (
+        FaultPlan()
+        .fail(probability=1.0, requests=Requests.READS)
+        .fail(probability=1.0, requests=Requests.WRITES)
+    )
     places = [tmp_path / "sound", tmp_path / "lost"]
-    with TensorStore.create([Member(place, rate=1.0) for place in places], 16 * MIB, queue=queue) as store:
+    with TensorStore.create(
+        [Member(place, rate=1.0) for place in places], 16 * MIB, queue=queue
+    ) as store:
         store.put("striped", pattern(4 * MIB, seed=1))
         store.put_many({f"small {index}": pattern(100_000, seed=index) for index in range(10)})
         store.commit()
-        on_lost = {name for name in store if any(extent.member for extent in store.record(name).extents)}
+        on_lost = {
+            name for name in store if any(extent.member for extent in store.record(name).extents)
+        }
     assert "striped" in on_lost
     assert len(on_lost) < 11
     with IOQueue(BACKEND, faults=lost) as failing:
@@ -233,7 +277,9 @@ def test_a_drive_that_is_lost_is_named_and_what_lies_on_the_others_goes_on(tmp_p
             before = set(store)
             for name in before:
                 error = error_of(lambda name=name: store.get(name))  # type: ignore[misc]
-                assert (error.path if error else None) == (str(places[1] / "data") if name in on_lost else None)
+                assert (error.path if error else None) == (
+                    str(places[1] / "data") if name in on_lost else None
+                )
             error = error_of(lambda: store.put("striped", pattern(4 * MIB, seed=2)))
             assert error is not None
             assert error.path == str(places[1] / "data")
@@ -247,7 +293,9 @@ def test_a_drive_that_is_full_fails_the_commit_and_no_more(tmp_path: Path, queue
             disk = stack.enter_context(tmpfs(tmp_path, 8 * MIB))
         except DiskUnavailableError as refusal:
             pytest.skip(str(refusal))
-        with TensorStore.create([disk / "store"], 4 * MIB, queue=queue, returns=Returns.NUMPY) as store:
+        with TensorStore.create(
+            [disk / "store"], 4 * MIB, queue=queue, returns=Returns.NUMPY
+        ) as store:
             store.put_many(OLD)
             store.commit()
             filler = disk / "filler"
@@ -265,7 +313,7 @@ def test_a_drive_that_is_full_fails_the_commit_and_no_more(tmp_path: Path, queue
             assert contents(store) == {**OLD, "small": NEW["small"]}
 
 
-# --- a bit flipped -----------------------------------------------------------------------------------------------
+# --- a bit flipped --------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -300,7 +348,11 @@ def test_a_bit_anywhere_in_a_first_page_is_noticed(committed: list[Path], queue:
 
 
 @pytest.mark.parametrize(
-    "bits", [pytest.param((None,), id="one of each byte"), pytest.param(range(8), id="every", marks=pytest.mark.slow)]
+    "bits",
+    [
+        pytest.param((None,), id="one of each byte"),
+        pytest.param(range(8), id="every", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("slot", ["manifest.0", "manifest.1"])
 def test_a_bit_anywhere_in_a_manifest_is_noticed(
@@ -322,8 +374,21 @@ def test_a_bit_anywhere_in_a_manifest_is_noticed(
 
 def offsets_in(nbytes: int, source: random.Random) -> list[int]:
     """Return the edges of a tensor and of its pieces, and some bytes between."""
-    edges = {0, 1, PAGE - 1, PAGE, CHECKSUM_BYTES - 1, CHECKSUM_BYTES, nbytes // 2, nbytes - 2, nbytes - 1}
-    return sorted({each for each in edges if 0 <= each < nbytes} | {source.randrange(nbytes) for _ in range(4)})
+    edges = {
+        0,
+        1,
+        PAGE - 1,
+        PAGE,
+        CHECKSUM_BYTES - 1,
+        CHECKSUM_BYTES,
+        nbytes // 2,
+        nbytes - 2,
+        nbytes - 1,
+    }
+    return sorted(
+        {each for each in edges if 0 <= each < nbytes}
+        | {source.randrange(nbytes) for _ in range(4)}
+    )
 
 
 def test_a_bit_of_a_tensor_is_noticed_and_named(committed: list[Path], queue: IOQueue) -> None:
@@ -334,18 +399,24 @@ def test_a_bit_of_a_tensor_is_noticed_and_named(committed: list[Path], queue: IO
                 path, place = places_of(store, name, offset)
                 piece = offset // CHECKSUM_BYTES * CHECKSUM_BYTES
                 with flipped(path, place, source.randrange(8)):
-                    with pytest.raises(ChecksumError, match=f"tensor '{name}': bytes {piece} to ") as caught:
+                    with pytest.raises(
+                        ChecksumError, match=f"tensor '{name}': bytes {piece} to "
+                    ) as caught:
                         store.get(name)
                     assert (caught.value.name, caught.value.offset) == (name, piece)
                     assert piece + caught.value.nbytes == min(piece + CHECKSUM_BYTES, len(data))
                     with pytest.raises(ChecksumError, match=name):
                         store.get_many(OLD)
                     others = [other for other in OLD if other != name]
-                    assert {other: got.tobytes() for other, got in store.get_many(others).items()} == {
-                        other: OLD[other] for other in others
-                    }
+                    assert {
+                        other: got.tobytes() for other, got in store.get_many(others).items()
+                    } == {other: OLD[other] for other in others}
                     (damage,) = store.verify()
-                    assert (damage.name, damage.offset, damage.nbytes) == (name, piece, caught.value.nbytes)
+                    assert (damage.name, damage.offset, damage.nbytes) == (
+                        name,
+                        piece,
+                        caught.value.nbytes,
+                    )
         assert contents(store) == OLD
         assert store.verify() == ()
 
@@ -369,19 +440,28 @@ def test_damage_is_noticed_whichever_way_a_tensor_is_got(
         store.put_state("state", {"w": np.arange(5000, dtype=np.float32), "b": torch.ones(1)})
         store.commit()
         way(store)
-        with flipped(*places_of(store, "state/w", 10_000), 3), pytest.raises(ChecksumError) as caught:
+        with (
+            flipped(*places_of(store, "state/w", 10_000), 3),
+            pytest.raises(ChecksumError) as caught,
+        ):
             way(store)
         assert (caught.value.name, caught.value.offset) == ("state/w", 0)
         way(store)
 
 
-def test_without_checksums_damage_is_returned_and_verify_still_finds_it(committed: list[Path], queue: IOQueue) -> None:
+def test_without_checksums_damage_is_returned_and_verify_still_finds_it(
+    committed: list[Path], queue: IOQueue
+) -> None:
     with opened(committed, queue, checksum=Checksum.NONE) as store:
         path, place = places_of(store, "medium", 1234)
         with flipped(path, place, 0):
             got = store.get("medium").tobytes()
             (damage,) = store.verify()
-    assert [offset for offset, (seen, put) in enumerate(zip(got, OLD["medium"], strict=True)) if seen != put] == [1234]
+    assert [
+        offset
+        for offset, (seen, put) in enumerate(zip(got, OLD["medium"], strict=True))
+        if seen != put
+    ] == [1234]
     assert (damage.name, damage.offset) == ("medium", 0)
 
 

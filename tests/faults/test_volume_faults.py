@@ -41,12 +41,17 @@ def queue() -> Iterator[IOQueue]:
 
 
 @pytest.fixture(scope="module", params=["tmpfs", "ext4"])
-def small_disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def small_disk(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """Yield a file system with room for less than 10 MiB."""
     folder = tmp_path_factory.mktemp("small")
     with ExitStack() as stack:
         try:
-            make = {"tmpfs": lambda: tmpfs(folder, 10 * MIB), "ext4": lambda: loop_ext4(folder, 10 * MIB)}
+            make = {
+                "tmpfs": lambda: tmpfs(folder, 10 * MIB),
+                "ext4": lambda: loop_ext4(folder, 10 * MIB),
+            }
             yield stack.enter_context(make[request.param]())
         except DiskUnavailableError as refusal:
             pytest.skip(str(refusal))
@@ -57,9 +62,16 @@ def small_disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_a_drive_without_room_is_told_when_the_volume_is_made_and_nothing_is_left(
     tmp_path: Path, small_disk: Path, queue: IOQueue, make: Any, rates: tuple[float | None, ...]
 ) -> None:
-    places = (tmp_path, small_disk) if make == Volume.temporary else (tmp_path / "large", small_disk / "small")
+    places = (
+        (tmp_path, small_disk)
+        if make == Volume.temporary
+        else (tmp_path / "large", small_disk / "small")
+    )
     before, free = sorted(os.listdir(small_disk)), shutil.disk_usage(small_disk).free
-    specs = [Member(place, rate=rate, capacity=20 * MIB) for place, rate in zip(places, rates, strict=True)]
+    specs = [
+        Member(place, rate=rate, capacity=20 * MIB)
+        for place, rate in zip(places, rates, strict=True)
+    ]
     with pytest.raises(VolumeError, match="cannot be reserved here") as caught:
         make(specs, queue=queue)
     assert caught.value.errno == errno.ENOSPC
@@ -72,7 +84,9 @@ def test_a_drive_without_room_is_told_when_the_volume_is_made_and_nothing_is_lef
     assert sorted(os.listdir(small_disk)) == before
 
 
-def test_a_full_drive_fails_no_write_into_what_was_reserved(small_disk: Path, queue: IOQueue) -> None:
+def test_a_full_drive_fails_no_write_into_what_was_reserved(
+    small_disk: Path, queue: IOQueue
+) -> None:
     data, back = pattern(4 * MIB, seed=1), bytearray(4 * MIB)
     with Volume.temporary([small_disk], 4 * MIB, queue=queue) as volume:
         filler = small_disk / "filler"
@@ -98,7 +112,9 @@ def test_a_drive_that_fails_while_it_is_measured_leaves_nothing(tmp_path: Path, 
         IOQueue(BACKEND, faults=FaultPlan().fail(nth=nth)) as failing,
         pytest.raises(NVMeError, match="Input/output error") as caught,
     ):
-        Volume.create([Member(tmp_path / "0", queue=sound), Member(tmp_path / "1", queue=failing)], 8 * MIB)
+        Volume.create(
+            [Member(tmp_path / "0", queue=sound), Member(tmp_path / "1", queue=failing)], 8 * MIB
+        )
     assert caught.value.path == str(tmp_path / "1" / "data")
     assert not list(tmp_path.iterdir())
 
@@ -154,7 +170,11 @@ def test_an_operation_on_a_member_lost_later_names_it_and_the_other_goes_on(tmp_
         IOQueue(BACKEND) as sound,
         IOQueue(BACKEND, faults=lost) as failing,
         Volume.create(
-            [Member(tmp_path / "0", queue=sound, rate=1.0), Member(tmp_path / "1", queue=failing, rate=1.0)], 8 * MIB
+            [
+                Member(tmp_path / "0", queue=sound, rate=1.0),
+                Member(tmp_path / "1", queue=failing, rate=1.0),
+            ],
+            8 * MIB,
         ) as volume,
     ):
         data, back = pattern(4 * MIB, seed=1), bytearray(4 * MIB)
@@ -169,7 +189,9 @@ def test_an_operation_on_a_member_lost_later_names_it_and_the_other_goes_on(tmp_
     assert_same(back[: 2 * MIB], data[: 2 * MIB])
 
 
-def test_a_file_system_that_goes_away_is_named_by_writes_and_by_sync(tmp_path: Path, queue: IOQueue) -> None:
+def test_a_file_system_that_goes_away_is_named_by_writes_and_by_sync(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     with ExitStack() as stack:
         try:
             disk = stack.enter_context(loop_ext4(tmp_path, 32 * MIB))

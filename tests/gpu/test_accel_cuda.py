@@ -72,7 +72,9 @@ def test_bytes_go_to_the_gpu_and_come_back(device: CudaAccelerator, pool: deepnv
     assert device.pinned
 
 
-def test_the_host_does_not_wait_for_a_copy_of_pinned_memory(device: CudaAccelerator, pool: deepnvme.Pool) -> None:
+def test_the_host_does_not_wait_for_a_copy_of_pinned_memory(
+    device: CudaAccelerator, pool: deepnvme.Pool
+) -> None:
     compute, up = device.stream(StreamKind.COMPUTE), device.stream(StreamKind.H2D)
     spinning = device.run(spin, stream=compute, cost=COST)
     there = device.allocate(NBYTES).tensor(torch.uint8, NBYTES)
@@ -85,8 +87,12 @@ def test_the_host_does_not_wait_for_a_copy_of_pinned_memory(device: CudaAccelera
     assert spinning.done()
 
 
-def test_work_waits_for_the_upload_in_another_stream(device: CudaAccelerator, pool: deepnvme.Pool) -> None:
-    up, compute, down = (device.stream(kind) for kind in (StreamKind.H2D, StreamKind.COLLECTIVE, StreamKind.D2H))
+def test_work_waits_for_the_upload_in_another_stream(
+    device: CudaAccelerator, pool: deepnvme.Pool
+) -> None:
+    up, compute, down = (
+        device.stream(kind) for kind in (StreamKind.H2D, StreamKind.COLLECTIVE, StreamKind.D2H)
+    )
     source, target = noisy(pool), pool.empty_tensor((NBYTES,), torch.uint8)
     there = device.allocate(NBYTES).tensor(torch.uint8, NBYTES).zero_()
     device.wait_for(up, device.run(spin, stream=compute, cost=COST))
@@ -118,16 +124,21 @@ def test_what_others_allocated_is_not_given_away_before_its_copy_has_ended(
     copied = device.copy(target, gradient, stream=down, after=[device.record(compute)])
     device.outlives(gradient, down)
     del gradient
-    others = [torch.zeros(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(4)]  # one would have that memory
+    # one would have that memory
+    others = [torch.zeros(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(4)]
     copied.wait()
 
     assert torch.equal(target, expected)
     assert not any(other.any() for other in others)
 
 
-def test_many_buffers_through_three_slots_keep_their_bytes(device: CudaAccelerator, pool: deepnvme.Pool) -> None:
+def test_many_buffers_through_three_slots_keep_their_bytes(
+    device: CudaAccelerator, pool: deepnvme.Pool
+) -> None:
     nbytes = 4 << 20
-    up, compute, down = (device.stream(kind) for kind in (StreamKind.H2D, StreamKind.COMPUTE, StreamKind.D2H))
+    up, compute, down = (
+        device.stream(kind) for kind in (StreamKind.H2D, StreamKind.COMPUTE, StreamKind.D2H)
+    )
     slots = [device.allocate(nbytes).tensor(torch.uint8, nbytes) for _ in range(3)]
     sources = [noisy(pool, seed, nbytes) for seed in range(8)]
     targets = [pool.empty_tensor((nbytes,), torch.uint8).zero_() for _ in sources]
@@ -135,15 +146,24 @@ def test_many_buffers_through_three_slots_keep_their_bytes(device: CudaAccelerat
     for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
         slot = slots[number % 3]
         uploaded = device.copy(slot, source, stream=up, after=free[number % 3])  # type: ignore[arg-type]
-        added = device.run(lambda slot=slot: slot.add_(1), stream=compute, cost=COST, after=[uploaded])  # type: ignore[misc]
+        added = device.run(
+            lambda slot=slot: slot.add_(1),  # type: ignore[misc]
+            stream=compute,
+            cost=COST,
+            after=[uploaded],
+        )
         free[number % 3] = [device.copy(target, slot, stream=down, after=[added])]
 
     device.synchronize()
 
-    assert all(torch.equal(target, source + 1) for source, target in zip(sources, targets, strict=True))
+    assert all(
+        torch.equal(target, source + 1) for source, target in zip(sources, targets, strict=True)
+    )
 
 
-def test_a_buffer_is_not_given_memory_that_modules_still_use(device: CudaAccelerator, pool: deepnvme.Pool) -> None:
+def test_a_buffer_is_not_given_memory_that_modules_still_use(
+    device: CudaAccelerator, pool: deepnvme.Pool
+) -> None:
     torch.cuda.empty_cache()
     activation = torch.ones(NBYTES, dtype=torch.uint8, device="cuda")
     total = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -192,7 +212,9 @@ def test_a_copy_in_a_stream_of_the_other_direction_is_refused(device: CudaAccele
         device.copy(there, torch.zeros(8, dtype=torch.uint8), stream=device.stream(StreamKind.D2H))
 
 
-def test_work_that_fails_to_launch_keeps_what_depends_on_it_from_running(device: CudaAccelerator) -> None:
+def test_work_that_fails_to_launch_keeps_what_depends_on_it_from_running(
+    device: CudaAccelerator,
+) -> None:
     compute, other = device.stream(StreamKind.COMPUTE), device.stream(StreamKind.COLLECTIVE)
     seen: list[str] = []
     failed = device.run(lambda: 1 // 0, stream=compute, cost=COST)

@@ -1,4 +1,7 @@
-"""Calibrating a machine with a GPU: links, updates and products of the device have figures. Written without one."""
+"""Calibrating a machine with a GPU: links, updates and products of the device have figures.
+
+Written without one.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,20 @@ def test_everything_but_ranks_is_measured() -> None:
         measured = calibrated(accelerator=device, effort=QUICK, cache=CalibrationCache(None))
 
     rates = measured.rates(beside_copies=True)
-    links = (rates.h2d_bytes_per_s, rates.d2h_bytes_per_s, rates.duplex_h2d_bytes_per_s, rates.duplex_d2h_bytes_per_s)
+    links = (
+        rates.h2d_bytes_per_s,
+        rates.d2h_bytes_per_s,
+        rates.duplex_h2d_bytes_per_s,
+        rates.duplex_d2h_bytes_per_s,
+    )
     assert all(links)
-    assert [name for name, figure in measured.device_updates.items() if figure.median] == list(RULES)
+    assert [name for name, figure in measured.device_updates.items() if figure.median] == list(
+        RULES
+    )
     assert all(figure.median for figure in measured.matmul.values())
-    assert all(each.beside_copies.median for row in measured.host_updates.values() for each in row.values())
+    assert all(
+        each.beside_copies.median for row in measured.host_updates.values() for each in row.values()
+    )
 
 
 def test_a_gpu_updates_faster_than_its_host() -> None:

@@ -1,4 +1,6 @@
-"""CUDA arrays as buffers of file operations, through torch's and cupy's own streams: their bytes and their order."""
+"""CUDA arrays as buffers of file operations, through torch's and cupy's own streams: their bytes
+and their order.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def in_file(path: Path, offset: int, nbytes: int) -> Any:
         return torch.frombuffer(bytearray(file.read(nbytes)), dtype=torch.uint8)
 
 
-# --- torch -------------------------------------------------------------------------------------------------------
+# --- torch ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4096, 123_457])
@@ -65,7 +67,9 @@ def test_a_tensor_goes_to_a_file_and_comes_back(
         assert (around[-32:] == 7).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "int64", "bool", "complex64", "float8_e4m3fn"]
+)
 def test_every_dtype_keeps_its_bits(tmp_path: Path, queue: deepnvme.IOQueue, dtype: str) -> None:
     raw = random_bytes(8 * 10_001) if dtype != "bool" else random_bytes(8 * 10_001) & 1
     tensor = raw.view(getattr(torch, dtype))
@@ -76,7 +80,8 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path, queue: deepnvme.IOQueue, dty
         assert torch.equal(back.view(torch.uint8), raw)
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")  # torch, in a backward's own thread
+# torch, in a backward's own thread
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 def test_a_parameter_and_its_gradient_can_be_moved(tmp_path: Path, queue: deepnvme.IOQueue) -> None:
     layer = torch.nn.Linear(512, 512, device="cuda", dtype=torch.bfloat16)
     layer(torch.ones(4, 512, device="cuda", dtype=torch.bfloat16)).sum().backward()
@@ -110,7 +115,9 @@ def test_an_empty_tensor_moves_nothing(tmp_path: Path, queue: deepnvme.IOQueue) 
         assert file.pread(torch.empty(0, device="cuda")).result(TIMEOUT_S) == 0
 
 
-def test_a_write_sees_what_the_current_stream_had_still_to_compute(tmp_path: Path, queue: deepnvme.IOQueue) -> None:
+def test_a_write_sees_what_the_current_stream_had_still_to_compute(
+    tmp_path: Path, queue: deepnvme.IOQueue
+) -> None:
     tensor = torch.zeros(2 * PIECE, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.Stream()
     with queue.open(tmp_path / "file", "w") as file:
@@ -197,7 +204,9 @@ def test_staging_memory_is_pinned(tmp_path: Path, queue: deepnvme.IOQueue) -> No
     assert pool.capacity == STAGING_BYTES
 
 
-def test_a_file_that_is_too_short_fills_the_tensor_as_far_as_it_goes(tmp_path: Path, queue: deepnvme.IOQueue) -> None:
+def test_a_file_that_is_too_short_fills_the_tensor_as_far_as_it_goes(
+    tmp_path: Path, queue: deepnvme.IOQueue
+) -> None:
     (tmp_path / "file").write_bytes(b"\x06" * (PIECE + 10))
     tensor = torch.zeros(3 * PIECE, dtype=torch.uint8, device="cuda")
     with queue.open(tmp_path / "file") as file:
@@ -232,10 +241,14 @@ def test_closing_the_queue_finishes_what_is_staged(tmp_path: Path) -> None:
     queue.close()
     assert all(future.done() for future in futures)
     for seed, tensor in enumerate(tensors):
-        assert torch.equal(in_file(tmp_path / "file", 2 * PIECE * seed, tensor.numel()), tensor.cpu())
+        assert torch.equal(
+            in_file(tmp_path / "file", 2 * PIECE * seed, tensor.numel()), tensor.cpu()
+        )
 
 
-def test_a_tensor_that_is_not_contiguous_is_refused(tmp_path: Path, queue: deepnvme.IOQueue) -> None:
+def test_a_tensor_that_is_not_contiguous_is_refused(
+    tmp_path: Path, queue: deepnvme.IOQueue
+) -> None:
     with queue.open(tmp_path / "file", "w") as file:
         with pytest.raises(ValueError, match="not contiguous"):
             file.pwrite(torch.zeros(4, 4, device="cuda").t())
@@ -254,7 +267,7 @@ def test_tensors_of_two_gpus_share_a_queue(tmp_path: Path, queue: deepnvme.IOQue
     assert torch.equal(first.cpu(), second.cpu())
 
 
-# --- cupy --------------------------------------------------------------------------------------------------------
+# --- cupy -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, PIECE + 1, 3 * PIECE + 17])
@@ -269,10 +282,13 @@ def test_a_cupy_array_goes_to_a_file_and_comes_back(
     assert bool((back == array).all())
 
 
-def test_cupys_current_stream_is_waited_for(tmp_path: Path, queue: deepnvme.IOQueue, cupy: Any) -> None:
+def test_cupys_current_stream_is_waited_for(
+    tmp_path: Path, queue: deepnvme.IOQueue, cupy: Any
+) -> None:
     array = cupy.zeros(2 * PIECE, cupy.uint8)
     spin = cupy.RawKernel(
-        'extern "C" __global__ void spin(long long cycles) { for (long long t = clock64(); clock64() - t < cycles;); }',
+        'extern "C" __global__ void spin(long long cycles) { for (long long t = clock64(); '
+        "clock64() - t < cycles;); }",
         "spin",
     )
     spin((1,), (1,), (cupy.int64(1),))
@@ -286,12 +302,19 @@ def test_cupys_current_stream_is_waited_for(tmp_path: Path, queue: deepnvme.IOQu
     assert (in_file(tmp_path / "file", 0, 2 * PIECE) == 8).all()
 
 
-def test_a_cupy_array_that_is_not_contiguous_is_refused(tmp_path: Path, queue: deepnvme.IOQueue, cupy: Any) -> None:
-    with queue.open(tmp_path / "file", "w") as file, pytest.raises(ValueError, match="not contiguous"):
+def test_a_cupy_array_that_is_not_contiguous_is_refused(
+    tmp_path: Path, queue: deepnvme.IOQueue, cupy: Any
+) -> None:
+    with (
+        queue.open(tmp_path / "file", "w") as file,
+        pytest.raises(ValueError, match="not contiguous"),
+    ):
         file.pwrite(cupy.zeros((4, 4)).T[1:])
 
 
-def test_another_librarys_array_goes_through_cupy(tmp_path: Path, queue: deepnvme.IOQueue, cupy: Any) -> None:
+def test_another_librarys_array_goes_through_cupy(
+    tmp_path: Path, queue: deepnvme.IOQueue, cupy: Any
+) -> None:
     class Foreign:
         """What only has the protocol."""
 

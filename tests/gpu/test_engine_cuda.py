@@ -1,4 +1,6 @@
-"""The engine on a real GPU: P1 there, drives behind it, and the budget of its memory. Written without a GPU at hand.
+"""The engine on a real GPU: P1 there, drives behind it, and the budget of its memory.
+
+Written without a GPU at hand.
 
 tests/parity/test_far_device.py shows the same on a device that only torch takes for another one.
 """
@@ -28,12 +30,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
     pytest.mark.usefixtures("exact"),
     pytest.mark.filterwarnings("ignore:the engine has not run on a GPU yet:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"),  # what `exact` asks for, where torch has it not
+    # what `exact` asks for, where torch has it not
+    pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),  # torch, in a backward's own thread
+    # torch, in a backward's own thread
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 MIB = 1 << 20
-DEVICE = "1GiB"  # cuBLAS takes 32 MiB of it for each thread that computes, and for some products as much again
+# cuBLAS takes 32 MiB of it for each thread that computes, and for some products as much again
+DEVICE = "1GiB"
 
 
 @pytest.fixture
@@ -53,7 +58,9 @@ def device() -> Iterator[Accelerator]:
 
 @cache
 def reference(case: Case) -> Trained:
-    return trained(replace(case, strategy=HostOnly(), parameters="device"), open_accelerator("cuda"), None)
+    return trained(
+        replace(case, strategy=HostOnly(), parameters="device"), open_accelerator("cuda"), None
+    )
 
 
 def same(found: Trained, case: Case) -> None:
@@ -68,7 +75,12 @@ def same(found: Trained, case: Case) -> None:
 )
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: str(strategy.to_plain()))
 def test_every_strategy_gives_the_same_bits(
-    strategy: Strategy, precision: str, accumulation: int, clip: float | None, parameters: str, device: Accelerator
+    strategy: Strategy,
+    precision: str,
+    accumulation: int,
+    clip: float | None,
+    parameters: str,
+    device: Accelerator,
 ) -> None:
     case = Case(
         strategy=strategy,
@@ -87,7 +99,9 @@ def test_every_strategy_gives_the_same_bits(
 def test_every_model_is_trained_alike_with_parameters_on_the_device_and_on_the_host(
     model: str, device: Accelerator
 ) -> None:
-    case = Case(model=model, strategy=Interleaved(share=0.5), parameters="host", steps=20, device=DEVICE)
+    case = Case(
+        model=model, strategy=Interleaved(share=0.5), parameters="host", steps=20, device=DEVICE
+    )
 
     same(trained(case, device, None), case)
 
@@ -113,7 +127,10 @@ def test_drives_give_the_same_bits(parameters: str, device: Accelerator, tmp_pat
 
 
 def test_the_devices_budget_holds_for_what_modules_make_too(device: Accelerator) -> None:
-    """The budget is large, as torch's allocator reserves blocks of 2 and 20 MiB. A batch takes 96 MiB of it."""
+    """The budget is large, as torch's allocator reserves blocks of 2 and 20 MiB.
+
+    A batch takes 96 MiB of it.
+    """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device.torch_device)
     with wide_engine(device, budget={"host": "64MiB", "device": "256MiB"}) as engine:
@@ -127,7 +144,9 @@ def test_the_devices_budget_holds_for_what_modules_make_too(device: Accelerator)
 
 
 def test_forward_and_backward_do_not_wait_for_the_device(device: Accelerator) -> None:
-    with wide_engine(device, budget={"host": "64MiB", "device": "256MiB"}, parameters="device") as engine:
+    with wide_engine(
+        device, budget={"host": "64MiB", "device": "256MiB"}, parameters="device"
+    ) as engine:
         batch = torch.randn(1024, 16, device=device.torch_device)
         for _ in range(2):
             engine.backward(engine(batch))

@@ -1,4 +1,6 @@
-"""What infinity_engine.machine reads about the GPUs through NVML, against what CUDA says through torch."""
+"""What infinity_engine.machine reads about the GPUs through NVML, against what CUDA says through
+torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ pytestmark = [
 
 @pytest.fixture
 def gpu() -> Gpu:
-    """The GPU that torch calls cuda:0, as NVML knows it: found by its bus id, as the two count in different orders."""
+    """The GPU that torch calls cuda:0, as NVML knows it: found by its bus id, as the two count in
+    different orders.
+    """
     torch.cuda.init()
     found = probe_gpus()
     [first] = [device for device in found.devices if device.bus_id and is_cuda_0(device.bus_id)]
@@ -70,7 +74,9 @@ def test_free_memory_goes_down_by_what_is_allocated(gpu: Gpu) -> None:
     block = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
 
-    [free_bytes] = [device.free_bytes for device in probe_gpus().devices if device.bus_id == gpu.bus_id]
+    [free_bytes] = [
+        device.free_bytes for device in probe_gpus().devices if device.bus_id == gpu.bus_id
+    ]
 
     assert block.nbytes == nbytes
     assert free_bytes is not None

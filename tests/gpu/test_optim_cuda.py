@@ -1,4 +1,7 @@
-"""The GPU's update kernels against the scalar CPU kernels, bit for bit. Written without a GPU at hand."""
+"""The GPU's update kernels against the scalar CPU kernels, bit for bit.
+
+Written without a GPU at hand.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,9 @@ FORMATS = (
     Formats(),
     Formats(parameter=FloatFormat.FP16),
     Formats(parameter=FloatFormat.BF16, moments=Moments.BF16),
-    Formats(parameter=FloatFormat.BF16, master=Master.SPLIT, moments=Moments.BF16_STOCHASTIC, seed=3),
+    Formats(
+        parameter=FloatFormat.BF16, master=Master.SPLIT, moments=Moments.BF16_STOCHASTIC, seed=3
+    ),
 )
 
 
@@ -77,7 +82,9 @@ def on_device(array: Any, format_: FloatFormat | None = None) -> Stream:
     return Stream(copied.data.ptr, copied.size, format_ or Stream.of(array).format, copied)
 
 
-@pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: f"{formats.master.value}, {formats.moments.value}")
+@pytest.mark.parametrize(
+    "formats", FORMATS, ids=lambda formats: f"{formats.master.value}, {formats.moments.value}"
+)
 @pytest.mark.parametrize("format_", list(FloatFormat))
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_the_gpu_gives_the_scalar_bits(
@@ -93,7 +100,9 @@ def test_the_gpu_gives_the_scalar_bits(
         master=on_device(kept.copy(), None if host.remainder is None else FloatFormat.BF16),
         states=tuple(on_device(each.copy(), formats.state_format) for each in host.states),
     )
-    parameter = None if host.parameter is None else on_device(host.parameter.copy(), formats.parameter)
+    parameter = (
+        None if host.parameter is None else on_device(host.parameter.copy(), formats.parameter)
+    )
 
     for _ in range(3):
         host.step(scalar, gradient, format_, factor=0.37)
@@ -116,7 +125,9 @@ def test_the_gpu_gives_the_scalar_bits(
 
 @pytest.mark.parametrize("numel", [1, 31, 4096, 4097, 1_000_003])
 @pytest.mark.parametrize("format_", list(FloatFormat))
-def test_block_sums_have_the_scalar_bits(cuda: Any, scalar: HostKernels, numel: int, format_: FloatFormat) -> None:
+def test_block_sums_have_the_scalar_bits(
+    cuda: Any, scalar: HostKernels, numel: int, format_: FloatFormat
+) -> None:
     with np.errstate(all="ignore"):
         gradient = narrow(every_class_of_float(numel, 3), format_)
 
@@ -126,7 +137,10 @@ def test_block_sums_have_the_scalar_bits(cuda: Any, scalar: HostKernels, numel: 
 
 
 def test_accumulated_gradients_have_the_scalar_bits(cuda: Any, scalar: HostKernels) -> None:
-    first, second = every_class_of_float(50_001, 4), narrow(every_class_of_float(50_001, 5), FloatFormat.BF16)
+    first, second = (
+        every_class_of_float(50_001, 4),
+        narrow(every_class_of_float(50_001, 5), FloatFormat.BF16),
+    )
     into = np.empty(50_001, np.float32)
     scalar.begin_sum(Stream.of(first), Stream.of(into))
     expected = scalar.add_to_sum(Stream.of(second, format=FloatFormat.BF16), Stream.of(into))

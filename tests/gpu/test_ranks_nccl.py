@@ -1,4 +1,7 @@
-"""Ranks on GPUs of their own, over NCCL: the bits are those of a loop over the ranks. Written without a GPU at hand."""
+"""Ranks on GPUs of their own, over NCCL: the bits are those of a loop over the ranks.
+
+Written without a GPU at hand.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from support.ranks import launched
 pytest.importorskip("cupy")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank, and there are not two"),
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2,
+        reason="NCCL wants a GPU for each rank, and there are not two",
+    ),
 ]
 
 

@@ -33,7 +33,9 @@ def disk_backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def queue(backend: str) -> Iterator[IOQueue]:
-    """Yield a queue of small chunks and a small budget, so that modest operations are cut up and wait."""
+    """Yield a queue of small chunks and a small budget, so that modest operations are cut up and
+    wait.
+    """
     with IOQueue(backend, chunk_bytes=CHUNK, inflight_bytes=4 * CHUNK) as queue:
         yield queue
 

@@ -21,7 +21,9 @@ HOLD_US = 200_000
 
 @contextlib.contextmanager
 def behind_a_slow_write(path: Path, *failing: int) -> Iterator[tuple[IOQueue, File]]:
-    """Yield a queue whose drive is busy, and a file; of the requests from then on fail those, counted from 1."""
+    """Yield a queue whose drive is busy, and a file; of the requests from then on fail those,
+    counted from 1.
+    """
     faults = FaultPlan()
     for nth in failing:
         faults.fail(nth=1 + nth)
@@ -57,11 +59,15 @@ def test_leaving_a_batch_of_which_one_was_cancelled_says_so_after_the_others_end
         assert futures[cancelled].cancel()
         with pytest.raises(CancelledError), batch:
             pass
-        assert [future.cancelled() for future in futures] == [number == cancelled for number in range(3)]
+        assert [future.cancelled() for future in futures] == [
+            number == cancelled for number in range(3)
+        ]
         assert all(future.done() for future in futures)
 
 
-def test_a_batch_of_which_one_failed_and_one_was_cancelled_tells_the_failure(tmp_path: Path) -> None:
+def test_a_batch_of_which_one_failed_and_one_was_cancelled_tells_the_failure(
+    tmp_path: Path,
+) -> None:
     with behind_a_slow_write(tmp_path / "file", 1) as (queue, file):
         batch = queue.batch()
         three_writes(batch, file)
@@ -73,7 +79,9 @@ def test_a_batch_of_which_one_failed_and_one_was_cancelled_tells_the_failure(tmp
         assert futures[2].result(0) == CHUNK
 
 
-def test_a_batch_of_which_several_failed_tells_them_all_in_order_and_no_cancellation(tmp_path: Path) -> None:
+def test_a_batch_of_which_several_failed_tells_them_all_in_order_and_no_cancellation(
+    tmp_path: Path,
+) -> None:
     with behind_a_slow_write(tmp_path / "file", 1, 2) as (queue, file):
         batch = queue.batch()
         three_writes(batch, file)
@@ -127,7 +135,9 @@ def three_reads(batch: Batch, file: File, buffers: list[bytearray]) -> None:
         batch.pread(file, buffer, number * CHUNK)
 
 
-def test_a_batch_whose_wait_is_interrupted_waits_for_the_rest_when_it_is_left(tmp_path: Path) -> None:
+def test_a_batch_whose_wait_is_interrupted_waits_for_the_rest_when_it_is_left(
+    tmp_path: Path,
+) -> None:
     buffers = [bytearray(CHUNK) for _ in range(3)]
     with behind_a_slow_write(tmp_path / "file") as (queue, file):
         batch = queue.batch()
@@ -141,7 +151,9 @@ def test_a_batch_whose_wait_is_interrupted_waits_for_the_rest_when_it_is_left(tm
             buffer.append(0)
 
 
-def test_a_batch_interrupted_where_it_is_left_keeps_its_memory_until_the_drive_is_done(tmp_path: Path) -> None:
+def test_a_batch_interrupted_where_it_is_left_keeps_its_memory_until_the_drive_is_done(
+    tmp_path: Path,
+) -> None:
     buffers = [bytearray(CHUNK) for _ in range(3)]
     with behind_a_slow_write(tmp_path / "file") as (queue, file):
         batch = queue.batch()

@@ -1,4 +1,6 @@
-"""Which memory a program may hand over, what is refused and why, and that it stays alive and in place meanwhile."""
+"""Which memory a program may hand over, what is refused and why, and that it stays alive and in
+place meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def slow_file() -> Iterator[File]:
         yield file
 
 
-# --- accepted ----------------------------------------------------------------------------------------------------
+# --- accepted -------------------------------------------------------------------------------------
 
 WRITABLE: dict[str, Callable[[], Any]] = {
     "bytearray": lambda: bytearray(48),
@@ -54,7 +56,24 @@ WRITABLE: dict[str, Callable[[], Any]] = {
     "pool memory": lambda: Pool(PAGE).buffer(48),
     **{
         f"numpy {kind}": partial(np.zeros, 48 // np.dtype(kind).itemsize, kind)
-        for kind in ("?", "i1", "u2", "i4", "i8", "f2", "f4", "f8", "c8", "c16", "S3", "U2", "V2", ">i4", "M8[s]", "m8")
+        for kind in (
+            "?",
+            "i1",
+            "u2",
+            "i4",
+            "i8",
+            "f2",
+            "f4",
+            "f8",
+            "c8",
+            "c16",
+            "S3",
+            "U2",
+            "V2",
+            ">i4",
+            "M8[s]",
+            "m8",
+        )
     },
     "numpy structured": lambda: np.zeros(4, [("key", "i4"), ("value", "f8")]),
     "numpy of three dimensions": lambda: np.zeros((2, 3, 2), np.float32),
@@ -64,7 +83,11 @@ WRITABLE: dict[str, Callable[[], Any]] = {
 
 
 def bytes_of(thing: Any) -> bytes:
-    return np.asarray(thing).tobytes() if hasattr(thing, "__array__") else bytes(memoryview(thing).cast("B"))
+    return (
+        np.asarray(thing).tobytes()
+        if hasattr(thing, "__array__")
+        else bytes(memoryview(thing).cast("B"))
+    )
 
 
 @pytest.mark.parametrize("make", WRITABLE.values(), ids=WRITABLE)
@@ -89,18 +112,22 @@ def test_an_array_without_elements_moves_nothing(file: File, shape: tuple[int, .
 
 
 @pytest.mark.parametrize(
-    "readable", [DATA, memoryview(DATA), np.frombuffer(DATA, "f8")], ids=lambda thing: type(thing).__name__
+    "readable",
+    [DATA, memoryview(DATA), np.frombuffer(DATA, "f8")],
+    ids=lambda thing: type(thing).__name__,
 )
 def test_a_write_takes_what_is_read_only(file: File, readable: Any) -> None:
     assert file.pwrite(readable, 5).result(TIMEOUT_S) == 48
     assert Path(file.path).read_bytes()[5:53] == DATA
 
 
-# --- by __array_interface__ and DLPack ---------------------------------------------------------------------------
+# --- by __array_interface__ and DLPack ------------------------------------------------------------
 
 
 class OnlyArrayInterface:
-    """What an array of bfloat16 is to the buffer protocol: memory whose element type has no name there."""
+    """What an array of bfloat16 is to the buffer protocol: memory whose element type has no name
+    there.
+    """
 
     def __init__(self, backing: np.ndarray[Any, Any], **changes: object) -> None:
         self.backing = backing
@@ -108,7 +135,9 @@ class OnlyArrayInterface:
 
 
 @pytest.mark.parametrize("typestr", ["<V2", "<f4", "<M8[s]"])
-def test_memory_is_found_by_array_interface_whatever_its_elements_are(file: File, typestr: str) -> None:
+def test_memory_is_found_by_array_interface_whatever_its_elements_are(
+    file: File, typestr: str
+) -> None:
     backing = np.zeros((4, 12), np.uint8)
     width = np.dtype(typestr).itemsize
     thing = OnlyArrayInterface(backing, typestr=typestr, shape=(48 // width,))
@@ -161,7 +190,9 @@ def test_a_strided_dlpack_array_is_refused(file: File) -> None:
     "thing",
     [
         OnlyDLPack(np.zeros(1), device=2),
-        SimpleNamespace(__cuda_array_interface__={"data": (4096, False), "shape": (1,), "typestr": "|u1"}),
+        SimpleNamespace(
+            __cuda_array_interface__={"data": (4096, False), "shape": (1,), "typestr": "|u1"}
+        ),
     ],
     ids=["dlpack", "cuda array interface"],
 )
@@ -170,7 +201,7 @@ def test_memory_that_is_not_the_hosts_is_refused_with_what_to_do(file: File, thi
         file.pwrite(thing)
 
 
-# --- refused -----------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 SCATTERED: dict[str, Any] = {
     "every other element": np.zeros(96, np.uint8)[::2],
@@ -205,14 +236,18 @@ def test_read_only_memory_is_refused_for_reading_into(file: File, buffer: Any) -
     assert bytes_of(buffer) == bytes(48)
 
 
-@pytest.mark.parametrize("thing", ["text", 7, None, [1, 2, 3], object()], ids=lambda thing: type(thing).__name__)
+@pytest.mark.parametrize(
+    "thing", ["text", 7, None, [1, 2, 3], object()], ids=lambda thing: type(thing).__name__
+)
 def test_what_has_no_memory_is_refused_by_its_type(file: File, thing: Any) -> None:
     for call in (file.pread, file.pwrite):
         with pytest.raises(TypeError, match=f"got {type(thing).__name__}"):
             call(thing)
 
 
-@pytest.mark.parametrize("kind", [object, [("name", object), ("size", "i4")]], ids=["object", "structured"])
+@pytest.mark.parametrize(
+    "kind", [object, [("name", object), ("size", "i4")]], ids=["object", "structured"]
+)
 def test_arrays_of_python_objects_are_refused(file: File, kind: Any) -> None:
     """Their bytes are addresses: useless in a file, deadly when read back."""
     objects = np.zeros(3, kind)
@@ -222,10 +257,12 @@ def test_arrays_of_python_objects_are_refused(file: File, kind: Any) -> None:
                 call(thing)
 
 
-# --- meanwhile ---------------------------------------------------------------------------------------------------
+# --- meanwhile ------------------------------------------------------------------------------------
 
 
-def test_a_bytearray_cannot_be_resized_during_its_operation_and_can_be_at_once_after(slow_file: File) -> None:
+def test_a_bytearray_cannot_be_resized_during_its_operation_and_can_be_at_once_after(
+    slow_file: File,
+) -> None:
     buffer = bytearray(48)
     future = slow_file.pread(buffer)
     with pytest.raises(BufferError):
@@ -271,7 +308,7 @@ def test_memory_that_nobody_else_holds_lives_until_its_operation_has_ended(slow_
     assert watch() is None
 
 
-# --- torch -------------------------------------------------------------------------------------------------------
+# --- torch ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -281,7 +318,18 @@ def torch() -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    ["uint8", "int16", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "bool", "float8_e4m3fn"],
+    [
+        "uint8",
+        "int16",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "bool",
+        "float8_e4m3fn",
+    ],
 )
 def test_tensors_of_every_type_go_both_ways(file: File, torch: Any, name: str) -> None:
     kind = getattr(torch, name)
@@ -319,7 +367,10 @@ def test_scattered_tensors_are_refused_and_left_alone(file: File, torch: Any) ->
 
 def test_tensors_whose_bytes_are_not_their_values_are_refused(file: File, torch: Any) -> None:
     complex_numbers = torch.zeros(3, dtype=torch.complex64)
-    for tensor in (complex_numbers.conj(), complex_numbers.conj().imag.contiguous().view_as(torch.zeros(3))):
+    for tensor in (
+        complex_numbers.conj(),
+        complex_numbers.conj().imag.contiguous().view_as(torch.zeros(3)),
+    ):
         if tensor.is_conj() or tensor.is_neg():
             with pytest.raises(ValueError, match="resolve_conj"):
                 file.pwrite(tensor)
@@ -338,7 +389,9 @@ def watched_tensor(torch: Any) -> tuple[Any, weakref.ref[Any]]:
     return torch.from_numpy(owner), weakref.ref(owner)
 
 
-def test_a_dropped_tensors_storage_lives_until_its_operation_has_ended(slow_file: File, torch: Any) -> None:
+def test_a_dropped_tensors_storage_lives_until_its_operation_has_ended(
+    slow_file: File, torch: Any
+) -> None:
     tensor, storage = watched_tensor(torch)
     future = slow_file.pread(tensor)
     del tensor
@@ -348,7 +401,9 @@ def test_a_dropped_tensors_storage_lives_until_its_operation_has_ended(slow_file
     assert storage() is None
 
 
-def test_a_tensor_given_other_data_meanwhile_does_not_free_the_memory_being_read(slow_file: File, torch: Any) -> None:
+def test_a_tensor_given_other_data_meanwhile_does_not_free_the_memory_being_read(
+    slow_file: File, torch: Any
+) -> None:
     """What offloading engines do to parameters all the time: `parameter.data = torch.empty(0)`."""
     tensor, storage = watched_tensor(torch)
     future = slow_file.pread(tensor)

@@ -1,4 +1,6 @@
-"""`save` and `load`: a state dict comes back as it was, in a store just large enough, and a failure costs nothing."""
+"""`save` and `load`: a state dict comes back as it was, in a store just large enough, and a failure
+costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,9 @@ def test_saving_again_replaces_the_state_where_there_is_room(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("capacity", [None, 1, 20 * MIB])
-def test_saving_again_and_again_needs_no_thought_of_room(tmp_path: Path, capacity: int | None) -> None:
+def test_saving_again_and_again_needs_no_thought_of_room(
+    tmp_path: Path, capacity: int | None
+) -> None:
     for seed in range(5):
         save(state(seed), tmp_path / "s", capacity=capacity)
 
@@ -141,7 +145,10 @@ def test_saving_again_and_again_needs_no_thought_of_room(tmp_path: Path, capacit
 def test_a_state_may_grow(tmp_path: Path) -> None:
     for count in range(1, 6):
         grown = {"w": np.full(count * MIB, count, np.uint8)}
-        members = [Member(tmp_path / "a", rate=1.0, capacity=MIB), Member(tmp_path / "b", rate=3.0, capacity=MIB)]
+        members = [
+            Member(tmp_path / "a", rate=1.0, capacity=MIB),
+            Member(tmp_path / "b", rate=3.0, capacity=MIB),
+        ]
         save(grown, members)
 
         assert_same(load([tmp_path / "b", tmp_path / "a"]), grown)
@@ -192,7 +199,10 @@ def test_a_store_of_tensors_without_a_state_is_loaded_by_their_names(tmp_path: P
 
     found = load(tmp_path / "s")
 
-    assert_same({name: np.asarray(each) for name, each in found.items()}, {"a": np.ones(3), "b/c": np.zeros(MIB, "u1")})
+    assert_same(
+        {name: np.asarray(each) for name, each in found.items()},
+        {"a": np.ones(3), "b/c": np.zeros(MIB, "u1")},
+    )
     with pytest.raises(KeyError, match="no state dict 'other'"):
         load(tmp_path / "s", name="other")
 
@@ -270,8 +280,12 @@ def test_a_bad_byte_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 8 * MIB - 1, 9 * MIB, 17 * MIB + 4])
-@pytest.mark.parametrize("ours", [False, True], ids=["into new memory", "into memory that is there"])
-def test_a_bad_byte_of_a_tensor_of_several_pieces_is_named(tmp_path: Path, at: int, ours: bool) -> None:
+@pytest.mark.parametrize(
+    "ours", [False, True], ids=["into new memory", "into memory that is there"]
+)
+def test_a_bad_byte_of_a_tensor_of_several_pieces_is_named(
+    tmp_path: Path, at: int, ours: bool
+) -> None:
     whole = np.arange(17 * MIB + 5, dtype=np.uint32).astype(np.uint8)
     out = np.empty_like(whole) if ours else None
     with TensorStore.create([tmp_path / "s"], 18 * MIB) as store:
@@ -310,7 +324,10 @@ def test_load_says_where_there_is_nothing(tmp_path: Path) -> None:
 
 def test_a_tree_is_put_over_tensors_that_are_there(tmp_path: Path) -> None:
     save(state(), tmp_path / "s")
-    with TensorStore.open([tmp_path / "s"]) as source, TensorStore.create([tmp_path / "t"], 8 * MIB) as target:
+    with (
+        TensorStore.open([tmp_path / "s"]) as source,
+        TensorStore.create([tmp_path / "t"], 8 * MIB) as target,
+    ):
         target.put_many(source.get_many(source))
         target.put_tree("state", source.trees["state"])
         target.commit()
@@ -320,7 +337,10 @@ def test_a_tree_is_put_over_tensors_that_are_there(tmp_path: Path) -> None:
 
 def test_a_tree_whose_tensors_are_missing_is_refused(tmp_path: Path) -> None:
     save(state(), tmp_path / "s")
-    with TensorStore.open([tmp_path / "s"]) as source, TensorStore.create([tmp_path / "t"], MIB) as target:
+    with (
+        TensorStore.open([tmp_path / "s"]) as source,
+        TensorStore.create([tmp_path / "t"], MIB) as target,
+    ):
         with pytest.raises(KeyError, match="no tensor 'state/"):
             target.put_tree("state", source.trees["state"])
         assert target.states == ()

@@ -1,4 +1,5 @@
-"""`deepnvme.compat`: the calls of DeepSpeed's documentation do what it says, and raise where DeepNVMe lies or aborts.
+"""`deepnvme.compat`: the calls of DeepSpeed's documentation do what it says, and raise where
+DeepNVMe lies or aborts.
 
 What DeepNVMe 0.19.8 does instead was observed; docs/migrate-from-deepnvme.md lists it.
 """
@@ -25,7 +26,16 @@ import numpy as np
 import psutil
 import pytest
 
-from deepnvme import BatchError, ClosedError, FaultPlan, IOQueue, NVMeError, Requests, ShortReadError, compat
+from deepnvme import (
+    BatchError,
+    ClosedError,
+    FaultPlan,
+    IOQueue,
+    NVMeError,
+    Requests,
+    ShortReadError,
+    compat,
+)
 from deepnvme.backends import BACKEND_VARIABLE
 from deepnvme.compat import AsyncIOBuilder, PinMemoryBuilder, aio_handle
 from support.nvme_disks import DiskUnavailableError, tmpfs
@@ -43,7 +53,11 @@ def torch() -> Any:
 
 # Handles know queues only, of which test_conformance shows that all backends do the same.
 @pytest.fixture(
-    params=["uring", "threads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("liburing", "aio"))]
+    params=[
+        "uring",
+        "threads",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("liburing", "aio")),
+    ]
 )
 def disk_backend(request: pytest.FixtureRequest) -> str:
     return backend_or_skip(request.param)
@@ -72,22 +86,40 @@ def array(nbytes: int, seed: int = 1) -> Any:
     return np.frombuffer(pattern(nbytes, seed), np.uint8).copy()
 
 
-# --- the calls of DeepSpeed's documentation ----------------------------------------------------------------------
+# --- the calls of DeepSpeed's documentation -------------------------------------------------------
 
 
 def test_a_handle_has_the_methods_that_completion_shows() -> None:
-    moving = {"async_pread", "async_pwrite", "sync_pread", "sync_pwrite", "pread", "pwrite", "read", "write", "wait"}
+    moving = {
+        "async_pread",
+        "async_pwrite",
+        "sync_pread",
+        "sync_pwrite",
+        "pread",
+        "pwrite",
+        "read",
+        "write",
+        "wait",
+    }
     locking = {"new_cpu_locked_tensor", "free_cpu_locked_tensor", "is_pinned"}
     telling = {f"get_{name}" for name in (*inspect.signature(aio_handle).parameters, "alignment")}
 
-    assert {name for name in dir(aio_handle) if not name.startswith("_")} == {*moving, *locking, *telling, "close"}
+    assert {name for name in dir(aio_handle) if not name.startswith("_")} == {
+        *moving,
+        *locking,
+        *telling,
+        "close",
+    }
 
 
 def test_the_module_that_is_loaded_has_the_functions_and_handles() -> None:
     module = AsyncIOBuilder().load(verbose=False)
 
     assert isinstance(module, ModuleType)
-    assert all(hasattr(module, name) for name in ("aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"))
+    assert all(
+        hasattr(module, name)
+        for name in ("aio_handle", "aio_read", "aio_write", "deepspeed_memcpy")
+    )
     assert PinMemoryBuilder().load() is module
 
 
@@ -97,7 +129,10 @@ def test_the_builders_can_be_asked_whether_they_work_here() -> None:
 
 
 def test_the_parameters_have_the_documented_order_and_defaults() -> None:
-    defaults = {name: parameter.default for name, parameter in inspect.signature(aio_handle).parameters.items()}
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(aio_handle).parameters.items()
+    }
 
     assert list(defaults.items()) == [
         ("block_size", 1048576),
@@ -135,7 +170,9 @@ def test_a_blocking_read_fills_the_tensor(tmp_path: Path, handle: aio_handle, to
     assert (tensor == 7).all()
 
 
-def test_a_write_that_does_not_block_has_ended_after_wait(tmp_path: Path, handle: aio_handle, torch: Any) -> None:
+def test_a_write_that_does_not_block_has_ended_after_wait(
+    tmp_path: Path, handle: aio_handle, torch: Any
+) -> None:
     tensor = torch.arange(100_000, dtype=torch.float32)
 
     assert handle.async_pwrite(tensor, str(tmp_path / "file")) == 0
@@ -144,10 +181,14 @@ def test_a_write_that_does_not_block_has_ended_after_wait(tmp_path: Path, handle
     assert_same((tmp_path / "file").read_bytes(), tensor.numpy().tobytes())
 
 
-def test_one_wait_is_for_all_that_was_submitted_back_to_back(tmp_path: Path, handle: aio_handle) -> None:
+def test_one_wait_is_for_all_that_was_submitted_back_to_back(
+    tmp_path: Path, handle: aio_handle
+) -> None:
     arrays = [array(100_000 + number, number) for number in range(5)]
 
-    assert [handle.async_pwrite(one, str(tmp_path / f"{n}")) for n, one in enumerate(arrays)] == [0] * 5
+    assert [handle.async_pwrite(one, str(tmp_path / f"{n}")) for n, one in enumerate(arrays)] == [
+        0
+    ] * 5
     assert handle.wait() == 5
 
     assert [(tmp_path / f"{n}").read_bytes() for n in range(5)] == [one.tobytes() for one in arrays]
@@ -192,7 +233,9 @@ def test_pinning_without_a_handle(torch: Any) -> None:
     assert pin.free_cpu_locked_tensor(tensor) is True
 
 
-def test_a_locked_tensor_has_the_elements_and_the_type_asked_for(handle: aio_handle, torch: Any) -> None:
+def test_a_locked_tensor_has_the_elements_and_the_type_asked_for(
+    handle: aio_handle, torch: Any
+) -> None:
     tensor = handle.new_cpu_locked_tensor(1024, torch.Tensor())
 
     assert (tuple(tensor.shape), tensor.dtype) == ((1024,), torch.float32)
@@ -200,7 +243,9 @@ def test_a_locked_tensor_has_the_elements_and_the_type_asked_for(handle: aio_han
 
 @pytest.mark.parametrize("by_descriptor", [False, True])
 @pytest.mark.parametrize("parts", [[1024, 1024, 2048], [1, 4096, 513]])
-def test_a_file_is_written_in_parts(tmp_path: Path, handle: aio_handle, parts: list[int], by_descriptor: bool) -> None:
+def test_a_file_is_written_in_parts(
+    tmp_path: Path, handle: aio_handle, parts: list[int], by_descriptor: bool
+) -> None:
     path, data, start = tmp_path / "file", array(sum(parts)), 0
     for part in parts:
         buffer = data[start : start + part]
@@ -244,7 +289,9 @@ def test_pread_and_pwrite_block_or_not_as_told(tmp_path: Path, handle: aio_handl
     assert_same(back, np.concatenate([data[10:20], data[10:]]))
 
 
-def test_reads_and_writes_without_the_queue_of_the_handle_return_zero(tmp_path: Path, handle: aio_handle) -> None:
+def test_reads_and_writes_without_the_queue_of_the_handle_return_zero(
+    tmp_path: Path, handle: aio_handle
+) -> None:
     path, data, back = str(tmp_path / "file"), array(10_000), np.zeros(10_000, np.uint8)
     handle.async_pwrite(data, str(tmp_path / "other"))
 
@@ -290,10 +337,12 @@ def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", "")
 
 
-# --- what is waited for ------------------------------------------------------------------------------------------
+# --- what is waited for ---------------------------------------------------------------------------
 
 
-def test_a_blocking_call_waits_for_all_that_is_pending_and_counts_it(tmp_path: Path, handle: aio_handle) -> None:
+def test_a_blocking_call_waits_for_all_that_is_pending_and_counts_it(
+    tmp_path: Path, handle: aio_handle
+) -> None:
     back = np.zeros(100_000, np.uint8)
     (tmp_path / "file").write_bytes(array(100_000).tobytes())
     handle.async_pread(back, str(tmp_path / "file"))
@@ -326,7 +375,9 @@ def test_wait_raises_the_one_error_after_all_have_ended(
         assert handle.sync_pwrite(data, str(tmp_path / "1")) == 1
 
 
-def test_wait_has_every_error_where_several_fail(tmp_path: Path, faulty: Callable[[FaultPlan], aio_handle]) -> None:
+def test_wait_has_every_error_where_several_fail(
+    tmp_path: Path, faulty: Callable[[FaultPlan], aio_handle]
+) -> None:
     with closing(faulty(FaultPlan().fail(every=2))) as handle:
         for number in range(4):
             handle.async_pwrite(array(1000), str(tmp_path / f"{number}"))
@@ -355,7 +406,9 @@ def test_threads_share_a_handle(tmp_path: Path, handle: aio_handle) -> None:
 
 
 def test_many_handles_work_at_once(tmp_path: Path) -> None:
-    """There: with fs.aio-max-nr used up, a handle is made all the same and its first operation aborts."""
+    """There: with fs.aio-max-nr used up, a handle is made all the same and its first operation
+    aborts.
+    """
     handles = [aio_handle(block_size=64 << 10, queue_depth=100) for _ in range(24)]
     for number, handle in enumerate(handles):
         handle.async_pwrite(array(50_000, number), str(tmp_path / f"{number}"))
@@ -367,7 +420,7 @@ def test_many_handles_work_at_once(tmp_path: Path) -> None:
         handle.close()
 
 
-# --- success that was none ---------------------------------------------------------------------------------------
+# --- success that was none ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [1, 513, 1000, 3 * 1000])
@@ -423,14 +476,21 @@ def test_a_limit_on_file_sizes_is_told(tmp_path: Path) -> None:
     assert int(told) == errno.EFBIG
 
 
-def test_a_read_that_the_drive_fails_is_told(tmp_path: Path, faulty: Callable[[FaultPlan], aio_handle]) -> None:
+def test_a_read_that_the_drive_fails_is_told(
+    tmp_path: Path, faulty: Callable[[FaultPlan], aio_handle]
+) -> None:
     """There: success, with old bytes among those read."""
     (tmp_path / "file").write_bytes(bytes(200_000))
-    with closing(faulty(FaultPlan().fail(nth=2, requests=Requests.READS))) as handle, pytest.raises(NVMeError):
+    with (
+        closing(faulty(FaultPlan().fail(nth=2, requests=Requests.READS))) as handle,
+        pytest.raises(NVMeError),
+    ):
         handle.sync_pread(np.ones(200_000, np.uint8), str(tmp_path / "file"))
 
 
-def test_what_the_kernel_cuts_short_is_completed(tmp_path: Path, faulty: Callable[[FaultPlan], aio_handle]) -> None:
+def test_what_the_kernel_cuts_short_is_completed(
+    tmp_path: Path, faulty: Callable[[FaultPlan], aio_handle]
+) -> None:
     """There: what is missing stays missing."""
     data, back = array(300_001), np.zeros(300_001, np.uint8)
     with closing(faulty(FaultPlan().shorten(every=2))) as handle:
@@ -463,9 +523,14 @@ def test_a_refused_write_leaves_the_file_as_it_was(tmp_path: Path, handle: aio_h
     assert handle.wait() == 0
 
 
-def test_a_tensor_of_two_dimensions_that_is_not_locked_is_moved(tmp_path: Path, handle: aio_handle, torch: Any) -> None:
+def test_a_tensor_of_two_dimensions_that_is_not_locked_is_moved(
+    tmp_path: Path, handle: aio_handle, torch: Any
+) -> None:
     """There: RuntimeError about shapes."""
-    tensor, back = torch.arange(600, dtype=torch.bfloat16).reshape(20, 30), torch.zeros(20, 30, dtype=torch.bfloat16)
+    tensor, back = (
+        torch.arange(600, dtype=torch.bfloat16).reshape(20, 30),
+        torch.zeros(20, 30, dtype=torch.bfloat16),
+    )
     handle.sync_pwrite(tensor, str(tmp_path / "file"))
     handle.sync_pread(back, str(tmp_path / "file"))
 
@@ -480,7 +545,9 @@ def test_a_shorter_rewrite_leaves_no_tail(tmp_path: Path, handle: aio_handle) ->
 
 
 @pytest.mark.parametrize("offset", [0, 50])
-def test_a_write_at_an_offset_keeps_what_lies_around(tmp_path: Path, handle: aio_handle, offset: int) -> None:
+def test_a_write_at_an_offset_keeps_what_lies_around(
+    tmp_path: Path, handle: aio_handle, offset: int
+) -> None:
     (tmp_path / "file").write_bytes(bytes(1000))
     handle.sync_pwrite(array(10), str(tmp_path / "file"), offset)
 
@@ -509,7 +576,7 @@ def test_a_dangling_link_is_told(tmp_path: Path, handle: aio_handle) -> None:
         handle.sync_pwrite(array(10), str(tmp_path / "link"))
 
 
-# --- aborts of the whole program, and -1 -------------------------------------------------------------------------
+# --- aborts of the whole program, and -1 ----------------------------------------------------------
 
 
 def test_a_missing_file_is_told(tmp_path: Path, handle: aio_handle) -> None:
@@ -603,12 +670,16 @@ def test_a_handle_without_wait_ends_its_writes(tmp_path: Path, end: str) -> None
     assert [(tmp_path / f"file{number}").stat().st_size for number in range(16)] == [MIB] * 16
 
 
-def test_a_dropped_handle_warns_of_what_failed(tmp_path: Path, faulty: Callable[[FaultPlan], aio_handle]) -> None:
+def test_a_dropped_handle_warns_of_what_failed(
+    tmp_path: Path, faulty: Callable[[FaultPlan], aio_handle]
+) -> None:
     held = [faulty(FaultPlan().fail(nth=2))]
     for number in range(3):
         held[0].async_pwrite(array(10), str(tmp_path / f"{number}"))
 
-    with pytest.warns(RuntimeWarning, match=r"dropped without wait\(\) and 1 of its operations failed"):
+    with pytest.warns(
+        RuntimeWarning, match=r"dropped without wait\(\) and 1 of its operations failed"
+    ):
         held.clear()
 
 
@@ -680,16 +751,23 @@ assert handle.wait() == 10
 
 
 def test_a_program_run_without_asserts_still_writes(tmp_path: Path) -> None:
-    """There: DeepSpeed's own calls stand in assert statements. Here, what is dropped unwaited is ended."""
+    """There: DeepSpeed's own calls stand in assert statements.
+
+    Here, what is dropped unwaited is ended.
+    """
     output_of(run_program(WORKING, tmp_path / "file", folder=tmp_path, python=["-O"]))
-    assert (tmp_path / "file").read_bytes() == b"".join(bytes([number]) * 1000 for number in range(10))
+    assert (tmp_path / "file").read_bytes() == b"".join(
+        bytes([number]) * 1000 for number in range(10)
+    )
 
 
-# --- validation --------------------------------------------------------------------------------------------------
+# --- validation -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 10_000, 9 * MIB])
-def test_what_is_on_the_drive_passes_validation(tmp_path: Path, handle: aio_handle, nbytes: int) -> None:
+def test_what_is_on_the_drive_passes_validation(
+    tmp_path: Path, handle: aio_handle, nbytes: int
+) -> None:
     path, data = str(tmp_path / "file"), array(nbytes)
 
     assert handle.pwrite(data, path, True, False) == 1
@@ -715,7 +793,9 @@ def test_a_part_of_a_file_is_validated_as_a_part(tmp_path: Path, handle: aio_han
     assert handle.pwrite(array(100), str(tmp_path / "file"), True, False, 9950) == 1
 
 
-def test_a_difference_found_by_validation_is_an_error_at_its_byte(tmp_path: Path, handle: aio_handle) -> None:
+def test_a_difference_found_by_validation_is_an_error_at_its_byte(
+    tmp_path: Path, handle: aio_handle
+) -> None:
     """There: a line on standard output, and success."""
     (tmp_path / "file").write_bytes(bytes(10_000))
     data = np.zeros(9 * MIB, np.uint8)
@@ -726,7 +806,11 @@ def test_a_difference_found_by_validation_is_an_error_at_its_byte(tmp_path: Path
     with pytest.raises(NVMeError, match=f"at offset {MIB * 8 + 105}") as caught:
         handle.wait()
 
-    assert (caught.value.op, caught.value.offset, caught.value.done) == ("validate", 100, MIB * 8 + 5)
+    assert (caught.value.op, caught.value.offset, caught.value.done) == (
+        "validate",
+        100,
+        MIB * 8 + 5,
+    )
     assert handle.wait() == 0
 
 
@@ -735,19 +819,24 @@ def test_a_file_cut_behind_our_back_fails_validation(tmp_path: Path, handle: aio
     handle._pending[0].future.result()
     os.truncate(tmp_path / "file", 4000)
 
-    # The second, if the write was over before its file was opened to be read: the queue knows its length then.
-    with pytest.raises(NVMeError, match=r"(differs from the buffer|found the end of the file after) 4000 B"):
+    # The second, if the write was over before its file was opened to be read: the queue knows its
+    # length then.
+    with pytest.raises(
+        NVMeError, match=r"(differs from the buffer|found the end of the file after) 4000 B"
+    ):
         handle.wait()
 
 
-# --- locked tensors ----------------------------------------------------------------------------------------------
+# --- locked tensors -------------------------------------------------------------------------------
 
 
 def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def test_a_locked_tensor_is_moved_without_a_copy(tmp_path: Path, handle: aio_handle, torch: Any) -> None:
+def test_a_locked_tensor_is_moved_without_a_copy(
+    tmp_path: Path, handle: aio_handle, torch: Any
+) -> None:
     tensor = handle.new_cpu_locked_tensor(MIB, torch.empty(0, dtype=torch.uint8))
     tensor.fill_(7)
     handle.sync_pwrite(tensor, str(tmp_path / "file"))
@@ -770,7 +859,9 @@ def test_any_handle_knows_a_locked_tensor_and_its_parts(handle: aio_handle, torc
     assert not handle.is_pinned(tensor)
 
 
-def test_freeing_a_locked_tensor_gives_its_memory_back_and_leaves_it_empty(handle: aio_handle, torch: Any) -> None:
+def test_freeing_a_locked_tensor_gives_its_memory_back_and_leaves_it_empty(
+    handle: aio_handle, torch: Any
+) -> None:
     """There: the tensor still points to memory that is another's."""
     tensor = handle.new_cpu_locked_tensor(64 * MIB, torch.empty(0, dtype=torch.uint8))
     before = resident_bytes()
@@ -792,7 +883,9 @@ def test_memory_that_a_view_uses_is_kept_for_it(handle: aio_handle, torch: Any) 
     assert handle.is_pinned(view)
 
 
-def test_memory_that_is_being_written_is_kept_for_that(tmp_path: Path, handle: aio_handle, torch: Any) -> None:
+def test_memory_that_is_being_written_is_kept_for_that(
+    tmp_path: Path, handle: aio_handle, torch: Any
+) -> None:
     tensor = handle.new_cpu_locked_tensor(4 * MIB, torch.empty(0, dtype=torch.uint8))
     tensor.fill_(9)
     handle.async_pwrite(tensor, str(tmp_path / "file"))
@@ -803,7 +896,9 @@ def test_memory_that_is_being_written_is_kept_for_that(tmp_path: Path, handle: a
     assert_same((tmp_path / "file").read_bytes(), b"\x09" * (4 * MIB))
 
 
-def test_a_locked_tensor_that_is_forgotten_is_freed_by_the_next(handle: aio_handle, torch: Any) -> None:
+def test_a_locked_tensor_that_is_forgotten_is_freed_by_the_next(
+    handle: aio_handle, torch: Any
+) -> None:
     """There: its memory is never freed."""
     before = resident_bytes()
     for _ in range(5):
@@ -829,7 +924,10 @@ def test_only_locked_tensors_are_freed(handle: aio_handle, torch: Any) -> None:
 
     assert handle.free_cpu_locked_tensor(stranger) is False
     assert handle.free_cpu_locked_tensor(tensor[1:]) is False
-    assert [handle.free_cpu_locked_tensor(tensor), handle.free_cpu_locked_tensor(tensor)] == [True, False]
+    assert [handle.free_cpu_locked_tensor(tensor), handle.free_cpu_locked_tensor(tensor)] == [
+        True,
+        False,
+    ]
     assert stranger.sum() == 10
 
 
@@ -847,7 +945,10 @@ def test_locked_tensors_of_impossible_sizes_are_refused(handle: aio_handle, torc
 @pytest.fixture
 def little_may_be_locked() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536 if hard == resource.RLIM_INFINITY else min(65536, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_MEMLOCK,
+        (65536 if hard == resource.RLIM_INFINITY else min(65536, hard), hard),
+    )
     yield
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
 
@@ -863,12 +964,17 @@ def test_a_limit_on_locked_memory_is_no_error(tmp_path: Path, torch: Any) -> Non
         assert handle.sync_pwrite(tensor, tmp_path / "file") == 1
 
 
-# --- settings become the queue's ---------------------------------------------------------------------------------
+# --- settings become the queue's ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("block_size", "queue_depth", "chunks", "most_in_flight"),
-    [(64 << 10, 2, 16, 128 << 10), (1000, 1, 16, 64 << 10), (100_000, 4, 8, 512 << 10), (MIB, 1 << 20, 1, 64 * MIB)],
+    [
+        (64 << 10, 2, 16, 128 << 10),
+        (1000, 1, 16, 64 << 10),
+        (100_000, 4, 8, 512 << 10),
+        (MIB, 1 << 20, 1, 64 * MIB),
+    ],
 )
 def test_block_size_and_depth_decide_chunks_and_bytes_in_flight(
     tmp_path: Path, block_size: int, queue_depth: int, chunks: int, most_in_flight: int
@@ -881,7 +987,7 @@ def test_block_size_and_depth_decide_chunks_and_bytes_in_flight(
     assert drive.peak_inflight_bytes <= most_in_flight
 
 
-# --- without torch -----------------------------------------------------------------------------------------------
+# --- without torch --------------------------------------------------------------------------------
 
 TORCHLESS = """
 import sys
@@ -913,14 +1019,16 @@ def test_arrays_need_no_torch_and_locked_tensors_say_that_they_do(tmp_path: Path
     assert "need torch, which is not installed" in told.splitlines()[1]
 
 
-# --- the page on migrating ---------------------------------------------------------------------------------------
+# --- the page on migrating ------------------------------------------------------------------------
 
 
 def programs() -> dict[str, str]:
     """Return the page's Python blocks by the heading they stand under."""
     parts = re.split(r"^## (.+)$", PAGE, flags=re.MULTILINE)
     blocks = {
-        title: "\n".join(re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL))
+        title: "\n".join(
+            re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+        )
         for title, text in zip(parts[1::2], parts[2::2], strict=True)
     }
     return {title: block for title, block in blocks.items() if block}

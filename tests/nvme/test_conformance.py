@@ -1,6 +1,8 @@
-"""What every backend does the same: bytes go where they were sent and come back, whatever the size, offset and memory.
+"""What every backend does the same: bytes go where they were sent and come back, whatever the size,
+offset and memory.
 
-The oracle is the kernel's ordinary read of the file (the queue's own for files in memory) and a bytearray as model.
+The oracle is the kernel's ordinary read of the file (the queue's own for files in memory) and a
+bytearray as model.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ SIZES = (0, 1, 511, 512, 4095, 4096, 4097, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUN
 OFFSETS = (0, 1, 511, 4096, 12345)
 
 
-# --- round trips -------------------------------------------------------------------------------------------------
+# --- round trips ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("home", Home, ids=lambda home: home.name.lower())
@@ -62,7 +64,8 @@ def test_what_was_written_is_read_back_at_any_size_offset_and_alignment(
 
 @pytest.mark.parametrize("home", Home, ids=lambda home: home.name.lower())
 @pytest.mark.parametrize(
-    "nbytes", [5 * MIB + 3, *(pytest.param(MIB + over, marks=pytest.mark.slow) for over in (-1, 0, 1))]
+    "nbytes",
+    [5 * MIB + 3, *(pytest.param(MIB + over, marks=pytest.mark.slow) for over in (-1, 0, 1))],
 )
 def test_what_was_written_in_chunks_of_the_usual_size_is_read_back(
     tmp_path: Path, backend: str, pool: Pool, home: Home, nbytes: int
@@ -79,7 +82,9 @@ def assert_round_trip(queue: IOQueue, path: Path, pool: Pool, home: Home, nbytes
             data = pattern(nbytes, seed=2 + number)
             file.pwrite(background).result(TIMEOUT_S)
             assert file.pwrite(filled(home, data, pool), offset).result(TIMEOUT_S) == nbytes
-            assert_same(contents(queue, path), background[:offset] + data + background[offset + nbytes :])
+            assert_same(
+                contents(queue, path), background[:offset] + data + background[offset + nbytes :]
+            )
             back = memory(home, nbytes, pool)
             back[:] = 0xEE
             assert file.pread(back, offset).result(TIMEOUT_S) == nbytes
@@ -93,7 +98,9 @@ def test_every_way_through_the_page_cache_or_past_it_moves_the_same_bytes(
 ) -> None:
     data = pattern(5 * CHUNK + 77, seed=1)
     with (
-        IOQueue(disk_backend, chunk_bytes=CHUNK, inflight_bytes=2 * CHUNK, user_memory=user_memory) as queue,
+        IOQueue(
+            disk_backend, chunk_bytes=CHUNK, inflight_bytes=2 * CHUNK, user_memory=user_memory
+        ) as queue,
         queue.open(tmp_path / "file", "w", direct=direct) as file,
     ):
         for offset in (0, 100):
@@ -112,7 +119,9 @@ def test_a_write_beyond_the_end_leaves_zeros_between(tmp_path: Path, queue: IOQu
     assert_same(contents(queue, tmp_path / "file"), b"start" + bytes(2 * CHUNK) + b"far")
 
 
-def test_neighbours_in_one_page_written_at_the_same_time_all_survive(tmp_path: Path, queue: IOQueue) -> None:
+def test_neighbours_in_one_page_written_at_the_same_time_all_survive(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     random_source = random.Random(7)
     data = pattern(40 * PAGE, seed=7)
     cuts = sorted({0, len(data), *(random_source.randrange(len(data)) for _ in range(150))})
@@ -124,7 +133,9 @@ def test_neighbours_in_one_page_written_at_the_same_time_all_survive(tmp_path: P
     assert_same(contents(queue, tmp_path / "file"), data)
 
 
-def test_an_extending_write_whose_ends_and_middle_travel_apart_arrives_whole(tmp_path: Path, queue: IOQueue) -> None:
+def test_an_extending_write_whose_ends_and_middle_travel_apart_arrives_whole(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     for attempt in range(20):
         path = tmp_path / f"file{attempt}"
         data = pattern(3 * CHUNK + 4097, seed=attempt)
@@ -135,7 +146,9 @@ def test_an_extending_write_whose_ends_and_middle_travel_apart_arrives_whole(tmp
         assert_same(contents(queue, path), bytes(12345) + data)
 
 
-def test_an_operation_of_no_bytes_succeeds_and_changes_nothing(tmp_path: Path, queue: IOQueue) -> None:
+def test_an_operation_of_no_bytes_succeeds_and_changes_nothing(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     with queue.open(tmp_path / "file", "w") as file:
         file.pwrite(b"abc").result(TIMEOUT_S)
         for offset in (0, 3, 1000):
@@ -145,7 +158,7 @@ def test_an_operation_of_no_bytes_succeeds_and_changes_nothing(tmp_path: Path, q
     assert contents(queue, tmp_path / "file") == b"abc"
 
 
-# --- against a model ---------------------------------------------------------------------------------------------
+# --- against a model ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -182,7 +195,9 @@ def take_step(step: Step, number: int, file: File, model: bytearray, pool: Pool)
         return
     if step.call == "pwrite":
         data = pattern(step.nbytes, number)
-        assert file.pwrite(filled(step.home, data, pool), step.offset).result(TIMEOUT_S) == step.nbytes
+        assert (
+            file.pwrite(filled(step.home, data, pool), step.offset).result(TIMEOUT_S) == step.nbytes
+        )
         if data:
             model[:] = model.ljust(step.offset, b"\0")
             model[step.offset : step.offset + step.nbytes] = data
@@ -200,14 +215,18 @@ def take_step(step: Step, number: int, file: File, model: bytearray, pool: Pool)
     assert_same(buffer[: len(expected)], expected)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(steps=st.lists(STEPS, min_size=1, max_size=14), user_memory=st.sampled_from(UserMemory))
 def test_files_hold_what_a_bytearray_would_after_any_sequence_of_calls(
     tmp_path: Path, backend: str, pool: Pool, steps: list[Step], user_memory: UserMemory
 ) -> None:
     paths = [tmp_path / f"file{number}" for number in range(3)]
     models = [bytearray() for _ in paths]
-    with IOQueue(backend, chunk_bytes=CHUNK, inflight_bytes=2 * CHUNK, pool=pool, user_memory=user_memory) as queue:
+    with IOQueue(
+        backend, chunk_bytes=CHUNK, inflight_bytes=2 * CHUNK, pool=pool, user_memory=user_memory
+    ) as queue:
         files = [queue.open(path, "w") for path in paths]
         for number, step in enumerate(steps):
             take_step(step, number, files[step.file], models[step.file], pool)
@@ -217,7 +236,9 @@ def test_files_hold_what_a_bytearray_would_after_any_sequence_of_calls(
             assert_same(contents(queue, path), model)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 2**32), nbytes=st.integers(1, 6 * CHUNK), pieces=st.integers(1, 40))
 def test_pieces_written_and_read_in_any_order_all_at_once_make_the_whole(
     tmp_path: Path, backend: str, seed: int, nbytes: int, pieces: int
@@ -240,12 +261,14 @@ def test_pieces_written_and_read_in_any_order_all_at_once_make_the_whole(
     assert_same(back, data)
 
 
-# --- the end of the file -----------------------------------------------------------------------------------------
+# --- the end of the file --------------------------------------------------------------------------
 
 Read = Callable[[File, bytearray, int], "IOFuture[int]"]
 
 
-@pytest.mark.parametrize(("length", "offset", "asked"), [(5, 0, 9), (5, 5, 1), (5, 7, 3), (CHUNK, PAGE, 2 * CHUNK)])
+@pytest.mark.parametrize(
+    ("length", "offset", "asked"), [(5, 0, 9), (5, 5, 1), (5, 7, 3), (CHUNK, PAGE, 2 * CHUNK)]
+)
 def test_a_pread_past_the_end_is_a_short_read_error_that_says_how_much_came(
     tmp_path: Path, queue: IOQueue, length: int, offset: int, asked: int
 ) -> None:
@@ -260,7 +283,9 @@ def test_a_pread_past_the_end_is_a_short_read_error_that_says_how_much_came(
     assert_same(buffer[:came], data[offset:])
 
 
-@pytest.mark.parametrize(("length", "offset", "asked"), [(5, 0, 9), (5, 5, 1), (5, 7, 3), (CHUNK, PAGE, 2 * CHUNK)])
+@pytest.mark.parametrize(
+    ("length", "offset", "asked"), [(5, 0, 9), (5, 5, 1), (5, 7, 3), (CHUNK, PAGE, 2 * CHUNK)]
+)
 def test_readinto_ends_at_the_end_of_the_file(
     tmp_path: Path, queue: IOQueue, length: int, offset: int, asked: int
 ) -> None:
@@ -288,14 +313,16 @@ def test_a_file_that_another_process_cut_is_an_error_not_a_short_success(
     assert "accepts fewer" not in str(error)
 
 
-def test_a_file_that_we_cut_ourselves_is_as_long_as_we_made_it(tmp_path: Path, queue: IOQueue) -> None:
+def test_a_file_that_we_cut_ourselves_is_as_long_as_we_made_it(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     with queue.open(tmp_path / "file", "w") as file:
         file.pwrite(pattern(3 * CHUNK, seed=1)).result(TIMEOUT_S)
         file.truncate(CHUNK + 10)
         assert file.readinto(bytearray(3 * CHUNK)).result(TIMEOUT_S) == CHUNK + 10
 
 
-# --- opening and sizing ------------------------------------------------------------------------------------------
+# --- opening and sizing ---------------------------------------------------------------------------
 
 
 def test_mode_w_leaves_nothing_of_an_older_and_longer_file(tmp_path: Path, queue: IOQueue) -> None:
@@ -314,7 +341,9 @@ def test_mode_r_plus_keeps_what_is_not_overwritten(tmp_path: Path, queue: IOQueu
 
 
 @pytest.mark.parametrize("mode", ["r", "r+"])
-def test_a_file_that_is_not_there_is_file_not_found_with_its_path(tmp_path: Path, queue: IOQueue, mode: str) -> None:
+def test_a_file_that_is_not_there_is_file_not_found_with_its_path(
+    tmp_path: Path, queue: IOQueue, mode: str
+) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         queue.open(tmp_path / "missing", mode)  # type: ignore[arg-type]
     assert caught.value.filename == str(tmp_path / "missing")
@@ -331,7 +360,9 @@ def test_a_directory_is_not_a_file(tmp_path: Path, disk_queue: IOQueue) -> None:
         disk_queue.open(tmp_path, "r")
 
 
-def test_a_path_with_a_null_byte_is_refused_rather_than_cut_there(tmp_path: Path, queue: IOQueue) -> None:
+def test_a_path_with_a_null_byte_is_refused_rather_than_cut_there(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     with pytest.raises(ValueError, match="null"):
         queue.open(f"{tmp_path}/file\0.bin", "w")
     assert not list(tmp_path.iterdir())
@@ -343,7 +374,9 @@ def test_an_unknown_mode_is_refused_with_those_there_are(tmp_path: Path, queue: 
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 3 * CHUNK + 1])
-def test_a_size_is_reserved_when_the_file_is_opened(tmp_path: Path, queue: IOQueue, nbytes: int) -> None:
+def test_a_size_is_reserved_when_the_file_is_opened(
+    tmp_path: Path, queue: IOQueue, nbytes: int
+) -> None:
     with queue.open(tmp_path / "file", "w", size=nbytes) as file:
         assert file.size == nbytes
     assert_same(contents(queue, tmp_path / "file"), bytes(nbytes))
@@ -360,7 +393,9 @@ def test_a_path_may_be_relative_and_of_either_type(
         assert (tmp_path / path).read_bytes() == b"here"
 
 
-def test_a_file_tells_its_alignment_and_whether_it_is_direct(tmp_path: Path, disk_queue: IOQueue) -> None:
+def test_a_file_tells_its_alignment_and_whether_it_is_direct(
+    tmp_path: Path, disk_queue: IOQueue
+) -> None:
     with (
         disk_queue.open(tmp_path / "file", "w") as file,
         disk_queue.open(tmp_path / "file", "r", direct=Direct.NEVER) as plain,
@@ -382,7 +417,9 @@ def test_negative_sizes_and_offsets_are_refused(tmp_path: Path, queue: IOQueue) 
                 call()
 
 
-def test_an_offset_is_an_integer_of_any_kind_and_nothing_else(tmp_path: Path, queue: IOQueue) -> None:
+def test_an_offset_is_an_integer_of_any_kind_and_nothing_else(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     buffer = bytearray(2)
     with queue.open(tmp_path / "file", "w") as file:
         file.pwrite(b"abcd", np.int64(0)).result(TIMEOUT_S)
@@ -407,11 +444,13 @@ def test_an_offset_that_no_file_has_is_refused_and_reaches_no_other_place(
     assert contents(queue, tmp_path / "file") == b"untouched"
 
 
-# --- sync --------------------------------------------------------------------------------------------------------
+# --- sync -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", Sync)
-def test_a_sync_ends_after_every_write_submitted_before_it(tmp_path: Path, backend: str, what: Sync) -> None:
+def test_a_sync_ends_after_every_write_submitted_before_it(
+    tmp_path: Path, backend: str, what: Sync
+) -> None:
     slow_writes = FaultPlan().delay(delay_us=50_000, every=1, requests=Requests.WRITES)
     ended: list[str] = []
 
@@ -431,11 +470,17 @@ def test_a_sync_ends_after_every_write_submitted_before_it(tmp_path: Path, backe
 
 def test_two_syncs_behind_one_write_both_end(tmp_path: Path, queue: IOQueue) -> None:
     with queue.open(tmp_path / "file", "w") as file:
-        futures = [file.pwrite(pattern(9 * CHUNK, 1)), file.sync(), file.sync(Sync.ALL), file.pwrite(b"x"), file.sync()]
+        futures = [
+            file.pwrite(pattern(9 * CHUNK, 1)),
+            file.sync(),
+            file.sync(Sync.ALL),
+            file.pwrite(b"x"),
+            file.sync(),
+        ]
         assert [future.result(TIMEOUT_S) for future in futures] == [9 * CHUNK, 0, 0, 1, 0]
 
 
-# --- statistics and the budget -----------------------------------------------------------------------------------
+# --- statistics and the budget --------------------------------------------------------------------
 
 
 def test_statistics_count_operations_chunks_and_bytes(tmp_path: Path, backend: str) -> None:
@@ -478,7 +523,10 @@ def test_no_more_bytes_are_in_flight_than_the_budget_allows(
         IOQueue(backend, chunk_bytes=CHUNK, inflight_bytes=budget, pool=pool) as queue,
         queue.open(tmp_path / "file", "w") as file,
     ):
-        futures = [file.pwrite(filled(home, pattern(CHUNK + 777, n), pool), n * 2 * CHUNK) for n in range(20)]
+        futures = [
+            file.pwrite(filled(home, pattern(CHUNK + 777, n), pool), n * 2 * CHUNK)
+            for n in range(20)
+        ]
         for future in futures:
             future.result(TIMEOUT_S)
     (drive,) = queue.stats().drives.values()
@@ -500,7 +548,9 @@ def test_sizes_that_make_no_sense_are_told_when_the_queue_is_made(wrong: dict[st
         IOQueue("memory", **wrong)  # type: ignore[arg-type]
 
 
-def test_a_budget_of_more_than_any_arena_holds_is_as_good_as_any(tmp_path: Path, disk_backend: str, pool: Pool) -> None:
+def test_a_budget_of_more_than_any_arena_holds_is_as_good_as_any(
+    tmp_path: Path, disk_backend: str, pool: Pool
+) -> None:
     data = pattern(20 * CHUNK, seed=1)
     with (
         IOQueue(disk_backend, chunk_bytes=CHUNK, inflight_bytes=2 << 30) as queue,
@@ -510,7 +560,7 @@ def test_a_budget_of_more_than_any_arena_holds_is_as_good_as_any(tmp_path: Path,
     assert_same((tmp_path / "file").read_bytes(), data)
 
 
-# --- batches -----------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def test_a_batch_ends_with_all_its_bytes_moved(tmp_path: Path, queue: IOQueue) -> None:
@@ -531,7 +581,9 @@ def opened_with(backend: str, path: Path, faults: FaultPlan) -> Iterator[tuple[I
         yield queue, file
 
 
-def test_a_batch_with_one_failure_raises_it_after_all_the_others_ended(tmp_path: Path, backend: str) -> None:
+def test_a_batch_with_one_failure_raises_it_after_all_the_others_ended(
+    tmp_path: Path, backend: str
+) -> None:
     with opened_with(backend, tmp_path / "file", FaultPlan().fail(nth=2)) as (queue, file):
         batch = queue.batch()
         for number in range(4):

@@ -1,4 +1,6 @@
-"""Queues, files, pools and fault plans in the hands of somebody who mistypes, copies and forks: told in words."""
+"""Queues, files, pools and fault plans in the hands of somebody who mistypes, copies and forks:
+told in words.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme import Direct, FaultPlan, IOQueue, NVMeError, Pool, Sync, UserMemory, WhenFull, _native
+from deepnvme import (
+    Direct,
+    FaultPlan,
+    IOQueue,
+    NVMeError,
+    Pool,
+    Sync,
+    UserMemory,
+    WhenFull,
+    _native,
+)
 from support.nvme_programs import output_of, run_program
 
 BACKEND = "threads"
@@ -33,7 +45,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-# --- choices -----------------------------------------------------------------------------------------------------
+# --- choices --------------------------------------------------------------------------------------
 
 
 def test_a_choice_may_be_given_as_text(path: Path) -> None:
@@ -72,7 +84,10 @@ class _PinsOnly:
         ({"when_full": "blok"}, "when_full: expected one of WhenFull.BLOCK ('block')"),
         ({"when_full": None}, "when_full: expected one of"),
         ({"when_full": True}, "when_full: expected one of"),
-        ({"user_memory": "copy"}, "user_memory: expected one of UserMemory.ZERO_COPY ('zero_copy')"),
+        (
+            {"user_memory": "copy"},
+            "user_memory: expected one of UserMemory.ZERO_COPY ('zero_copy')",
+        ),
         ({"user_memory": WhenFull.BLOCK}, "user_memory: expected one of"),
         ({"faults": {}}, "faults: expected a FaultPlan, got dict"),
         ({"pool": 5}, "pool: expected a Pool, got int"),
@@ -92,7 +107,9 @@ def test_a_pool_is_not_page_locked_by_a_choice_that_there_is_not(wrong: Any) -> 
 
 
 @pytest.mark.parametrize("wrong", ["automatic", Sync.DATA])
-def test_a_file_is_not_opened_by_a_choice_that_there_is_not(queue: IOQueue, path: Path, wrong: Any) -> None:
+def test_a_file_is_not_opened_by_a_choice_that_there_is_not(
+    queue: IOQueue, path: Path, wrong: Any
+) -> None:
     with pytest.raises(ValueError, match=r"direct: expected one of Direct\.AUTO \('auto'\)"):
         queue.open(path, "w", direct=wrong)
 
@@ -101,16 +118,23 @@ def test_a_file_is_not_opened_by_a_choice_that_there_is_not(queue: IOQueue, path
 
 def test_a_file_is_not_synced_by_a_choice_that_there_is_not(queue: IOQueue, path: Path) -> None:
     wrong: Any = Direct.AUTO
-    with queue.open(path, "r+") as file, pytest.raises(ValueError, match=r"sync: expected one of Sync\.DATA"):
+    with (
+        queue.open(path, "r+") as file,
+        pytest.raises(ValueError, match=r"sync: expected one of Sync\.DATA"),
+    ):
         file.sync(wrong)
 
 
-# --- numbers -----------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [{"size": 1.5}, {"size": -1}, {"size": "1MiB"}, {"permissions": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"size": 1.5}, {"size": -1}, {"size": "1MiB"}, {"permissions": -1}]
+)
 def test_a_wrong_number_empties_no_file(queue: IOQueue, path: Path, wrong: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match=r"is a whole number, got|must not be negative, got"):
+    with pytest.raises(
+        (ValueError, TypeError), match=r"is a whole number, got|must not be negative, got"
+    ):
         queue.open(path, "w", **wrong)
 
     assert path.read_bytes() == b"kept"
@@ -118,7 +142,9 @@ def test_a_wrong_number_empties_no_file(queue: IOQueue, path: Path, wrong: Any) 
 
 @pytest.mark.parametrize("wrong", [-1, 0, "8MiB", 1.5])
 def test_a_pool_has_a_whole_number_of_bytes(wrong: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match=r"the bytes of a pool (is a whole number|must be 1 or more)"):
+    with pytest.raises(
+        (ValueError, TypeError), match=r"the bytes of a pool (is a whole number|must be 1 or more)"
+    ):
         Pool(wrong)
 
 
@@ -154,12 +180,16 @@ def test_a_tensor_has_a_dtype_whose_values_are_its_bytes(wrong: Any) -> None:
         lambda plan: plan.throttle(bytes_per_s=0),
     ],
 )
-def test_a_fault_that_cannot_be_is_refused_where_it_is_planned(add: Callable[[FaultPlan], object]) -> None:
-    with pytest.raises((ValueError, TypeError), match=r"whole number|must|at most 1|expected one of|positive rate"):
+def test_a_fault_that_cannot_be_is_refused_where_it_is_planned(
+    add: Callable[[FaultPlan], object],
+) -> None:
+    with pytest.raises(
+        (ValueError, TypeError), match=r"whole number|must|at most 1|expected one of|positive rate"
+    ):
         add(FaultPlan())
 
 
-# --- files, copies, forks ----------------------------------------------------------------------------------------
+# --- files, copies, forks -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["r", "r+", "w"])
@@ -169,7 +199,9 @@ def test_a_pipe_is_refused_and_not_waited_for(queue: IOQueue, tmp_path: Path, mo
         queue.open(tmp_path / "pipe", mode)
 
 
-def test_what_belongs_to_this_process_is_neither_pickled_nor_copied(queue: IOQueue, path: Path) -> None:
+def test_what_belongs_to_this_process_is_neither_pickled_nor_copied(
+    queue: IOQueue, path: Path
+) -> None:
     with queue.open(path) as file:
         future = file.pread(bytearray(4))
         for each in (queue, file, future, Pool(PAGE)):

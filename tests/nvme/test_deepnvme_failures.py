@@ -1,4 +1,6 @@
-"""What DeepSpeed's DeepNVMe 0.19.8 gets wrong, as measured: each docstring says how, each test shows it right here."""
+"""What DeepSpeed's DeepNVMe 0.19.8 gets wrong, as measured: each docstring says how, each test
+shows it right here.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,25 @@ from support.nvme_programs import output_of, run_program
 MIB = 1 << 20
 
 
-# --- success that was none ---------------------------------------------------------------------------------------
+# --- success that was none ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [1000, 3 * 1000, 513, 1])
 def test_lengths_that_are_no_multiple_of_a_sector_are_written_whole(
     tmp_path: Path, disk_queue: IOQueue, nbytes: int
 ) -> None:
-    """There: 1 for success, and nothing or a part in the file; so too a share per thread of 1000 bytes."""
+    """There: 1 for success, and nothing or a part in the file; so too a share per thread of 1000
+    bytes.
+    """
     data = pattern(nbytes, seed=1)
     with disk_queue.open(tmp_path / "file", "w") as file:
         assert file.pwrite(data).result(TIMEOUT_S) == nbytes
     assert (tmp_path / "file").read_bytes() == data
 
 
-def test_offsets_that_are_no_multiple_of_a_sector_are_written_to(tmp_path: Path, disk_queue: IOQueue) -> None:
+def test_offsets_that_are_no_multiple_of_a_sector_are_written_to(
+    tmp_path: Path, disk_queue: IOQueue
+) -> None:
     """There: 1 for success, and nothing in the file."""
     with disk_queue.open(tmp_path / "file", "w") as file:
         assert file.pwrite(pattern(4096, seed=1), 100).result(TIMEOUT_S) == 4096
@@ -43,7 +49,9 @@ def test_offsets_that_are_no_multiple_of_a_sector_are_written_to(tmp_path: Path,
 
 
 def test_a_part_of_a_file_is_read_from_where_it_is(tmp_path: Path, disk_queue: IOQueue) -> None:
-    """There: `read` takes an offset, but wants a buffer of the whole file's size and reads that much from there."""
+    """There: `read` takes an offset, but wants a buffer of the whole file's size and reads that
+    much from there.
+    """
     (tmp_path / "file").write_bytes(pattern(10_000, seed=1))
     buffer = bytearray(100)
     with disk_queue.open(tmp_path / "file") as file:
@@ -52,7 +60,9 @@ def test_a_part_of_a_file_is_read_from_where_it_is(tmp_path: Path, disk_queue: I
 
 
 def test_a_write_that_fills_the_disk_fails(tmp_path: Path, disk_backend: str) -> None:
-    """There: 1 for success with 80 of 160 MiB in the file, no result of a request being looked at."""
+    """There: 1 for success with 80 of 160 MiB in the file, no result of a request being looked
+    at.
+    """
     try:
         with (
             tmpfs(tmp_path, MIB) as folder,
@@ -98,17 +108,25 @@ def test_a_read_that_the_drive_fails_fails(tmp_path: Path, disk_backend: str) ->
     """There: 1 for success with 2.5 MiB of the buffer's old bytes among what was read."""
     (tmp_path / "file").write_bytes(bytes(6 * CHUNK))
     faults = FaultPlan().fail(nth=3, requests=Requests.READS)
-    with IOQueue(disk_backend, chunk_bytes=CHUNK, faults=faults) as queue, queue.open(tmp_path / "file") as file:
+    with (
+        IOQueue(disk_backend, chunk_bytes=CHUNK, faults=faults) as queue,
+        queue.open(tmp_path / "file") as file,
+    ):
         error = file.pread(bytearray(6 * CHUNK)).exception(TIMEOUT_S)
     assert isinstance(error, NVMeError)
     assert (error.errno, error.done) == (errno.EIO, 2 * CHUNK)
 
 
 def test_reading_into_scattered_memory_is_refused(tmp_path: Path, disk_queue: IOQueue) -> None:
-    """There: success, the buffer unchanged: what is read goes to a contiguous copy that is dropped."""
+    """There: success, the buffer unchanged: what is read goes to a contiguous copy that is
+    dropped.
+    """
     (tmp_path / "file").write_bytes(b"\1" * 64)
     matrix = np.zeros((8, 16), np.uint8)
-    with disk_queue.open(tmp_path / "file") as file, pytest.raises(ValueError, match="not contiguous"):
+    with (
+        disk_queue.open(tmp_path / "file") as file,
+        pytest.raises(ValueError, match="not contiguous"),
+    ):
         file.pread(matrix[:, :8])
     assert not matrix.any()
 
@@ -117,11 +135,16 @@ def test_reading_into_a_scattered_tensor_is_refused(tmp_path: Path, disk_queue: 
     """There: success, the tensor unchanged."""
     torch: Any = pytest.importorskip("torch")
     (tmp_path / "file").write_bytes(b"\1" * 64)
-    with disk_queue.open(tmp_path / "file") as file, pytest.raises(ValueError, match="not contiguous"):
+    with (
+        disk_queue.open(tmp_path / "file") as file,
+        pytest.raises(ValueError, match="not contiguous"),
+    ):
         file.pread(torch.zeros(4, 4).t())
 
 
-def test_a_shorter_rewrite_leaves_no_tail_of_the_longer_file(tmp_path: Path, disk_queue: IOQueue) -> None:
+def test_a_shorter_rewrite_leaves_no_tail_of_the_longer_file(
+    tmp_path: Path, disk_queue: IOQueue
+) -> None:
     """There: files are opened without truncation, and the old end stays."""
     for data in (pattern(100_000, seed=1), pattern(10, seed=2)):
         with disk_queue.open(tmp_path / "file", "w") as file:
@@ -136,8 +159,12 @@ def test_a_failed_sync_is_told(tmp_path: Path, disk_backend: str) -> None:
         assert isinstance(file.sync().exception(TIMEOUT_S), NVMeError)
 
 
-def test_two_users_of_one_path_can_keep_out_of_each_others_way(tmp_path: Path, disk_queue: IOQueue) -> None:
-    """There: the second of two jobs overwrites the first one's files, and both go on with wrong numbers."""
+def test_two_users_of_one_path_can_keep_out_of_each_others_way(
+    tmp_path: Path, disk_queue: IOQueue
+) -> None:
+    """There: the second of two jobs overwrites the first one's files, and both go on with wrong
+    numbers.
+    """
     with disk_queue.open(tmp_path / "file", "x") as first:
         first.pwrite(b"mine").result(TIMEOUT_S)
         with pytest.raises(FileExistsError):
@@ -151,14 +178,24 @@ def test_files_get_the_permissions_asked_for(tmp_path: Path, disk_queue: IOQueue
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
 
 
-# --- one result for all ------------------------------------------------------------------------------------------
+# --- one result for all ---------------------------------------------------------------------------
 
 
 def test_each_operation_has_its_own_result(tmp_path: Path, disk_backend: str) -> None:
-    """There: `wait()` gives a count for all of a handle's operations; which one failed cannot be told."""
-    with IOQueue(disk_backend, faults=FaultPlan().fail(nth=2)) as queue, queue.open(tmp_path / "file", "w") as file:
+    """There: `wait()` gives a count for all of a handle's operations; which one failed cannot be
+    told.
+    """
+    with (
+        IOQueue(disk_backend, faults=FaultPlan().fail(nth=2)) as queue,
+        queue.open(tmp_path / "file", "w") as file,
+    ):
         futures = [file.pwrite(b"x" * 4096, number * 4096) for number in range(4)]
-        assert [future.exception(TIMEOUT_S) is None for future in futures] == [True, False, True, True]
+        assert [future.exception(TIMEOUT_S) is None for future in futures] == [
+            True,
+            False,
+            True,
+            True,
+        ]
 
 
 def test_a_slow_operation_holds_up_no_other(tmp_path: Path, disk_backend: str) -> None:
@@ -172,7 +209,7 @@ def test_a_slow_operation_holds_up_no_other(tmp_path: Path, disk_backend: str) -
         assert not slow.done()
 
 
-# --- aborts of the whole program ---------------------------------------------------------------------------------
+# --- aborts of the whole program ------------------------------------------------------------------
 
 # Each runs in a program of its own, which a call of abort() would end by a signal.
 MISUSE = {
@@ -241,8 +278,12 @@ TOLD = {
 
 @pytest.mark.parametrize("backend", ["auto", "threads"])
 @pytest.mark.parametrize("misuse", MISUSE)
-def test_misuse_is_an_exception_or_nothing_at_all(tmp_path: Path, backend: str, misuse: str) -> None:
-    """There: the interpreter aborts: past the end of the file, with nothing to wait for, with something pending."""
+def test_misuse_is_an_exception_or_nothing_at_all(
+    tmp_path: Path, backend: str, misuse: str
+) -> None:
+    """There: the interpreter aborts: past the end of the file, with nothing to wait for, with
+    something pending.
+    """
     (tmp_path / "file").write_bytes(b"some bytes")
     lines = [line[8:] for line in MISUSE[misuse].splitlines()]
     program = MISUSING + "\n".join(lines)
@@ -265,7 +306,9 @@ with IOQueue() as queue, queue.open(sys.argv[1], "w") as file:
 
 
 def test_no_more_aio_contexts_is_told_when_the_queue_is_made(tmp_path: Path) -> None:
-    """There: with fs.aio-max-nr used up the handle is made, and its first operation aborts the interpreter."""
+    """There: with fs.aio-max-nr used up the handle is made, and its first operation aborts the
+    interpreter.
+    """
     if platform.machine() != "x86_64":
         pytest.skip("the number of io_setup is known for x86-64 only")
     launcher = [*seccomp.refusing("EAGAIN", 206), *seccomp.refusing("EPERM")]
@@ -278,11 +321,14 @@ def test_no_more_aio_contexts_is_told_when_the_queue_is_made(tmp_path: Path) -> 
 def test_a_file_shorter_than_it_should_be_is_an_error(tmp_path: Path, disk_queue: IOQueue) -> None:
     """There: resuming with fewer ranks reads past the ends of their files, and aborts."""
     (tmp_path / "file").write_bytes(bytes(1000))
-    with disk_queue.open(tmp_path / "file") as file, pytest.raises(ShortReadError, match="after 1000 B"):
+    with (
+        disk_queue.open(tmp_path / "file") as file,
+        pytest.raises(ShortReadError, match="after 1000 B"),
+    ):
         file.pread(bytearray(2000)).result(TIMEOUT_S)
 
 
-# --- asserts that do the work ------------------------------------------------------------------------------------
+# --- asserts that do the work ---------------------------------------------------------------------
 
 WORKING = """
 import sys
@@ -295,7 +341,13 @@ with IOQueue(sys.argv[1]) as queue, queue.open(sys.argv[2], "w") as file:
 """
 
 
-def test_a_program_run_without_asserts_writes_what_it_should(tmp_path: Path, disk_backend: str) -> None:
-    """There: the calls that read and write stand in assert statements, and under `python -O` they are gone."""
+def test_a_program_run_without_asserts_writes_what_it_should(
+    tmp_path: Path, disk_backend: str
+) -> None:
+    """There: the calls that read and write stand in assert statements, and under `python -O` they
+    are gone.
+    """
     output_of(run_program(WORKING, disk_backend, tmp_path / "file", folder=tmp_path, python=["-O"]))
-    assert (tmp_path / "file").read_bytes() == b"".join(bytes([number]) * 1000 for number in range(10))
+    assert (tmp_path / "file").read_bytes() == b"".join(
+        bytes([number]) * 1000 for number in range(10)
+    )

@@ -1,4 +1,6 @@
-"""The same operations through deepnvme and through a plain implementation on python-liburing leave the same file."""
+"""The same operations through deepnvme and through a plain implementation on python-liburing leave
+the same file.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,24 @@ from support.reference_uring import ReferenceFile
 TIMEOUT_S = 60
 Step = tuple[Literal["write", "read", "truncate"], int, int, int]
 
-PLACES = st.one_of(st.sampled_from([0, 1, 511, 4095, 4096, 4097, 65536, 1 << 20]), st.integers(0, 1_200_000))
+PLACES = st.one_of(
+    st.sampled_from([0, 1, 511, 4095, 4096, 4097, 65536, 1 << 20]), st.integers(0, 1_200_000)
+)
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["write", "write", "read", "truncate"]), PLACES, PLACES, st.integers(0, 255)),
+    st.tuples(
+        st.sampled_from(["write", "write", "read", "truncate"]), PLACES, PLACES, st.integers(0, 255)
+    ),
     min_size=1,
     max_size=8,
 )
 
 
 def pattern(nbytes: int, seed: int) -> bytes:
-    return bytes((seed + i * 7) & 0xFF for i in range(min(nbytes, 509))) * (nbytes // 509 + 1) if nbytes else b""
+    return (
+        bytes((seed + i * 7) & 0xFF for i in range(min(nbytes, 509))) * (nbytes // 509 + 1)
+        if nbytes
+        else b""
+    )
 
 
 @pytest.fixture(scope="module", params=["liburing", "uring"])
@@ -42,9 +52,13 @@ def queue(request: pytest.FixtureRequest) -> Iterator[deepnvme.IOQueue]:
         yield queue
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(steps=STEPS)
-def test_both_leave_the_same_file_and_read_the_same_bytes(queue: deepnvme.IOQueue, steps: list[Step]) -> None:
+def test_both_leave_the_same_file_and_read_the_same_bytes(
+    queue: deepnvme.IOQueue, steps: list[Step]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ours_path, theirs_path = Path(folder, "ours"), Path(folder, "theirs")
         with queue.open(ours_path, "w") as ours, ReferenceFile(theirs_path) as theirs:
@@ -54,10 +68,16 @@ def test_both_leave_the_same_file_and_read_the_same_bytes(queue: deepnvme.IOQueu
                     theirs.truncate(nbytes)
                 elif kind == "write":
                     data = pattern(nbytes, seed)[:nbytes]
-                    assert ours.pwrite(data, offset).result(TIMEOUT_S) == theirs.pwrite(data, offset) == nbytes
+                    assert (
+                        ours.pwrite(data, offset).result(TIMEOUT_S)
+                        == theirs.pwrite(data, offset)
+                        == nbytes
+                    )
                 else:
                     mine, other = bytearray(nbytes), bytearray(nbytes)
-                    assert ours.readinto(mine, offset).result(TIMEOUT_S) == theirs.readinto(other, offset)
+                    assert ours.readinto(mine, offset).result(TIMEOUT_S) == theirs.readinto(
+                        other, offset
+                    )
                     assert mine == other
             assert ours.size == theirs_path.stat().st_size
         assert ours_path.read_bytes() == theirs_path.read_bytes()

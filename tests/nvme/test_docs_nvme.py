@@ -1,4 +1,6 @@
-"""docs/nvme.md and README.md keep their word: their programs run without torch, their tables and flags are real."""
+"""docs/nvme.md and README.md keep their word: their programs run without torch, their tables and
+flags are real.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def programs() -> dict[str, str]:
-    """Return, by page and section, what its Python blocks amount to when they run one after the other."""
+    """Return, by page and section, what its Python blocks amount to when they run one after the
+    other.
+    """
     found = {}
     for page in PAGES:
         for title, text in sections((ROOT / page).read_text()).items():
@@ -71,7 +75,9 @@ def imports_torch(program: str) -> bool:
 
 
 def run(programs: Iterable[str], folder: Path, *, prelude: str = "") -> None:
-    """Run them one after the other with warnings as errors, as a reader would who copies them into files."""
+    """Run them one after the other with warnings as errors, as a reader would who copies them into
+    files.
+    """
     start = [prelude, "import os, runpy"]
     for number, program in enumerate(programs):
         place = folder / str(number)
@@ -79,21 +85,30 @@ def run(programs: Iterable[str], folder: Path, *, prelude: str = "") -> None:
         (place / "example.py").write_text(program)
         start += [f"os.chdir({str(place)!r})", "runpy.run_path('example.py', run_name='__main__')"]
     fallbacks = ["-W", "error", "-W", "default::deepnvme.BackendFallbackWarning"]
-    output_of(run_program("\n".join(start), folder=folder, python=fallbacks, environment={PROFILE_VARIABLE: ""}))
+    output_of(
+        run_program(
+            "\n".join(start), folder=folder, python=fallbacks, environment={PROFILE_VARIABLE: ""}
+        )
+    )
 
 
-@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if not imports_torch(program)])
+@pytest.mark.parametrize(
+    "name", [name for name, program in PROGRAMS.items() if not imports_torch(program)]
+)
 def test_a_program_of_the_docs_runs_without_torch(name: str, tmp_path: Path) -> None:
     run([PROGRAMS[name]], tmp_path, prelude=WITHOUT_TORCH)
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_the_programs_of_the_docs_that_are_for_torch_run(tmp_path: Path) -> None:
-    run(filter(imports_torch, PROGRAMS.values()), tmp_path)  # in one process, as importing torch takes seconds
+    # in one process, as importing torch takes seconds
+    run(filter(imports_torch, PROGRAMS.values()), tmp_path)
 
 
 def test_only_the_sections_for_torch_import_it() -> None:
-    assert [name for name, program in PROGRAMS.items() if "torch" in program and imports_torch(program)] == [
+    assert [
+        name for name, program in PROGRAMS.items() if "torch" in program and imports_torch(program)
+    ] == [
         "README.md: The engine in 15 lines",
         "docs/nvme.md: With torch",
         "docs/nvme.md: State dicts",
@@ -118,7 +133,7 @@ def test_a_program_that_fails_is_noticed(tmp_path: Path) -> None:
         run(["assert 1 == 1", "assert 1 == 2"], tmp_path)
 
 
-# --- the command line --------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 def flags_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
@@ -133,20 +148,28 @@ def shown_commands() -> list[str]:
     found = []
     for page in PAGES:
         text = (ROOT / page).read_text()
-        found += re.findall(r"^\$ (deepnvme .+)$", "\n".join(blocks(text, "console")), flags=re.MULTILINE)
+        found += re.findall(
+            r"^\$ (deepnvme .+)$", "\n".join(blocks(text, "console")), flags=re.MULTILINE
+        )
         found += re.findall(r"`(deepnvme [a-z]+[^`]*)`", text)
     return found
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_flag_of_a_command_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    [text] = re.findall(rf"^\*\*`deepnvme {command} .*?(?=^\*\*`|^All of them)", NVME_PAGE, re.MULTILINE | re.DOTALL)
+def test_every_flag_of_a_command_is_documented(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [text] = re.findall(
+        rf"^\*\*`deepnvme {command} .*?(?=^\*\*`|^All of them)", NVME_PAGE, re.MULTILINE | re.DOTALL
+    )
 
     assert flags_of(command, capsys) == set(re.findall(r"--[a-z][a-z-]*", text))
 
 
 @pytest.mark.parametrize("line", shown_commands())
-def test_a_command_that_is_shown_exists_with_its_flags(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_is_shown_exists_with_its_flags(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = line.split()[1]
 
     assert command in COMMANDS
@@ -170,7 +193,7 @@ def test_the_command_is_installed() -> None:
     assert done.stdout.strip() == "['deepnvme.cli.main:main']"
 
 
-# --- the tables --------------------------------------------------------------------------------------------------
+# --- the tables -----------------------------------------------------------------------------------
 
 
 def table(section: str, *, cells: int) -> list[list[str]]:
@@ -204,10 +227,14 @@ def test_every_setting_is_documented_with_its_default() -> None:
 def test_every_error_is_documented_with_what_else_it_is() -> None:
     shown = {names(row[0])[0]: names(row[1]) for row in table("Errors", cells=3)}
 
-    classes = {name: value for name in errors.__all__ if inspect.isclass(value := getattr(errors, name))}
+    classes = {
+        name: value for name in errors.__all__ if inspect.isclass(value := getattr(errors, name))
+    }
     assert set(shown) == set(classes)
     for name, error in classes.items():
-        assert shown[name] == [base.__name__ for base in error.__bases__ if base is not errors.NVMeError]
+        assert shown[name] == [
+            base.__name__ for base in error.__bases__ if base is not errors.NVMeError
+        ]
 
 
 def test_every_statistic_is_documented() -> None:

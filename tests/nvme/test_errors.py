@@ -1,4 +1,6 @@
-"""Every failure says which operation, on which file, where, how much and why, also in another process."""
+"""Every failure says which operation, on which file, where, how much and why, also in another
+process.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,12 @@ def failed(future: object) -> NVMeError:
     return error
 
 
-# --- what an error says ------------------------------------------------------------------------------------------
+# --- what an error says ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("call", "op", "asked", "offset"), [("pread", "read", 3, 7), ("readinto", "read", 3, 7), ("pwrite", "write", 3, 7)]
+    ("call", "op", "asked", "offset"),
+    [("pread", "read", 3, 7), ("readinto", "read", 3, 7), ("pwrite", "write", 3, 7)],
 )
 def test_an_error_names_the_operation_the_file_the_place_and_the_reason(
     tmp_path: Path, backend: str, call: str, op: str, asked: int, offset: int
@@ -48,17 +51,32 @@ def test_an_error_names_the_operation_the_file_the_place_and_the_reason(
     ):
         error = failed(getattr(file, call)(bytearray(asked), offset))
     assert type(error) is NVMeError
-    assert (error.op, error.path, error.filename) == (op, str(tmp_path / "file"), str(tmp_path / "file"))
+    assert (error.op, error.path, error.filename) == (
+        op,
+        str(tmp_path / "file"),
+        str(tmp_path / "file"),
+    )
     assert (error.offset, error.asked, error.done) == (offset, asked, 0)
     assert (error.errno, error.backend) == (errno.EIO, backend)
-    for part in (op, str(tmp_path / "file"), f"{asked} B", f"offset {offset}", "Input/output error", backend):
+    for part in (
+        op,
+        str(tmp_path / "file"),
+        f"{asked} B",
+        f"offset {offset}",
+        "Input/output error",
+        backend,
+    ):
         assert part in str(error)
 
 
 @pytest.mark.parametrize(("what", "op"), [(Sync.DATA, "sync_data"), (Sync.ALL, "sync_all")])
-def test_a_failed_sync_is_an_error_with_its_file(tmp_path: Path, backend: str, what: Sync, op: str) -> None:
+def test_a_failed_sync_is_an_error_with_its_file(
+    tmp_path: Path, backend: str, what: Sync, op: str
+) -> None:
     with (
-        IOQueue(backend, faults=FaultPlan().fail(every=1, errno=errno.ENOSPC, requests=Requests.SYNCS)) as queue,
+        IOQueue(
+            backend, faults=FaultPlan().fail(every=1, errno=errno.ENOSPC, requests=Requests.SYNCS)
+        ) as queue,
         queue.open(tmp_path / "file", "w") as file,
     ):
         error = failed(file.sync(what))
@@ -67,7 +85,9 @@ def test_a_failed_sync_is_an_error_with_its_file(tmp_path: Path, backend: str, w
 
 
 @pytest.mark.parametrize("nth", [1, 2, 4])
-def test_done_is_the_length_of_the_prefix_that_is_certain(tmp_path: Path, backend: str, nth: int) -> None:
+def test_done_is_the_length_of_the_prefix_that_is_certain(
+    tmp_path: Path, backend: str, nth: int
+) -> None:
     data = pattern(4 * CHUNK, seed=1)
     with (
         IOQueue(
@@ -85,7 +105,9 @@ def test_done_is_the_length_of_the_prefix_that_is_certain(tmp_path: Path, backen
 
 def test_after_a_failed_chunk_no_further_one_is_issued(tmp_path: Path) -> None:
     with (
-        IOQueue("memory", chunk_bytes=CHUNK, inflight_bytes=CHUNK, faults=FaultPlan().fail(nth=2)) as queue,
+        IOQueue(
+            "memory", chunk_bytes=CHUNK, inflight_bytes=CHUNK, faults=FaultPlan().fail(nth=2)
+        ) as queue,
         queue.open(tmp_path / "file", "w") as file,
     ):
         assert failed(file.pwrite(bytes(8 * CHUNK))).done == CHUNK
@@ -94,7 +116,9 @@ def test_after_a_failed_chunk_no_further_one_is_issued(tmp_path: Path) -> None:
         assert file.size == CHUNK
 
 
-def test_writing_to_a_file_opened_for_reading_is_an_error_that_says_so(tmp_path: Path, queue: IOQueue) -> None:
+def test_writing_to_a_file_opened_for_reading_is_an_error_that_says_so(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     with queue.open(tmp_path / "file", "w") as file:
         file.pwrite(b"kept" * PAGE).result(TIMEOUT_S)
     with queue.open(tmp_path / "file", "r") as file:
@@ -107,7 +131,9 @@ def test_writing_to_a_file_opened_for_reading_is_an_error_that_says_so(tmp_path:
     assert contents(queue, tmp_path / "file") == b"kept" * PAGE
 
 
-def test_a_short_read_is_an_end_of_file_error_and_an_os_error(tmp_path: Path, queue: IOQueue) -> None:
+def test_a_short_read_is_an_end_of_file_error_and_an_os_error(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     with queue.open(tmp_path / "file", "w") as file:
         file.pwrite(b"abc").result(TIMEOUT_S)
         error = failed(file.pread(bytearray(10), 1))
@@ -118,7 +144,7 @@ def test_a_short_read_is_an_end_of_file_error_and_an_os_error(tmp_path: Path, qu
     assert "readinto() accepts fewer" in str(error)
 
 
-# --- batches -----------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def test_a_batch_collects_every_error(tmp_path: Path, backend: str) -> None:
@@ -153,7 +179,7 @@ def test_a_batch_whose_body_fails_waits_for_what_was_submitted_and_raises_the_bo
         assert file.size == 9 * CHUNK
 
 
-# --- closed things -----------------------------------------------------------------------------------------------
+# --- closed things --------------------------------------------------------------------------------
 
 
 def test_a_closed_file_takes_no_more(tmp_path: Path, queue: IOQueue) -> None:
@@ -197,12 +223,16 @@ def test_a_closed_queue_still_tells_what_it_did(tmp_path: Path, queue: IOQueue) 
     assert queue.stats().pending == 0
 
 
-# --- to and from another process ---------------------------------------------------------------------------------
+# --- to and from another process ------------------------------------------------------------------
 
-MADE = NVMeError(errno.EIO, "why", op="read", path="/a/file", offset=1, asked=9, done=4, backend="uring")
+MADE = NVMeError(
+    errno.EIO, "why", op="read", path="/a/file", offset=1, asked=9, done=4, backend="uring"
+)
 ERRORS = (
     MADE,
-    ShortReadError(errno.ENODATA, "short", op="read", path="/a/file", offset=1, asked=9, done=4, backend="aio"),
+    ShortReadError(
+        errno.ENODATA, "short", op="read", path="/a/file", offset=1, asked=9, done=4, backend="aio"
+    ),
     BatchError([MADE, NVMeError(errno.ENOSPC, "full")]),
     QueueFull(7),
     ClosedError("closed"),
@@ -218,18 +248,33 @@ def test_an_error_survives_pickling_whole(error: NVMeError, protocol: int) -> No
     back = pickle.loads(pickle.dumps(error, protocol))
     assert type(back) is type(error)
     assert str(back) == str(error)
-    for field in ("errno", "strerror", "filename", "args", "op", "path", "offset", "asked", "done", "backend"):
+    for field in (
+        "errno",
+        "strerror",
+        "filename",
+        "args",
+        "op",
+        "path",
+        "offset",
+        "asked",
+        "done",
+        "backend",
+    ):
         assert getattr(back, field) == getattr(error, field), field
-    assert [str(one) for one in getattr(back, "errors", ())] == [str(one) for one in getattr(error, "errors", ())]
+    assert [str(one) for one in getattr(back, "errors", ())] == [
+        str(one) for one in getattr(error, "errors", ())
+    ]
 
 
 def test_every_error_is_an_os_error_of_ours_and_of_the_kind_that_is_usually_caught() -> None:
-    for error, kind in zip(ERRORS[3:7], (OSError, ValueError, RuntimeError, MemoryError), strict=True):
+    for error, kind in zip(
+        ERRORS[3:7], (OSError, ValueError, RuntimeError, MemoryError), strict=True
+    ):
         assert isinstance(error, NVMeError)
         assert isinstance(error, kind)
 
 
-# --- the pool ----------------------------------------------------------------------------------------------------
+# --- the pool -------------------------------------------------------------------------------------
 
 
 def test_an_exhausted_pool_says_what_was_asked_what_is_free_and_in_what_pieces() -> None:

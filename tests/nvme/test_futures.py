@@ -1,4 +1,5 @@
-"""An operation under way: waiting for it, awaiting it, taking it back, being told, and a queue that is full.
+"""An operation under way: waiting for it, awaiting it, taking it back, being told, and a queue that
+is full.
 
 A drive is held by its first request, which is slow; the budget has room for that one chunk only.
 """
@@ -20,19 +21,26 @@ from deepnvme import File, IOFuture, IOQueue, NVMeError, QueueFull, ShortReadErr
 from support.nvme_held import held
 from support.nvme_io import CHUNK, TIMEOUT_S, assert_same, contents, pattern
 
-# A held request waits in the fault backend, above all others: what happens meanwhile is the same on each.
+# A held request waits in the fault backend, above all others: what happens meanwhile is the same on
+# each.
 anyhow_held = pytest.mark.parametrize(
     "backend",
-    ["uring", "memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("liburing", "aio", "threads"))],
+    [
+        "uring",
+        "memory",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("liburing", "aio", "threads")),
+    ],
     indirect=True,
 )
 BRIEFLY_US = 200_000  # for tests that fail of nothing when it is over early
 
-# --- cancelling --------------------------------------------------------------------------------------------------
+# --- cancelling -----------------------------------------------------------------------------------
 
 
 @anyhow_held
-def test_cancelling_what_has_not_begun_succeeds_and_touches_nothing(tmp_path: Path, backend: str) -> None:
+def test_cancelling_what_has_not_begun_succeeds_and_touches_nothing(
+    tmp_path: Path, backend: str
+) -> None:
     with held(backend, tmp_path / "file") as (queue, file, first):
         buffer = bytearray(b"\xee" * CHUNK)
         next_in_turn = file.pread(buffer)
@@ -46,7 +54,9 @@ def test_cancelling_what_has_not_begun_succeeds_and_touches_nothing(tmp_path: Pa
         assert [first.result(TIMEOUT_S), kept.result(TIMEOUT_S)] == [CHUNK, CHUNK]
         file.sync().result(TIMEOUT_S)  # behind the cancelled ones: the drive is past them
         assert_same(buffer, b"\xee" * CHUNK)
-        assert_same(contents(queue, tmp_path / "file")[CHUNK:], pattern(CHUNK, seed=2) + bytes(CHUNK))
+        assert_same(
+            contents(queue, tmp_path / "file")[CHUNK:], pattern(CHUNK, seed=2) + bytes(CHUNK)
+        )
 
 
 def test_cancelling_again_says_again_that_it_is_cancelled(tmp_path: Path) -> None:
@@ -57,7 +67,9 @@ def test_cancelling_again_says_again_that_it_is_cancelled(tmp_path: Path) -> Non
 
 
 @anyhow_held
-def test_cancelling_what_has_begun_fails_and_it_runs_to_its_end(tmp_path: Path, backend: str) -> None:
+def test_cancelling_what_has_begun_fails_and_it_runs_to_its_end(
+    tmp_path: Path, backend: str
+) -> None:
     with held(backend, tmp_path / "file", hold_us=BRIEFLY_US) as (queue, _file, first):
         assert not first.cancel()
         assert first.result(TIMEOUT_S) == CHUNK
@@ -103,12 +115,14 @@ def test_cancelled_operations_count_as_ended_for_concurrent_futures_wait(tmp_pat
         assert (len(done), len(waiting)) == (3, 0)
 
 
-# --- awaiting ----------------------------------------------------------------------------------------------------
+# --- awaiting -------------------------------------------------------------------------------------
 
 
 def test_many_operations_can_be_awaited_together(tmp_path: Path, queue: IOQueue) -> None:
     async def main(file: File) -> list[bytearray]:
-        written = await asyncio.gather(*(file.pwrite(pattern(5000, n), n * 5000) for n in range(100)))
+        written = await asyncio.gather(
+            *(file.pwrite(pattern(5000, n), n * 5000) for n in range(100))
+        )
         assert written == [5000] * 100
         await file.sync()
         buffers = [bytearray(5000) for _ in range(100)]
@@ -124,7 +138,9 @@ def test_a_failed_operation_raises_where_it_is_awaited(tmp_path: Path, queue: IO
     async def main(file: File) -> None:
         with pytest.raises(ShortReadError):
             await file.pread(bytearray(1), 100)
-        results = await asyncio.gather(file.pread(bytearray(1), 5), file.pwrite(b"abc"), return_exceptions=True)
+        results = await asyncio.gather(
+            file.pread(bytearray(1), 5), file.pwrite(b"abc"), return_exceptions=True
+        )
         assert isinstance(results[0], ShortReadError)
         assert results[1] == 3
 
@@ -133,7 +149,9 @@ def test_a_failed_operation_raises_where_it_is_awaited(tmp_path: Path, queue: IO
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "not begun"])
-def test_cancelling_an_await_leaves_the_operation_running_and_its_memory_held(tmp_path: Path, begun: bool) -> None:
+def test_cancelling_an_await_leaves_the_operation_running_and_its_memory_held(
+    tmp_path: Path, begun: bool
+) -> None:
     async def main(future: IOFuture[int]) -> None:
         async def wait() -> None:
             await future
@@ -202,7 +220,7 @@ def test_nobody_is_told_of_the_failure_of_an_operation_whose_await_was_cancelled
     assert not caplog.records
 
 
-# --- being told --------------------------------------------------------------------------------------------------
+# --- being told -----------------------------------------------------------------------------------
 
 
 def test_a_callback_is_told_once_with_the_future(tmp_path: Path, queue: IOQueue) -> None:
@@ -239,7 +257,10 @@ def test_a_callback_that_raises_harms_no_other_operation(
     def fail(_: object) -> None:
         raise RuntimeError("a mistake of the program")
 
-    with caplog.at_level(logging.CRITICAL + 1, "concurrent.futures"), queue.open(tmp_path / "file", "w") as file:
+    with (
+        caplog.at_level(logging.CRITICAL + 1, "concurrent.futures"),
+        queue.open(tmp_path / "file", "w") as file,
+    ):
         future = file.pwrite(b"abc")
         future.add_done_callback(fail)
         assert future.result(TIMEOUT_S) == 3
@@ -260,11 +281,17 @@ def test_a_callback_may_close_the_queue(tmp_path: Path, backend: str) -> None:
     assert queue.closed
 
 
-# --- a full queue ------------------------------------------------------------------------------------------------
+# --- a full queue ---------------------------------------------------------------------------------
 
 
-def test_a_full_queue_refuses_when_told_to_and_takes_more_when_there_is_room(tmp_path: Path) -> None:
-    with held("memory", tmp_path / "file", max_pending=2, when_full=WhenFull.RAISE) as (queue, file, first):
+def test_a_full_queue_refuses_when_told_to_and_takes_more_when_there_is_room(
+    tmp_path: Path,
+) -> None:
+    with held("memory", tmp_path / "file", max_pending=2, when_full=WhenFull.RAISE) as (
+        queue,
+        file,
+        first,
+    ):
         second = file.pwrite(pattern(CHUNK, seed=2), CHUNK)
         with pytest.raises(QueueFull, match="2 operations are pending") as caught:
             file.pwrite(b"one too many", 2 * CHUNK)
@@ -275,21 +302,30 @@ def test_a_full_queue_refuses_when_told_to_and_takes_more_when_there_is_room(tmp
 
 
 def test_a_refused_operation_lets_its_memory_go(tmp_path: Path) -> None:
-    with held("memory", tmp_path / "file", max_pending=1, when_full=WhenFull.RAISE) as (_, file, _first):
+    with held("memory", tmp_path / "file", max_pending=1, when_full=WhenFull.RAISE) as (
+        _,
+        file,
+        _first,
+    ):
         buffer = bytearray(8)
         with pytest.raises(QueueFull):
             file.pread(buffer)
         buffer.append(0)
 
 
-def test_a_full_queue_blocks_until_there_is_room_and_loses_nothing(tmp_path: Path, backend: str) -> None:
+def test_a_full_queue_blocks_until_there_is_room_and_loses_nothing(
+    tmp_path: Path, backend: str
+) -> None:
     with IOQueue(backend, max_pending=3) as queue, queue.open(tmp_path / "file", "w") as file:
         futures = []
         for number in range(200):
             futures.append(file.pwrite(bytes([number]) * 100, number * 100))
             assert queue.stats().pending <= 3
         assert [future.result(TIMEOUT_S) for future in futures] == [100] * 200
-        assert_same(contents(queue, tmp_path / "file"), b"".join(bytes([number]) * 100 for number in range(200)))
+        assert_same(
+            contents(queue, tmp_path / "file"),
+            b"".join(bytes([number]) * 100 for number in range(200)),
+        )
 
 
 def test_other_threads_run_while_one_waits_for_room(tmp_path: Path) -> None:
@@ -303,7 +339,8 @@ def test_other_threads_run_while_one_waits_for_room(tmp_path: Path) -> None:
         with concurrent.futures.ThreadPoolExecutor(1) as other:
             waiting = other.submit(submit)
             assert began.wait(TIMEOUT_S)
-            assert not first.done() or waiting.result(TIMEOUT_S) == 3  # this thread has the interpreter meanwhile
+            # this thread has the interpreter meanwhile
+            assert not first.done() or waiting.result(TIMEOUT_S) == 3
             assert waiting.result(TIMEOUT_S) == 3
 
 

@@ -1,4 +1,6 @@
-"""Nothing is freed too early and nothing is waited for in vain: closing, collecting, exiting, forking, interrupting."""
+"""Nothing is freed too early and nothing is waited for in vain: closing, collecting, exiting,
+forking, interrupting.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from typing import Any
 
 import pytest
 
-from deepnvme import ClosedError, FaultPlan, IOFuture, IOQueue, Pool, Requests, TensorStore, WhenFull
+from deepnvme import (
+    ClosedError,
+    FaultPlan,
+    IOFuture,
+    IOQueue,
+    Pool,
+    Requests,
+    TensorStore,
+    WhenFull,
+)
 from support.nvme_held import held, until
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, pattern
 from support.nvme_programs import output_of, run_program
@@ -23,16 +34,26 @@ from support.nvme_programs import output_of, run_program
 SLOW_US = 100_000
 LONG_US = 1_000_000  # what takes milliseconds is over long before
 
-# A held request waits in the fault backend, above all others: what happens meanwhile is the same on each.
+# A held request waits in the fault backend, above all others: what happens meanwhile is the same on
+# each.
 anyhow_held = pytest.mark.parametrize(
     "backend",
-    ["uring", "memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("liburing", "aio", "threads"))],
+    [
+        "uring",
+        "memory",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("liburing", "aio", "threads")),
+    ],
     indirect=True,
 )
-# Here it matters whether a drive registers the memory of pools, as both of io_uring do and the others do not.
+# Here it matters whether a drive registers the memory of pools, as both of io_uring do and the
+# others do not.
 registering_or_not = pytest.mark.parametrize(
     "disk_backend",
-    ["uring", "threads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("liburing", "aio"))],
+    [
+        "uring",
+        "threads",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("liburing", "aio")),
+    ],
     indirect=True,
 )
 
@@ -42,7 +63,7 @@ def slow(backend: str, *, delay_us: int = SLOW_US) -> IOQueue:
     return IOQueue(backend, chunk_bytes=CHUNK, faults=FaultPlan().delay(delay_us=delay_us, every=1))
 
 
-# --- much at once ------------------------------------------------------------------------------------------------
+# --- much at once ---------------------------------------------------------------------------------
 
 
 def test_a_hundred_files_are_in_flight_at_once(tmp_path: Path, queue: IOQueue) -> None:
@@ -50,7 +71,10 @@ def test_a_hundred_files_are_in_flight_at_once(tmp_path: Path, queue: IOQueue) -
     sizes = [(number * 3571) % (3 * CHUNK) + 1 for number in range(100)]
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(queue.open(path, "w")) for path in paths]
-        writes = [file.pwrite(pattern(size, n)) for n, (file, size) in enumerate(zip(files, sizes, strict=True))]
+        writes = [
+            file.pwrite(pattern(size, n))
+            for n, (file, size) in enumerate(zip(files, sizes, strict=True))
+        ]
         syncs = [file.sync() for file in files]
         assert [write.result(TIMEOUT_S) for write in writes] == sizes
         assert [sync.result(TIMEOUT_S) for sync in syncs] == [0] * 100
@@ -83,10 +107,12 @@ def test_sixty_four_threads_submit_at_once(tmp_path: Path, queue: IOQueue) -> No
     assert_same(contents(queue, tmp_path / "file"), expected)
 
 
-# --- closing -----------------------------------------------------------------------------------------------------
+# --- closing --------------------------------------------------------------------------------------
 
 
-def test_closing_the_queue_waits_for_everything_submitted(tmp_path: Path, disk_backend: str) -> None:
+def test_closing_the_queue_waits_for_everything_submitted(
+    tmp_path: Path, disk_backend: str
+) -> None:
     data = pattern(20 * CHUNK, seed=1)
     with slow(disk_backend) as queue, queue.open(tmp_path / "file", "w") as file:
         futures = [file.pwrite(data[n * CHUNK : (n + 1) * CHUNK], n * CHUNK) for n in range(20)]
@@ -108,7 +134,9 @@ def test_closing_a_file_leaves_its_operations_under_way(tmp_path: Path, disk_bac
     assert_same((tmp_path / "file").read_bytes()[3:], data)
 
 
-def test_closing_while_others_submit_ends_every_operation_or_refuses_it(tmp_path: Path, backend: str) -> None:
+def test_closing_while_others_submit_ends_every_operation_or_refuses_it(
+    tmp_path: Path, backend: str
+) -> None:
     queue = IOQueue(backend, max_pending=4)
     file = queue.open(tmp_path / "file", "w")
     begun = threading.Barrier(9)
@@ -169,7 +197,9 @@ def io_threads() -> list[str]:
     return names
 
 
-def test_a_closed_queue_leaves_no_thread_and_no_descriptor(tmp_path: Path, disk_backend: str) -> None:
+def test_a_closed_queue_leaves_no_thread_and_no_descriptor(
+    tmp_path: Path, disk_backend: str
+) -> None:
     def use() -> None:
         with IOQueue(disk_backend) as queue, queue.open(tmp_path / "file", "w") as file:
             file.pwrite(pattern(3 * CHUNK + 1, 1)).result(TIMEOUT_S)
@@ -192,7 +222,9 @@ def test_a_queue_that_never_opened_a_file_leaves_nothing_open_either(disk_backen
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_queue_that_nobody_holds_any_more_finishes_and_goes(tmp_path: Path, disk_backend: str) -> None:
+def test_a_queue_that_nobody_holds_any_more_finishes_and_goes(
+    tmp_path: Path, disk_backend: str
+) -> None:
     data = pattern(5 * CHUNK, seed=1)
 
     def submit() -> IOFuture[int]:
@@ -206,17 +238,21 @@ def test_a_queue_that_nobody_holds_any_more_finishes_and_goes(tmp_path: Path, di
     assert not io_threads()
 
 
-# --- interrupting ------------------------------------------------------------------------------------------------
+# --- interrupting ---------------------------------------------------------------------------------
 
 
 def interrupt_main_thread_after(seconds: float) -> threading.Timer:
-    timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer = threading.Timer(
+        seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+    )
     timer.start()
     return timer
 
 
 @anyhow_held
-def test_an_interrupt_during_result_leaves_the_operation_running(tmp_path: Path, backend: str) -> None:
+def test_an_interrupt_during_result_leaves_the_operation_running(
+    tmp_path: Path, backend: str
+) -> None:
     with slow(backend, delay_us=400_000) as queue, queue.open(tmp_path / "file", "w") as file:
         future = file.pwrite(b"abc")
         timer = interrupt_main_thread_after(0.05)
@@ -232,7 +268,10 @@ class InterruptedSubmission(Exception):  # noqa: N818 - not an error: what a sig
 
 
 class InterruptedQueue:
-    """A native queue during whose submission a signal comes. Python runs the handler before or after the call."""
+    """A native queue during whose submission a signal comes.
+
+    Python runs the handler before or after the call.
+    """
 
     def __init__(self, native: Any, moment: str) -> None:
         self._native = native
@@ -283,11 +322,15 @@ def test_an_interrupt_ends_the_wait_for_room_and_leaves_nothing_behind(tmp_path:
         buffer.clear()  # not possible while an operation holds it
         assert first.result(TIMEOUT_S) == CHUNK
         assert file.pwrite(b"third", CHUNK).result(TIMEOUT_S) == 5
-        assert_same(contents(queue, tmp_path / "file")[: CHUNK + 5], pattern(CHUNK, seed=1) + b"third")
+        assert_same(
+            contents(queue, tmp_path / "file")[: CHUNK + 5], pattern(CHUNK, seed=1) + b"third"
+        )
 
 
 @anyhow_held
-def test_an_interrupt_ends_a_close_which_can_be_taken_up_again(tmp_path: Path, backend: str) -> None:
+def test_an_interrupt_ends_a_close_which_can_be_taken_up_again(
+    tmp_path: Path, backend: str
+) -> None:
     before = io_threads()
     with held(backend, tmp_path / "file", hold_us=LONG_US) as (queue, file, first):
         behind = file.pwrite(pattern(CHUNK, seed=2), CHUNK)
@@ -304,7 +347,9 @@ def test_an_interrupt_ends_a_close_which_can_be_taken_up_again(tmp_path: Path, b
     assert io_threads() == before
 
 
-def test_a_queue_whose_close_was_interrupted_drains_when_nobody_holds_it_any_more(tmp_path: Path) -> None:
+def test_a_queue_whose_close_was_interrupted_drains_when_nobody_holds_it_any_more(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "file"
     queue = slow("threads", delay_us=LONG_US // 2)
     file = queue.open(path, "w")
@@ -319,7 +364,9 @@ def test_a_queue_whose_close_was_interrupted_drains_when_nobody_holds_it_any_mor
     assert_same(path.read_bytes(), pattern(CHUNK, seed=1))
 
 
-def test_an_interrupt_ends_the_wait_for_a_pools_registration_which_comes_nevertheless(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_wait_for_a_pools_registration_which_comes_nevertheless(
+    tmp_path: Path,
+) -> None:
     pool = Pool(1 << 20)
     with held("threads", tmp_path / "file", hold_us=LONG_US) as (queue, file, first):
         for call in (queue.use_pool, queue.forget_pool):
@@ -334,7 +381,7 @@ def test_an_interrupt_ends_the_wait_for_a_pools_registration_which_comes_neverth
         assert file.pwrite(data).result(TIMEOUT_S) == CHUNK
 
 
-# --- the end of the process --------------------------------------------------------------------------------------
+# --- the end of the process -----------------------------------------------------------------------
 
 EXITING = """
 import sys
@@ -409,7 +456,7 @@ def test_a_program_that_dies_of_its_own_error_shows_that_error_alone(tmp_path: P
     assert done.stderr.endswith("RuntimeError: the program's own\n")
 
 
-# --- forking -----------------------------------------------------------------------------------------------------
+# --- forking --------------------------------------------------------------------------------------
 
 FORKING = """
 import os, sys, time
@@ -586,10 +633,19 @@ def test_a_fork_at_a_bad_moment_disturbs_neither_the_child_nor_the_parent(
     tmp_path: Path, scene: str, results: list[int]
 ) -> None:
     ignoring = ["-W", "ignore::DeprecationWarning"]  # newer Pythons warn of any fork with threads
-    told = run_program(FORKING_WHILE_WAITED_FOR, "threads", scene, tmp_path / "file", folder=tmp_path, python=ignoring)
+    told = run_program(
+        FORKING_WHILE_WAITED_FOR,
+        "threads",
+        scene,
+        tmp_path / "file",
+        folder=tmp_path,
+        python=ignoring,
+    )
     lines = ["0 [3, 4]", str(results)] + ["5"] * (scene != "the queue is collected")
     assert (output_of(told).splitlines(), told.stderr) == (lines, "")
-    assert (tmp_path / "file").read_bytes() == b"abcdefg" + b"after" * (scene != "the queue is collected")
+    assert (tmp_path / "file").read_bytes() == b"abcdefg" + b"after" * (
+        scene != "the queue is collected"
+    )
 
 
 FORKING_WITH_A_POOL = """
@@ -616,7 +672,7 @@ def test_a_forked_child_that_drops_the_pool_does_not_unmap_its_own_memory(tmp_pa
     output_of(run_program(FORKING_WITH_A_POOL, folder=tmp_path))
 
 
-# --- without asserts ---------------------------------------------------------------------------------------------
+# --- without asserts ------------------------------------------------------------------------------
 
 SAME_UNDER_O = """
 import sys, zlib
@@ -646,13 +702,15 @@ with IOQueue("memory", faults=FaultPlan().fail(nth=1)) as queue, queue.open("fil
 
 def test_a_program_gives_the_same_with_and_without_asserts(tmp_path: Path) -> None:
     plain = output_of(run_program(SAME_UNDER_O, tmp_path / "plain", folder=tmp_path))
-    optimised = output_of(run_program(SAME_UNDER_O, tmp_path / "optimised", folder=tmp_path, python=["-O"]))
+    optimised = output_of(
+        run_program(SAME_UNDER_O, tmp_path / "optimised", folder=tmp_path, python=["-O"])
+    )
     assert plain == optimised
     assert plain.splitlines()[1:] == ["short 4", "256006", "failed 5"]
     assert (tmp_path / "plain").read_bytes() == (tmp_path / "optimised").read_bytes()
 
 
-# --- the pool ----------------------------------------------------------------------------------------------------
+# --- the pool -------------------------------------------------------------------------------------
 
 
 def test_a_block_returns_to_the_pool_when_its_last_view_dies() -> None:
@@ -679,7 +737,9 @@ def test_blocks_are_of_exact_size_and_do_not_overlap() -> None:
     assert all(array.ctypes.data % PAGE == 0 for array in arrays)
 
 
-def test_pool_memory_lives_on_without_its_pool_and_without_its_queue(tmp_path: Path, disk_backend: str) -> None:
+def test_pool_memory_lives_on_without_its_pool_and_without_its_queue(
+    tmp_path: Path, disk_backend: str
+) -> None:
     pool = Pool(4 * CHUNK)
     with IOQueue(disk_backend, pool=pool) as queue, queue.open(tmp_path / "file", "w") as file:
         array = pool.empty(2 * CHUNK)
@@ -693,7 +753,9 @@ def test_pool_memory_lives_on_without_its_pool_and_without_its_queue(tmp_path: P
     array[:] = 6
 
 
-def test_a_pool_serves_two_queues_and_can_be_forgotten_by_either(tmp_path: Path, disk_backend: str) -> None:
+def test_a_pool_serves_two_queues_and_can_be_forgotten_by_either(
+    tmp_path: Path, disk_backend: str
+) -> None:
     pool = Pool(4 * CHUNK)
     array = pool.empty(2 * CHUNK)
     with IOQueue(disk_backend, pool=pool) as left, IOQueue(disk_backend) as right:
@@ -704,7 +766,9 @@ def test_a_pool_serves_two_queues_and_can_be_forgotten_by_either(tmp_path: Path,
                 for future in (one.pwrite(array), other.pwrite(array)):
                     assert future.result(TIMEOUT_S) == 2 * CHUNK
                 left.forget_pool(pool)
-    assert (tmp_path / "left").read_bytes() == (tmp_path / "right").read_bytes() == b"\2" * (2 * CHUNK)
+    assert (
+        (tmp_path / "left").read_bytes() == (tmp_path / "right").read_bytes() == b"\2" * (2 * CHUNK)
+    )
 
 
 def test_pools_come_and_go_while_work_is_in_flight(tmp_path: Path, disk_queue: IOQueue) -> None:
@@ -734,7 +798,9 @@ def elsewhere(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def one_drive_held(backend: str, path: Path, pool: Pool | None = None) -> Iterator[tuple[IOQueue, IOFuture[int]]]:
+def one_drive_held(
+    backend: str, path: Path, pool: Pool | None = None
+) -> Iterator[tuple[IOQueue, IOFuture[int]]]:
     """Yield a queue and a sync that keeps the drive of `path`, and no other, busy for long."""
     long = FaultPlan().delay(nth=1, delay_us=LONG_US, requests=Requests.SYNCS)
     with IOQueue(backend, pool=pool, faults=long) as queue, queue.open(path, "w") as file:
@@ -747,7 +813,10 @@ def one_drive_held(backend: str, path: Path, pool: Pool | None = None) -> Iterat
 def test_a_pool_that_waits_for_a_busy_drive_keeps_no_other_drive_waiting(
     tmp_path: Path, elsewhere: Path, disk_backend: str, pool: Pool
 ) -> None:
-    with one_drive_held(disk_backend, tmp_path / "file") as (queue, sync), queue.open(elsewhere / "file", "w") as file:
+    with (
+        one_drive_held(disk_backend, tmp_path / "file") as (queue, sync),
+        queue.open(elsewhere / "file", "w") as file,
+    ):
         using = threading.Thread(target=queue.use_pool, args=(pool,))
         using.start()
         for number in range(20):
@@ -766,7 +835,10 @@ def test_a_drive_that_is_new_to_a_queue_learns_its_pools_while_another_drive_is_
         (alone,) = queue.stats().drives.values()
     with one_drive_held(disk_backend, tmp_path / "file", pool) as (queue, sync):
         with queue.open(elsewhere / "file", "w"):
-            assert queue.stats().drives[elsewhere.stat().st_dev].registered_bytes == alone.registered_bytes
+            assert (
+                queue.stats().drives[elsewhere.stat().st_dev].registered_bytes
+                == alone.registered_bytes
+            )
         assert not sync.done()
 
 

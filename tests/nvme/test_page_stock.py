@@ -1,4 +1,6 @@
-"""Memory whose pages are used again: what comes back, what stays idle, and how wrong use is told."""
+"""Memory whose pages are used again: what comes back, what stays idle, and how wrong use is
+told.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Page-locking a pool for CUDA, as far as a machine without a GPU can show it (tests/gpu has the rest)."""
+"""Page-locking a pool for CUDA, as far as a machine without a GPU can show it (tests/gpu has the
+rest).
+"""
 
 from __future__ import annotations
 

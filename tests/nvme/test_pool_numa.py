@@ -35,7 +35,11 @@ def test_the_memory_of_a_pool_is_told_to_be_of_that_node() -> None:
     lines = Path("/proc/self/numa_maps")
     if not lines.exists():
         pytest.skip("this kernel has no /proc/self/numa_maps")
-    (policy,) = [line.split()[1] for line in lines.read_text().splitlines() if int(line.split()[0], 16) == address]
+    (policy,) = [
+        line.split()[1]
+        for line in lines.read_text().splitlines()
+        if int(line.split()[0], 16) == address
+    ]
     assert policy == "prefer:0"
 
 

@@ -1,4 +1,6 @@
-"""A pool of more than 1 GiB: one run of memory, registered in pieces, of which a buffer may need two."""
+"""A pool of more than 1 GiB: one run of memory, registered in pieces, of which a buffer may need
+two.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,14 @@ def large_pool() -> Pool:
     return Pool(GiB + 4 * MiB)
 
 
-def test_a_buffer_may_lie_across_two_registered_pieces(large_pool: Pool, disk_backend: str, tmp_path: Path) -> None:
+def test_a_buffer_may_lie_across_two_registered_pieces(
+    large_pool: Pool, disk_backend: str, tmp_path: Path
+) -> None:
     start = GiB - 2 * MiB - 4096
-    with IOQueue(disk_backend, require=disk_backend, pool=large_pool) as queue, queue.open(tmp_path / "f", "w") as file:
+    with (
+        IOQueue(disk_backend, require=disk_backend, pool=large_pool) as queue,
+        queue.open(tmp_path / "f", "w") as file,
+    ):
         written = large_pool.buffer_at(start, 4 * MiB)
         written[:] = bytes(range(256)) * (4 * MiB // 256)
         assert file.pwrite(written, 0).result(60) == 4 * MiB

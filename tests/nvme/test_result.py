@@ -1,6 +1,8 @@
-"""Waiting with `result()`: who waits completes what has ended, and the queue's own thread calls back, whoever waited.
+"""Waiting with `result()`: who waits completes what has ended, and the queue's own thread calls
+back, whoever waited.
 
-A drive is held by its first request, which is slow; the queue's own thread by a callback that does not return.
+A drive is held by its first request, which is slow; the queue's own thread by a callback that does
+not return.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def memory_file(faults: FaultPlan | None = None, **limits: int) -> Iterator[tupl
         yield queue, file
 
 
-def begun_in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, concurrent.futures.Future[Any]]:
+def begun_in_thread(
+    call: Callable[[], Any],
+) -> tuple[threading.Thread, concurrent.futures.Future[Any]]:
     """Run the call in a thread of its own, which does not keep the program alive; return both."""
     end: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
@@ -53,7 +57,7 @@ def begun_in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, concurre
     return thread, end
 
 
-# --- many threads ------------------------------------------------------------------------------------------------
+# --- many threads ---------------------------------------------------------------------------------
 
 
 def test_threads_that_wait_for_the_same_operation_all_get_its_result(tmp_path: Path) -> None:
@@ -66,7 +70,11 @@ def test_threads_that_wait_for_the_same_operation_all_get_its_result(tmp_path: P
 
 
 def test_threads_that_wait_for_the_same_failure_all_get_it(tmp_path: Path) -> None:
-    with held("memory", tmp_path / "file", hold_us=SHORTLY_US, faults=FaultPlan().fail(nth=2)) as (_, file, _first):
+    with held("memory", tmp_path / "file", hold_us=SHORTLY_US, faults=FaultPlan().fail(nth=2)) as (
+        _,
+        file,
+        _first,
+    ):
         fails = file.pwrite(b"x" * CHUNK)
         waiting = [begun_in_thread(fails.exception) for _ in range(6)]
         for thread, _ in waiting:
@@ -75,7 +83,9 @@ def test_threads_that_wait_for_the_same_failure_all_get_it(tmp_path: Path) -> No
         assert all(isinstance(end, NVMeError) and end is ends[0] for end in ends)
 
 
-def test_threads_that_wait_for_different_operations_each_get_their_own(tmp_path: Path, queue: IOQueue) -> None:
+def test_threads_that_wait_for_different_operations_each_get_their_own(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     def work(number: int) -> None:
         for turn in range(25):
             length = number * 25 + turn + 1
@@ -143,7 +153,9 @@ def test_a_callback_added_at_any_line_of_ending_is_called_once() -> None:
         calls: list[object] = []
         with memory_file(FaultPlan().delay(delay_us=2000, every=1)) as (queue, file):
             future = file.pwrite(b"abc")
-            added = with_call_at(nth, partial(future.add_done_callback, calls.append), partial(future.result, HANG_S))
+            added = with_call_at(
+                nth, partial(future.add_done_callback, calls.append), partial(future.result, HANG_S)
+            )
             assert future.result(HANG_S) == 3
         queue.close()
         if not added:
@@ -159,7 +171,9 @@ def test_what_waits_on_many_is_told_although_it_comes_at_any_line_of_ending() ->
             waiting: list[concurrent.futures.Future[Any]] = []
 
             def wait_on_many(future: IOFuture[int] = future, waiting: list[Any] = waiting) -> None:
-                thread, end = begun_in_thread(lambda: concurrent.futures.wait([future], HANG_S).done)
+                thread, end = begun_in_thread(
+                    lambda: concurrent.futures.wait([future], HANG_S).done
+                )
                 waiting.append(end)
                 thread.join(0.002)
 
@@ -170,7 +184,7 @@ def test_what_waits_on_many_is_told_although_it_comes_at_any_line_of_ending() ->
     assert 10 < nth < 999
 
 
-# --- with a timeout ----------------------------------------------------------------------------------------------
+# --- with a timeout -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 1e-9, 0.01, 0.06])
@@ -225,7 +239,7 @@ def test_a_wait_for_what_is_cancelled_meanwhile_ends_at_once(tmp_path: Path) -> 
         assert not first.done()
 
 
-# --- callbacks ---------------------------------------------------------------------------------------------------
+# --- callbacks ------------------------------------------------------------------------------------
 
 
 def test_callbacks_run_on_the_queues_own_thread_whoever_waits(tmp_path: Path) -> None:
@@ -256,7 +270,9 @@ def test_a_callback_added_while_others_wait_is_called_once(tmp_path: Path, backe
 
 
 @pytest.mark.parametrize("ending", ["succeeds", "fails"])
-def test_a_callback_may_want_a_lock_whose_holder_waits_for_another_operation(tmp_path: Path, ending: str) -> None:
+def test_a_callback_may_want_a_lock_whose_holder_waits_for_another_operation(
+    tmp_path: Path, ending: str
+) -> None:
     lock = threading.Lock()
     wanted = threading.Event()
 
@@ -279,8 +295,12 @@ def test_what_waits_on_many_is_told_whoever_waits_for_one(tmp_path: Path) -> Non
     with held("memory", tmp_path / "file", hold_us=SHORTLY_US) as (_, file, first):
         futures = [first, *(file.pwrite(b"x" * CHUNK) for _ in range(10))]
         all_of_them = begun_in_thread(lambda: concurrent.futures.wait(futures))[1]
-        the_first = begun_in_thread(lambda: concurrent.futures.wait(futures, return_when="FIRST_COMPLETED"))[1]
-        one_by_one = begun_in_thread(lambda: [future.result() for future in concurrent.futures.as_completed(futures)])
+        the_first = begun_in_thread(
+            lambda: concurrent.futures.wait(futures, return_when="FIRST_COMPLETED")
+        )[1]
+        one_by_one = begun_in_thread(
+            lambda: [future.result() for future in concurrent.futures.as_completed(futures)]
+        )
         singly = [begun_in_thread(future.result)[1] for future in futures]
         assert len(all_of_them.result(TIMEOUT_S).done) == len(futures)
         assert the_first.result(TIMEOUT_S).done
@@ -313,11 +333,12 @@ def test_a_callback_that_wants_to_exit_harms_no_other_operation() -> None:
         assert asyncio.run(asyncio.wait_for(file.pwrite(b"def"), HANG_S)) == 3
 
 
-# --- closing -----------------------------------------------------------------------------------------------------
+# --- closing --------------------------------------------------------------------------------------
 
 
 def closed_while_one_completes() -> tuple[list[IOFuture[int]], Callable[[], bool]]:
-    """Close a queue while a thread that waits has taken two operations and is at the first; return both.
+    """Close a queue while a thread that waits has taken two operations and is at the first; return
+    both.
 
     What is returned besides says, after the end, whether both had ended when closing returned.
     """
@@ -360,7 +381,7 @@ def test_closing_waits_for_what_a_waiting_thread_took() -> None:
     assert all_had_ended()
 
 
-# --- interrupting ------------------------------------------------------------------------------------------------
+# --- interrupting ---------------------------------------------------------------------------------
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: what a signal handler of the program raises
@@ -417,8 +438,11 @@ def test_a_signal_is_handled_at_once_while_the_main_thread_waits(tmp_path: Path)
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers that are interrupted
-def test_any_number_of_interrupts_loses_no_operation_and_no_memory(backend: str, tmp_path: Path) -> None:
+# of finalizers that are interrupted
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_any_number_of_interrupts_loses_no_operation_and_no_memory(
+    backend: str, tmp_path: Path
+) -> None:
     data = pattern(4000, seed=1)
     called: list[object] = []
     interrupts = 0
@@ -444,7 +468,8 @@ def test_any_number_of_interrupts_loses_no_operation_and_no_memory(backend: str,
 class InterruptAt:
     """Raises before the nth line of deepnvme's modules that the thread begins.
 
-    Not where a `with` begins or ends: Python itself may leave the lock locked there (python/cpython#74174).
+    Not where a `with` begins or ends: Python itself may leave the lock locked there
+    (python/cpython#74174).
     """
 
     def __init__(self, nth: int) -> None:
@@ -478,7 +503,10 @@ class CallAt(InterruptAt):
 
 
 def with_call_at(nth: int, call: Callable[[], object], work: Callable[[], object]) -> bool:
-    """Do the work, and make the call before its nth line of deepnvme's. False: it has ended before."""
+    """Do the work, and make the call before its nth line of deepnvme's.
+
+    False: it has ended before.
+    """
     caller = CallAt(nth, call)
     before = sys.gettrace()
     sys.settrace(caller)
@@ -513,7 +541,9 @@ def test_an_interrupt_at_any_line_of_result_loses_nothing() -> None:
             with completer_held(file):
                 future = file.pwrite(buffer)
                 struck = result_interrupted_at(future, nth)
-            assert begun_in_thread(future.result)[1].result(HANG_S) == 3, f"interrupted at line {nth}"
+            assert begun_in_thread(future.result)[1].result(HANG_S) == 3, (
+                f"interrupted at line {nth}"
+            )
             buffer.append(0)
             assert isinstance(file.pread(later, 100).exception(HANG_S), ShortReadError)
             later.append(0)
@@ -531,12 +561,17 @@ async def waiting_for_room(queue: IOQueue, registered: threading.Event) -> None:
 
 def test_an_interrupt_at_any_line_of_result_leaves_nobody_waiting_for_room() -> None:
     for nth in range(1, 1000):
-        with memory_file(FaultPlan().delay(delay_us=20_000, every=1), max_pending=1) as (queue, file):
+        with memory_file(FaultPlan().delay(delay_us=20_000, every=1), max_pending=1) as (
+            queue,
+            file,
+        ):
             registered = threading.Event()
 
             with completer_held(file):
                 future = file.pwrite(b"abc")
-                waiting = begun_in_thread(partial(asyncio.run, waiting_for_room(queue, registered)))[1]
+                waiting = begun_in_thread(
+                    partial(asyncio.run, waiting_for_room(queue, registered))
+                )[1]
                 assert registered.wait(TIMEOUT_S)
                 struck = result_interrupted_at(future, nth)
             try:

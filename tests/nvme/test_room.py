@@ -29,9 +29,17 @@ def run(main: Awaitable[T]) -> T:
 
 
 @contextlib.contextmanager
-def full(path: Path, when_full: WhenFull = WhenFull.RAISE) -> Iterator[tuple[IOQueue, File, list[IOFuture[int]]]]:
-    """Yield a queue for two operations, of which two are pending for a while, a file, and those two."""
-    with held("memory", path, max_pending=2, when_full=when_full, hold_us=HOLD_US) as (queue, file, first):
+def full(
+    path: Path, when_full: WhenFull = WhenFull.RAISE
+) -> Iterator[tuple[IOQueue, File, list[IOFuture[int]]]]:
+    """Yield a queue for two operations, of which two are pending for a while, a file, and those
+    two.
+    """
+    with held("memory", path, max_pending=2, when_full=when_full, hold_us=HOLD_US) as (
+        queue,
+        file,
+        first,
+    ):
         yield queue, file, [first, file.pwrite(b"second", 6)]
 
 
@@ -45,7 +53,9 @@ def test_a_queue_that_is_not_full_has_room_at_once(tmp_path: Path, queue: IOQueu
         assert run(main())
 
 
-def test_coroutines_that_wait_for_room_never_find_the_queue_full(tmp_path: Path, backend: str) -> None:
+def test_coroutines_that_wait_for_room_never_find_the_queue_full(
+    tmp_path: Path, backend: str
+) -> None:
     async def one(queue: IOQueue, file: File, number: int) -> int:
         await queue.room()
         return await file.pwrite(bytes([number]) * 100, number * 100)
@@ -59,7 +69,9 @@ def test_coroutines_that_wait_for_room_never_find_the_queue_full(tmp_path: Path,
         queue.open(tmp_path / "file", "w") as file,
     ):
         assert run(main(queue, file)) == [100] * 100
-        assert contents(queue, tmp_path / "file") == b"".join(bytes([number]) * 100 for number in range(100))
+        assert contents(queue, tmp_path / "file") == b"".join(
+            bytes([number]) * 100 for number in range(100)
+        )
 
 
 def test_failures_and_cancellations_make_room_too(tmp_path: Path) -> None:
@@ -156,10 +168,15 @@ def test_two_event_loops_in_two_threads_both_get_room(tmp_path: Path, backend: s
         IOQueue(backend, max_pending=2, when_full=WhenFull.RAISE) as queue,
         queue.open(tmp_path / "file", "w") as file,
     ):
-        threads = [threading.Thread(target=work, args=(queue, file, range(n * 50, n * 50 + 50))) for n in range(2)]
+        threads = [
+            threading.Thread(target=work, args=(queue, file, range(n * 50, n * 50 + 50)))
+            for n in range(2)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(TIMEOUT_S)
         assert not wrong
-        assert contents(queue, tmp_path / "file") == b"".join(bytes([number]) * 10 for number in range(100))
+        assert contents(queue, tmp_path / "file") == b"".join(
+            bytes([number]) * 10 for number in range(100)
+        )

@@ -1,4 +1,6 @@
-"""safetensors files: the same bytes as the format's own package reads and writes, nothing believed, nothing half."""
+"""safetensors files: the same bytes as the format's own package reads and writes, nothing believed,
+nothing half.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.fixture
 def mixed() -> dict[str, Any]:
-    """Return arrays of every kind that matters: large and small, whole pages and not, scalars, empty, odd names."""
+    """Return arrays of every kind that matters: large and small, whole pages and not, scalars,
+    empty, odd names.
+    """
     return {
         "large": np.arange(LARGE // 4 + 7, dtype=np.float32),
         "whole pages": np.arange(LARGE, dtype=np.uint8).reshape(64, -1),
@@ -68,7 +72,7 @@ def mixed() -> dict[str, Any]:
     }
 
 
-# --- there and back ----------------------------------------------------------------------------------------------
+# --- there and back -------------------------------------------------------------------------------
 
 
 def test_what_is_written_is_read_back(tmp_path: Path, mixed: dict[str, Any]) -> None:
@@ -80,7 +84,9 @@ def test_what_is_written_is_read_back(tmp_path: Path, mixed: dict[str, Any]) -> 
     assert safetensors_header(path).metadata == {"format": "pt", "größe": "ü\n"}
 
 
-def test_every_backend_on_drives_reads_and_writes(tmp_path: Path, mixed: dict[str, Any], disk_queue: IOQueue) -> None:
+def test_every_backend_on_drives_reads_and_writes(
+    tmp_path: Path, mixed: dict[str, Any], disk_queue: IOQueue
+) -> None:
     write_safetensors(tmp_path / "x", mixed, queue=disk_queue)
 
     assert_same(read_safetensors(tmp_path / "x", returns=Returns.NUMPY, queue=disk_queue), mixed)
@@ -93,12 +99,16 @@ DTYPES = [np.bool_, np.uint8, np.int16, np.uint32, np.float16, np.float32, np.in
     st.dictionaries(
         st.text(st.characters(codec="utf-8"), max_size=8),
         st.sampled_from(DTYPES).flatmap(
-            lambda dtype: arrays_of.arrays(dtype, arrays_of.array_shapes(min_dims=0, min_side=0, max_side=40))
+            lambda dtype: arrays_of.arrays(
+                dtype, arrays_of.array_shapes(min_dims=0, min_side=0, max_side=40)
+            )
         ),
         max_size=8,
     )
 )
-def test_any_arrays_come_back(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any]) -> None:
+def test_any_arrays_come_back(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any]
+) -> None:
     path = tmp_path_factory.mktemp("any") / "x.safetensors"
 
     write_safetensors(path, tensors)
@@ -106,7 +116,9 @@ def test_any_arrays_come_back(tmp_path_factory: pytest.TempPathFactory, tensors:
     assert_same(read_safetensors(path, returns=Returns.NUMPY), tensors)
 
 
-def test_some_tensors_are_read_by_name_in_the_order_asked_for(tmp_path: Path, mixed: dict[str, Any]) -> None:
+def test_some_tensors_are_read_by_name_in_the_order_asked_for(
+    tmp_path: Path, mixed: dict[str, Any]
+) -> None:
     write_safetensors(tmp_path / "x", mixed)
 
     found = read_safetensors(tmp_path / "x", ["flags", "large"], returns=Returns.NUMPY)
@@ -159,10 +171,12 @@ def test_many_small_tensors_share_operations(tmp_path: Path) -> None:
     assert drive.operations < 20
 
 
-# --- by direct I/O -----------------------------------------------------------------------------------------------
+# --- by direct I/O --------------------------------------------------------------------------------
 
 
-def test_all_whole_pages_go_past_the_page_cache_and_large_ones_without_a_copy(tmp_path: Path) -> None:
+def test_all_whole_pages_go_past_the_page_cache_and_large_ones_without_a_copy(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "x"
     large = {"odd": np.zeros(LARGE // 4 + 3, np.float32), "more": np.zeros(LARGE + 1, np.uint8)}
     with IOQueue("threads") as writing:
@@ -201,7 +215,7 @@ def test_tensors_at_odd_offsets_are_aligned_in_memory(tmp_path: Path) -> None:
     assert (found["w"] == values).all()
 
 
-# --- whole or not at all -----------------------------------------------------------------------------------------
+# --- whole or not at all --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("durability", Durability)
@@ -225,7 +239,9 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("requests", [Requests.WRITES, Requests.SYNCS])
-def test_a_drive_that_fails_leaves_what_was_there(tmp_path: Path, requests: Requests, nth: int) -> None:
+def test_a_drive_that_fails_leaves_what_was_there(
+    tmp_path: Path, requests: Requests, nth: int
+) -> None:
     write_safetensors(tmp_path / "x", {"old": np.zeros(3)})
     plan = FaultPlan(seed=1)
     plan.fail(nth=nth if requests is Requests.WRITES else 1, errno=errno.EIO, requests=requests)
@@ -260,7 +276,9 @@ def test_a_drive_that_fails_to_read_is_an_error(tmp_path: Path, size: int) -> No
         ({}, {"epoch": 3}, "expected the metadata as texts by name, got 3"),
     ],
 )
-def test_what_the_format_cannot_hold_is_refused(tmp_path: Path, tensors: Any, metadata: Any, flaw: str) -> None:
+def test_what_the_format_cannot_hold_is_refused(
+    tmp_path: Path, tensors: Any, metadata: Any, flaw: str
+) -> None:
     with pytest.raises(SafetensorsError, match=flaw) as caught:
         write_safetensors(tmp_path / "x", tensors, metadata)
 
@@ -268,10 +286,12 @@ def test_what_the_format_cannot_hold_is_refused(tmp_path: Path, tensors: Any, me
     assert list(tmp_path.iterdir()) == []
 
 
-# --- piece by piece ----------------------------------------------------------------------------------------------
+# --- piece by piece -------------------------------------------------------------------------------
 
 
-def test_a_file_is_written_in_several_calls_and_read_as_bytes(tmp_path: Path, mixed: dict[str, Any]) -> None:
+def test_a_file_is_written_in_several_calls_and_read_as_bytes(
+    tmp_path: Path, mixed: dict[str, Any]
+) -> None:
     described = {name: describe(array) for name, array in mixed.items()}
     layout = {name: (each.code, each.shape) for name, each in described.items()}
 
@@ -287,7 +307,9 @@ def test_a_file_is_written_in_several_calls_and_read_as_bytes(tmp_path: Path, mi
 
 def test_memory_may_change_once_write_has_returned(tmp_path: Path) -> None:
     array = np.ones(LARGE)
-    with SafetensorsWriter(tmp_path / "x", {"a": ("F64", (LARGE,)), "b": ("F64", (LARGE,))}) as writer:
+    with SafetensorsWriter(
+        tmp_path / "x", {"a": ("F64", (LARGE,)), "b": ("F64", (LARGE,))}
+    ) as writer:
         writer.write({"a": describe(array)})
         array[:] = 2
         writer.write({"b": describe(array)})
@@ -323,7 +345,7 @@ def test_a_tensor_that_was_announced_and_not_written_leaves_no_file(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-# --- nothing is believed -----------------------------------------------------------------------------------------
+# --- nothing is believed --------------------------------------------------------------------------
 
 GOOD = {"a": entry("U8", [4], 0, 4), "b": entry("F32", [1], 4, 8)}
 
@@ -351,7 +373,10 @@ def test_the_good_header_is_good(tmp_path: Path) -> None:
         (b'{"\\ud800":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}', "surrogate"),
         (b'{"a":' * 100_000, "nested too deeply"),
         (b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,8]},"a":{}}', "'a' stands twice"),
-        (b'{"a":{"dtype":"U8","dtype":"I8","shape":[8],"data_offsets":[0,8]}}', "'dtype' stands twice"),
+        (
+            b'{"a":{"dtype":"U8","dtype":"I8","shape":[8],"data_offsets":[0,8]}}',
+            "'dtype' stands twice",
+        ),
         ({"__metadata__": {"a": 1}}, "expected __metadata__ as an object of texts"),
         ({"__metadata__": ["a"]}, "expected __metadata__ as an object of texts"),
         ({"a": [1]}, "expected an object with dtype, shape and data_offsets"),
@@ -372,11 +397,16 @@ def test_the_good_header_is_good(tmp_path: Path) -> None:
         (changed(data_offsets=[3, 7]), "'b' should begin where 'a' ends, at byte 4, not 3"),
         (changed(data_offsets=[5, 9]), "'b' should begin where 'a' ends, at byte 4, not 5"),
         ({"b": GOOD["b"]}, "'b' should begin at byte 0, not 4"),
-        ({"a": GOOD["a"]}, "its tensors end at byte 72, the file at 76: it was cut off or added to"),
+        (
+            {"a": GOOD["a"]},
+            "its tensors end at byte 72, the file at 76: it was cut off or added to",
+        ),
         ({}, "its tensors end at byte 10, the file at 18"),
     ],
 )
-def test_a_header_that_makes_no_sense_is_refused_by_name(tmp_path: Path, header: Any, flaw: str) -> None:
+def test_a_header_that_makes_no_sense_is_refused_by_name(
+    tmp_path: Path, header: Any, flaw: str
+) -> None:
     path = raw_file(tmp_path / "bad.safetensors", header, bytes(8))
 
     with pytest.raises(SafetensorsError, match=flaw) as caught:
@@ -406,7 +436,9 @@ def test_a_length_that_makes_no_sense_is_refused(tmp_path: Path, content: bytes,
 def test_a_header_with_changed_bytes_is_refused_or_still_whole(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    content = bytearray(raw_file(tmp_path_factory.getbasetemp() / "fuzzed", GOOD, bytes(8)).read_bytes())
+    content = bytearray(
+        raw_file(tmp_path_factory.getbasetemp() / "fuzzed", GOOD, bytes(8)).read_bytes()
+    )
     for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
         content[at] = data.draw(st.integers(0, 255))
     path = tmp_path_factory.getbasetemp() / "fuzzed"
@@ -428,7 +460,7 @@ def test_a_file_that_was_cut_off_after_its_header_was_read_is_an_error(tmp_path:
             file.read(["w"])
 
 
-# --- with torch, and with the format's own package ---------------------------------------------------------------
+# --- with torch, and with the format's own package ------------------------------------------------
 
 
 def torch_tensors() -> dict[str, Any]:
@@ -451,7 +483,9 @@ def assert_same_tensors(found: dict[str, Any], expected: dict[str, Any]) -> None
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        ), name
 
 
 def test_torch_tensors_come_back_as_such(tmp_path: Path) -> None:
@@ -496,7 +530,9 @@ def test_we_read_what_the_safetensors_package_writes(tmp_path: Path) -> None:
 
 
 def test_both_agree_on_no_tensors_and_no_metadata(tmp_path: Path) -> None:
-    theirs = pytest.importorskip("safetensors.numpy", reason="the safetensors package is not installed")
+    theirs = pytest.importorskip(
+        "safetensors.numpy", reason="the safetensors package is not installed"
+    )
     write_safetensors(tmp_path / "ours", {})
     theirs.save_file({}, tmp_path / "theirs")
 
@@ -504,7 +540,7 @@ def test_both_agree_on_no_tensors_and_no_metadata(tmp_path: Path) -> None:
     assert read_safetensors(tmp_path / "theirs") == {}
 
 
-# --- names and permissions ---------------------------------------------------------------------------------------
+# --- names and permissions ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
@@ -535,7 +571,10 @@ def test_header_and_tensors_are_of_one_file_whenever_somebody_replaces_it(
 ) -> None:
     """Here in the moment before it is opened for its tensors, or after."""
     path = tmp_path / "x"
-    versions = {"after": {"first": np.full(LARGE, 1.0)}, "before": {"second": np.full(7, 2, np.int8)}}
+    versions = {
+        "after": {"first": np.full(LARGE, 1.0)},
+        "before": {"second": np.full(7, 2, np.int8)},
+    }
     write_safetensors(path, versions["after"])
     opening = IOQueue.open
 
@@ -555,13 +594,17 @@ def test_header_and_tensors_are_of_one_file_whenever_somebody_replaces_it(
 
 @pytest.mark.parametrize("count", [3, 3000])
 def test_headers_of_every_length_are_read(tmp_path: Path, count: int) -> None:
-    tensors = {f"a rather long name of the tensor {index}": np.array(index) for index in range(count)}
+    tensors = {
+        f"a rather long name of the tensor {index}": np.array(index) for index in range(count)
+    }
     write_safetensors(tmp_path / "x", tensors)
 
     assert_same(read_safetensors(tmp_path / "x", returns=Returns.NUMPY), tensors)
 
 
-def test_a_queue_that_raises_when_it_is_full_is_waited_for(tmp_path: Path, mixed: dict[str, Any]) -> None:
+def test_a_queue_that_raises_when_it_is_full_is_waited_for(
+    tmp_path: Path, mixed: dict[str, Any]
+) -> None:
     with IOQueue("threads", max_pending=1, when_full=WhenFull.RAISE) as queue:
         write_safetensors(tmp_path / "x", mixed, queue=queue)
 

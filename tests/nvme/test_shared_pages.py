@@ -1,6 +1,8 @@
-"""Operations that are under way together on one page of a file: no byte that only one of them wrote is lost.
+"""Operations that are under way together on one page of a file: no byte that only one of them wrote
+is lost.
 
-Whole pages go to the drive directly and partial pages through the page cache, so the drive orders what shares a page.
+Whole pages go to the drive directly and partial pages through the page cache, so the drive orders
+what shares a page.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, contents, patte
 
 BODY = 4 << 20  # long enough to be under way when the other write comes
 ROUNDS = 4
-EXTENTS = st.lists(st.tuples(st.integers(0, 4 * CHUNK), st.integers(1, 3 * CHUNK)), min_size=2, max_size=10)
+EXTENTS = st.lists(
+    st.tuples(st.integers(0, 4 * CHUNK), st.integers(1, 3 * CHUNK)), min_size=2, max_size=10
+)
 
 
-def test_header_written_beside_its_body_leaves_the_bodys_bytes(tmp_path: Path, backend: str) -> None:
+def test_header_written_beside_its_body_leaves_the_bodys_bytes(
+    tmp_path: Path, backend: str
+) -> None:
     body, header = np.full(BODY, 7, np.uint8), bytes([9]) * 64
     for _ in range(ROUNDS):
         with IOQueue(backend) as queue, queue.open(tmp_path / "file", "w", size=BODY) as file:
@@ -31,7 +37,9 @@ def test_header_written_beside_its_body_leaves_the_bodys_bytes(tmp_path: Path, b
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_overlapping_writes_lose_no_byte_that_one_wrote(tmp_path: Path, backend: str, first: int) -> None:
+def test_overlapping_writes_lose_no_byte_that_one_wrote(
+    tmp_path: Path, backend: str, first: int
+) -> None:
     end = BODY // 2 + 292
     writes = [(np.full(end, 2, np.uint8), 0), (np.full(BODY - PAGE, 1, np.uint8), PAGE)]
     for _ in range(ROUNDS):
@@ -42,12 +50,17 @@ def test_overlapping_writes_lose_no_byte_that_one_wrote(tmp_path: Path, backend:
             assert_same(contents(queue, tmp_path / "file")[end:], writes[1][0][end - PAGE :])
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(extents=EXTENTS)
 def test_each_byte_is_of_a_write_that_covered_it(
     tmp_path: Path, queue: IOQueue, extents: list[tuple[int, int]]
 ) -> None:
-    with queue.open(tmp_path / "file", "w", size=7 * CHUNK) as file, queue.open(tmp_path / "file", "r+") as other:
+    with (
+        queue.open(tmp_path / "file", "w", size=7 * CHUNK) as file,
+        queue.open(tmp_path / "file", "r+") as other,
+    ):
         handles: tuple[File, File] = (file, other)
         futures = [
             handles[number % 2].pwrite(np.full(nbytes, number + 1, np.uint8), offset)
@@ -64,7 +77,9 @@ def test_each_byte_is_of_a_write_that_covered_it(
     assert allowed[found, np.arange(len(found))].all()
 
 
-def test_truncating_through_another_handle_shortens_readinto(tmp_path: Path, queue: IOQueue) -> None:
+def test_truncating_through_another_handle_shortens_readinto(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     data = pattern(100_000, seed=1)
     with queue.open(tmp_path / "file", "w") as file, queue.open(tmp_path / "file", "r+") as other:
         other.pwrite(data).result(TIMEOUT_S)
@@ -74,7 +89,9 @@ def test_truncating_through_another_handle_shortens_readinto(tmp_path: Path, que
             assert other.readinto(bytearray(nbytes), offset).result(TIMEOUT_S) == came
 
 
-def test_write_through_one_handle_lengthens_the_file_for_another(tmp_path: Path, queue: IOQueue) -> None:
+def test_write_through_one_handle_lengthens_the_file_for_another(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     with queue.open(tmp_path / "file", "w") as file, queue.open(tmp_path / "file", "r+") as other:
         file.pwrite(bytes(CHUNK)).result(TIMEOUT_S)
         assert other.readinto(bytearray(2 * CHUNK)).result(TIMEOUT_S) == CHUNK

@@ -1,6 +1,8 @@
-"""Device arrays in file operations, on a device that is not there: its memory is touched by its own threads only.
+"""Device arrays in file operations, on a device that is not there: its memory is touched by its own
+threads only.
 
-Copies happen a moment after they were asked for, so that whatever forgets to wait sees or leaves wrong bytes.
+Copies happen a moment after they were asked for, so that whatever forgets to wait sees or leaves
+wrong bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ READ, WRITE, SYNC = _native.Verb.READ, _native.Verb.WRITE, _native.Verb.SYNC_DAT
 STOPS = _native.AtEndOfFile.STOPS
 
 
-# --- a device ----------------------------------------------------------------------------------------------------
+# --- a device -------------------------------------------------------------------------------------
 
 
 class CopyError(Exception):
@@ -105,7 +107,9 @@ class DeviceBytes:
 
 @dataclass
 class Device:
-    """Three streams, the program's and one of copies for each direction, and what is to go wrong."""
+    """Three streams, the program's and one of copies for each direction, and what is to go
+    wrong.
+    """
 
     program: Stream = field(default_factory=Stream)
     up: Stream = field(default_factory=Stream)
@@ -116,7 +120,8 @@ class Device:
     hold_copy: int = 0  # the copy that waits for `held`
     held: threading.Event = field(default_factory=threading.Event)
     started: int = 0
-    views: list[memoryview] = field(default_factory=list)  # what it was given; a traceback may keep these too
+    # what it was given; a traceback may keep these too
+    views: list[memoryview] = field(default_factory=list)
 
     def memory(self, data: bytes) -> DeviceBytes:
         """Return device memory that holds `data`."""
@@ -137,7 +142,9 @@ class Device:
 class FakeArray:
     """Device memory as `Staging` sees it, as torch's and cupy's are."""
 
-    def __init__(self, device: Device, memory: DeviceBytes, start: int = 0, nbytes: int | None = None) -> None:
+    def __init__(
+        self, device: Device, memory: DeviceBytes, start: int = 0, nbytes: int | None = None
+    ) -> None:
         self.nbytes = len(memory.values) - start if nbytes is None else nbytes
         self._device = device
         self._memory = memory
@@ -205,7 +212,9 @@ class Rig:
         return self.staging.submit(READ, file._open(), FakeArray(self.device, memory), offset)
 
     def readinto(self, file: File, memory: DeviceBytes, offset: int = 0) -> IOFuture[int]:
-        return self.staging.submit(READ, file._open(), FakeArray(self.device, memory), offset, STOPS)
+        return self.staging.submit(
+            READ, file._open(), FakeArray(self.device, memory), offset, STOPS
+        )
 
     def sync(self, file: File) -> IOFuture[int]:
         return self.staging.submit(SYNC, file._open(), None, 0)
@@ -267,7 +276,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     return backend_or_skip(request.param)
 
 
-# --- bytes -------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 EXTENTS = (
     (1, 0),
@@ -284,7 +293,9 @@ EXTENTS = (
 
 
 @pytest.mark.parametrize(("nbytes", "offset"), EXTENTS)
-def test_device_memory_comes_back_from_a_file_as_it_was(tmp_path: Path, backend: str, nbytes: int, offset: int) -> None:
+def test_device_memory_comes_back_from_a_file_as_it_was(
+    tmp_path: Path, backend: str, nbytes: int, offset: int
+) -> None:
     data = pattern(nbytes, seed=nbytes)
     with rig(backend) as it, it.queue.open(tmp_path / "file", "w") as file:
         assert it.write(file, it.device.memory(data), offset).result(TIMEOUT_S) == nbytes
@@ -310,7 +321,9 @@ def test_neither_the_file_nor_the_device_changes_beside_the_piece_that_moves(
     path.write_bytes(old)
     data = pattern(nbytes, seed=seed + 1)
     with rig(staging_bytes=4 * PAGE) as it, it.queue.open(path, "r+") as file:
-        source = FakeArray(it.device, it.device.memory(b"abc"[:start] + data + b"beyond"), start, nbytes)
+        source = FakeArray(
+            it.device, it.device.memory(b"abc"[:start] + data + b"beyond"), start, nbytes
+        )
         assert it.staging.submit(WRITE, file._open(), source, offset).result(TIMEOUT_S) == nbytes
         assert_same(path.read_bytes(), old[:offset] + data + old[offset + nbytes :])
         around = it.device.fresh(start + nbytes + 6)
@@ -337,7 +350,10 @@ def test_many_operations_of_several_threads_all_arrive(tmp_path: Path, backend: 
     def work(numbers: range) -> None:
         for number in numbers:
             data = pattern(sizes[number], seed=number)
-            assert it.write(file, it.device.memory(data), slots[number]).result(TIMEOUT_S) == sizes[number]
+            assert (
+                it.write(file, it.device.memory(data), slots[number]).result(TIMEOUT_S)
+                == sizes[number]
+            )
             back = it.device.fresh(sizes[number])
             assert it.pread(file, back, slots[number]).result(TIMEOUT_S) == sizes[number]
             assert_same(back.values, data)
@@ -349,7 +365,9 @@ def test_many_operations_of_several_threads_all_arrive(tmp_path: Path, backend: 
         it.assert_idle()
 
 
-def test_reads_and_writes_that_are_all_submitted_at_once_all_arrive(tmp_path: Path, backend: str) -> None:
+def test_reads_and_writes_that_are_all_submitted_at_once_all_arrive(
+    tmp_path: Path, backend: str
+) -> None:
     old = [pattern(PIECE + 11 * number, seed=number) for number in range(8)]
     new = [pattern(PIECE // 2 + number, seed=number + 100) for number in range(8)]
     (tmp_path / "old").write_bytes(b"".join(old))
@@ -373,7 +391,7 @@ def test_reads_and_writes_that_are_all_submitted_at_once_all_arrive(tmp_path: Pa
         it.assert_idle()
 
 
-# --- the device's order ------------------------------------------------------------------------------------------
+# --- the device's order ---------------------------------------------------------------------------
 
 
 def test_a_write_sees_what_the_program_queued_on_the_device_before(tmp_path: Path) -> None:
@@ -407,7 +425,7 @@ def test_a_read_does_not_overwrite_what_a_kernel_still_looks_at(tmp_path: Path) 
         assert_same(memory.values, pattern(PIECE, seed=2))
 
 
-# --- at the same time --------------------------------------------------------------------------------------------
+# --- at the same time -----------------------------------------------------------------------------
 
 
 def test_the_drive_reads_on_while_a_piece_is_copied_to_the_device(tmp_path: Path) -> None:
@@ -445,7 +463,9 @@ def test_the_next_piece_is_copied_from_the_device_while_the_drive_writes(tmp_pat
         assert future.result(TIMEOUT_S) == 3 * PIECE
 
 
-def test_an_operation_that_comes_later_does_not_wait_for_the_drive_to_end_the_first(tmp_path: Path) -> None:
+def test_an_operation_that_comes_later_does_not_wait_for_the_drive_to_end_the_first(
+    tmp_path: Path,
+) -> None:
     slow = FaultPlan().delay(delay_us=500_000, every=1)
     with rig(faults=slow) as it, it.queue.open(tmp_path / "file", "w") as file:
         first = it.write(file, it.device.memory(b"first"))
@@ -456,7 +476,9 @@ def test_an_operation_that_comes_later_does_not_wait_for_the_drive_to_end_the_fi
         assert [first.result(TIMEOUT_S), second.result(TIMEOUT_S)] == [5, 6]
 
 
-def test_a_read_does_not_wait_for_a_write_of_what_the_device_has_yet_to_compute(tmp_path: Path) -> None:
+def test_a_read_does_not_wait_for_a_write_of_what_the_device_has_yet_to_compute(
+    tmp_path: Path,
+) -> None:
     data = pattern(PIECE // 2, seed=1)
     (tmp_path / "source").write_bytes(data)
     with (
@@ -496,13 +518,15 @@ def test_small_operations_share_the_staging_memory(tmp_path: Path) -> None:
         assert [future.result(TIMEOUT_S) for future in futures] == [1] * 50
 
 
-# --- the end of the file, and errors -----------------------------------------------------------------------------
+# --- the end of the file, and errors --------------------------------------------------------------
 
 LENGTHS = (0, 1, PAGE - 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 77, 4 * PIECE - 1)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_read_beyond_the_end_of_the_file_says_how_far_it_came(tmp_path: Path, backend: str, length: int) -> None:
+def test_a_read_beyond_the_end_of_the_file_says_how_far_it_came(
+    tmp_path: Path, backend: str, length: int
+) -> None:
     data = pattern(length, seed=length)
     (tmp_path / "file").write_bytes(bytes(10) + data)
     with rig(backend) as it, it.queue.open(tmp_path / "file") as file:
@@ -517,7 +541,9 @@ def test_a_read_beyond_the_end_of_the_file_says_how_far_it_came(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_readinto_ends_in_the_bytes_that_there_were(tmp_path: Path, backend: str, length: int) -> None:
+def test_readinto_ends_in_the_bytes_that_there_were(
+    tmp_path: Path, backend: str, length: int
+) -> None:
     data = pattern(length, seed=length)
     (tmp_path / "file").write_bytes(bytes(10) + data)
     with rig(backend) as it, it.queue.open(tmp_path / "file") as file:
@@ -527,7 +553,9 @@ def test_readinto_ends_in_the_bytes_that_there_were(tmp_path: Path, backend: str
         it.assert_idle()
 
 
-def test_nothing_is_read_from_beyond_the_end_of_the_file_but_what_was_under_way(tmp_path: Path) -> None:
+def test_nothing_is_read_from_beyond_the_end_of_the_file_but_what_was_under_way(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     with rig(staging_bytes=4 * PAGE) as it, it.queue.open(tmp_path / "file") as file:
         assert it.readinto(file, it.device.fresh(STAGING * 4)).result(TIMEOUT_S) == 3
@@ -536,7 +564,9 @@ def test_nothing_is_read_from_beyond_the_end_of_the_file_but_what_was_under_way(
 
 
 @pytest.mark.parametrize("nth", range(1, 5))
-def test_a_failing_write_tells_the_prefix_that_is_on_the_drive(tmp_path: Path, backend: str, nth: int) -> None:
+def test_a_failing_write_tells_the_prefix_that_is_on_the_drive(
+    tmp_path: Path, backend: str, nth: int
+) -> None:
     broken = FaultPlan().fail(nth=nth, errno=errno.ENOSPC, requests=Requests.WRITES)
     data = pattern(4 * PIECE, seed=1)
     with (
@@ -555,11 +585,16 @@ def test_a_failing_write_tells_the_prefix_that_is_on_the_drive(tmp_path: Path, b
 
 
 @pytest.mark.parametrize("nth", range(1, 5))
-def test_a_failing_read_tells_the_prefix_that_is_on_the_device(tmp_path: Path, backend: str, nth: int) -> None:
+def test_a_failing_read_tells_the_prefix_that_is_on_the_device(
+    tmp_path: Path, backend: str, nth: int
+) -> None:
     broken = FaultPlan().fail(nth=nth, requests=Requests.READS)
     data = pattern(4 * PIECE, seed=1)
     (tmp_path / "file").write_bytes(data)
-    with rig(backend, faults=broken, chunk_bytes=PIECE) as it, it.queue.open(tmp_path / "file") as file:
+    with (
+        rig(backend, faults=broken, chunk_bytes=PIECE) as it,
+        it.queue.open(tmp_path / "file") as file,
+    ):
         back = it.device.fresh(4 * PIECE)
         with pytest.raises(NVMeError) as caught:
             it.readinto(file, back).result(TIMEOUT_S)
@@ -572,7 +607,9 @@ def test_a_failing_read_tells_the_prefix_that_is_on_the_device(tmp_path: Path, b
         assert_same(back.values, data)
 
 
-def test_a_file_that_somebody_else_cut_is_an_error_that_says_so(tmp_path: Path, backend: str) -> None:
+def test_a_file_that_somebody_else_cut_is_an_error_that_says_so(
+    tmp_path: Path, backend: str
+) -> None:
     (tmp_path / "file").write_bytes(pattern(3 * PIECE, seed=1))
     with rig(backend) as it, it.queue.open(tmp_path / "file") as file:
         os.truncate(tmp_path / "file", PIECE + 10)
@@ -602,7 +639,9 @@ def test_after_an_error_nothing_more_of_the_operation_is_written(tmp_path: Path)
         it.device.hold_copy = 2
         future = it.write(file, it.device.memory(pattern(4 * PIECE, seed=1)))
         wait_until(lambda: drive_of(it.queue).failed == 1)
-        it.queue.open(tmp_path / "other", "w").pwrite(b"x").add_done_callback(lambda _: it.device.held.set())
+        it.queue.open(tmp_path / "other", "w").pwrite(b"x").add_done_callback(
+            lambda _: it.device.held.set()
+        )
         assert isinstance(future.exception(TIMEOUT_S), NVMeError)
         assert it.device.started == 2
         assert drive_of(it.queue).written_bytes == 1
@@ -624,7 +663,9 @@ def test_the_first_of_two_errors_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_short_late_and_reordered_requests_change_nothing(tmp_path: Path, backend: str, seed: int) -> None:
+def test_short_late_and_reordered_requests_change_nothing(
+    tmp_path: Path, backend: str, seed: int
+) -> None:
     awkward = (
         FaultPlan(seed)
         .shorten(probability=0.2)
@@ -666,16 +707,21 @@ def test_writing_to_a_file_opened_for_reading_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["refuse_copy", "fail_copy"])
 @pytest.mark.parametrize("start", range(0, 4 * PIECE, PIECE))
-def test_a_copy_from_the_device_that_fails_is_the_operations_error(tmp_path: Path, way: str, start: int) -> None:
+def test_a_copy_from_the_device_that_fails_is_the_operations_error(
+    tmp_path: Path, way: str, start: int
+) -> None:
     data = pattern(4 * PIECE, seed=1)
     with rig() as it, it.queue.open(tmp_path / "file", "w") as file:
         setattr(it.device, way, start)
-        with pytest.raises(NVMeError, match="copying between host and device failed: CopyError") as caught:
+        with pytest.raises(
+            NVMeError, match="copying between host and device failed: CopyError"
+        ) as caught:
             it.write(file, it.device.memory(data)).result(TIMEOUT_S)
         error = caught.value
         assert (error.errno, error.op, error.asked) == (errno.EIO, "write", 4 * PIECE)
         assert isinstance(error.__cause__, CopyError)
-        assert error.done <= start  # a piece may have come from the device and not have been written yet
+        # a piece may have come from the device and not have been written yet
+        assert error.done <= start
         assert_same((tmp_path / "file").read_bytes()[: error.done], data[: error.done])
         it.assert_idle()
         setattr(it.device, way, -1)
@@ -684,13 +730,17 @@ def test_a_copy_from_the_device_that_fails_is_the_operations_error(tmp_path: Pat
 
 @pytest.mark.parametrize("way", ["refuse_copy", "fail_copy"])
 @pytest.mark.parametrize("start", range(0, 4 * PIECE, PIECE))
-def test_a_copy_to_the_device_that_fails_is_the_operations_error(tmp_path: Path, way: str, start: int) -> None:
+def test_a_copy_to_the_device_that_fails_is_the_operations_error(
+    tmp_path: Path, way: str, start: int
+) -> None:
     data = pattern(4 * PIECE, seed=1)
     (tmp_path / "file").write_bytes(data)
     with rig() as it, it.queue.open(tmp_path / "file") as file:
         setattr(it.device, way, start)
         back = it.device.fresh(4 * PIECE)
-        with pytest.raises(NVMeError, match="copying between host and device failed: CopyError") as caught:
+        with pytest.raises(
+            NVMeError, match="copying between host and device failed: CopyError"
+        ) as caught:
             it.pread(file, back).result(TIMEOUT_S)
         error = caught.value
         assert (error.op, error.asked, error.done) == ("read", 4 * PIECE, start)
@@ -709,7 +759,7 @@ def test_a_device_that_gives_no_stream_is_the_operations_error(tmp_path: Path) -
         it.assert_idle()
 
 
-# --- syncs -------------------------------------------------------------------------------------------------------
+# --- syncs ----------------------------------------------------------------------------------------
 
 
 def test_a_sync_comes_after_the_writes_that_were_staged_before_it(tmp_path: Path) -> None:
@@ -730,7 +780,7 @@ def test_a_sync_comes_after_the_writes_that_were_staged_before_it(tmp_path: Path
         it.assert_idle()
 
 
-# --- what keeps what ---------------------------------------------------------------------------------------------
+# --- what keeps what ------------------------------------------------------------------------------
 
 
 def test_the_array_is_kept_until_the_end_and_let_go_then(tmp_path: Path) -> None:
@@ -772,7 +822,7 @@ def test_a_file_may_be_closed_while_its_operation_is_under_way(tmp_path: Path) -
         assert future.result(TIMEOUT_S) == 3
 
 
-# --- cancelling, room, closing -----------------------------------------------------------------------------------
+# --- cancelling, room, closing --------------------------------------------------------------------
 
 
 def test_what_has_not_begun_can_be_cancelled_and_what_has_begun_cannot(tmp_path: Path) -> None:
@@ -835,7 +885,9 @@ def test_a_cancelled_operation_gives_its_room_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("staged", [True, False], ids=["of a staged operation", "of another"])
-def test_a_callback_may_submit_more_although_the_queue_is_full(tmp_path: Path, staged: bool) -> None:
+def test_a_callback_may_submit_more_although_the_queue_is_full(
+    tmp_path: Path, staged: bool
+) -> None:
     """Callbacks run on the two threads that make room: they would wait for themselves."""
     finished = threading.Event()
     slow = FaultPlan().delay(delay_us=500_000, nth=2)
@@ -870,7 +922,10 @@ def test_closing_waits_for_everything_pending(tmp_path: Path, backend: str) -> N
         assert [future.done() for future in futures] == [True] * 6
         for number in range(6):
             assert futures[number].result() == len(data[number])
-            assert_same((tmp_path / "file").read_bytes()[2 * PIECE * number :][: len(data[number])], data[number])
+            assert_same(
+                (tmp_path / "file").read_bytes()[2 * PIECE * number :][: len(data[number])],
+                data[number],
+            )
         assert it.staging._pool is None
         with pytest.raises(ClosedError):
             it.write(file, it.device.memory(b"abc"))
@@ -897,7 +952,9 @@ def test_a_callback_is_told_that_closing_would_wait_for_itself(tmp_path: Path) -
     with rig(faults=slow) as it, it.queue.open(tmp_path / "file", "w") as file:
         it.write(file, it.device.memory(b"x")).result(TIMEOUT_S)
         it.device.hold_copy = 2
-        file.pwrite(b"slow").add_done_callback(lambda _: told.append(it.staging.needs_this_thread()))
+        file.pwrite(b"slow").add_done_callback(
+            lambda _: told.append(it.staging.needs_this_thread())
+        )
         first = it.write(file, it.device.memory(b"abc"), 4)
         first.add_done_callback(lambda _: told.append(it.staging.needs_this_thread()))
         second = it.write(file, it.device.memory(b"def"), 7)
@@ -970,7 +1027,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path: Path) -> Non
     assert (tmp_path / "file").read_bytes() == b"abc"
 
 
-# --- the libraries, without their devices ------------------------------------------------------------------------
+# --- the libraries, without their devices ---------------------------------------------------------
 
 
 class StandInStream:
@@ -1019,14 +1076,18 @@ def test_a_tensors_bytes_are_read_and_written_in_place(tmp_path: Path, dtype: st
     tensor = whole[16:-16].requires_grad_(whole.is_floating_point() and dtype != "float8_e4m3fn")
     with rig(staging_bytes=4 * PAGE) as it, it.queue.open(tmp_path / "file", "w") as file:
         size = tensor.numel() * tensor.element_size()
-        assert it.staging.submit(WRITE, file._open(), torch_array(tensor), 0).result(TIMEOUT_S) == size
+        assert (
+            it.staging.submit(WRITE, file._open(), torch_array(tensor), 0).result(TIMEOUT_S) == size
+        )
         expected = whole.view(torch.uint8)[16 * tensor.element_size() :][:size]
         assert_same((tmp_path / "file").read_bytes(), expected.numpy())
         with torch.inference_mode():
             back = torch.zeros_like(whole)
             array = torch_array(back[16:-16])
         assert it.staging.submit(READ, file._open(), array, 0).result(TIMEOUT_S) == size
-        assert_same(back.view(torch.uint8)[16 * tensor.element_size() :][:size].numpy(), expected.numpy())
+        assert_same(
+            back.view(torch.uint8)[16 * tensor.element_size() :][:size].numpy(), expected.numpy()
+        )
         assert not back.view(torch.uint8)[: 16 * tensor.element_size()].any()
 
 
@@ -1056,9 +1117,16 @@ def test_host_memory_is_no_device_array() -> None:
 class StandInCupyArray:
     """An array as cupy's, in host memory."""
 
-    def __init__(self, values: np.ndarray[Any, Any], device: object, *, read_only: bool = False) -> None:
+    def __init__(
+        self, values: np.ndarray[Any, Any], device: object, *, read_only: bool = False
+    ) -> None:
         self.values = values
-        self.nbytes, self.flags, self.strides, self.device = values.nbytes, values.flags, values.strides, device
+        self.nbytes, self.flags, self.strides, self.device = (
+            values.nbytes,
+            values.flags,
+            values.strides,
+            device,
+        )
         self.data = types.SimpleNamespace(ptr=values.ctypes.data)
         self.__cuda_array_interface__ = {"data": (values.ctypes.data, read_only), "version": 3}
 
@@ -1074,7 +1142,9 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert stream == StandInStream.ptr
         ctypes.memmove(target, source, nbytes)
 
-    runtime = types.SimpleNamespace(memcpyHostToDevice=1, memcpyDeviceToHost=2, memcpyAsync=memcpy_async)
+    runtime = types.SimpleNamespace(
+        memcpyHostToDevice=1, memcpyDeviceToHost=2, memcpyAsync=memcpy_async
+    )
     module: Any = types.ModuleType("cupy")
     module.cuda = types.SimpleNamespace(
         Stream=StandInStream, Event=StandInEvent, runtime=runtime, get_current_stream=StandInStream
@@ -1101,7 +1171,9 @@ def test_a_device_array_that_cannot_be_used_as_it_is_is_refused(cupy: Any) -> No
         device_array_of(StandInCupyArray(np.zeros((4, 4)).T[1:], cupy.device), writable=False)
     with pytest.raises(BufferError, match="read-only"):
         device_array_of(StandInCupyArray(np.zeros(4), cupy.device, read_only=True), writable=True)
-    assert device_array_of(StandInCupyArray(np.zeros(4), cupy.device, read_only=True), writable=False)
+    assert device_array_of(
+        StandInCupyArray(np.zeros(4), cupy.device, read_only=True), writable=False
+    )
 
 
 def test_an_array_that_cupy_would_copy_is_refused(cupy: Any) -> None:
@@ -1110,7 +1182,9 @@ def test_an_array_that_cupy_would_copy_is_refused(cupy: Any) -> None:
         device_array_of(StandInCupyArray(np.zeros(4), cupy.device), writable=True)
 
 
-def test_another_librarys_array_without_cupy_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_librarys_array_without_cupy_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "cupy", None)

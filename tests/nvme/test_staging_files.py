@@ -1,4 +1,6 @@
-"""Device arrays given to files: which operations take that way, and that a queue's life covers them."""
+"""Device arrays given to files: which operations take that way, and that a queue's life covers
+them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class OnDevice:
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the queue take these arrays for a library's."""
     monkeypatch.setattr(
-        deepnvme.queue, "device_array_of", lambda thing, writable: thing if isinstance(thing, OnDevice) else None
+        deepnvme.queue,
+        "device_array_of",
+        lambda thing, writable: thing if isinstance(thing, OnDevice) else None,
     )
 
 
@@ -70,8 +74,13 @@ def test_reads_and_writes_of_device_arrays_are_staged(tmp_path: Path, queue: IOQ
     assert_same((tmp_path / "file").read_bytes()[5:], data)
 
 
-def test_what_is_neither_host_nor_device_memory_is_refused_as_before(tmp_path: Path, queue: IOQueue) -> None:
-    with queue.open(tmp_path / "file", "w") as file, pytest.raises(TypeError, match="buffer protocol"):
+def test_what_is_neither_host_nor_device_memory_is_refused_as_before(
+    tmp_path: Path, queue: IOQueue
+) -> None:
+    with (
+        queue.open(tmp_path / "file", "w") as file,
+        pytest.raises(TypeError, match="buffer protocol"),
+    ):
         file.pwrite(object())
     with queue.open(tmp_path / "file", "w") as file, pytest.raises(ValueError, match="negative"):
         file.pwrite(OnDevice(b"abc"), -1)
@@ -119,7 +128,8 @@ def test_closing_a_queue_finishes_what_is_staged(tmp_path: Path) -> None:
 def test_a_callback_may_close_a_queue_with_staged_operations(tmp_path: Path, staged: bool) -> None:
     closed = threading.Event()
     held = threading.Event()
-    queue = IOQueue("threads", faults=FaultPlan().delay(delay_us=100_000, nth=1))  # so that the callback is called back
+    # so that the callback is called back
+    queue = IOQueue("threads", faults=FaultPlan().delay(delay_us=100_000, nth=1))
 
     def close(_: object) -> None:
         queue.close()
@@ -183,7 +193,9 @@ futures = [file.pwrite(Array(), 3 * n) for n in range(20)]
 """
 
 
-def test_a_program_that_ends_with_staged_operations_finishes_them_in_silence(tmp_path: Path) -> None:
+def test_a_program_that_ends_with_staged_operations_finishes_them_in_silence(
+    tmp_path: Path,
+) -> None:
     done = run_program(EXITING, tmp_path / "file", folder=tmp_path)
     assert (output_of(done), done.stderr) == ("", "")
     assert (tmp_path / "file").read_bytes() == b"abc" * 20

@@ -1,4 +1,6 @@
-"""`TensorStore`: what is put comes back, what is committed stays, and space is used again only when nobody needs it."""
+"""`TensorStore`: what is put comes back, what is committed stays, and space is used again only when
+nobody needs it.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,13 @@ from deepnvme import (
 )
 from deepnvme import store as store_module
 from deepnvme.arrays import Description, Returns, Scattered, empty
-from deepnvme.errors import PoisonedError, StoreError, VolumeError, VolumeFullError, VolumeLockedError
+from deepnvme.errors import (
+    PoisonedError,
+    StoreError,
+    VolumeError,
+    VolumeFullError,
+    VolumeLockedError,
+)
 from deepnvme.extents import Extent, whole_pages
 from deepnvme.manifest import ManifestError, encode, parse
 from deepnvme.store import Checksum, Durability, TensorStore, UncommittedWarning
@@ -118,15 +126,37 @@ def in_thread(work: Callable[[], Any]) -> Any:
     return future
 
 
-# --- kinds -------------------------------------------------------------------------------------------------------
+# --- kinds ----------------------------------------------------------------------------------------
 
-SIZES = [0, 1, 511, PAGE - 1, PAGE, PAGE + 1, 256 * KIB, 256 * KIB + 1, 2 * MIB - 1, 2 * MIB, 4 * MIB + 12345]
-TORCH = [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn]
+SIZES = [
+    0,
+    1,
+    511,
+    PAGE - 1,
+    PAGE,
+    PAGE + 1,
+    256 * KIB,
+    256 * KIB + 1,
+    2 * MIB - 1,
+    2 * MIB,
+    4 * MIB + 12345,
+]
+TORCH = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.bool,
+    torch.int64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
 
 
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
-def test_bytes_of_every_size_come_back(tmp_path: Path, queue: IOQueue, members: int, together: bool) -> None:
+def test_bytes_of_every_size_come_back(
+    tmp_path: Path, queue: IOQueue, members: int, together: bool
+) -> None:
     data = {f"{size} B": pattern(size, seed=size) for size in SIZES}
     places = [Member(tmp_path / str(index), rate=1.0 + index) for index in range(members)]
     with TensorStore.create(places, 32 * MIB, queue=queue, returns=Returns.NUMPY) as store:
@@ -155,10 +185,14 @@ def test_torch_tensors_come_back_with_dtype_and_shape(
         store.put("alone", given)
         for got in (*store.get_many(["one", "other"]).values(), store["alone"]):
             assert (got.dtype, got.shape) == (given.dtype, given.shape)
-            assert torch.equal(got.reshape(-1).view(torch.uint8), given.reshape(-1).view(torch.uint8))
+            assert torch.equal(
+                got.reshape(-1).view(torch.uint8), given.reshape(-1).view(torch.uint8)
+            )
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "uint64", "float16", "float64", "complex128"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint16", "int32", "uint64", "float16", "float64", "complex128"]
+)
 def test_numpy_arrays_come_back_with_dtype_and_shape(store: TensorStore, dtype: str) -> None:
     given = {
         "0-d": np.array(1, dtype),
@@ -172,7 +206,9 @@ def test_numpy_arrays_come_back_with_dtype_and_shape(store: TensorStore, dtype: 
         assert np.array_equal(got, array)
 
 
-def test_what_was_put_by_numpy_can_be_got_by_torch_and_the_other_way_round(place: list[Path], queue: IOQueue) -> None:
+def test_what_was_put_by_numpy_can_be_got_by_torch_and_the_other_way_round(
+    place: list[Path], queue: IOQueue
+) -> None:
     with TensorStore.create(place, 4 * MIB, queue=queue, returns=Returns.TORCH) as store:
         store.put("array", np.arange(5, dtype=np.int32))
         store.put("tensor", torch.arange(5, dtype=torch.int32))
@@ -214,17 +250,29 @@ def test_what_cannot_be_stored_is_refused_before_anything_changes(
     assert store.volume.free_bytes == free
 
 
-def test_what_is_refused_when_others_are_on_their_way_leaves_nothing_of_them(store: TensorStore) -> None:
+def test_what_is_refused_when_others_are_on_their_way_leaves_nothing_of_them(
+    store: TensorStore,
+) -> None:
     store.put("old", b"old")
     free = store.volume.free_bytes
     before = {f"small {index}": np.full(65_536, index, np.uint8) for index in range(200)}
     with pytest.raises(TypeError, match="'bad'"):
-        store.put_many({"old": b"new", **before, "large": np.ones(2_000_000, np.uint8), "bad": None, "last": b"last"})
+        store.put_many(
+            {
+                "old": b"new",
+                **before,
+                "large": np.ones(2_000_000, np.uint8),
+                "bad": None,
+                "last": b"last",
+            }
+        )
     assert contents(store) == {"old": b"old"}
     assert store.volume.free_bytes == free
 
 
-def test_names_are_those_of_the_tensors_whatever_becomes_of_the_mapping_meanwhile(store: TensorStore) -> None:
+def test_names_are_those_of_the_tensors_whatever_becomes_of_the_mapping_meanwhile(
+    store: TensorStore,
+) -> None:
     tensors: dict[str, Any] = {"first": b"1"}
 
     class Changing:
@@ -255,7 +303,8 @@ class Lazy:
 def test_arrays_that_read_the_store_when_they_are_looked_at_can_be_put_into_it(
     store: TensorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_io, "RUN_BYTES", 4 * PAGE)  # so that 100 tensors take all staging memory
+    # so that 100 tensors take all staging memory
+    monkeypatch.setattr(tensor_io, "RUN_BYTES", 4 * PAGE)
     store.put_many({f"a{number}": filled(PAGE, number) for number in range(100)})
     lazy = {f"b{number}": Lazy(store, f"a{number}") for number in range(100)}
     putting = threading.Thread(target=store.put_many, args=[lazy], daemon=True)
@@ -265,7 +314,9 @@ def test_arrays_that_read_the_store_when_they_are_looked_at_can_be_put_into_it(
     assert [value_of(store.get(name)) for name in lazy] == [*range(100)]
 
 
-def test_a_put_that_was_interrupted_as_it_began_is_waited_for_by_no_commit(store: TensorStore) -> None:
+def test_a_put_that_was_interrupted_as_it_began_is_waited_for_by_no_commit(
+    store: TensorStore,
+) -> None:
     class Interrupting:
         """A lock in which Ctrl-C comes once it was let go."""
 
@@ -337,7 +388,7 @@ def test_a_large_tensor_is_written_to_and_read_from_all_drives_at_once(
         store.commit()
 
 
-# --- out ---------------------------------------------------------------------------------------------------------
+# --- out ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [100, 300_000, 3_000_000])
@@ -358,7 +409,13 @@ def test_some_of_several_can_be_read_into_out(store: TensorStore) -> None:
 
 @pytest.mark.parametrize(
     "out",
-    [np.zeros(9, np.uint8), np.zeros((2, 5), np.uint8), np.zeros(10, np.int8), np.zeros(20, np.uint8)[::2], bytes(10)],
+    [
+        np.zeros(9, np.uint8),
+        np.zeros((2, 5), np.uint8),
+        np.zeros(10, np.int8),
+        np.zeros(20, np.uint8)[::2],
+        bytes(10),
+    ],
     ids=["size", "shape", "dtype", "strides", "read-only"],
 )
 def test_an_out_that_does_not_fit_is_refused_and_not_touched(store: TensorStore, out: Any) -> None:
@@ -370,10 +427,12 @@ def test_an_out_that_does_not_fit_is_refused_and_not_touched(store: TensorStore,
     assert bytes(out) == bytes(len(bytes(out)))
 
 
-# --- names -------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["", " ", "a/b", "../up", "\n\0\"'", "größe", "名", "x" * 5000], ids=ascii)
+@pytest.mark.parametrize(
+    "name", ["", " ", "a/b", "../up", "\n\0\"'", "größe", "名", "x" * 5000], ids=ascii
+)
 def test_any_text_is_a_name(place: list[Path], queue: IOQueue, name: str) -> None:
     with TensorStore.create(place, MIB, queue=queue) as store:
         store.put(name, b"content")
@@ -384,7 +443,8 @@ def test_any_text_is_a_name(place: list[Path], queue: IOQueue, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "error"), [(1, TypeError), (None, TypeError), (b"x", TypeError), ("\ud800", ValueError)]
+    ("name", "error"),
+    [(1, TypeError), (None, TypeError), (b"x", TypeError), ("\ud800", ValueError)],
 )
 def test_what_is_no_text_is_no_name(store: TensorStore, name: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
@@ -423,12 +483,14 @@ def test_the_last_put_of_a_name_is_what_it_has(store: TensorStore) -> None:
     assert list(store) == []
 
 
-# --- ahead and in order ------------------------------------------------------------------------------------------
+# --- ahead and in order ---------------------------------------------------------------------------
 
 
 def test_a_prefetched_tensor_is_read_once(place: list[Path], stack: ExitStack) -> None:
     queue = stack.enter_context(IOQueue(BACKEND))
-    store = stack.enter_context(TensorStore.create(place, 8 * MIB, queue=queue, returns=Returns.NUMPY))
+    store = stack.enter_context(
+        TensorStore.create(place, 8 * MIB, queue=queue, returns=Returns.NUMPY)
+    )
     store.put("name", filled(MIB, 3))
     store.commit()
     before = store.volume.stats()[0].read_bytes
@@ -451,7 +513,9 @@ def test_what_is_put_after_a_prefetch_is_what_get_returns(store: TensorStore) ->
         store.get("name")
 
 
-def test_reads_that_are_queued_before_their_prefetch_do_not_wait_for_it_for_ever(place: list[Path]) -> None:
+def test_reads_that_are_queued_before_their_prefetch_do_not_wait_for_it_for_ever(
+    place: list[Path],
+) -> None:
     late = FaultPlan().delay(delay_us=100_000, every=1, requests=Requests.WRITES)
     names = [f"tensor {index}" for index in range(8)]
     with IOQueue(BACKEND) as queue, TensorStore.create(place, 8 * MIB, queue=queue) as store:
@@ -512,7 +576,7 @@ def test_closing_waits_for_what_was_begun(place: list[Path]) -> None:
             store.put_async("t", b"x")
 
 
-# --- state dicts -------------------------------------------------------------------------------------------------
+# --- state dicts ----------------------------------------------------------------------------------
 
 
 def some_state(value: float) -> dict[str, Any]:
@@ -539,7 +603,9 @@ def same_state(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_a_state_dict_comes_back_as_it_was_also_by_the_next_process(place: list[Path], queue: IOQueue) -> None:
+def test_a_state_dict_comes_back_as_it_was_also_by_the_next_process(
+    place: list[Path], queue: IOQueue
+) -> None:
     with TensorStore.create(place, MIB, queue=queue) as store:
         store.put_state("epoch 1", some_state(1.0))
         store.put_state("nothing", {})
@@ -573,7 +639,9 @@ def test_a_state_that_is_refused_changes_nothing(store: TensorStore) -> None:
     with pytest.raises(TypeError, match="set"):
         store.put_state("state", {"w": torch.ones(2), "bad": {1, 2}})
     with pytest.raises(VolumeFullError):
-        store.put_state("state", {"w": torch.ones(2), "large": torch.zeros(30 * MIB, dtype=torch.uint8)})
+        store.put_state(
+            "state", {"w": torch.ones(2), "large": torch.zeros(30 * MIB, dtype=torch.uint8)}
+        )
     assert sorted(store) == before
     assert same_state(store.get_state("state"), some_state(1.0))
 
@@ -602,7 +670,7 @@ def test_a_state_that_others_replace_is_read_whole(store: TensorStore) -> None:
     assert same_state(store.get_state("state"), version(99))
 
 
-# --- commits -----------------------------------------------------------------------------------------------------
+# --- commits --------------------------------------------------------------------------------------
 
 
 def test_a_commit_is_what_the_next_process_finds(place: list[Path], queue: IOQueue) -> None:
@@ -621,14 +689,18 @@ def test_a_commit_is_what_the_next_process_finds(place: list[Path], queue: IOQue
         assert contents(store) == {"a": b"2"}
 
 
-def test_the_commit_before_can_be_opened_and_gone_on_from(place: list[Path], queue: IOQueue) -> None:
+def test_the_commit_before_can_be_opened_and_gone_on_from(
+    place: list[Path], queue: IOQueue
+) -> None:
     with TensorStore.create(place, 8 * MIB, queue=queue) as store:
         for number in range(2, 6):
             store.put_many({"a": b"%d" % number, f"only {number}": filled(MIB, number)})
             store.delete(f"only {number - 1}") if number > 2 else None
             store.commit()
     for generation in (3, 6):
-        with pytest.raises(StoreError, match=f"no generation {generation} here; .*can be opened: 4, 5"):
+        with pytest.raises(
+            StoreError, match=f"no generation {generation} here; .*can be opened: 4, 5"
+        ):
             opened(place, queue, generation=generation)
     with opened(place, queue, generation=4) as store:
         assert set(store) == {"a", "only 4"}
@@ -655,7 +727,9 @@ def test_a_store_that_never_was_committed_says_so(place: list[Path], queue: IOQu
         opened(place, queue, generation=1)
 
 
-def test_what_is_put_while_a_commit_runs_is_whole_in_it_or_not_at_all(place: list[Path], queue: IOQueue) -> None:
+def test_what_is_put_while_a_commit_runs_is_whole_in_it_or_not_at_all(
+    place: list[Path], queue: IOQueue
+) -> None:
     names = [f"t{index}" for index in range(8)]
     with TensorStore.create(place, 8 * MIB, queue=queue, returns=Returns.NUMPY) as store:
         store.put_many({name: filled(5000, 0) for name in names})
@@ -701,7 +775,7 @@ def test_closing_waits_for_a_commit_in_another_thread(place: list[Path], queue: 
         assert committing.result() == 2
 
 
-# --- durability --------------------------------------------------------------------------------------------------
+# --- durability -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("durability", "syncs"), [(Durability.DATA, 1), (Durability.COMMIT, 2)])
@@ -711,7 +785,10 @@ def test_a_commit_syncs_as_much_as_was_asked(
     TensorStore.create(place, MIB, queue=queue, durability=durability).close()
     for nth in range(1, 4):
         faults = FaultPlan().fail(nth=nth, requests=Requests.SYNCS)
-        with IOQueue(BACKEND, faults=faults) as failing, opened(place, failing, durability=durability) as store:
+        with (
+            IOQueue(BACKEND, faults=faults) as failing,
+            opened(place, failing, durability=durability) as store,
+        ):
             store.put("a", b"1")
             if nth <= syncs:
                 with pytest.raises(PoisonedError):
@@ -726,12 +803,17 @@ def test_only_swap_stores_are_without_durability(place: list[Path], queue: IOQue
     TensorStore.create(place, MIB, queue=queue).close()
     with pytest.raises(ValueError, match="swap"):
         opened(place, queue, durability=Durability.NONE)
-    with TensorStore.swap([place[0].parent], MIB, queue=queue) as swap, pytest.raises(ValueError, match="no commits"):
+    with (
+        TensorStore.swap([place[0].parent], MIB, queue=queue) as swap,
+        pytest.raises(ValueError, match="no commits"),
+    ):
         swap.commit()
 
 
 def test_a_swap_store_leaves_no_files_and_does_not_warn(tmp_path: Path, queue: IOQueue) -> None:
-    with TensorStore.swap([tmp_path, tmp_path], 8 * MIB, queue=queue, returns=Returns.NUMPY) as store:
+    with TensorStore.swap(
+        [tmp_path, tmp_path], 8 * MIB, queue=queue, returns=Returns.NUMPY
+    ) as store:
         store.put_many({"a": filled(3 * MIB, 1), "b": filled(10, 2)})
         assert value_of(store.get("a")) == 1
         assert list(tmp_path.iterdir()) == []  # its files have no names
@@ -767,7 +849,7 @@ def test_closing_without_changes_does_not_warn(place: list[Path], queue: IOQueue
     store.close()
 
 
-# --- space -------------------------------------------------------------------------------------------------------
+# --- space ----------------------------------------------------------------------------------------
 
 
 def test_replaced_space_is_used_again_after_two_commits(store: TensorStore) -> None:
@@ -792,7 +874,9 @@ def test_space_that_no_commit_holds_is_free_at_once(store: TensorStore) -> None:
 
 
 @pytest.mark.parametrize("generation", [2, 3])
-def test_an_opened_store_knows_what_both_commits_hold(place: list[Path], queue: IOQueue, generation: int) -> None:
+def test_an_opened_store_knows_what_both_commits_hold(
+    place: list[Path], queue: IOQueue, generation: int
+) -> None:
     with TensorStore.create(place, 8 * MIB, queue=queue) as store:
         empty = store.volume.free_bytes
         store.put_many({"a": filled(MIB, 1), "kept": filled(MIB, 2)})
@@ -807,10 +891,14 @@ def test_an_opened_store_knows_what_both_commits_hold(place: list[Path], queue: 
 
 
 @pytest.mark.parametrize("end", ["replaced", "deleted"])
-def test_space_is_not_used_again_under_a_reader(place: list[Path], stack: ExitStack, end: str) -> None:
+def test_space_is_not_used_again_under_a_reader(
+    place: list[Path], stack: ExitStack, end: str
+) -> None:
     late = FaultPlan().delay(delay_us=300_000, every=1, requests=Requests.READS)
     queue = stack.enter_context(IOQueue(BACKEND, faults=late))
-    store = stack.enter_context(TensorStore.swap([place[0].parent], 4 * MIB, queue=queue, returns=Returns.NUMPY))
+    store = stack.enter_context(
+        TensorStore.swap([place[0].parent], 4 * MIB, queue=queue, returns=Returns.NUMPY)
+    )
     store.put("a", filled(MIB, 1))
     reading = store.get_async("a")
     while not store.volume.stats()[0].read_bytes:
@@ -829,15 +917,20 @@ def test_space_is_not_used_again_under_a_reader(place: list[Path], stack: ExitSt
 
 
 @pytest.mark.parametrize(
-    "rest", [{"big": 9 * MIB}, {"small": 10, "big": 9 * MIB}, {f"t{i}": 200 * KIB for i in range(41)}]
+    "rest",
+    [{"big": 9 * MIB}, {"small": 10, "big": 9 * MIB}, {f"t{i}": 200 * KIB for i in range(41)}],
 )
-def test_a_full_volume_leaves_everything_as_it_was(place: list[Path], queue: IOQueue, rest: Mapping[str, int]) -> None:
+def test_a_full_volume_leaves_everything_as_it_was(
+    place: list[Path], queue: IOQueue, rest: Mapping[str, int]
+) -> None:
     with TensorStore.create(place, 8 * MIB, queue=queue, returns=Returns.NUMPY) as store:
         store.put_many({"a": b"old", "small": b"old"})
         store.commit()
         free, before = store.volume.free_bytes, contents(store)
         with pytest.raises(VolumeFullError, match="no room"):
-            store.put_many({"a": b"new", **{name: filled(nbytes, 9) for name, nbytes in rest.items()}})
+            store.put_many(
+                {"a": b"new", **{name: filled(nbytes, 9) for name, nbytes in rest.items()}}
+            )
         assert contents(store) == before
         assert store.volume.free_bytes == free
         store.put("a", b"new")
@@ -846,22 +939,28 @@ def test_a_full_volume_leaves_everything_as_it_was(place: list[Path], queue: IOQ
 
 
 def test_small_tensors_find_the_last_scattered_pages(place: list[Path], queue: IOQueue) -> None:
-    with TensorStore.swap([place[0].parent], 64 * PAGE, queue=queue, returns=Returns.NUMPY) as store:
+    with TensorStore.swap(
+        [place[0].parent], 64 * PAGE, queue=queue, returns=Returns.NUMPY
+    ) as store:
         store.put_many({f"t{index}": filled(PAGE, index) for index in range(64)})
         for index in range(0, 64, 2):
             store.delete(f"t{index}")
         store.put_many({f"new {index}": filled(3 * PAGE - 5, 100 + index) for index in range(10)})
         assert store.volume.free_bytes == 2 * PAGE
-        got = store.get_many([*(f"new {index}" for index in range(10)), *(f"t{index}" for index in range(1, 64, 2))])
+        got = store.get_many(
+            [*(f"new {index}" for index in range(10)), *(f"t{index}" for index in range(1, 64, 2))]
+        )
         assert [value_of(array) for array in got.values()] == [*range(100, 110), *range(1, 64, 2)]
         assert store.verify() == ()
 
 
-# --- threads -----------------------------------------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1000, 3 * MIB])
-def test_a_get_during_puts_of_the_same_name_returns_one_of_them_whole(store: TensorStore, size: int) -> None:
+def test_a_get_during_puts_of_the_same_name_returns_one_of_them_whole(
+    store: TensorStore, size: int
+) -> None:
     store.put("a", filled(size, 0))
 
     def write() -> None:
@@ -889,7 +988,9 @@ def test_many_threads_do_everything_at_once(place: list[Path], queue: IOQueue) -
         mine = [f"{thread}/{index}" for index in range(5)]
         for turn in range(8):
             value = thread * 10 + turn
-            store.put_many({name: filled(100 + 90_000 * index, value) for index, name in enumerate(mine)})
+            store.put_many(
+                {name: filled(100 + 90_000 * index, value) for index, name in enumerate(mine)}
+            )
             store.prefetch(mine[:2])
             if turn % 4 == thread % 4:
                 store.commit()
@@ -911,7 +1012,7 @@ def test_many_threads_do_everything_at_once(place: list[Path], queue: IOQueue) -
         assert contents(store) == before
 
 
-# --- when a commit fails -----------------------------------------------------------------------------------------
+# --- when a commit fails --------------------------------------------------------------------------
 
 
 def test_a_failed_fsync_poisons_the_store(place: list[Path], queue: IOQueue) -> None:
@@ -930,12 +1031,15 @@ def test_a_failed_fsync_poisons_the_store(place: list[Path], queue: IOQueue) -> 
             lambda: store.delete("a"),
             lambda: store.put_async("b", b"1").result(TIMEOUT_S),
         ):
-            with pytest.raises(PoisonedError, match=r"since commit 2 may be lost.*open the store again") as caught:
+            with pytest.raises(
+                PoisonedError, match=r"since commit 2 may be lost.*open the store again"
+            ) as caught:
                 call()
             refused.append(caught.value)
         assert {error.errno for error in refused} == {errno.EIO}
         assert {error.path for error in refused} == {str(place[0])}
-        assert len(set(map(id, refused))) == len(refused)  # or each would carry the tracebacks of those before
+        # or each would carry the tracebacks of those before
+        assert len(set(map(id, refused))) == len(refused)
         assert store.get("a").tobytes() == b"later"
         assert store.generation == 2
     with opened(place, queue) as store:
@@ -967,9 +1071,15 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_next_commit_goes_on(
 
 
 @pytest.mark.parametrize("step", ["rename", "directory"])
-@pytest.mark.parametrize("failure", [OSError(errno.EIO, "broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.EIO, "broken"), KeyboardInterrupt()], ids=["error", "interrupt"]
+)
 def test_a_commit_that_ends_in_doubt_poisons_the_store_and_keeps_the_space_of_both(
-    place: list[Path], queue: IOQueue, monkeypatch: pytest.MonkeyPatch, step: str, failure: BaseException
+    place: list[Path],
+    queue: IOQueue,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    failure: BaseException,
 ) -> None:
     real = Path.replace
 
@@ -1014,7 +1124,10 @@ def test_a_commit_that_is_interrupted_while_it_syncs_poisons_the_store(
 
 def test_a_commit_whose_wait_is_interrupted_is_made_all_the_same(place: list[Path]) -> None:
     slow = FaultPlan().delay(delay_us=3000, every=1, requests=Requests.SYNCS)
-    with IOQueue(BACKEND, faults=slow) as queue, TensorStore.create(place, MIB, queue=queue) as store:
+    with (
+        IOQueue(BACKEND, faults=slow) as queue,
+        TensorStore.create(place, MIB, queue=queue) as store,
+    ):
         made = 1
 
         def prepared() -> Callable[[], object]:
@@ -1033,7 +1146,9 @@ def test_a_commit_whose_wait_is_interrupted_is_made_all_the_same(place: list[Pat
         assert contents(store) == {"a": str(made).encode(), "b": b""}
 
 
-def test_waiting_for_a_stores_future_can_be_interrupted_anywhere_and_begun_again(tmp_path: Path) -> None:
+def test_waiting_for_a_stores_future_can_be_interrupted_anywhere_and_begun_again(
+    tmp_path: Path,
+) -> None:
     slow = FaultPlan().delay(delay_us=3000, every=1)
     with (
         IOQueue(BACKEND, faults=slow) as queue,
@@ -1043,7 +1158,11 @@ def test_waiting_for_a_stores_future_can_be_interrupted_anywhere_and_begun_again
         begun: list[Future[Any]] = []
 
         def prepared() -> Callable[[], object]:
-            begun[:] = [store.get_async("a"), store.put_async("b", b"2"), store.get_async("nothing")]
+            begun[:] = [
+                store.get_async("a"),
+                store.put_async("b", b"2"),
+                store.get_async("nothing"),
+            ]
             return lambda: [each.exception(TIMEOUT_S) for each in begun]
 
         for _ in interruptions(prepared, store_threads):
@@ -1053,7 +1172,9 @@ def test_waiting_for_a_stores_future_can_be_interrupted_anywhere_and_begun_again
             assert isinstance(fails.exception(TIMEOUT_S), KeyError)
 
 
-def test_several_may_wait_for_a_stores_future_and_each_for_a_time_of_its_own(tmp_path: Path) -> None:
+def test_several_may_wait_for_a_stores_future_and_each_for_a_time_of_its_own(
+    tmp_path: Path,
+) -> None:
     slow = FaultPlan().delay(delay_us=200_000, every=1, requests=Requests.READS)
     with (
         IOQueue(BACKEND, faults=slow) as queue,
@@ -1104,7 +1225,7 @@ def test_a_store_whose_directory_cannot_be_synced_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-# --- damaged manifests -------------------------------------------------------------------------------------------
+# --- damaged manifests ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1127,15 +1248,26 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-@pytest.mark.parametrize(("damaged", "other", "content"), [("manifest.1", 2, b"1"), ("manifest.0", 3, b"2")])
+@pytest.mark.parametrize(
+    ("damaged", "other", "content"), [("manifest.1", 2, b"1"), ("manifest.0", 3, b"2")]
+)
 def test_a_damaged_manifest_is_an_error_that_names_it_and_what_can_be_opened(
-    two_commits: list[Path], queue: IOQueue, damage: Callable[[Path], object], damaged: str, other: int, content: bytes
+    two_commits: list[Path],
+    queue: IOQueue,
+    damage: Callable[[Path], object],
+    damaged: str,
+    other: int,
+    content: bytes,
 ) -> None:
     damage(two_commits[0] / damaged)
-    with pytest.raises(StoreError, match=f"{damaged}: not a valid manifest.*can be opened: {other}: ") as caught:
+    with pytest.raises(
+        StoreError, match=f"{damaged}: not a valid manifest.*can be opened: {other}: "
+    ) as caught:
         opened(two_commits, queue)
     assert caught.value.path == str(two_commits[0])
-    with pytest.raises(StoreError, match=f"no generation {5 - other} here .*{damaged}.*opened: {other}: "):
+    with pytest.raises(
+        StoreError, match=f"no generation {5 - other} here .*{damaged}.*opened: {other}: "
+    ):
         opened(two_commits, queue, generation=5 - other)
     with opened(two_commits, queue, generation=other) as store:
         assert contents(store) == {"a": content}
@@ -1153,7 +1285,9 @@ def test_two_damaged_manifests_are_both_named(two_commits: list[Path], queue: IO
         opened(two_commits, queue)
 
 
-def test_a_manifest_of_another_store_is_refused(two_commits: list[Path], tmp_path: Path, queue: IOQueue) -> None:
+def test_a_manifest_of_another_store_is_refused(
+    two_commits: list[Path], tmp_path: Path, queue: IOQueue
+) -> None:
     TensorStore.create([tmp_path / "other"], MIB, queue=queue).close()
     (two_commits[0] / "manifest.1").write_bytes((tmp_path / "other" / "manifest.1").read_bytes())
     with pytest.raises(StoreError, match=r"manifest\.1: .* it is of the volume"):
@@ -1169,10 +1303,12 @@ def test_a_refused_open_lets_the_directory_go(two_commits: list[Path], queue: IO
     opened(two_commits, queue).close()
 
 
-# --- who may use it, and the end ---------------------------------------------------------------------------------
+# --- who may use it, and the end ------------------------------------------------------------------
 
 
-def test_a_store_is_made_where_nothing_is_and_opened_by_one_at_a_time(place: list[Path], queue: IOQueue) -> None:
+def test_a_store_is_made_where_nothing_is_and_opened_by_one_at_a_time(
+    place: list[Path], queue: IOQueue
+) -> None:
     with TensorStore.create(place, MIB, queue=queue):
         with pytest.raises(VolumeLockedError):
             opened(place, queue)
@@ -1235,7 +1371,9 @@ def test_closing_under_readers_and_writers_gives_each_a_result_or_closed_error(
         assert store.verify() == ()
 
 
-def test_a_closed_store_leaves_nothing_registered_with_the_queue_it_was_given(place: list[Path]) -> None:
+def test_a_closed_store_leaves_nothing_registered_with_the_queue_it_was_given(
+    place: list[Path],
+) -> None:
     with IOQueue(backend_or_skip("uring")) as queue:
         TensorStore.create(place, MIB, queue=queue).close()
         registered = []
@@ -1251,8 +1389,12 @@ def test_a_closed_store_leaves_nothing_registered_with_the_queue_it_was_given(pl
         assert len(set(registered)) == 1
 
 
-def test_a_store_without_checksums_has_none_and_verifies_what_has(place: list[Path], queue: IOQueue) -> None:
-    with TensorStore.create(place, 8 * MIB, queue=queue, checksum=Checksum.NONE, returns=Returns.NUMPY) as store:
+def test_a_store_without_checksums_has_none_and_verifies_what_has(
+    place: list[Path], queue: IOQueue
+) -> None:
+    with TensorStore.create(
+        place, 8 * MIB, queue=queue, checksum=Checksum.NONE, returns=Returns.NUMPY
+    ) as store:
         store.put_many({"a": b"1", "b": b"2", "large": filled(3 * MIB, 3)})
         assert {store.record(name).checksums for name in store} == {None}
         store.commit()
@@ -1280,7 +1422,7 @@ def test_verify_goes_on_while_tensors_are_deleted(store: TensorStore) -> None:
     assert len(store) == 25
 
 
-# --- the order of what is begun ----------------------------------------------------------------------------------
+# --- the order of what is begun -------------------------------------------------------------------
 
 
 def test_of_two_puts_of_a_name_that_were_begun_the_later_one_wins(tmp_path: Path) -> None:
@@ -1315,7 +1457,9 @@ def test_a_state_dict_can_be_deleted_with_its_tensors(tmp_path: Path) -> None:
         store.commit()
 
 
-def test_a_store_that_could_not_stage_small_tensors_does_not_hang_the_next_put(tmp_path: Path) -> None:
+def test_a_store_that_could_not_stage_small_tensors_does_not_hang_the_next_put(
+    tmp_path: Path,
+) -> None:
     queue = IOQueue()
     store = TensorStore.swap([tmp_path], 1 << 20, queue=queue)
     queue.close()
@@ -1350,11 +1494,14 @@ def test_a_forked_child_is_refused_the_store_and_does_not_crash(tmp_path: Path) 
 
 
 def test_a_tensor_that_cannot_be_put_is_named(tmp_path: Path) -> None:
-    with TensorStore.swap([tmp_path], 1 << 20) as store, pytest.raises(ValueError, match=r"tensor 'w': .*contiguous"):
+    with (
+        TensorStore.swap([tmp_path], 1 << 20) as store,
+        pytest.raises(ValueError, match=r"tensor 'w': .*contiguous"),
+    ):
         store.put("w", np.ones((4, 4))[:, ::2])
 
 
-# --- readers -----------------------------------------------------------------------------------------------------
+# --- readers --------------------------------------------------------------------------------------
 
 READING = """
 import sys
@@ -1379,7 +1526,9 @@ def written(place: list[Path], queue: IOQueue) -> list[Path]:
 def reader_elsewhere(place: list[Path]) -> Iterator[subprocess.Popen[str]]:
     """Yield a process that has read from the store and has it open."""
     command = [sys.executable, "-c", READING, *map(str, place)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "one\n"
@@ -1400,9 +1549,13 @@ def test_several_processes_read_a_store_at_once(written: list[Path], queue: IOQu
         assert one.verify() == ()
 
 
-def test_a_writer_is_refused_while_another_process_reads(written: list[Path], queue: IOQueue) -> None:
+def test_a_writer_is_refused_while_another_process_reads(
+    written: list[Path], queue: IOQueue
+) -> None:
     with reader_elsewhere(written) as reader:
-        with pytest.raises(VolumeLockedError, match=f"process {reader.pid} has this volume open for reading") as caught:
+        with pytest.raises(
+            VolumeLockedError, match=f"process {reader.pid} has this volume open for reading"
+        ) as caught:
             opened(written, queue)
         assert (caught.value.pid, caught.value.use) == (reader.pid, "reading")
     with opened(written, queue) as store:
@@ -1419,7 +1572,9 @@ def test_a_reader_is_refused_while_another_writes(written: list[Path], queue: IO
     opened(written, queue, access=Access.READ).close()
 
 
-def test_a_reader_that_was_killed_leaves_nothing_locked(written: list[Path], queue: IOQueue) -> None:
+def test_a_reader_that_was_killed_leaves_nothing_locked(
+    written: list[Path], queue: IOQueue
+) -> None:
     with reader_elsewhere(written) as reader:
         reader.kill()
         reader.wait(TIMEOUT_S)
@@ -1448,7 +1603,9 @@ def test_a_store_that_is_open_for_reading_refuses_every_change(
 ) -> None:
     before = {path.name: path.read_bytes() for path in written[0].iterdir()}
     with opened(written, queue, access=Access.READ) as store:
-        with pytest.raises(StoreError, match=r"opened for reading: open it with access=Access\.WRITE"):
+        with pytest.raises(
+            StoreError, match=r"opened for reading: open it with access=Access\.WRITE"
+        ):
             CHANGES[change](store)
         assert bytes(store.get("a")) == b"one"
     assert {path.name: path.read_bytes() for path in written[0].iterdir()} == before
@@ -1470,7 +1627,9 @@ def test_a_reader_holds_nothing_that_could_write(written: list[Path], queue: IOQ
         assert {each & os.O_ACCMODE for each in flags()} == {os.O_RDONLY}
 
 
-def test_a_store_on_a_drive_that_is_mounted_read_only_is_read(tmp_path: Path, queue: IOQueue) -> None:
+def test_a_store_on_a_drive_that_is_mounted_read_only_is_read(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     with loop_ext4_or_skip(tmp_path) as mounted:
         with TensorStore.create([mounted / "s"], 4 * MIB, queue=queue) as store:
             store.put_many({"a": b"one", "b": filled(MIB, 2)})
@@ -1502,7 +1661,7 @@ def test_a_reader_may_open_the_commit_before(written: list[Path], queue: IOQueue
         assert bytes(store.get("a")) == b"one"
 
 
-# --- queues that refuse to wait ----------------------------------------------------------------------------------
+# --- queues that refuse to wait -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -1517,14 +1676,18 @@ def test_a_queue_that_raises_when_it_is_full_is_waited_for(tmp_path: Path, most:
         with TensorStore.create(specs, 48 * MIB, queue=queue, returns=Returns.NUMPY) as store:
             store.put_many(data)
             store.commit()
-            assert {name: value_of(store.get(name)) for name in data} == {name: value_of(data[name]) for name in data}
+            assert {name: value_of(store.get(name)) for name in data} == {
+                name: value_of(data[name]) for name in data
+            }
             assert {name: value_of(each) for name, each in store.get_many(data).items()} == {
                 name: value_of(data[name]) for name in data
             }
             assert store.verify() == ()
 
 
-def test_operations_of_others_that_fill_a_queue_harm_no_commit(place: list[Path], tmp_path: Path) -> None:
+def test_operations_of_others_that_fill_a_queue_harm_no_commit(
+    place: list[Path], tmp_path: Path
+) -> None:
     late = FaultPlan().delay(delay_us=30_000, every=1, requests=Requests.READS)
     (tmp_path / "other").write_bytes(bytes(MIB))
     with (
@@ -1541,7 +1704,7 @@ def test_operations_of_others_that_fill_a_queue_harm_no_commit(place: list[Path]
         assert value_of(store.get("a")) == 2
 
 
-# --- copies ------------------------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
 def scattered() -> dict[str, Any]:
@@ -1560,13 +1723,19 @@ def scattered() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", scattered())
-def test_a_state_holds_tensors_that_have_to_be_copied_first(place: list[Path], queue: IOQueue, name: str) -> None:
+def test_a_state_holds_tensors_that_have_to_be_copied_first(
+    place: list[Path], queue: IOQueue, name: str
+) -> None:
     given = scattered()[name]
-    with TensorStore.swap([place[0].parent], 12 * MIB, queue=queue, checksum=Checksum.CRC32C) as store:
+    with TensorStore.swap(
+        [place[0].parent], 12 * MIB, queue=queue, checksum=Checksum.CRC32C
+    ) as store:
         store.put_state("state", {"it": given})
         got = store.get_state("state")["it"]
     assert (got.shape, got.dtype) == (given.shape, given.dtype)
-    assert np.array_equal(np.asarray(got), np.asarray(torch.as_tensor(given).detach().resolve_conj().resolve_neg()))
+    assert np.array_equal(
+        np.asarray(got), np.asarray(torch.as_tensor(given).detach().resolve_conj().resolve_neg())
+    )
 
 
 @pytest.mark.parametrize("checksum", Checksum)
@@ -1601,14 +1770,16 @@ def test_put_copies_nothing_and_says_so(store: TensorStore, name: str) -> None:
     assert "it" not in store
 
 
-@pytest.mark.parametrize("given", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])
+@pytest.mark.parametrize(
+    "given", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"]
+)
 def test_a_state_with_a_tensor_that_has_no_bytes_is_refused(store: TensorStore, given: Any) -> None:
     with pytest.raises(TypeError, match="'state/it': expected a dense tensor with values"):
         store.put_state("state", {"it": given})
     assert store.states == ()
 
 
-# --- ahead, within bounds ----------------------------------------------------------------------------------------
+# --- ahead, within bounds -------------------------------------------------------------------------
 
 
 def test_no_more_is_read_ahead_than_was_allowed(store: TensorStore) -> None:
@@ -1662,10 +1833,12 @@ def test_states_can_be_put_and_got_without_waiting(store: TensorStore) -> None:
     assert same_state(asyncio.run(both()), state)
 
 
-# --- forgotten ---------------------------------------------------------------------------------------------------
+# --- forgotten ------------------------------------------------------------------------------------
 
 
-def test_a_store_that_is_forgotten_with_changes_tells_of_them(place: list[Path], queue: IOQueue) -> None:
+def test_a_store_that_is_forgotten_with_changes_tells_of_them(
+    place: list[Path], queue: IOQueue
+) -> None:
     store = TensorStore.create(place, MIB, queue=queue)
     store.put("a", b"1")
     held = [store]
@@ -1677,7 +1850,9 @@ def test_a_store_that_is_forgotten_with_changes_tells_of_them(place: list[Path],
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_store_that_is_forgotten_without_changes_does_not_warn(place: list[Path], queue: IOQueue) -> None:
+def test_a_store_that_is_forgotten_without_changes_does_not_warn(
+    place: list[Path], queue: IOQueue
+) -> None:
     store = TensorStore.create(place, MIB, queue=queue)
     store.put("a", b"1")
     store.commit()
@@ -1690,7 +1865,7 @@ def test_a_store_that_is_forgotten_without_changes_does_not_warn(place: list[Pat
         assert bytes(store.get("a")) == b"1"
 
 
-# --- what was read ahead and is not wanted any more --------------------------------------------------------------
+# --- what was read ahead and is not wanted any more -----------------------------------------------
 
 
 ENDS: dict[str, Callable[[TensorStore], object]] = {
@@ -1761,7 +1936,7 @@ def test_closing_does_not_read_what_was_only_wanted(store: TensorStore) -> None:
     assert store.volume.stats()[0].read_bytes == before
 
 
-# --- forks -------------------------------------------------------------------------------------------------------
+# --- forks ----------------------------------------------------------------------------------------
 
 FORKED_CALLS = """
 import os, signal, sys
@@ -1825,18 +2000,23 @@ with TensorStore.open([place]) as store:
 
 
 @pytest.mark.parametrize("end", ["close", "discard"])
-def test_a_forked_child_is_refused_every_call_at_once_and_harms_nothing_by_ending(tmp_path: Path, end: str) -> None:
+def test_a_forked_child_is_refused_every_call_at_once_and_harms_nothing_by_ending(
+    tmp_path: Path, end: str
+) -> None:
     ignoring = ["-W", "ignore::DeprecationWarning"]
     done = run_program(FORKED_CALLS, tmp_path / "store", end, folder=tmp_path, python=ignoring)
     assert (output_of(done), done.stderr) == ("0\n['x', 'y'] 3\n", "")
 
 
-# --- callbacks ---------------------------------------------------------------------------------------------------
+# --- callbacks ------------------------------------------------------------------------------------
 
 
 def test_a_callback_of_a_put_may_commit_while_other_puts_are_queued(place: list[Path]) -> None:
     late = FaultPlan().delay(delay_us=50_000, every=1, requests=Requests.WRITES)
-    with IOQueue(BACKEND, faults=late) as queue, TensorStore.create(place, 8 * MIB, queue=queue) as store:
+    with (
+        IOQueue(BACKEND, faults=late) as queue,
+        TensorStore.create(place, 8 * MIB, queue=queue) as store,
+    ):
         committed: Future[int] = Future()
         first = store.put_async("a", b"1")
         first.add_done_callback(lambda _: committed.set_result(store.commit()))
@@ -1847,9 +2027,14 @@ def test_a_callback_of_a_put_may_commit_while_other_puts_are_queued(place: list[
         assert set(store) == {"a", "b"}
 
 
-def test_a_callback_of_one_store_may_close_another_which_waits_as_ever(tmp_path: Path, queue: IOQueue) -> None:
+def test_a_callback_of_one_store_may_close_another_which_waits_as_ever(
+    tmp_path: Path, queue: IOQueue
+) -> None:
     late = FaultPlan().delay(delay_us=200_000, every=1, requests=Requests.WRITES)
-    with TensorStore.swap([tmp_path], MIB, queue=queue) as store, IOQueue(BACKEND, faults=late) as slow:
+    with (
+        TensorStore.swap([tmp_path], MIB, queue=queue) as store,
+        IOQueue(BACKEND, faults=late) as slow,
+    ):
         other = TensorStore.swap([tmp_path], MIB, queue=slow)
         slow_put = other.put_async("a", b"1")
         done: Future[bool] = Future()
@@ -1865,7 +2050,7 @@ def test_a_callback_of_one_store_may_close_another_which_waits_as_ever(tmp_path:
         assert done.result(TIMEOUT_S)
 
 
-# --- other things that happen meanwhile ----------------------------------------------------------------------------
+# --- other things that happen meanwhile -----------------------------------------------------------
 
 
 def test_a_put_that_ends_after_the_store_was_closed_says_so(
@@ -1883,7 +2068,9 @@ def test_a_put_that_ends_after_the_store_was_closed_says_so(
         store.put("a", b"1")
 
 
-def test_closing_under_verify_is_no_damage(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_under_verify_is_no_damage(
+    store: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put("a", filled(MIB, 1))
     pread = Volume.pread
 
@@ -1907,7 +2094,9 @@ def test_a_manifest_that_the_drive_cannot_read_is_damaged_and_the_other_can_be_o
         return read(place)
 
     monkeypatch.setattr(manifest_files, "_content_of", failing)
-    with pytest.raises(StoreError, match=r"manifest\.1: it cannot be read: Input/output error; .* opened: 2"):
+    with pytest.raises(
+        StoreError, match=r"manifest\.1: it cannot be read: Input/output error; .* opened: 2"
+    ):
         opened(two_commits, queue)
     with opened(two_commits, queue, generation=2) as store:
         assert contents(store) == {"a": b"1"}
@@ -1921,7 +2110,9 @@ def test_a_state_in_place_of_one_that_makes_no_sense_is_refused_and_changes_noth
         store.commit()
         uuid, capacities = store.volume.uuid, store.volume.capacities
     manifest = parse((place[0] / "manifest.0").read_bytes(), volume=uuid, capacities=capacities)
-    (place[0] / "manifest.0").write_bytes(encode(replace(manifest, trees={"state": {"of": "somebody else"}})))
+    (place[0] / "manifest.0").write_bytes(
+        encode(replace(manifest, trees={"state": {"of": "somebody else"}}))
+    )
     with opened(place, queue) as store:
         free = store.volume.free_bytes
         with pytest.raises(ManifestError, match="not the structure of a state dict"):
@@ -1930,7 +2121,9 @@ def test_a_state_in_place_of_one_that_makes_no_sense_is_refused_and_changes_noth
         assert store.volume.free_bytes == free
 
 
-def test_a_tree_that_is_changed_after_it_was_put_does_not_change_the_store(store: TensorStore) -> None:
+def test_a_tree_that_is_changed_after_it_was_put_does_not_change_the_store(
+    store: TensorStore,
+) -> None:
     store.put("state/w", b"1")
     structure: dict[str, Any] = {"dict": [["w", {"array": "w"}]]}
     store.put_tree("state", structure)

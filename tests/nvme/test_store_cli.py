@@ -1,4 +1,6 @@
-"""`deepnvme ls`, `verify` and `cp`: what they print, how they end, and that nothing half is left behind."""
+"""`deepnvme ls`, `verify` and `cp`: what they print, how they end, and that nothing half is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def damage(directory: Path) -> None:
         opened.write(b"\xff")
 
 
-# --- ls ----------------------------------------------------------------------------------------------------------
+# --- ls -------------------------------------------------------------------------------------------
 
 
 def test_ls_lists_a_store(run: Any, store: Path) -> None:
@@ -116,10 +118,20 @@ def test_ls_lists_a_file(run: Any, file: Path) -> None:
 def test_ls_as_json_is_one_object(run: Any, store: Path, file: Path) -> None:
     of_store, of_file = (json.loads(run("ls", "--json", place)[1]) for place in (store, file))
 
-    assert (of_store["schema"], of_store["kind"], of_store["generation"], of_store["states"]) == (1, "store", 2, [])
+    assert (of_store["schema"], of_store["kind"], of_store["generation"], of_store["states"]) == (
+        1,
+        "store",
+        2,
+        [],
+    )
     assert (of_file["kind"], of_file["metadata"]) == ("safetensors", {"format": "pt"})
     assert of_store["tensors"] == of_file["tensors"]
-    assert of_store["tensors"][2] == {"name": "norm.bias", "dtype": "F64", "shape": [7], "nbytes": 56}
+    assert of_store["tensors"][2] == {
+        "name": "norm.bias",
+        "dtype": "F64",
+        "shape": [7],
+        "nbytes": 56,
+    }
     assert of_store["nbytes"] == sum(array.nbytes for array in TENSORS.values())
 
 
@@ -182,12 +194,17 @@ def test_a_directory_with_a_comma_in_its_name_is_one_directory(run: Any, store: 
     assert run("ls", renamed)[0] == 0
 
 
-# --- progress ----------------------------------------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_verify_and_cp_show_how_far_they_are_where_somebody_sees_it(
-    run: Any, store: Path, file: Path, tmp_path: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch
+    run: Any,
+    store: Path,
+    file: Path,
+    tmp_path: Path,
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
@@ -206,7 +223,7 @@ def test_verify_and_cp_show_how_far_they_are_where_somebody_sees_it(
         assert "\x1b" not in output
 
 
-# --- verify ------------------------------------------------------------------------------------------------------
+# --- verify ---------------------------------------------------------------------------------------
 
 
 def test_verify_of_what_is_sound_ends_with_0(run: Any, store: Path, file: Path) -> None:
@@ -215,7 +232,8 @@ def test_verify_of_what_is_sound_ends_with_0(run: Any, store: Path, file: Path) 
     assert status == 0
     assert output.splitlines() == [
         f"{store}: generation 2, 4 tensors, 2 MiB: all sound",
-        f"{file}: 4 tensors, 2 MiB: header sound, all could be read; the format has no checksums to compare with",
+        f"{file}: 4 tensors, 2 MiB: header sound, all could be read; the format has no checksums "
+        "to compare with",
     ]
 
 
@@ -225,11 +243,16 @@ def test_verify_names_the_tensor_and_the_bytes_that_are_damaged(run: Any, store:
     status, output, _ = run("verify", store)
 
     assert status == 1
-    assert f"{store}: damaged: embed.weight, bytes 0 to {MIB}: these are not the bytes that were put" in output
+    assert (
+        f"{store}: damaged: embed.weight, bytes 0 to {MIB}: these are not the bytes that were put"
+        in output
+    )
     assert output.endswith("4 tensors, 2 MiB: damaged: 1\n")
 
 
-def test_verify_of_a_damaged_manifest_or_header_ends_with_1(run: Any, store: Path, file: Path) -> None:
+def test_verify_of_a_damaged_manifest_or_header_ends_with_1(
+    run: Any, store: Path, file: Path
+) -> None:
     manifest = store / "manifest.0"
     manifest.write_bytes(manifest.read_bytes()[:-1])
     with file.open("ab") as added:
@@ -241,7 +264,9 @@ def test_verify_of_a_damaged_manifest_or_header_ends_with_1(run: Any, store: Pat
         assert output.startswith(f"{place}: damaged: ")
 
 
-def test_verify_of_what_is_not_there_ends_with_2_after_the_others(run: Any, store: Path, tmp_path: Path) -> None:
+def test_verify_of_what_is_not_there_ends_with_2_after_the_others(
+    run: Any, store: Path, tmp_path: Path
+) -> None:
     status, output, errors = run("verify", tmp_path / "missing", tmp_path / "x.safetensors", store)
 
     assert status == 2
@@ -254,10 +279,12 @@ def test_verify_says_which_were_only_read(run: Any, tmp_path: Path) -> None:
 
     save({"w": np.zeros(3), "step": 1}, tmp_path / "s", checksum=Checksum.NONE)
 
-    assert run("verify", tmp_path / "s")[1].endswith("1 tensor, 24 B: all sound; without checksums, so only read: 1\n")
+    assert run("verify", tmp_path / "s")[1].endswith(
+        "1 tensor, 24 B: all sound; without checksums, so only read: 1\n"
+    )
 
 
-# --- cp ----------------------------------------------------------------------------------------------------------
+# --- cp -------------------------------------------------------------------------------------------
 
 
 def test_cp_of_a_file_to_a_store_and_back(run: Any, file: Path, tmp_path: Path) -> None:
@@ -270,7 +297,9 @@ def test_cp_of_a_file_to_a_store_and_back(run: Any, file: Path, tmp_path: Path) 
     assert (tmp_path / "again.safetensors").read_bytes() == file.read_bytes()
 
 
-def test_cp_between_stores_keeps_state_dicts_and_may_change_the_drives(run: Any, tmp_path: Path) -> None:
+def test_cp_between_stores_keeps_state_dicts_and_may_change_the_drives(
+    run: Any, tmp_path: Path
+) -> None:
     state: dict[str, Any] = {"model": {"w": np.arange(MIB), "b": np.zeros(3)}, "step": 7}
     save(state, tmp_path / "one")
 
@@ -285,7 +314,9 @@ def test_cp_between_stores_keeps_state_dicts_and_may_change_the_drives(run: Any,
 
 def test_cp_in_many_groups(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cp, "_GROUP_BYTES", 100_000)
-    tensors = {f"{number}.weight": np.full(10_000 + number, number, np.float32) for number in range(40)}
+    tensors = {
+        f"{number}.weight": np.full(10_000 + number, number, np.float32) for number in range(40)
+    }
     write_safetensors(tmp_path / "x.safetensors", tensors)
 
     run("cp", tmp_path / "x.safetensors", f"{tmp_path}/a,{tmp_path}/b")
@@ -300,16 +331,20 @@ def test_cp_keeps_a_bounded_part_in_memory(tmp_path: Path) -> None:
     program = (
         "import re\nfrom deepnvme.cli import cp\nfrom deepnvme.cli.main import main\n"
         "cp._GROUP_BYTES = 1 << 20\n"
-        "peak = lambda: int(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1]) >> 10\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1]) "
+        ">> 10\n"
         "import numpy\nbefore = peak()\n"
         f"assert main(['cp', {str(tmp_path / 'x.safetensors')!r}, {str(tmp_path / 's')!r}]) == 0\n"
         f"assert main(['cp', {str(tmp_path / 's')!r}, {str(tmp_path / 'y.safetensors')!r}]) == 0\n"
         "print(peak() - before)\n"
     )
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
 
-    assert int(done.stdout.split()[-1]) < 128  # of 256 MiB; the staging memory of a store and of a file is 64
+    # of 256 MiB; the staging memory of a store and of a file is 64
+    assert int(done.stdout.split()[-1]) < 128
 
 
 def test_a_saved_state_dict_becomes_a_file_with_its_own_names(run: Any, tmp_path: Path) -> None:
@@ -329,7 +364,9 @@ def test_what_a_file_has_no_place_for_is_told(run: Any, tmp_path: Path) -> None:
 
     assert status == 0
     assert "deepnvme: warning: of the state dict 'state' only the tensors are copied" in errors
-    assert "model.embed.weight" in read_safetensors(tmp_path / "x.safetensors", returns=Returns.NUMPY)
+    assert "model.embed.weight" in read_safetensors(
+        tmp_path / "x.safetensors", returns=Returns.NUMPY
+    )
 
 
 def test_several_state_dicts_keep_their_names_in_front(run: Any, tmp_path: Path) -> None:
@@ -343,7 +380,10 @@ def test_several_state_dicts_keep_their_names_in_front(run: Any, tmp_path: Path)
 
 def test_a_dtype_that_numpy_lacks_needs_no_torch(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    write_safetensors(tmp_path / "x.safetensors", {"w": torch.arange(9.0).bfloat16(), "v": torch.zeros(MIB).bfloat16()})
+    write_safetensors(
+        tmp_path / "x.safetensors",
+        {"w": torch.arange(9.0).bfloat16(), "v": torch.zeros(MIB).bfloat16()},
+    )
     program = (
         "import sys\nfrom deepnvme.cli.main import main\n"
         f"assert main(['cp', {str(tmp_path / 'x.safetensors')!r}, {str(tmp_path / 's')!r}]) == 0\n"
@@ -353,11 +393,15 @@ def test_a_dtype_that_numpy_lacks_needs_no_torch(tmp_path: Path) -> None:
 
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
-    assert torch.equal(read_safetensors(tmp_path / "y.safetensors")["w"], torch.arange(9.0).bfloat16())
+    assert torch.equal(
+        read_safetensors(tmp_path / "y.safetensors")["w"], torch.arange(9.0).bfloat16()
+    )
 
 
 @pytest.mark.parametrize("target", ["store", "model.safetensors"])
-def test_cp_replaces_nothing_unless_told_to(run: Any, store: Path, file: Path, tmp_path: Path, target: str) -> None:
+def test_cp_replaces_nothing_unless_told_to(
+    run: Any, store: Path, file: Path, tmp_path: Path, target: str
+) -> None:
     write_safetensors(tmp_path / "new.safetensors", {"new": np.ones(3)})
 
     refused, _, errors = run("cp", tmp_path / "new.safetensors", tmp_path / target)
@@ -382,7 +426,9 @@ def test_a_store_on_several_drives_is_replaced_as_one(run: Any, file: Path, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "model.safetensors"]
 
 
-def test_force_removes_nothing_that_is_not_of_a_store(run: Any, file: Path, store: Path, tmp_path: Path) -> None:
+def test_force_removes_nothing_that_is_not_of_a_store(
+    run: Any, file: Path, store: Path, tmp_path: Path
+) -> None:
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers/thesis.tex").write_text("x")
     (store / "notes").write_text("x")
@@ -460,7 +506,9 @@ def test_a_signal_leaves_nothing_half(tmp_path: Path, number: signal.Signals) ->
         "cp._copy = wait\n"
         f"sys.exit(main(['cp', {str(tmp_path / 'x.safetensors')!r}, {str(tmp_path / 's')!r}]))"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         assert (tmp_path / "s/data").exists()
@@ -471,15 +519,23 @@ def test_a_signal_leaves_nothing_half(tmp_path: Path, number: signal.Signals) ->
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
 
 
-def test_stores_are_looked_at_and_copied_beside_readers(run: Any, store: Path, tmp_path: Path) -> None:
+def test_stores_are_looked_at_and_copied_beside_readers(
+    run: Any, store: Path, tmp_path: Path
+) -> None:
     with TensorStore.open([store], access=Access.READ):
-        statuses = [run("ls", store)[0], run("verify", store)[0], run("cp", store, tmp_path / "copy")[0]]
+        statuses = [
+            run("ls", store)[0],
+            run("verify", store)[0],
+            run("cp", store, tmp_path / "copy")[0],
+        ]
 
     assert statuses == [0, 0, 0]
     assert_same(contents(tmp_path / "copy"), TENSORS)
 
 
-def test_the_commit_before_is_listed_verified_and_copied(run: Any, store: Path, tmp_path: Path) -> None:
+def test_the_commit_before_is_listed_verified_and_copied(
+    run: Any, store: Path, tmp_path: Path
+) -> None:
     with TensorStore.open([store]) as changed:
         before = changed.generation
         for name in list(changed):
@@ -528,7 +584,9 @@ def test_a_copy_that_cannot_take_its_place_leaves_nothing(
     assert_same(contents(store), TENSORS)
 
 
-def test_what_a_killed_copy_left_is_in_nobodys_way(run: Any, file: Path, store: Path, tmp_path: Path) -> None:
+def test_what_a_killed_copy_left_is_in_nobodys_way(
+    run: Any, file: Path, store: Path, tmp_path: Path
+) -> None:
     before = sorted(tmp_path.iterdir())
     save({"half": np.ones(3)}, tmp_path / ".store.deepnvme-new")
     save({"replaced": np.ones(3)}, tmp_path / ".store.deepnvme-old")

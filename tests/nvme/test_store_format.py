@@ -1,4 +1,6 @@
-"""docs/store-format.md keeps its word: its reader reads a store with nothing but Python's standard library."""
+"""docs/store-format.md keeps its word: its reader reads a store with nothing but Python's standard
+library.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def script(tmp_path: Path) -> Path:
 
 
 class Written:
-    """A store in two directories, laid out by hand: each tensor in two pieces, with a page between them."""
+    """A store in two directories, laid out by hand: each tensor in two pieces, with a page between
+    them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folders = [folder / "a", folder / "b"]
@@ -54,8 +58,12 @@ class Written:
         for member, piece in ((1, data[:half]), (0, data[half:])):
             if piece:
                 extents.append(Extent(member, len(self.data[member]), len(piece)))
-                self.data[member] += piece.ljust(extents[-1].end - extents[-1].offset + PAGE, b"\xaa")
-        sums = tuple(crc32c(data[at : at + CHECKSUM_BYTES]) for at in range(0, len(data), CHECKSUM_BYTES))
+                self.data[member] += piece.ljust(
+                    extents[-1].end - extents[-1].offset + PAGE, b"\xaa"
+                )
+        sums = tuple(
+            crc32c(data[at : at + CHECKSUM_BYTES]) for at in range(0, len(data), CHECKSUM_BYTES)
+        )
         self.tensors[name] = Record(code, values.shape, tuple(extents), sums)
 
     def put_state(self, name: str, state: Any) -> None:
@@ -99,7 +107,9 @@ def listing(script: Path, folders: list[Path]) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_reader_lists_a_store_with_nothing_but_the_standard_library(script: Path, written: Written) -> None:
+def test_the_reader_lists_a_store_with_nothing_but_the_standard_library(
+    script: Path, written: Written
+) -> None:
     done = listing(script, written.folders[::-1])
 
     assert done.stderr == ""
@@ -132,7 +142,9 @@ def test_the_reader_leaves_a_store_in_use_alone(script: Path, tmp_path: Path) ->
         assert "BlockingIOError" in listing(script, [tmp_path / "a"]).stderr
 
 
-def test_the_reader_returns_the_bytes_and_the_state_that_were_put(script: Path, written: Written) -> None:
+def test_the_reader_returns_the_bytes_and_the_state_that_were_put(
+    script: Path, written: Written
+) -> None:
     reader = runpy.run_path(str(script))
     files, manifest = reader["open_store"](written.folders)
 
@@ -171,7 +183,7 @@ def test_the_reader_wants_all_members(script: Path, written: Written) -> None:
     assert "not all the members of one volume: [0]" in listing(script, written.folders[:1]).stderr
 
 
-# --- the text ----------------------------------------------------------------------------------------------------
+# --- the text -------------------------------------------------------------------------------------
 
 
 def section(title: str) -> str:
@@ -181,14 +193,19 @@ def section(title: str) -> str:
 def test_the_page_names_every_dtype_with_its_size() -> None:
     rows = re.findall(r"^  \| ([0-9]+) \| (.*) \|$", section("Tensors"), flags=re.MULTILINE)
 
-    assert {code: int(size) for size, codes in rows for code in re.findall("`(.+?)`", codes)} == ITEMSIZES
+    assert {
+        code: int(size) for size, codes in rows for code in re.findall("`(.+?)`", codes)
+    } == ITEMSIZES
 
 
 def test_the_page_names_every_tag_of_a_tree() -> None:
     structure, _ = flatten({**STATE, "t": ()})
     reader_tags = set(re.findall(r'"([a-z]+)": lambda', PAGE_OF_DOCS))
 
-    assert set(re.findall(r'^\| `\{"([a-z]+)"', section("Trees"), flags=re.MULTILINE)) | {"array"} == reader_tags
+    assert (
+        set(re.findall(r'^\| `\{"([a-z]+)"', section("Trees"), flags=re.MULTILINE)) | {"array"}
+        == reader_tags
+    )
     assert set(re.findall(r"\{'([a-z]+)': ", str([structure, flatten(STATE)[0]]))) <= reader_tags
 
 
@@ -207,4 +224,6 @@ def test_the_keys_of_the_page_are_those_that_are_written() -> None:
     manifest = encode(Manifest(VOLUME, 1, {}, {})).decode()
 
     assert keys["The manifest"] == re.findall(r'"(\w+)":', manifest)
-    assert keys["The header of a member"] == re.findall(r'"(\w+)":', Header(VOLUME, 0, PAGE, (1.0,)).encode().decode())
+    assert keys["The header of a member"] == re.findall(
+        r'"(\w+)":', Header(VOLUME, 0, PAGE, (1.0,)).encode().decode()
+    )

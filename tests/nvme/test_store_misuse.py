@@ -1,4 +1,6 @@
-"""A store in the hands of somebody who mistypes, mixes kinds of calls, kills and removes: told, and nothing is lost."""
+"""A store in the hands of somebody who mistypes, mixes kinds of calls, kills and removes: told, and
+nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def store(place: Path, queue: IOQueue) -> Iterator[TensorStore]:
         store.close()
 
 
-# --- choices -----------------------------------------------------------------------------------------------------
+# --- choices --------------------------------------------------------------------------------------
 
 
 def _created(place: Path, **wrong: Any) -> object:
@@ -119,15 +121,19 @@ def test_a_choice_that_there_is_not_is_refused_before_anything_is_made(
     assert not place.exists()
 
 
-@pytest.mark.parametrize("wrong", [{"access": "r"}, {"durability": "none"}, {"checksum": 1}, {"returns": "list"}])
-def test_a_store_is_not_opened_by_a_choice_that_there_is_not(store: TensorStore, place: Path, wrong: Any) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"access": "r"}, {"durability": "none"}, {"checksum": 1}, {"returns": "list"}]
+)
+def test_a_store_is_not_opened_by_a_choice_that_there_is_not(
+    store: TensorStore, place: Path, wrong: Any
+) -> None:
     store.close()
 
     with pytest.raises(ValueError, match=r"expected one of|TensorStore\.swap"):
         TensorStore.open([place], **wrong)
 
 
-# --- names and arguments -----------------------------------------------------------------------------------------
+# --- names and arguments --------------------------------------------------------------------------
 
 
 def test_a_text_is_not_taken_for_names(store: TensorStore) -> None:
@@ -143,7 +149,9 @@ def test_tensors_without_names_are_refused(store: TensorStore) -> None:
         store.put_many(unnamed)
 
 
-def test_memory_for_a_tensor_that_is_not_asked_for_is_refused(store: TensorStore, tmp_path: Path) -> None:
+def test_memory_for_a_tensor_that_is_not_asked_for_is_refused(
+    store: TensorStore, tmp_path: Path
+) -> None:
     store.put("a", b"12")
     out = {"A": np.zeros(2, np.uint8)}
     write_safetensors(tmp_path / "x.safetensors", {"a": np.zeros(2, np.uint8)})
@@ -199,16 +207,21 @@ def test_what_deepnvme_refuses_to_write_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_a_scalar_of_text_is_refused_with_what_to_do(place: Path) -> None:
-    with pytest.raises(TypeError, match=r"make it a plain value first: int\(\.\.\.\), float\(\.\.\.\), str"):
+    with pytest.raises(
+        TypeError, match=r"make it a plain value first: int\(\.\.\.\), float\(\.\.\.\), str"
+    ):
         save({"name": np.str_("x")}, place)
 
 
-# --- one after the other -----------------------------------------------------------------------------------------
+# --- one after the other --------------------------------------------------------------------------
 
 
 def test_a_put_comes_after_what_was_begun_before_it(place: Path) -> None:
     late = FaultPlan().delay(delay_us=100_000, every=1, requests=Requests.WRITES)
-    with IOQueue(BACKEND, faults=late) as queue, TensorStore.create([place], 8 * MIB, queue=queue) as store:
+    with (
+        IOQueue(BACKEND, faults=late) as queue,
+        TensorStore.create([place], 8 * MIB, queue=queue) as store,
+    ):
         store.put_async("big", np.zeros(MIB, np.uint8))
         store.put_async("x", b"old")
         store.put("x", b"new")
@@ -256,11 +269,13 @@ def test_what_was_deleted_later_stays_deleted(store: TensorStore) -> None:
     assert store.verify_async().result(TIMEOUT_S) == ()
 
 
-# --- states ------------------------------------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------------------
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(place: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(300, 300, bias=False), torch.nn.Linear(300, 300, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(300, 300, bias=False), torch.nn.Linear(300, 300, bias=False)
+    )
     first, second = model[0], model[1]
     second.weight = first.weight
     array = np.arange(100)
@@ -276,8 +291,12 @@ def test_tied_weights_are_stored_once_and_stay_tied(place: Path) -> None:
         assert len(store) == 3
 
 
-@pytest.mark.parametrize("see", [lambda x: x.view(torch.int32), lambda x: x.t(), lambda x: x[:8], lambda x: x.clone()])
-def test_tensors_that_are_not_the_same_stay_apart(place: Path, see: Callable[[torch.Tensor], torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "see", [lambda x: x.view(torch.int32), lambda x: x.t(), lambda x: x[:8], lambda x: x.clone()]
+)
+def test_tensors_that_are_not_the_same_stay_apart(
+    place: Path, see: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     first = torch.randn(16, 16)
     save({"first": first, "second": see(first)}, place)
 
@@ -298,7 +317,9 @@ def test_a_part_of_a_state_is_not_deleted_alone(store: TensorStore) -> None:
     assert store.get_state("state")["w"].tolist() == [0, 0]
 
 
-def test_a_state_that_lacks_a_tensor_is_damaged(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_lacks_a_tensor_is_damaged(
+    store: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put_state("state", {"w": np.zeros(2, np.uint8)})
     monkeypatch.setattr(Holdings, "missing", lambda _: ["state/w"])
 
@@ -314,19 +335,27 @@ def test_what_a_state_lacks_is_found() -> None:
     assert holdings.missing() == ["s/w", "u"]
 
 
-# --- many small ones ---------------------------------------------------------------------------------------------
+# --- many small ones ------------------------------------------------------------------------------
 
 
 def test_small_tensors_take_no_mapping_each() -> None:
     before = len(Path("/proc/self/maps").read_text().splitlines())
-    kept = [empty("U8", (nbytes,), Returns.NUMPY) for nbytes in (4096, 5000, SMALL_BYTES // 4) for _ in range(300)]
+    kept = [
+        empty("U8", (nbytes,), Returns.NUMPY)
+        for nbytes in (4096, 5000, SMALL_BYTES // 4)
+        for _ in range(300)
+    ]
 
     assert len(Path("/proc/self/maps").read_text().splitlines()) < before + 100
     assert all(each.ctypes.data % 4096 == 0 for each in kept)
 
 
-def test_small_tensors_are_streamed_and_verified_together(store: TensorStore, queue: IOQueue) -> None:
-    store.put_many({f"n{number:03}": np.full(5000, number % 251, np.uint8) for number in range(500)})
+def test_small_tensors_are_streamed_and_verified_together(
+    store: TensorStore, queue: IOQueue
+) -> None:
+    store.put_many(
+        {f"n{number:03}": np.full(5000, number % 251, np.uint8) for number in range(500)}
+    )
     for read in (lambda: dict(store.stream()), store.verify):
         (before,) = (drive.operations for drive in queue.stats().drives.values())
         read()
@@ -353,7 +382,9 @@ def test_a_name_that_is_missing_ends_a_stream_behind_those_before_it(store: Tens
 def test_each_damaged_byte_among_many_is_found(place: Path, queue: IOQueue, *, large: bool) -> None:
     sizes = [20 * MIB] if large else [5000] * 50
     with TensorStore.create([place], 24 * MIB, queue=queue) as store:
-        store.put_many({f"n{number}": np.full(nbytes, 7, np.uint8) for number, nbytes in enumerate(sizes)})
+        store.put_many(
+            {f"n{number}": np.full(nbytes, 7, np.uint8) for number, nbytes in enumerate(sizes)}
+        )
         store.commit()
         places = {name: store.record(name).places for name in store}
     at = 17 * MIB + 3 if large else 12
@@ -370,7 +401,7 @@ def test_each_damaged_byte_among_many_is_found(place: Path, queue: IOQueue, *, l
     assert sorted(told) == sorted(places)
 
 
-# --- what was there ----------------------------------------------------------------------------------------------
+# --- what was there -------------------------------------------------------------------------------
 
 
 def test_a_manifest_that_is_missing_is_not_stepped_over(place: Path) -> None:
@@ -390,11 +421,16 @@ def test_a_manifest_that_is_missing_is_not_stepped_over(place: Path) -> None:
 def test_a_store_of_one_commit_has_one_manifest(place: Path) -> None:
     TensorStore.create([place], MIB).close()
     with TensorStore.open([place], access=Access.READ) as store:
-        assert (store.generation, [each.name for each in place.glob("manifest*")]) == (1, ["manifest.1"])
+        assert (store.generation, [each.name for each in place.glob("manifest*")]) == (
+            1,
+            ["manifest.1"],
+        )
 
 
 @pytest.mark.parametrize("file", ["data", "manifest.0"])
-def test_a_store_of_a_newer_format_is_neither_called_damaged_nor_to_be_removed(place: Path, file: str) -> None:
+def test_a_store_of_a_newer_format_is_neither_called_damaged_nor_to_be_removed(
+    place: Path, file: str
+) -> None:
     save({"a": 1}, place)
     path = place / file
     kind = b"deepnvme-volume" if file == "data" else b"deepnvme-store"
@@ -423,7 +459,9 @@ def test_manifest_that_is_no_file_is_refused_unread(place: Path, kind: str) -> N
     secret.write_text("hunter2\n")
     for slot in ("manifest.0", "manifest.1"):
         (place / slot).unlink(missing_ok=True)
-        {"link": lambda at: at.symlink_to(secret), "pipe": os.mkfifo, "directory": Path.mkdir}[kind](place / slot)
+        {"link": lambda at: at.symlink_to(secret), "pipe": os.mkfifo, "directory": Path.mkdir}[
+            kind
+        ](place / slot)
 
     with pytest.raises(StoreError, match="no file that deepnvme made") as refused:
         load(place)

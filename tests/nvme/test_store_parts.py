@@ -1,4 +1,6 @@
-"""The parts of a store that move no bytes: who needs which space, what is read ahead, what its threads wait for."""
+"""The parts of a store that move no bytes: who needs which space, what is read ahead, what its
+threads wait for.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def record(page: int) -> Record:
     return Record("U8", (10,), (Extent(0, page * PAGE, 10),), None)
 
 
-# --- holdings ----------------------------------------------------------------------------------------------------
+# --- holdings -------------------------------------------------------------------------------------
 
 
 class Space:
@@ -54,7 +56,10 @@ def test_space_is_given_back_when_neither_name_nor_reader_nor_commit_needs_it() 
 
 
 def test_all_have_their_names_or_none_has_wherever_naming_is_interrupted() -> None:
-    before, after = {"a": record(1), "b": record(2)}, {"a": record(3), "b": record(4), "c": record(5)}
+    before, after = (
+        {"a": record(1), "b": record(2)},
+        {"a": record(3), "b": record(4), "c": record(5)},
+    )
     space = Space()
 
     def prepared() -> Callable[[], object]:
@@ -112,7 +117,9 @@ def test_a_state_takes_the_place_of_another_with_all_its_names() -> None:
     holdings = space.holdings
     holdings.name({"s/other": record(1)})
     holdings.name_state(
-        "s", {"dict": [["w", {"array": "w"}], ["x", {"array": "x"}]]}, {"s/w": record(2), "s/x": record(3)}
+        "s",
+        {"dict": [["w", {"array": "w"}], ["x", {"array": "x"}]]},
+        {"s/w": record(2), "s/x": record(3)},
     )
     changed = holdings.name_state("s", {"dict": [["w", {"array": "w"}]]}, {"s/w": record(4)})
     assert set(changed) == {"s/w", "s/x"}
@@ -140,7 +147,7 @@ def test_commits_that_claim_the_same_space_are_refused() -> None:
         Space().holdings.adopt(manifests, 2, reserve)
 
 
-# --- ahead -------------------------------------------------------------------------------------------------------
+# --- ahead ----------------------------------------------------------------------------------------
 
 
 class Reads:
@@ -187,7 +194,9 @@ def test_what_is_forgotten_is_cancelled_and_leaves_its_room(names: list[str] | N
     assert ahead.futures == (reads.begun["c"],)
 
 
-@pytest.mark.parametrize("refusal", [ClosedError("closing"), RuntimeError("can't start new thread")], ids=repr)
+@pytest.mark.parametrize(
+    "refusal", [ClosedError("closing"), RuntimeError("can't start new thread")], ids=repr
+)
 def test_reads_that_cannot_begin_are_left_to_who_wants_them(refusal: Exception) -> None:
     def refuse(_: str) -> StoreFuture[Any]:
         raise refusal
@@ -207,7 +216,7 @@ def test_a_stream_that_is_left_cancels_what_nobody_will_see() -> None:
     assert [future.cancelled() for future in reads.begun.values()] == [False, True, True]
 
 
-# --- threads -----------------------------------------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------
 
 
 def test_a_commit_waits_for_what_is_queued_and_for_what_other_threads_write() -> None:
@@ -237,8 +246,14 @@ def test_on_the_thread_that_writes_what_is_queued_behind_is_not_waited_for() -> 
 
 def test_threads_know_their_own_from_those_of_other_stores() -> None:
     ours, others = StoreThreads(), StoreThreads()
-    assert ours.read(lambda: (ours.is_current, others.is_current)).result(TIMEOUT_S) == (True, False)
-    assert ours.write(lambda: (ours.is_current, others.is_current)).result(TIMEOUT_S) == (True, False)
+    assert ours.read(lambda: (ours.is_current, others.is_current)).result(TIMEOUT_S) == (
+        True,
+        False,
+    )
+    assert ours.write(lambda: (ours.is_current, others.is_current)).result(TIMEOUT_S) == (
+        True,
+        False,
+    )
     assert not ours.is_current
     for threads in (ours, others):
         threads.join()

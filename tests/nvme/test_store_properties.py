@@ -1,4 +1,6 @@
-"""A `TensorStore` does what a dict does that `commit` saves, whatever is done in whatever order, faults included."""
+"""A `TensorStore` does what a dict does that `commit` saves, whatever is done in whatever order,
+faults included.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,19 @@ NOISE = random.Random(4).randbytes(3 * MIB)
 
 names = st.sampled_from(["a", "b", "c", "d", "e", "f/g"])
 sizes = st.sampled_from(
-    [0, 1, PAGE - 1, PAGE, PAGE + 1, 40_000, 256 << 10, (256 << 10) + 1, 700_000, 2 * MIB, 2 * MIB + 5000]
+    [
+        0,
+        1,
+        PAGE - 1,
+        PAGE,
+        PAGE + 1,
+        40_000,
+        256 << 10,
+        (256 << 10) + 1,
+        700_000,
+        2 * MIB,
+        2 * MIB + 5000,
+    ]
 )
 tensors = st.builds(lambda size, start: NOISE[start : start + size], sizes, st.integers(0, 9999))
 
@@ -53,7 +67,12 @@ class Fault:
 
 
 faults = st.lists(
-    st.builds(Fault, st.sampled_from(["fail", "fail", "shorten"]), st.integers(1, 12), st.sampled_from(list(Requests))),
+    st.builds(
+        Fault,
+        st.sampled_from(["fail", "fail", "shorten"]),
+        st.integers(1, 12),
+        st.sampled_from(list(Requests)),
+    ),
     max_size=3,
 )
 
@@ -82,7 +101,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.places = [self.folder / str(index) for index in range(members)]
         self.queue = IOQueue("threads", chunk_bytes=CHUNK)
         self.store = TensorStore.create(
-            [Member(place, rate=1.0) for place in self.places], CAPACITY, queue=self.queue, returns=Returns.NUMPY
+            [Member(place, rate=1.0) for place in self.places],
+            CAPACITY,
+            queue=self.queue,
+            returns=Returns.NUMPY,
         )
 
     def teardown(self) -> None:
@@ -157,13 +179,17 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(KeyError):
                 self.store.get_many(wanted)
             return
-        targets = {name: np.empty(len(self.now[name].data), np.uint8) for name in wanted} if out else None
+        targets = (
+            {name: np.empty(len(self.now[name].data), np.uint8) for name in wanted} if out else None
+        )
         try:
             got = self.store.get_many(wanted, targets)
         except NVMeError as error:
             self.check_excuse(error)
             return
-        assert {name: array.tobytes() for name, array in got.items()} == {name: self.now[name].data for name in wanted}
+        assert {name: array.tobytes() for name, array in got.items()} == {
+            name: self.now[name].data for name in wanted
+        }
 
     @rule(name=names)
     def prefetch(self, name: str) -> None:
@@ -198,7 +224,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.queue = IOQueue("threads", chunk_bytes=CHUNK, faults=rules)
         chosen = (min if back else max)(self.commits)
         self.store = TensorStore.open(
-            self.places, generation=chosen if back else None, queue=self.queue, returns=Returns.NUMPY
+            self.places,
+            generation=chosen if back else None,
+            queue=self.queue,
+            returns=Returns.NUMPY,
         )
         self.now = dict(self.commits[chosen])
 
@@ -222,10 +251,14 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def test_a_store_is_a_dict_with_commits() -> None:
-    run_state_machine_as_test(StoreMachine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        StoreMachine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_store_is_a_dict_with_commits_for_long() -> None:
-    run_state_machine_as_test(StoreMachine, settings=settings(max_examples=500, stateful_step_count=80, deadline=None))
+    run_state_machine_as_test(
+        StoreMachine, settings=settings(max_examples=500, stateful_step_count=80, deadline=None)
+    )

@@ -1,4 +1,6 @@
-"""Volumes: who gets how many bytes, what is read back, who may use the directories, and what a damaged one says."""
+"""Volumes: who gets how many bytes, what is read back, who may use the directories, and what a
+damaged one says.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ from typing import Any
 
 import pytest
 
-from deepnvme import BatchError, ClosedError, FaultPlan, IOQueue, NVMeError, QueueFull, Requests, WhenFull
+from deepnvme import (
+    BatchError,
+    ClosedError,
+    FaultPlan,
+    IOQueue,
+    NVMeError,
+    QueueFull,
+    Requests,
+    WhenFull,
+)
 from deepnvme.buffers import memory_of
 from deepnvme.checksum import crc32c
 from deepnvme.errors import VolumeError, VolumeFullError, VolumeLockedError
@@ -33,7 +44,8 @@ from support.nvme_programs import output_of, run_program
 from support.unnamed_files import unnamed_files
 
 MIB = 1 << 20
-EVERYWHERE = "threads"  # the backend that no machine refuses, where the backend is not what is tested
+# the backend that no machine refuses, where the backend is not what is tested
+EVERYWHERE = "threads"
 
 
 @pytest.fixture(autouse=True)
@@ -66,15 +78,20 @@ def finish(futures: Sequence[Any]) -> int:
 def per_member(volume: Volume, extents: Sequence[Extent]) -> list[int]:
     """Return the bytes of the extents in each member."""
     return [
-        sum(extent.nbytes for extent in extents if extent.member == index) for index in range(len(volume.directories))
+        sum(extent.nbytes for extent in extents if extent.member == index)
+        for index in range(len(volume.directories))
     ]
 
 
 def pages_of(extents: Sequence[Extent]) -> list[tuple[int, int]]:
-    return [(extent.member, page) for extent in extents for page in range(extent.offset, extent.end, PAGE)]
+    return [
+        (extent.member, page)
+        for extent in extents
+        for page in range(extent.offset, extent.end, PAGE)
+    ]
 
 
-# --- striping ----------------------------------------------------------------------------------------------------
+# --- striping -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rates", [(1.0,), (1.0, 1.0), (3.0, 1.0), (1.0, 1e-6), (2.0, 5.0, 3.0)])
@@ -82,7 +99,10 @@ def test_large_pieces_are_split_in_the_ratio_of_the_rates(
     tmp_path: Path, plain_queue: IOQueue, rates: tuple[float, ...]
 ) -> None:
     nbytes = 9 * MIB + 11111  # nearer to the end of a page than to its beginning
-    specs = [Member(tmp_path / str(index), rate=rate, capacity=10 * MIB) for index, rate in enumerate(rates)]
+    specs = [
+        Member(tmp_path / str(index), rate=rate, capacity=10 * MIB)
+        for index, rate in enumerate(rates)
+    ]
     with Volume.create(specs, queue=plain_queue) as volume:
         extents = volume.allocate(nbytes)
         shares = per_member(volume, extents)
@@ -93,7 +113,9 @@ def test_large_pieces_are_split_in_the_ratio_of_the_rates(
     assert [extent.member for extent in extents] == sorted({extent.member for extent in extents})
 
 
-def test_small_pieces_go_whole_to_the_member_that_is_furthest_behind(tmp_path: Path, plain_queue: IOQueue) -> None:
+def test_small_pieces_go_whole_to_the_member_that_is_furthest_behind(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
     with Volume.create(members(tmp_path, 3.0, 1.0), 40 * MIB, queue=plain_queue) as volume:
         taken = [volume.allocate(64 << 10) for _ in range(400)]
         used = [member.used_bytes for member in volume.stats()]
@@ -115,7 +137,9 @@ def test_capacity_is_split_as_the_bytes_will_be(tmp_path: Path, plain_queue: IOQ
         assert volume.free_bytes == 0
 
 
-def test_rates_are_measured_where_none_are_given_and_bytes_split_accordingly(tmp_path: Path) -> None:
+def test_rates_are_measured_where_none_are_given_and_bytes_split_accordingly(
+    tmp_path: Path,
+) -> None:
     limit = 50e6
     with (
         IOQueue(EVERYWHERE) as fast,
@@ -139,10 +163,14 @@ def written(queue: IOQueue) -> int:
     return sum(drive.written_bytes for drive in queue.stats().drives.values())
 
 
-def test_measuring_leaves_no_more_than_the_capacity_behind(tmp_path: Path, plain_queue: IOQueue) -> None:
+def test_measuring_leaves_no_more_than_the_capacity_behind(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
     with Volume.create([tmp_path / "0", tmp_path / "1"], 8 * MIB, queue=plain_queue) as volume:
         sizes = [(directory / "data").stat() for directory in volume.directories]
-        assert [size.st_size for size in sizes] == [member.capacity + PAGE for member in volume.stats()]
+        assert [size.st_size for size in sizes] == [
+            member.capacity + PAGE for member in volume.stats()
+        ]
         assert [size.st_blocks * 512 >= size.st_size for size in sizes] == [True, True]
         assert 0 <= volume.free_bytes - 8 * MIB <= 2 * PAGE
 
@@ -154,20 +182,28 @@ def test_one_member_is_not_measured(tmp_path: Path, plain_queue: IOQueue) -> Non
     assert written(plain_queue) == before
 
 
-# --- space -------------------------------------------------------------------------------------------------------
+# --- space ----------------------------------------------------------------------------------------
 
 
-def test_a_member_that_is_full_leaves_its_part_to_the_others(tmp_path: Path, plain_queue: IOQueue) -> None:
+def test_a_member_that_is_full_leaves_its_part_to_the_others(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
     specs = [
         Member(tmp_path / "0", rate=1.0, capacity=2 * MIB),
         Member(tmp_path / "1", rate=1.0, capacity=20 * MIB),
     ]
     with Volume.create(specs, queue=plain_queue) as volume:
         taken = [volume.allocate(4 * MIB) for _ in range(3)]
-        assert [per_member(volume, extents) for extents in taken] == [[2 * MIB, 2 * MIB], [0, 4 * MIB], [0, 4 * MIB]]
+        assert [per_member(volume, extents) for extents in taken] == [
+            [2 * MIB, 2 * MIB],
+            [0, 4 * MIB],
+            [0, 4 * MIB],
+        ]
 
 
-def test_space_in_pieces_is_used_to_the_last_page_and_read_back_in_order(tmp_path: Path, plain_queue: IOQueue) -> None:
+def test_space_in_pieces_is_used_to_the_last_page_and_read_back_in_order(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
     with Volume.create(members(tmp_path, 1.0, 1.0), 4 * MIB, queue=plain_queue) as volume:
         pieces = [volume.allocate(64 << 10) for _ in range(64)]
         for piece in [*pieces[::4], *pieces[1::4]]:  # every second one of each member
@@ -188,8 +224,18 @@ def test_a_full_volume_says_what_was_asked_what_is_free_and_takes_nothing(volume
     with pytest.raises(VolumeFullError) as caught:
         volume.allocate(24 * MIB + 1)
     error = caught.value
-    assert (error.errno, error.asked, error.free, error.largest) == (errno.ENOSPC, 24 * MIB + 1, 24 * MIB, 12 * MIB)
-    for part in (*map(str, volume.directories), str(24 * MIB + 1), f"{24 * MIB} B are free", f"{12 * MIB} B of them"):
+    assert (error.errno, error.asked, error.free, error.largest) == (
+        errno.ENOSPC,
+        24 * MIB + 1,
+        24 * MIB,
+        12 * MIB,
+    )
+    for part in (
+        *map(str, volume.directories),
+        str(24 * MIB + 1),
+        f"{24 * MIB} B are free",
+        f"{12 * MIB} B of them",
+    ):
         assert part in str(error)
     assert volume.free_bytes == 24 * MIB
     assert sum(extent.nbytes for extent in volume.allocate(24 * MIB)) == 24 * MIB
@@ -217,20 +263,28 @@ def test_released_room_is_free_again(volume: Volume) -> None:
 def test_room_released_twice_is_refused_with_its_directory(volume: Volume) -> None:
     extents = volume.allocate(100)
     volume.release(extents)
-    with pytest.raises(ValueError, match=f"{volume.directories[extents[0].member]}: .*given back twice"):
+    with pytest.raises(
+        ValueError, match=f"{volume.directories[extents[0].member]}: .*given back twice"
+    ):
         volume.release(extents)
 
 
 def test_room_that_is_reserved_is_not_handed_out(volume: Volume) -> None:
     volume.reserve([Extent(0, PAGE, 16 * MIB), Extent(1, 3 * PAGE, 100)])
     extents = volume.allocate(16 * MIB - 3 * PAGE)
-    assert not set(pages_of(extents)) & set(pages_of([Extent(0, PAGE, 16 * MIB), Extent(1, 3 * PAGE, 100)]))
+    assert not set(pages_of(extents)) & set(
+        pages_of([Extent(0, PAGE, 16 * MIB), Extent(1, 3 * PAGE, 100)])
+    )
     with pytest.raises(ValueError, match=f"{volume.directories[1]}: .*not all free"):
         volume.reserve([Extent(1, 3 * PAGE, 1)])
 
 
-@pytest.mark.parametrize("extent", [Extent(2, PAGE, 1), Extent(0, 0, 1), Extent(1, 16 * MIB, 2 * PAGE)])
-def test_extents_that_are_not_of_this_volume_are_refused_everywhere(volume: Volume, extent: Extent) -> None:
+@pytest.mark.parametrize(
+    "extent", [Extent(2, PAGE, 1), Extent(0, 0, 1), Extent(1, 16 * MIB, 2 * PAGE)]
+)
+def test_extents_that_are_not_of_this_volume_are_refused_everywhere(
+    volume: Volume, extent: Extent
+) -> None:
     """The first page among them: it is the header."""
     calls: list[Callable[[], object]] = [
         lambda: volume.release([extent]),
@@ -243,7 +297,7 @@ def test_extents_that_are_not_of_this_volume_are_refused_everywhere(volume: Volu
             call()
 
 
-# --- runs --------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 SIZES = [1, PAGE, PAGE + 1, 65536, 100_000]
 
@@ -257,7 +311,10 @@ def test_a_run_is_one_piece_and_each_part_has_its_own_pages(volume: Volume) -> N
 
 
 def test_runs_go_to_the_member_that_is_furthest_behind(volume: Volume) -> None:
-    assert [volume.allocate_run([MIB, MIB])[0].member for _ in range(4)] in ([0, 1, 0, 1], [1, 0, 1, 0])
+    assert [volume.allocate_run([MIB, MIB])[0].member for _ in range(4)] in (
+        [0, 1, 0, 1],
+        [1, 0, 1, 0],
+    )
 
 
 def test_the_bytes_of_a_run_are_moved_by_one_operation(volume: Volume) -> None:
@@ -303,7 +360,7 @@ def test_a_run_of_nothing_is_empty_and_one_with_an_empty_part_is_refused(volume:
         volume.allocate_run([5, 0])
 
 
-# --- bytes -------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 3 * CHUNK + 17, 5 * MIB + 3])
@@ -324,7 +381,11 @@ def test_what_is_written_is_read_back_also_after_opening_again(
             back = bytearray(len(expected))
             assert finish(volume.pread(place, back)) == len(expected)
             assert_same(back, expected)
-        assert 0 <= volume.free_bytes - 16 * MIB + len(set(pages_of([*extents, *others]))) * PAGE <= 2 * PAGE
+        assert (
+            0
+            <= volume.free_bytes - 16 * MIB + len(set(pages_of([*extents, *others]))) * PAGE
+            <= 2 * PAGE
+        )
 
 
 def test_a_piece_of_what_was_written_is_read_by_itself(volume: Volume) -> None:
@@ -346,10 +407,15 @@ def test_memory_of_another_size_than_the_extents_is_refused(volume: Volume, nbyt
         volume.pread(extents, bytearray(nbytes))
 
 
-def test_an_operation_that_cannot_be_submitted_whole_leaves_nothing_under_way(tmp_path: Path) -> None:
+def test_an_operation_that_cannot_be_submitted_whole_leaves_nothing_under_way(
+    tmp_path: Path,
+) -> None:
     with (
         IOQueue(
-            EVERYWHERE, max_pending=1, when_full=WhenFull.RAISE, faults=FaultPlan().delay(delay_us=50_000, every=1)
+            EVERYWHERE,
+            max_pending=1,
+            when_full=WhenFull.RAISE,
+            faults=FaultPlan().delay(delay_us=50_000, every=1),
         ) as queue,
         Volume.create(members(tmp_path, 1.0, 1.0), 8 * MIB, queue=queue) as volume,
     ):
@@ -369,7 +435,7 @@ def test_the_statistics_count_what_was_submitted(volume: Volume) -> None:
         assert (member.used_bytes, member.free_bytes) == (2 * MIB, 14 * MIB)
 
 
-# --- failing drives ----------------------------------------------------------------------------------------------
+# --- failing drives -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ON_DISK)
@@ -379,7 +445,11 @@ def test_an_operation_that_a_member_fails_names_its_file(tmp_path: Path, backend
         IOQueue(backend, faults=FaultPlan().fail(every=1)) as lost,
         IOQueue(backend) as sound,
         Volume.create(
-            [Member(tmp_path / "0", queue=sound, rate=1.0), Member(tmp_path / "1", queue=lost, rate=1.0)], 8 * MIB
+            [
+                Member(tmp_path / "0", queue=sound, rate=1.0),
+                Member(tmp_path / "1", queue=lost, rate=1.0),
+            ],
+            8 * MIB,
         ) as volume,
     ):
         first, second = volume.pwrite(volume.allocate(4 * MIB), bytes(4 * MIB))
@@ -391,12 +461,18 @@ def test_an_operation_that_a_member_fails_names_its_file(tmp_path: Path, backend
 
 
 @pytest.mark.parametrize("failing", [(1,), (0, 2)])
-def test_a_failed_sync_names_every_member_that_failed(tmp_path: Path, failing: tuple[int, ...]) -> None:
+def test_a_failed_sync_names_every_member_that_failed(
+    tmp_path: Path, failing: tuple[int, ...]
+) -> None:
     with (
         IOQueue(EVERYWHERE, faults=FaultPlan().fail(every=1, requests=Requests.SYNCS)) as lost,
         IOQueue(EVERYWHERE) as sound,
         Volume.create(
-            [Member(tmp_path / str(n), queue=lost if n in failing else sound, rate=1.0) for n in range(3)], 8 * MIB
+            [
+                Member(tmp_path / str(n), queue=lost if n in failing else sound, rate=1.0)
+                for n in range(3)
+            ],
+            8 * MIB,
         ) as volume,
         pytest.raises(NVMeError) as caught,
     ):
@@ -407,11 +483,13 @@ def test_a_failed_sync_names_every_member_that_failed(tmp_path: Path, failing: t
         assert (str(tmp_path / str(number)) in str(caught.value)) == (number in failing)
 
 
-# --- making ------------------------------------------------------------------------------------------------------
+# --- making ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
-def test_directories_and_files_are_private_whatever_the_umask(tmp_path: Path, plain_queue: IOQueue, umask: int) -> None:
+def test_directories_and_files_are_private_whatever_the_umask(
+    tmp_path: Path, plain_queue: IOQueue, umask: int
+) -> None:
     (tmp_path / "0").mkdir(mode=0o755)
     before = os.umask(umask)
     try:
@@ -431,7 +509,10 @@ def test_a_directory_that_holds_something_is_left_alone_and_so_is_the_rest(
     with pytest.raises(VolumeError, match="holds something") as caught:
         Volume.create(members(tmp_path, 1.0, 1.0), MIB, queue=plain_queue)
     assert (caught.value.errno, caught.value.path) == (errno.ENOTEMPTY, str(tmp_path / "1"))
-    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*")] == [Path("1"), Path("1/letters")]
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*")] == [
+        Path("1"),
+        Path("1/letters"),
+    ]
 
 
 def test_a_volume_is_not_made_over_another(tmp_path: Path, plain_queue: IOQueue) -> None:
@@ -441,14 +522,18 @@ def test_a_volume_is_not_made_over_another(tmp_path: Path, plain_queue: IOQueue)
     Volume.open([tmp_path / "0"], queue=plain_queue).close()
 
 
-def test_one_directory_given_twice_is_refused_and_removed_again(tmp_path: Path, plain_queue: IOQueue) -> None:
+def test_one_directory_given_twice_is_refused_and_removed_again(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
     with pytest.raises(VolumeError, match="holds something"):
         Volume.create([tmp_path / "0", tmp_path / "0"], MIB, queue=plain_queue)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("make", [Volume.create, Volume.temporary])
-def test_a_drive_that_is_not_mounted_is_told(tmp_path: Path, plain_queue: IOQueue, make: Any) -> None:
+def test_a_drive_that_is_not_mounted_is_told(
+    tmp_path: Path, plain_queue: IOQueue, make: Any
+) -> None:
     where = tmp_path / "mnt" if make == Volume.temporary else tmp_path / "mnt" / "0"
     with pytest.raises(VolumeError, match="is the drive mounted") as caught:
         make([where], MIB, queue=plain_queue)
@@ -498,7 +583,7 @@ def test_more_members_than_the_header_has_room_for_are_refused_and_removed_again
     assert not list(tmp_path.iterdir())
 
 
-# --- opening -----------------------------------------------------------------------------------------------------
+# --- opening --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -523,27 +608,35 @@ def lock_holder_of(directory: Path) -> int | None:
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_missing_member_is_told_by_its_number(made: list[Path], plain_queue: IOQueue, missing: int) -> None:
+def test_a_missing_member_is_told_by_its_number(
+    made: list[Path], plain_queue: IOQueue, missing: int
+) -> None:
     rest = [directory for index, directory in enumerate(made) if index != missing]
     error = refused(rest, plain_queue)
     assert (error.errno, error.path) == (errno.ENOENT, str(rest[0]))
     assert f"member {missing} of 3" in str(error)
 
 
-def test_a_directory_that_is_gone_is_told(made: list[Path], plain_queue: IOQueue, tmp_path: Path) -> None:
+def test_a_directory_that_is_gone_is_told(
+    made: list[Path], plain_queue: IOQueue, tmp_path: Path
+) -> None:
     made[1].rename(tmp_path / "elsewhere")
     error = refused(made, plain_queue)
     assert (error.errno, error.path) == (errno.ENOENT, str(made[1]))
     assert "is the drive mounted" in str(error)
 
 
-def test_a_directory_without_a_volume_is_told(made: list[Path], plain_queue: IOQueue, tmp_path: Path) -> None:
+def test_a_directory_without_a_volume_is_told(
+    made: list[Path], plain_queue: IOQueue, tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     error = refused([*made, tmp_path / "empty"], plain_queue)
     assert (error.path, error.strerror) == (str(tmp_path / "empty"), "it holds no volume")
 
 
-def test_a_member_of_another_volume_is_told(made: list[Path], plain_queue: IOQueue, tmp_path: Path) -> None:
+def test_a_member_of_another_volume_is_told(
+    made: list[Path], plain_queue: IOQueue, tmp_path: Path
+) -> None:
     Volume.create([tmp_path / "other"], MIB, queue=plain_queue).close()
     error = refused([*made[:2], tmp_path / "other"], plain_queue)
     assert "open one volume's directories" in str(error)
@@ -558,7 +651,9 @@ def test_a_copy_of_a_member_is_told(made: list[Path], plain_queue: IOQueue, tmp_
 
 
 @pytest.mark.parametrize("missing", [1, MIB])
-def test_a_member_that_was_cut_off_is_told(made: list[Path], plain_queue: IOQueue, missing: int) -> None:
+def test_a_member_that_was_cut_off_is_told(
+    made: list[Path], plain_queue: IOQueue, missing: int
+) -> None:
     os.truncate(made[2] / "data", (made[2] / "data").stat().st_size - missing)
     error = refused(made, plain_queue)
     assert (error.errno, error.path) == (errno.EBADMSG, str(made[2]))
@@ -566,7 +661,9 @@ def test_a_member_that_was_cut_off_is_told(made: list[Path], plain_queue: IOQueu
 
 
 @pytest.mark.parametrize("content", [b"", bytes(PAGE), bytes(2 * MIB)])
-def test_a_member_whose_making_never_finished_is_told(made: list[Path], plain_queue: IOQueue, content: bytes) -> None:
+def test_a_member_whose_making_never_finished_is_told(
+    made: list[Path], plain_queue: IOQueue, content: bytes
+) -> None:
     (made[0] / "data").write_bytes(content)
     error = refused(made, plain_queue)
     assert (error.errno, error.path) == (errno.EBADMSG, str(made[0]))
@@ -587,7 +684,9 @@ def test_any_bit_that_is_flipped_in_the_header_is_noticed() -> None:
     assert not believed
 
 
-def test_a_damaged_header_is_told_with_its_directory(made: list[Path], plain_queue: IOQueue) -> None:
+def test_a_damaged_header_is_told_with_its_directory(
+    made: list[Path], plain_queue: IOQueue
+) -> None:
     with (made[1] / "data").open("r+b") as file:
         file.seek(60)
         byte = file.read(1)[0]
@@ -628,7 +727,14 @@ NONSENSE: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"{", b"[]", b"{}", b"\xff\xfe", *(json.dumps({**SOUND, **wrong}).encode() for wrong in NONSENSE)],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        *(json.dumps({**SOUND, **wrong}).encode() for wrong in NONSENSE),
+    ],
 )
 def test_a_header_that_makes_no_sense_is_refused_though_its_checksum_fits(text: bytes) -> None:
     with pytest.raises(ValueError, match="was not written by deepnvme"):
@@ -636,7 +742,9 @@ def test_a_header_that_makes_no_sense_is_refused_though_its_checksum_fits(text: 
 
 
 def test_a_header_of_a_newer_format_is_told() -> None:
-    with pytest.raises(ValueError, match="version 2 of the format, this deepnvme reads 1: use a newer one"):
+    with pytest.raises(
+        ValueError, match="version 2 of the format, this deepnvme reads 1: use a newer one"
+    ):
         Header.parse(framed(b"{}", version=2))
 
 
@@ -645,7 +753,7 @@ def test_rates_and_capacities_cannot_be_changed_by_opening(made: list[Path]) -> 
         Volume.open([Member(made[0], rate=2.0), *made[1:]])
 
 
-# --- locks -------------------------------------------------------------------------------------------------------
+# --- locks ----------------------------------------------------------------------------------------
 
 HOLDING = """
 import sys
@@ -710,10 +818,14 @@ LOCKS = """\
 
 
 @pytest.mark.parametrize(("pid", "seen"), [("14", 14), ("0", None), ("-1", None)])
-def test_the_holder_of_a_lock_is_who_the_kernel_names(tmp_path: Path, pid: str, seen: int | None) -> None:
+def test_the_holder_of_a_lock_is_who_the_kernel_names(
+    tmp_path: Path, pid: str, seen: int | None
+) -> None:
     status = os.stat(tmp_path)
     file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    roots = fake_roots(tmp_path, proc={"locks": LOCKS.format(pid=pid, file=file, inode=status.st_ino)})
+    roots = fake_roots(
+        tmp_path, proc={"locks": LOCKS.format(pid=pid, file=file, inode=status.st_ino)}
+    )
     assert lock_holder(status, roots) == seen
 
 
@@ -764,7 +876,9 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("how", ["created", "temporary"])
-def test_a_forked_child_neither_uses_nor_closes_nor_holds_its_parents_volume(tmp_path: Path, how: str) -> None:
+def test_a_forked_child_neither_uses_nor_closes_nor_holds_its_parents_volume(
+    tmp_path: Path, how: str
+) -> None:
     done = run_program(
         FORKING,
         tmp_path,
@@ -776,7 +890,7 @@ def test_a_forked_child_neither_uses_nor_closes_nor_holds_its_parents_volume(tmp
     assert output_of(done).split() == ["done"]
 
 
-# --- closing -----------------------------------------------------------------------------------------------------
+# --- closing --------------------------------------------------------------------------------------
 
 
 def test_closing_waits_for_what_is_under_way_and_unlocks(tmp_path: Path) -> None:
@@ -794,7 +908,8 @@ def test_closing_unlocks_though_somebody_still_has_a_copy_of_the_descriptor(
     tmp_path: Path, plain_queue: IOQueue
 ) -> None:
     volume = Volume.create([tmp_path / "0"], MIB, queue=plain_queue)
-    copy = os.dup(volume._parts[0].member._lock)  # as a child has that was forked and starts a program only now
+    # as a child has that was forked and starts a program only now
+    copy = os.dup(volume._parts[0].member._lock)
     try:
         volume.close()
         Volume.open([tmp_path / "0"], queue=plain_queue).close()
@@ -842,18 +957,25 @@ def test_a_discarded_volume_leaves_nothing(tmp_path: Path, plain_queue: IOQueue)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_volume_tells_queue_and_capacity_of_each_member(tmp_path: Path, plain_queue: IOQueue) -> None:
+def test_a_volume_tells_queue_and_capacity_of_each_member(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
     with IOQueue(EVERYWHERE) as other:
-        specs = [Member(tmp_path / "0", rate=1.0, capacity=MIB), Member(tmp_path / "1", other, 1.0, 2 * MIB - 1)]
+        specs = [
+            Member(tmp_path / "0", rate=1.0, capacity=MIB),
+            Member(tmp_path / "1", other, 1.0, 2 * MIB - 1),
+        ]
         with Volume.create(specs, queue=plain_queue) as volume:
             assert volume.queues == (plain_queue, other)
             assert volume.capacities == (MIB, 2 * MIB)
 
 
-# --- temporary volumes -------------------------------------------------------------------------------------------
+# --- temporary volumes ----------------------------------------------------------------------------
 
 
-def test_temporary_volume_works_without_a_name_in_its_directory(tmp_path: Path, plain_queue: IOQueue) -> None:
+def test_temporary_volume_works_without_a_name_in_its_directory(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
     (tmp_path / "mine").write_text("kept")
     with Volume.temporary([tmp_path], 4 * MIB, queue=plain_queue) as volume:
         data, back = pattern(3 * MIB, seed=1), bytearray(3 * MIB)
@@ -868,7 +990,9 @@ def test_temporary_volume_works_without_a_name_in_its_directory(tmp_path: Path, 
     assert os.listdir(tmp_path) == ["mine"]
 
 
-def test_temporary_files_use_direct_io_where_named_files_do(tmp_path: Path, plain_queue: IOQueue) -> None:
+def test_temporary_files_use_direct_io_where_named_files_do(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
     with (
         plain_queue.open(tmp_path / "named", "w") as named,
         Volume.temporary([tmp_path], MIB, queue=plain_queue) as volume,
@@ -928,7 +1052,10 @@ def test_temporary_volume_that_fails_to_open_leaves_no_name(
 
 def test_errors_name_the_directory_of_an_unnamed_file(tmp_path: Path) -> None:
     broken = FaultPlan().fail(nth=1, requests=Requests.READS)
-    with IOQueue(EVERYWHERE, faults=broken) as queue, Volume.temporary([tmp_path], MIB, queue=queue) as volume:
+    with (
+        IOQueue(EVERYWHERE, faults=broken) as queue,
+        Volume.temporary([tmp_path], MIB, queue=queue) as volume,
+    ):
         [reading] = volume.pread(volume.allocate(PAGE), bytearray(PAGE))
         error = reading.exception(TIMEOUT_S)
     assert isinstance(error, NVMeError)
@@ -947,7 +1074,7 @@ def refuse_unnamed_files(monkeypatch: pytest.MonkeyPatch, refusal: int) -> None:
     monkeypatch.setattr(os, "open", opened)
 
 
-# --- interrupted and grown ---------------------------------------------------------------------------------------
+# --- interrupted and grown ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["create", "temporary"])
@@ -958,7 +1085,9 @@ def test_a_close_that_was_interrupted_is_done_by_the_next_one(
     if kind == "temporary":
         for folder in folders:
             folder.mkdir()
-    volume = getattr(Volume, kind)([Member(folder, rate=1.0) for folder in folders], 4 * MIB, queue=plain_queue)
+    volume = getattr(Volume, kind)(
+        [Member(folder, rate=1.0) for folder in folders], 4 * MIB, queue=plain_queue
+    )
     descriptors = [part.member._lock for part in volume._parts]
 
     def interrupted(_: MemberFile) -> None:
@@ -978,7 +1107,9 @@ def test_a_close_that_was_interrupted_is_done_by_the_next_one(
     assert [os.listdir(folder) for folder in folders] == [["data"] if kind == "create" else []] * 2
 
 
-def test_an_interrupted_close_loses_no_operation_from_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_close_loses_no_operation_from_sight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     late = FaultPlan().delay(delay_us=100_000, every=1, requests=Requests.WRITES)
     with IOQueue(EVERYWHERE, faults=late) as queue:
         volume = Volume.create([tmp_path / "0"], 4 * MIB, queue=queue)
@@ -997,7 +1128,9 @@ def raise_interrupt(*_: object) -> None:
 
 
 @pytest.mark.parametrize("kind", ["create", "temporary"])
-def test_trimmed_volume_gives_back_what_lies_behind_its_bytes(tmp_path: Path, plain_queue: IOQueue, kind: str) -> None:
+def test_trimmed_volume_gives_back_what_lies_behind_its_bytes(
+    tmp_path: Path, plain_queue: IOQueue, kind: str
+) -> None:
     place = tmp_path / "0" if kind == "create" else tmp_path
     data, back = pattern(MIB, seed=1), bytearray(MIB)
     with getattr(Volume, kind)([place], 4 * MIB, queue=plain_queue) as volume:
@@ -1044,7 +1177,9 @@ def test_growing_beyond_the_drive_changes_nothing(volume: Volume) -> None:
     assert volume.free_bytes == 32 * MIB
 
 
-def test_a_volume_grows_by_other_sizes_than_its_rates_say(tmp_path: Path, plain_queue: IOQueue) -> None:
+def test_a_volume_grows_by_other_sizes_than_its_rates_say(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
     data = pattern(3 * MIB, seed=1)
     with Volume.create(members(tmp_path, 1.0, 3.0), 4 * MIB, queue=plain_queue) as volume:
         extents = volume.allocate(len(data))
@@ -1059,7 +1194,9 @@ def test_a_volume_grows_by_other_sizes_than_its_rates_say(tmp_path: Path, plain_
 
 
 @pytest.mark.parametrize("sizes", [[], [MIB], [0, 0], [MIB, -1]])
-def test_sizes_that_are_not_those_of_the_members_are_refused(sizes: list[int], volume: Volume) -> None:
+def test_sizes_that_are_not_those_of_the_members_are_refused(
+    sizes: list[int], volume: Volume
+) -> None:
     with pytest.raises(ValueError, match="a size for each"):
         volume.grow_members(sizes)
 
@@ -1069,7 +1206,9 @@ def test_growing_by_nothing_is_refused(volume: Volume) -> None:
         volume.grow(0)
 
 
-def test_what_is_rewritten_when_a_volume_grows_is_one_sector(tmp_path: Path, plain_queue: IOQueue) -> None:
+def test_what_is_rewritten_when_a_volume_grows_is_one_sector(
+    tmp_path: Path, plain_queue: IOQueue
+) -> None:
     """Or a power failure could leave half of the old header and half of the new one."""
     many = members(tmp_path, *[1 / 3] * 24)
     with Volume.create(many, 2 * MIB, queue=plain_queue) as volume:
@@ -1098,7 +1237,10 @@ def no_file_longer_than(nbytes: int) -> Iterator[None]:
 def test_where_one_drive_has_no_room_none_grows(tmp_path: Path, plain_queue: IOQueue) -> None:
     with Volume.create(members(tmp_path, 1.0, 3.0), 4 * MIB, queue=plain_queue) as volume:
         before = [(directory / "data").read_bytes() for directory in volume.directories]
-        with no_file_longer_than(8 * MIB), pytest.raises(VolumeError, match="cannot be reserved") as caught:
+        with (
+            no_file_longer_than(8 * MIB),
+            pytest.raises(VolumeError, match="cannot be reserved") as caught,
+        ):
             volume.grow(16 * MIB)
         assert caught.value.path == str(tmp_path / "1")
         assert [(directory / "data").read_bytes() for directory in volume.directories] == before
@@ -1110,7 +1252,9 @@ def test_where_one_drive_has_no_room_none_grows(tmp_path: Path, plain_queue: IOQ
 def test_growing_reserves_what_is_new_and_touches_nothing_else(
     tmp_path: Path, plain_queue: IOQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the C library's stand-in for a reservation could write over what another thread writes at that moment."""
+    """Or the C library's stand-in for a reservation could write over what another thread writes at
+    that moment.
+    """
     reserved: list[tuple[int, int]] = []
     real = os.posix_fallocate
 
@@ -1151,10 +1295,12 @@ def test_a_file_whose_header_may_say_more_is_never_made_shorter(
         assert volume.capacities == (2 * MIB,)
 
 
-# --- for reading -------------------------------------------------------------------------------------------------
+# --- for reading ----------------------------------------------------------------------------------
 
 
-def test_a_volume_that_is_open_for_reading_refuses_what_writes(made: list[Path], plain_queue: IOQueue) -> None:
+def test_a_volume_that_is_open_for_reading_refuses_what_writes(
+    made: list[Path], plain_queue: IOQueue
+) -> None:
     with Volume.open(made, access=Access.READ, queue=plain_queue) as volume:
         extent = Extent(0, PAGE, PAGE)
         changes: list[Callable[[], object]] = [
@@ -1194,7 +1340,7 @@ def test_a_volume_that_is_replaced_before_it_was_locked_is_not_mixed_with_the_ot
         assert lock_holder_of(place) == os.getpid()
 
 
-# --- what is not ours --------------------------------------------------------------------------------------------
+# --- what is not ours -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("access", Access)
@@ -1202,14 +1348,18 @@ def test_a_file_of_something_else_is_not_called_a_volume_to_be_removed(
     tmp_path: Path, plain_queue: IOQueue, access: Access
 ) -> None:
     (tmp_path / "data").write_text("id,label\n" * 1000)
-    with pytest.raises(VolumeError, match=r"its data is a file of something else.* name another directory") as caught:
+    with pytest.raises(
+        VolumeError, match=r"its data is a file of something else.* name another directory"
+    ) as caught:
         Volume.open([tmp_path], access=access, queue=plain_queue)
     assert "remove it" not in str(caught.value)
 
 
 @pytest.mark.parametrize("access", Access)
 @pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
-def test_a_name_that_is_no_file_is_no_volume(tmp_path: Path, plain_queue: IOQueue, kind: str, access: Access) -> None:
+def test_a_name_that_is_no_file_is_no_volume(
+    tmp_path: Path, plain_queue: IOQueue, kind: str, access: Access
+) -> None:
     data = tmp_path / "data"
     make: dict[str, Callable[[], object]] = {
         "directory": data.mkdir,
@@ -1217,5 +1367,7 @@ def test_a_name_that_is_no_file_is_no_volume(tmp_path: Path, plain_queue: IOQueu
         "pipe": lambda: os.mkfifo(data),
     }
     make[kind]()
-    with pytest.raises(VolumeError, match="is no file, so not that of a volume: name another directory"):
+    with pytest.raises(
+        VolumeError, match="is no file, so not that of a volume: name another directory"
+    ):
         Volume.open([tmp_path], access=access, queue=plain_queue)

@@ -20,16 +20,24 @@ sys.meta_path.insert(0, Refuse())
 def python(source: str) -> subprocess.CompletedProcess[str]:
     """Run `source` in a fresh interpreter in which the native module cannot be loaded."""
     return subprocess.run(
-        [sys.executable, "-c", f"{REFUSE_NATIVE}\n{source}"], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", f"{REFUSE_NATIVE}\n{source}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
-@pytest.mark.parametrize("module", ["deepnvme", "deepnvme.diagnosis", "deepnvme.sizes", "deepnvme.cli.report"])
+@pytest.mark.parametrize(
+    "module", ["deepnvme", "deepnvme.diagnosis", "deepnvme.sizes", "deepnvme.cli.report"]
+)
 def test_a_module_that_needs_no_native_code_is_imported(module: str) -> None:
     assert python(f"import {module}").stderr == ""
 
 
-@pytest.mark.parametrize("use", ["from deepnvme import IOQueue", "import deepnvme; deepnvme.IOQueue"])
+@pytest.mark.parametrize(
+    "use", ["from deepnvme import IOQueue", "import deepnvme; deepnvme.IOQueue"]
+)
 def test_what_needs_native_code_says_why_it_cannot_be_had(use: str) -> None:
     assert python(use).stderr.rstrip().endswith("ImportError: wrong ELF class")
 

@@ -1,6 +1,8 @@
-"""The wheel as users get it: built from the start of the session, while other tests run; the tests of it come last.
+"""The wheel as users get it: built from the start of the session, while other tests run; the tests
+of it come last.
 
-Compiling it takes minutes, and most other tests wait more than they compute: the build gives way to them.
+Compiling it takes minutes, and most other tests wait more than they compute: the build gives way to
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class WheelBuild:
-    """A build in a folder that all workers of a session share: whoever begins it first builds for all."""
+    """A build in a folder that all workers of a session share: whoever begins it first builds for
+    all.
+    """
 
     def __init__(self, shared: Path) -> None:
         self._folder = shared / "wheel-build"
@@ -42,15 +46,19 @@ class WheelBuild:
         return wheel
 
     def end(self, *, early: bool) -> None:
-        """Leave nothing running: wait for what was begun here, which others may want, or stop it if all end early."""
+        """Leave nothing running: wait for what was begun here, which others may want, or stop it if
+        all end early.
+        """
         if self._process is None:
             return
         if early and self._process.poll() is None:
             shell = psutil.Process(self._process.pid)
-            for each in [shell, *shell.children(recursive=True)]:  # parents first, so that no more is started
+            # parents first, so that no more is started
+            for each in [shell, *shell.children(recursive=True)]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     each.kill()
-            self._status.write_text("of none: the worker that built was stopped")  # or others would wait for it
+            # or others would wait for it
+            self._status.write_text("of none: the worker that built was stopped")
         self._process.wait()
 
     @property
@@ -58,14 +66,25 @@ class WheelBuild:
         return self._folder / "status"
 
     def _begin(self) -> subprocess.Popen[bytes]:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", ".", "--no-deps"]
-        line = shlex.join(["nice", *pip, "--no-build-isolation", "--wheel-dir", str(self._folder / "wheels")])
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "wheel",
+            ".",
+            "--no-deps",
+        ]
+        line = shlex.join(
+            ["nice", *pip, "--no-build-isolation", "--wheel-dir", str(self._folder / "wheels")]
+        )
         status = shlex.quote(str(self._status))
         with (self._folder / "log").open("wb") as log:
             return subprocess.Popen(
                 ["sh", "-c", f"{line}; echo $? > {status}.new; mv {status}.new {status}"],
                 cwd=ROOT,
-                env={**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": "2"},  # a compiler takes much memory, too
+                # a compiler takes much memory, too
+                env={**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": "2"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -96,7 +115,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Leave nothing running, whichever way the session ends."""
     if BUILD in session.config.stash:
         ended = exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED}
-        session.config.stash[BUILD].end(early=not ended or bool(session.shouldfail or session.shouldstop))
+        session.config.stash[BUILD].end(
+            early=not ended or bool(session.shouldfail or session.shouldstop)
+        )
 
 
 @pytest.fixture(scope="session")

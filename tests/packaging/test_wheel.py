@@ -1,7 +1,8 @@
-"""What a user gets: one wheel, installed in a fresh environment without torch and with no compiler on PATH.
+"""What a user gets: one wheel, installed in a fresh environment without torch and with no compiler
+on PATH.
 
-The wheels that it requires are kept in build/wheelhouse, in the versions that the project pins: only the first run
-after a change of these asks the package index.
+The wheels that it requires are kept in build/wheelhouse, in the versions that the project pins:
+only the first run after a change of these asks the package index.
 """
 
 from __future__ import annotations
@@ -25,14 +26,23 @@ WHEELHOUSES = ROOT / "build" / "wheelhouse"
 
 
 def pip(*arguments: str | Path) -> None:
-    line = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *map(str, arguments)]
+    line = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        *map(str, arguments),
+    ]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def wheelhouse(pyproject: dict[str, Any]) -> Path:
-    """Return a folder with the wheels that ours requires, for this Python and platform and in the pinned versions."""
+    """Return a folder with the wheels that ours requires, for this Python and platform and in the
+    pinned versions.
+    """
     wanted: list[str] = pyproject["project"]["dependencies"]
     recipe = "\n".join([*wanted, PINS.read_text(), sys.version, sysconfig.get_platform()])
     folder = WHEELHOUSES / hashlib.sha256(recipe.encode()).hexdigest()[:16]
@@ -47,11 +57,14 @@ def wheelhouse(pyproject: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def fresh_python(wheel: Path, wheelhouse: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the Python of an environment that holds the wheel and what it requires, nothing else, not even pip."""
+    """Return the Python of an environment that holds the wheel and what it requires, nothing else,
+    not even pip.
+    """
     folder = tmp_path_factory.mktemp("fresh")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
-    install = ("--isolated", "--python", python, "install", "--no-compile")  # what is imported is compiled then
+    # what is imported is compiled then
+    install = ("--isolated", "--python", python, "install", "--no-compile")
     pip(*install, "--no-index", "--find-links", wheelhouse, wheel)
     return python
 
@@ -61,20 +74,30 @@ def run(python: Path, program: str, cwd: Path) -> subprocess.CompletedProcess[st
     empty = cwd / "empty-path"
     empty.mkdir(exist_ok=True)
     environ = {"HOME": str(cwd), "PATH": str(empty), "LANG": os.environ.get("LANG", "C.UTF-8")}
-    return subprocess.run([python, "-c", program], cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [python, "-c", program], cwd=cwd, env=environ, capture_output=True, text=True, check=False
+    )
 
 
 def test_one_wheel_holds_both_packages_their_types_and_native_modules(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     packages = {name.split("/")[0] for name in names}
-    assert {name for name in packages if not name.endswith(".dist-info")} == {"deepnvme", "infinity_engine"}
+    assert {name for name in packages if not name.endswith(".dist-info")} == {
+        "deepnvme",
+        "infinity_engine",
+    }
     for package in ("deepnvme", "infinity_engine"):
         sources = {
-            str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py*") if path.suffix in {".py", ".pyi"}
+            str(path.relative_to(ROOT))
+            for path in (ROOT / package).rglob("*.py*")
+            if path.suffix in {".py", ".pyi"}
         }
         assert sources <= names
         assert f"{package}/py.typed" in names
-        assert sum(name.startswith(f"{package}/_native.") and name.endswith(".so") for name in names) == 1
+        assert (
+            sum(name.startswith(f"{package}/_native.") and name.endswith(".so") for name in names)
+            == 1
+        )
 
 
 def test_the_wheel_contains_no_code_of_the_papers(wheel: Path) -> None:
@@ -96,7 +119,8 @@ def test_the_wheel_requires_no_torch_and_offers_it_as_an_extra(wheel: Path) -> N
     plain = [requirement for requirement in requirements if "extra ==" not in requirement]
     assert not any(requirement.startswith(("torch", "cupy")) for requirement in plain)
     assert any(
-        requirement.startswith("torch>=2.6") and 'extra == "torch"' in requirement for requirement in requirements
+        requirement.startswith("torch>=2.6") and 'extra == "torch"' in requirement
+        for requirement in requirements
     )
 
 
@@ -139,8 +163,12 @@ except infinity_engine.MissingDependencyError as error:
     assert "infinity-engine[torch]" in " ".join(message)
 
 
-def test_the_installed_doctor_runs_and_says_that_the_engine_cannot(fresh_python: Path, tmp_path: Path) -> None:
+def test_the_installed_doctor_runs_and_says_that_the_engine_cannot(
+    fresh_python: Path, tmp_path: Path
+) -> None:
     doctor = fresh_python.parent / "infinity"
-    done = subprocess.run([doctor, "doctor", tmp_path], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [doctor, "doctor", tmp_path], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "torch" in done.stdout

@@ -14,12 +14,16 @@ from papers.charts import Chart, Series, svg
 
 NUMBER = st.floats(0, 1e15) | st.floats(1e-9, 1)
 POINTS = st.lists(st.tuples(NUMBER, NUMBER), min_size=1, max_size=8).map(tuple)
-ABOVE_0 = st.lists(st.tuples(st.floats(1e-9, 1e15), st.floats(1e-9, 1e15)), min_size=1, max_size=8).map(tuple)
+ABOVE_0 = st.lists(
+    st.tuples(st.floats(1e-9, 1e15), st.floats(1e-9, 1e15)), min_size=1, max_size=8
+).map(tuple)
 TAG = "{http://www.w3.org/2000/svg}"
 
 
 def chart(points: tuple[tuple[float, float], ...], *, is_log: bool = False) -> Chart:
-    return Chart(title="a < b", x="x", y="y", series=(Series("s & t", points),), log_x=is_log, log_y=is_log)
+    return Chart(
+        title="a < b", x="x", y="y", series=(Series("s & t", points),), log_x=is_log, log_y=is_log
+    )
 
 
 def circles(text: str) -> list[tuple[float, float]]:

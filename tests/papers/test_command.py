@@ -60,11 +60,17 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return shown.err
 
 
-def test_a_figure_shows_published_beside_computed_with_the_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_figure_shows_published_beside_computed_with_the_status(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out = run(capsys, "--paper", "dos", "--figure", "7")
 
     assert "Figure 7, figure 9: Iterations" in out
-    [row] = [line for line in out.splitlines() if line.startswith("20B: iteration, times faster than ZeRO-3")]
+    [row] = [
+        line
+        for line in out.splitlines()
+        if line.startswith("20B: iteration, times faster than ZeRO-3")
+    ]
     assert row.rstrip().split("  ")[-1].startswith("matches (+1%)")
     assert "2-2.5 x" in row
 
@@ -84,7 +90,12 @@ def test_json_has_the_points_of_plots(capsys: pytest.CaptureFixture[str]) -> Non
     report = json.loads(run(capsys, "--paper", "dos", "--figure", "15", "--json"))
 
     [chart] = report["comparisons"][0]["charts"]
-    assert [series["name"] for series in chart["series"]] == ["CPU", "GPU updates", "PCIe up", "PCIe down"]
+    assert [series["name"] for series in chart["series"]] == [
+        "CPU",
+        "GPU updates",
+        "PCIe up",
+        "PCIe down",
+    ]
     assert all(len(series["points"]) == 11 for series in chart["series"])
 
 
@@ -95,7 +106,9 @@ def test_what_does_not_match_says_why(capsys: pytest.CaptureFixture[str]) -> Non
     assert "the abstract needs 800 GPUs" in out
 
 
-def test_a_figure_without_its_letter_is_all_of_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_figure_without_its_letter_is_all_of_its_parts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out = run(capsys, "--paper", "zero-infinity", "--figure", "5")
 
     assert [line[:9] for line in out.splitlines() if line.startswith("Figure")] == [
@@ -106,7 +119,9 @@ def test_a_figure_without_its_letter_is_all_of_its_parts(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(("paper", "least"), [("zero-infinity", 13), ("dos", 15)])
-def test_json_has_every_comparison_with_the_summary(capsys: pytest.CaptureFixture[str], paper: str, least: int) -> None:
+def test_json_has_every_comparison_with_the_summary(
+    capsys: pytest.CaptureFixture[str], paper: str, least: int
+) -> None:
     report = json.loads(run(capsys, "--paper", paper, "--json"))
     statuses = [cell["status"] for one in report["comparisons"] for cell in one["cells"]]
 
@@ -115,7 +130,9 @@ def test_json_has_every_comparison_with_the_summary(capsys: pytest.CaptureFixtur
     assert {status: statuses.count(status) for status in report["summary"]} == report["summary"]
 
 
-@pytest.mark.parametrize("what", [("--paper", "dos"), ("--paper", "zero-infinity"), ("--scale",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "what", [("--paper", "dos"), ("--paper", "zero-infinity"), ("--scale",)], ids=" ".join
+)
 def test_a_page_stands_by_itself_with_its_plots(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, what: tuple[str, ...]
 ) -> None:
@@ -128,7 +145,9 @@ def test_a_page_stands_by_itself_with_its_plots(
     assert tags.fetched == []
 
 
-def test_plots_are_written_one_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plots_are_written_one_to_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     run(capsys, "--scale", "--machine", "dgx2", "--svg", tmp_path / "new")
     files = sorted((tmp_path / "new").iterdir())
 
@@ -151,8 +170,14 @@ def test_scale_as_json_has_each_point_with_its_seconds(capsys: pytest.CaptureFix
         (("--paper", "dos", "--table", "9"), "expected one of 1, 2"),
         (("--paper", "dos", "--machine", "dgx2"), "expected --scale beside it"),
         (("--scale", "--figure", "2"), "expected --paper beside it"),
-        (("--scale", "--machine", "dgx_2"), "--machine: expected one of dgx2, h200_node (nearest: dgx2)"),
-        (("--scale", "--machine", "desktop_4090"), "--machine: expected one of dgx2, h200_node, got 'desktop_4090'"),
+        (
+            ("--scale", "--machine", "dgx_2"),
+            "--machine: expected one of dgx2, h200_node (nearest: dgx2)",
+        ),
+        (
+            ("--scale", "--machine", "desktop_4090"),
+            "--machine: expected one of dgx2, h200_node, got 'desktop_4090'",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_with_what_is(
@@ -161,7 +186,9 @@ def test_what_is_not_there_is_refused_with_what_is(
     assert said in refused(capsys, *arguments)
 
 
-def test_a_file_that_cannot_be_written_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     status = main(["--paper", "dos", "--figure", "2", "--html", str(tmp_path / "no" / "page.html")])
 
     assert status == 1
@@ -177,7 +204,11 @@ def test_a_paper_or_scale_has_to_be_asked_for(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("what", [("--paper", "dos"), ("--scale",)], ids=" ".join)
 def test_it_needs_no_torch(what: tuple[str, ...]) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", REFUSE_TORCH, *what], cwd=SCRIPTS, capture_output=True, text=True, check=False
+        [sys.executable, "-c", REFUSE_TORCH, *what],
+        cwd=SCRIPTS,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert run.returncode == 0, run.stderr

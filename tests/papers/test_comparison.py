@@ -23,7 +23,9 @@ from papers.comparison import (
 )
 
 
-def cell(published: Published | None, ours: float, upper: float | None = None, contradiction: str = "") -> Cell:
+def cell(
+    published: Published | None, ours: float, upper: float | None = None, contradiction: str = ""
+) -> Cell:
     return Cell(what="it", published=published, ours=ours, upper=upper, contradiction=contradiction)
 
 
@@ -46,7 +48,9 @@ def cell(published: Published | None, ours: float, upper: float | None = None, c
         (None, 1.0, Status.NOT_PRINTED),
     ],
 )
-def test_a_status_follows_from_the_numbers(published: Published | None, ours: float, status: Status) -> None:
+def test_a_status_follows_from_the_numbers(
+    published: Published | None, ours: float, status: Status
+) -> None:
     assert cell(published, ours).status is status
 
 
@@ -69,11 +73,15 @@ def test_a_range_that_ends_before_it_begins_is_refused() -> None:
 
 
 @given(st.floats(0.01, 1e6), st.floats(0.01, 1e6))
-def test_a_deviation_is_zero_only_inside_and_has_the_sign_of_the_difference(low: float, ours: float) -> None:
+def test_a_deviation_is_zero_only_inside_and_has_the_sign_of_the_difference(
+    low: float, ours: float
+) -> None:
     deviation = cell(between(low, 2 * low), ours).deviation
 
     assert deviation is not None
-    assert (deviation > 0) == (ours > 2 * low * (1 + 1e-9)) or deviation == pytest.approx(0, abs=1e-8)
+    assert (deviation > 0) == (ours > 2 * low * (1 + 1e-9)) or deviation == pytest.approx(
+        0, abs=1e-8
+    )
     assert (deviation < 0) == (ours < low * (1 - 1e-9)) or deviation == pytest.approx(0, abs=1e-8)
 
 
@@ -86,11 +94,15 @@ def test_texts_have_the_unit_once() -> None:
     timed = Cell(what="it", published=about(2.0, "~2"), ours=1.5, upper=2.5, unit="s", digits=1)
 
     assert (timed.ours_text, timed.published_text) == ("1.5 - 2.5 s", "~2 s")
-    assert Cell(what="it", published=about(1, "almost"), ours=1, unit="s").published_text == "almost"
+    assert (
+        Cell(what="it", published=about(1, "almost"), ours=1, unit="s").published_text == "almost"
+    )
 
 
 def test_its_mapping_is_json_and_has_no_infinities() -> None:
-    comparison = Comparison(names=("figure 1",), title="t", cells=(cell(at_least(2), 3), cell(None, 1)))
+    comparison = Comparison(
+        names=("figure 1",), title="t", cells=(cell(at_least(2), 3), cell(None, 1))
+    )
     text = json.dumps(comparison.to_mapping(), allow_nan=False)
 
     assert json.loads(text)["cells"][0]["published"] == {"text": ">= 2", "low": 2, "high": None}

@@ -20,7 +20,12 @@ from papers.machines import JLSE_H100
 from papers.offloading import TABLE_1, Job, Method, blocking
 
 PLENTY = Limits(resident_bytes=1 << 40, staging_bytes=1 << 40)
-RATES = Rates(host_update_params_per_s=1e8, device_update_params_per_s=1e9, h2d_bytes_per_s=1e9, d2h_bytes_per_s=5e8)
+RATES = Rates(
+    host_update_params_per_s=1e8,
+    device_update_params_per_s=1e9,
+    h2d_bytes_per_s=1e9,
+    d2h_bytes_per_s=5e8,
+)
 LARGEST = Job(shape=MODELS["20B"])
 
 
@@ -41,14 +46,18 @@ def specs(count: int, numel: int = 10) -> tuple[SubgroupSpec, ...]:
     return tuple(SubgroupSpec(index=at, numel=numel, first_use=at) for at in range(count))
 
 
-# --- the baseline's plan -----------------------------------------------------------------------------------------
+# --- the baseline's plan --------------------------------------------------------------------------
 
 
 def test_the_cpu_of_the_baseline_waits_for_each_upload() -> None:
     simulation = simulate(blocking(0)(specs(3), RATES, PLENTY), RATES)
 
     assert simulation.end_ns == 3 * (100 + 20)
-    assert [(time.start_ns, time.end_ns) for time in simulation.times[:3]] == [(0, 100), (100, 120), (120, 220)]
+    assert [(time.start_ns, time.end_ns) for time in simulation.times[:3]] == [
+        (0, 100),
+        (100, 120),
+        (120, 220),
+    ]
 
 
 def test_the_cpu_of_the_baseline_waits_for_residents() -> None:
@@ -59,13 +68,15 @@ def test_the_cpu_of_the_baseline_waits_for_residents() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 10**9), st.floats(0, 1))
-def test_the_baseline_updates_everything_once_and_one_thing_at_a_time(count: int, numel: int, ratio: float) -> None:
+def test_the_baseline_updates_everything_once_and_one_thing_at_a_time(
+    count: int, numel: int, ratio: float
+) -> None:
     simulation = simulate(blocking(ratio)(specs(count, numel), RATES, PLENTY), RATES)
 
     assert sum(simulation.busy_ns.values()) == simulation.end_ns
 
 
-# --- an iteration ------------------------------------------------------------------------------------------------
+# --- an iteration ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", Method)
@@ -75,7 +86,10 @@ def test_an_update_takes_no_less_than_its_bytes_of_host_memory_do(method: Method
 
     assert update.seconds > update.simulation.end_ns / 1e9
     assert update.seconds == pytest.approx(
-        sum({Home.HOST: 32, Home.VISITING: 24}.get(home, 0) * update.simulation.plan.params_at(home) for home in Home)
+        sum(
+            {Home.HOST: 32, Home.VISITING: 24}.get(home, 0) * update.simulation.plan.params_at(home)
+            for home in Home
+        )
         / 1e9
     )
 
@@ -97,12 +111,17 @@ def test_the_cpu_downscales_in_algorithm_1_and_not_in_our_own_policies() -> None
 def test_gradients_are_flushed_beside_backward_only_where_the_method_does() -> None:
     slow = replace(LARGEST, reading=replace(TABLE_1, flush_bytes_per_s=1e9))
 
-    assert slow.iteration(Method.BLOCKING).backward > LARGEST.iteration(Method.BLOCKING).backward + 7
+    assert (
+        slow.iteration(Method.BLOCKING).backward > LARGEST.iteration(Method.BLOCKING).backward + 7
+    )
     assert slow.iteration(Method.ALGORITHM1).seconds == LARGEST.iteration(Method.ALGORITHM1).seconds
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.sampled_from(list(MODELS)), st.sampled_from(((4, 0.0), (4, 0.2), (4, 0.5), (2, 0.2), (1, 0.0))))
+@given(
+    st.sampled_from(list(MODELS)),
+    st.sampled_from(((4, 0.0), (4, 0.2), (4, 0.5), (2, 0.2), (1, 0.0))),
+)
 def test_our_own_policies_are_never_slower_than_the_paper_s_baseline_nor_interleaved_than_any(
     name: str, ranks: tuple[int, float]
 ) -> None:
@@ -130,14 +149,19 @@ def test_an_iteration_needs_the_rates_that_it_is_made_of() -> None:
         Job(shape=MODELS["7B"], ranks=1, machine=DESKTOP_4090).iteration(Method.BLOCKING)
 
 
-# --- the figures -------------------------------------------------------------------------------------------------
+# --- the figures ----------------------------------------------------------------------------------
 
 
 def test_every_figure_and_table_is_there_once() -> None:
     names = [name for comparison in computed() for name in comparison.names]
 
     assert len(set(names)) == len(names)
-    assert set(names) >= {*(f"figure {number}" for number in (2, *range(7, 18))), "table 1", "table 2", "equation 1"}
+    assert set(names) >= {
+        *(f"figure {number}" for number in (2, *range(7, 18))),
+        "table 1",
+        "table 2",
+        "equation 1",
+    }
 
 
 @pytest.mark.parametrize("number", [2, 10, 11, 12, 13, 14, 17])
@@ -153,10 +177,14 @@ def test_what_does_not_match_is_what_the_page_explains() -> None:
         "20B with it over 7B without",
         "20B: of that, asynchronous flush alone",
     ]
-    assert whats("figure 8", Status.INCONSISTENT) == [f"{name}: update, times faster than ZeRO-3" for name in MODELS]
+    assert whats("figure 8", Status.INCONSISTENT) == [
+        f"{name}: update, times faster than ZeRO-3" for name in MODELS
+    ]
     assert whats("figure 15", Status.DEVIATES) == ["50% visit: CPU busy"]
     assert whats("figure 16", Status.DEVIATES) == ["10B: throughput at 50% over that at 33%, H100"]
-    assert whats("figure 16", Status.INCONSISTENT) == [f"7B: 4 x V100, stride {stride}" for stride in (3, 4, 5)]
+    assert whats("figure 16", Status.INCONSISTENT) == [
+        f"7B: 4 x V100, stride {stride}" for stride in (3, 4, 5)
+    ]
     assert whats("equation 1", Status.INCONSISTENT) == ["4 x H100, all rates one rank's"]
 
 
@@ -169,7 +197,11 @@ def test_the_sizes_of_the_models_are_gib_of_their_shapes_but_for_the_20b() -> No
 
 
 def test_iterations_are_faster_by_what_is_published() -> None:
-    faster = [cell for cell in found("figure 7").cells if cell.what.endswith("iteration, times faster than ZeRO-3")]
+    faster = [
+        cell
+        for cell in found("figure 7").cells
+        if cell.what.endswith("iteration, times faster than ZeRO-3")
+    ]
 
     assert len(faster) == len(MODELS)
     assert all(cell.deviation is not None and abs(cell.deviation) < 0.02 for cell in faster)
@@ -183,7 +215,9 @@ def test_an_update_keeps_every_lane_of_the_baseline_idle_most_of_the_time_but_th
 
 
 def test_figure_8_is_what_the_method_gains_over_cpus_that_do_not_wait_for_uploads() -> None:
-    assert whats("figure 8", Status.MATCHES) == ["20B: update, times faster than CPUs whose uploads cost nothing"]
+    assert whats("figure 8", Status.MATCHES) == [
+        "20B: update, times faster than CPUs whose uploads cost nothing"
+    ]
 
 
 def test_the_main_result_is_shown_in_other_readings() -> None:

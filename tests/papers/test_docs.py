@@ -19,9 +19,13 @@ EACH_PAPER = pytest.mark.parametrize(("paper", "comparisons"), PAPERS.items(), i
 
 
 def rows(paper: str, *, cells: int) -> list[str]:
-    """Return the rows of the tables of so many cells in the part about a paper, without their heads."""
+    """Return the rows of the tables of so many cells in the part about a paper, without their
+    heads.
+    """
     part = PAGE.split(f"\n## {paper}\n")[1].split("\n## ")[0]
-    lines = [line for line in part.splitlines() if line.startswith("|") and line.count("|") == cells + 1]
+    lines = [
+        line for line in part.splitlines() if line.startswith("|") and line.count("|") == cells + 1
+    ]
     return [line for line in lines if not line.startswith(("| | ", "| reading ", "|---"))]
 
 
@@ -34,7 +38,9 @@ def unmatched(comparisons: tuple[Comparison, ...]) -> Iterator[str]:
 
 
 @EACH_PAPER
-def test_every_experiment_is_there_with_its_counts(paper: str, comparisons: tuple[Comparison, ...]) -> None:
+def test_every_experiment_is_there_with_its_counts(
+    paper: str, comparisons: tuple[Comparison, ...]
+) -> None:
     assert rows(paper, cells=6) == [
         f"| {', '.join(one.names).capitalize()}: {one.title} | {len(one.cells)} | "
         + " | ".join(str(one.count()[status]) for status in Status)
@@ -44,7 +50,9 @@ def test_every_experiment_is_there_with_its_counts(paper: str, comparisons: tupl
 
 
 @EACH_PAPER
-def test_everything_that_does_not_match_is_there(paper: str, comparisons: tuple[Comparison, ...]) -> None:
+def test_everything_that_does_not_match_is_there(
+    paper: str, comparisons: tuple[Comparison, ...]
+) -> None:
     assert rows(paper, cells=5) == list(unmatched(comparisons))
 
 

@@ -22,7 +22,11 @@ def test_each_number_has_a_source_and_each_source_a_number(known: MachineModel) 
 def test_each_rate_says_whether_it_is_of_a_gpu_a_rank_or_a_node(known: MachineModel) -> None:
     rates = [source for name, source in known.sources.items() if name.endswith("_per_s")]
 
-    assert [source for source in rates if not any(of in source for of in ("one GPU", "one rank", "the node's"))] == []
+    assert [
+        source
+        for source in rates
+        if not any(of in source for of in ("one GPU", "one rank", "the node's"))
+    ] == []
 
 
 @ALL

@@ -1,4 +1,6 @@
-"""Scale on paper: what must hold whatever the machine, the numbers of one point, and the page that shows the tables."""
+"""Scale on paper: what must hold whatever the machine, the numbers of one point, and the page that
+shows the tables.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from infinity_engine.plan import Tier
 from infinity_engine.sim.hardware import DESKTOP_4090, GH200, H200_NODE, MachineModel
 from papers.charts import svg
 from papers.machines import DGX2
-from papers.scale import MODELS, NODES, Bottleneck, Partitioning, Point, Scaling, charts, points, tables
+from papers.scale import (
+    MODELS,
+    NODES,
+    Bottleneck,
+    Partitioning,
+    Point,
+    Scaling,
+    charts,
+    points,
+    tables,
+)
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SHOWN = pytest.mark.parametrize("machine", [DGX2, H200_NODE], ids=lambda machine: machine.name)
@@ -48,11 +60,13 @@ POINTS = st.builds(
 )
 
 
-def found(machine: MachineModel, scaling: Scaling, partitioning: Partitioning) -> dict[tuple[str, int], Point | None]:
+def found(
+    machine: MachineModel, scaling: Scaling, partitioning: Partitioning
+) -> dict[tuple[str, int], Point | None]:
     return {(name, nodes): one for name, nodes, one in points(machine, scaling, partitioning)}
 
 
-# --- one point, by hand ------------------------------------------------------------------------------------------
+# --- one point, by hand ---------------------------------------------------------------------------
 
 
 def test_passes_take_what_work_and_bytes_over_rates_are() -> None:
@@ -69,12 +83,15 @@ def test_an_update_reads_and_writes_states_where_they_rest() -> None:
     params = MODELS["1 T"].params
 
     assert POINT.update()[Bottleneck.DRIVES] == pytest.approx(32 * params / 64 / 1.6e9)
-    assert replace(POINT, states=Tier.DEVICE).update() == {Bottleneck.DEVICE: pytest.approx(params / 64 / (900e9 / 28))}
+    assert replace(POINT, states=Tier.DEVICE).update() == {
+        Bottleneck.DEVICE: pytest.approx(params / 64 / (900e9 / 28))
+    }
 
 
 def test_a_broadcast_is_fetched_over_one_link() -> None:
     spread, alone = (
-        replace(POINT, partitioning=partitioning).passes()[Bottleneck.LINK] for partitioning in Partitioning
+        replace(POINT, partitioning=partitioning).passes()[Bottleneck.LINK]
+        for partitioning in Partitioning
     )
 
     assert alone / spread == pytest.approx(64 * 3 / 12)
@@ -99,12 +116,14 @@ def test_a_step_is_no_shorter_than_what_binds_it_and_computing_is_part_of_it(one
     assert one.seconds >= max(one.passes().get(one.binding, 0), one.update().get(one.binding, 0))
 
 
-# --- all points --------------------------------------------------------------------------------------------------
+# --- all points -----------------------------------------------------------------------------------
 
 
 @SHOWN
 @SCALINGS
-def test_spreading_a_fetch_over_all_links_is_never_slower(machine: MachineModel, scaling: Scaling) -> None:
+def test_spreading_a_fetch_over_all_links_is_never_slower(
+    machine: MachineModel, scaling: Scaling
+) -> None:
     spread, alone = (found(machine, scaling, partitioning) for partitioning in Partitioning)
 
     assert all(
@@ -136,7 +155,9 @@ def test_each_point_holds_what_it_places(machine: MachineModel) -> None:
         held = dict.fromkeys(Tier, 0.0)
         held[one.parameters] += 4 * one.shape.params
         held[one.states] += 16 * one.shape.params
-        held[one.checkpoints] += one.nodes * machine.gpus * one.shape.checkpoint_bytes(one.micro_batch, 1024)
+        held[one.checkpoints] += (
+            one.nodes * machine.gpus * one.shape.checkpoint_bytes(one.micro_batch, 1024)
+        )
         assert all(held[tier] <= room[tier] for tier in Tier)
 
 
@@ -150,7 +171,7 @@ def test_a_machine_whose_computing_is_not_known_is_refused() -> None:
         tables(DESKTOP_4090)
 
 
-# --- the page ----------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 @SHOWN
@@ -160,7 +181,9 @@ def test_the_page_has_the_tables_that_the_command_prints(machine: MachineModel) 
 
 @SHOWN
 @SCALINGS
-def test_the_page_has_the_plots_that_the_command_writes(machine: MachineModel, scaling: Scaling) -> None:
+def test_the_page_has_the_plots_that_the_command_writes(
+    machine: MachineModel, scaling: Scaling
+) -> None:
     name = f"scale-{machine.name}-{scaling.value}.svg"
     text = (DOCS / "images" / name).read_text()
 

@@ -1,4 +1,6 @@
-"""ZeRO-Infinity computed: its tables to their digits, what fits, and what its formulas say of its runs."""
+"""ZeRO-Infinity computed: its tables to their digits, what fits, and what its formulas say of its
+runs.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_every_figure_and_table_is_there_once() -> None:
 
 
 def test_nothing_deviates_without_a_contradiction_in_the_paper() -> None:
-    assert [cell.what for one in computed() for cell in one.cells if cell.status is Status.DEVIATES] == []
+    assert [
+        cell.what for one in computed() for cell in one.cells if cell.status is Status.DEVIATES
+    ] == []
 
 
 def test_the_memory_table_is_exact_but_for_two_known_contradictions() -> None:
@@ -54,7 +58,8 @@ def test_the_memory_table_is_exact_but_for_two_known_contradictions() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["figure 2b", "figure 5a", "figure 5b", "figure 5c", "figure 6a", "figure 6c", "figure 6e"]
+    "name",
+    ["figure 2b", "figure 5a", "figure 5b", "figure 5c", "figure 6a", "figure 6c", "figure 6e"],
 )
 def test_a_figure_has_no_contradiction(name: str) -> None:
     assert inconsistent(name) == []
@@ -68,7 +73,11 @@ def test_the_contradictions_are_those_that_are_known() -> None:
 
 
 def test_the_ladder_of_figure_6a_is_climbed_as_published() -> None:
-    rungs = {cell.what.split(":")[0]: cell.ours for cell in found("figure 6a").cells if "rung" in cell.what}
+    rungs = {
+        cell.what.split(":")[0]: cell.ours
+        for cell in found("figure 6a").cells
+        if "rung" in cell.what
+    }
 
     assert rungs == {
         "data parallel": 1.4,
@@ -92,7 +101,9 @@ def test_prefetching_gives_less_at_larger_batches() -> None:
 
 
 @given(st.floats(1, 1e6), st.floats(1e6, 1e13))
-def test_efficiency_is_a_part_that_grows_with_intensity_and_bandwidth(intensity: float, rate: float) -> None:
+def test_efficiency_is_a_part_that_grows_with_intensity_and_bandwidth(
+    intensity: float, rate: float
+) -> None:
     part = efficiency(intensity, rate)
 
     assert 0 < part < 1

@@ -1,7 +1,7 @@
 """P1 on a device that is another one to torch, as a GPU is: its tensors do not mix with the CPU's.
 
-What a GPU alone can show is the arithmetic of its own kernels and that streams order what they should; what the engine
-does with tensors, streams and memory that are not the host's is shown here.
+What a GPU alone can show is the arithmetic of its own kernels and that streams order what they
+should; what the engine does with tensors, streams and memory that are not the host's is shown here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from infinity_engine.plan import HostOnly, Interleaved, NvmeStreamed, Strategy
 from infinity_engine.plan.strategy import DeviceOnly
 from support.device_training import STRATEGIES
 from support.engine_bits import differing
-from support.far_programs import MIB, far_process, gradients_seen, limits_of_modules, room_for_modules, trained_far
+from support.far_programs import (
+    MIB,
+    far_process,
+    gradients_seen,
+    limits_of_modules,
+    room_for_modules,
+    trained_far,
+)
 from support.nvme_training import Case, Trained, trained
 from support.session import SHARED
 from support.small_models import MODELS
@@ -56,7 +63,9 @@ def same(found: Trained, expected: Trained) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_it_trains_as_the_cpu_does(model: str, reference: Reference) -> None:
-    """Its operators are the CPU's, but torch puts some together of others there: the bits are not the same."""
+    """Its operators are the CPU's, but torch puts some together of others there: the bits are not
+    the same.
+    """
     expected = trained(Case(model=model, small_bytes=0), None, None)
 
     found = reference(Case(model=model, small_bytes=0))
@@ -146,7 +155,9 @@ def test_the_plan_leaves_modules_what_it_is_told_to(far: ProcessPoolExecutor) ->
 
 
 def test_gradients_can_be_seen_wherever_they_are(far: ProcessPoolExecutor) -> None:
-    on_host, on_device = (far.submit(gradients_seen, each).result() for each in (HostOnly(), DeviceOnly()))
+    on_host, on_device = (
+        far.submit(gradients_seen, each).result() for each in (HostOnly(), DeviceOnly())
+    )
 
     assert differing(on_host, on_device) == []
     assert {each.device.type for each in on_device.values()} == {"cpu"}

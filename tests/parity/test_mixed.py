@@ -1,4 +1,6 @@
-"""P1 for models that mix dtypes: the same bits on every tier, and those of plain torch with fp32 masters."""
+"""P1 for models that mix dtypes: the same bits on every tier, and those of plain torch with fp32
+masters.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from support.small_models import Task
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 CASE = Case(model="mixed", precision="model", accumulation=2, clip=0.05, steps=3)
-STRATEGIES: tuple[Strategy, ...] = (HostOnly(), DeviceOnly(), StaticSplit(ratio=0.4), Interleaved(share=0.5))
+STRATEGIES: tuple[Strategy, ...] = (
+    HostOnly(),
+    DeviceOnly(),
+    StaticSplit(ratio=0.4),
+    Interleaved(share=0.5),
+)
 LR, MOMENTUM = 0.05, 0.9
 
 
@@ -56,7 +63,9 @@ def test_a_mixed_model_is_trained_as_by_plain_torch_with_fp32_masters() -> None:
     task = MIXED["mixed"]()
     optimizer = torch.optim.SGD(task.parameters(), lr=LR, momentum=MOMENTUM)
 
-    with infinity_engine.initialize(task, optimizer, accelerator="cpu", budget={"host": "64MiB"}) as engine:
+    with infinity_engine.initialize(
+        task, optimizer, accelerator="cpu", budget={"host": "64MiB"}
+    ) as engine:
         same = []
         for seed in range(8):
             loss = engine(task.batch(seed))
@@ -70,14 +79,18 @@ def test_a_mixed_model_is_trained_as_by_plain_torch_with_fp32_masters() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: str(strategy.name))
 @pytest.mark.parametrize("parameters", ["device", "host"])
-def test_a_mixed_model_has_the_same_bits_with_every_strategy(strategy: Strategy, parameters: str) -> None:
+def test_a_mixed_model_has_the_same_bits_with_every_strategy(
+    strategy: Strategy, parameters: str
+) -> None:
     case = replace(CASE, strategy=strategy, parameters=parameters, device="1MiB")
     got = trained(case, emulated(3), None)
     assert differing(in_memory(CASE).bits, got.bits) == []
     assert got.losses == in_memory(CASE).losses
 
 
-@pytest.mark.parametrize("update", [HostOnly(), Interleaved(share=0.5)], ids=lambda strategy: str(strategy.name))
+@pytest.mark.parametrize(
+    "update", [HostOnly(), Interleaved(share=0.5)], ids=lambda strategy: str(strategy.name)
+)
 @pytest.mark.parametrize("parameters", ["device", "nvme"])
 @pytest.mark.parametrize("accelerator", ["cpu", "emulated"])
 def test_a_mixed_model_has_the_same_bits_on_drives(
@@ -91,7 +104,9 @@ def test_a_mixed_model_has_the_same_bits_on_drives(
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_early_updates_of_a_mixed_model_have_the_same_bits(accumulation: int, tmp_path: Path) -> None:
+def test_early_updates_of_a_mixed_model_have_the_same_bits(
+    accumulation: int, tmp_path: Path
+) -> None:
     expected = replace(CASE, clip=None, accumulation=accumulation)
     case = replace(expected, strategy=NvmeStreamed(), parameters="nvme", early=True)
     assert differing(in_memory(expected).bits, trained(case, None, tmp_path).bits) == []
@@ -100,6 +115,9 @@ def test_early_updates_of_a_mixed_model_have_the_same_bits(accumulation: int, tm
 def test_one_fp16_parameter_scales_the_loss_of_all(tmp_path: Path) -> None:
     case = replace(CASE, model="mixed with fp16")
     expected = in_memory(case)
-    for drive, parameters, strategy in ((None, "host", Interleaved(share=0.5)), (tmp_path, "nvme", NvmeStreamed())):
+    for drive, parameters, strategy in (
+        (None, "host", Interleaved(share=0.5)),
+        (tmp_path, "nvme", NvmeStreamed()),
+    ):
         got = trained(replace(case, strategy=strategy, parameters=parameters), emulated(3), drive)
         assert differing(expected.bits, got.bits) == []

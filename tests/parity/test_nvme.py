@@ -1,6 +1,8 @@
-"""P1 with drives: wherever parameters, gradients and states rest, weights, states and losses have the same bits.
+"""P1 with drives: wherever parameters, gradients and states rest, weights, states and losses have
+the same bits.
 
-Each plan is given the least host budget that it can be made with, so that everything that may rest on drives does.
+Each plan is given the least host budget that it can be made with, so that everything that may rest
+on drives does.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ VISITED = NvmeStreamed(update=Interleaved(share=0.5))
 VISITED_RESIDENT = NvmeStreamed(update=Interleaved(share=0.5, resident=0.3))
 ONE_MEMORY = [("device", STREAMED), ("nvme", STREAMED), ("nvme", HostOnly())]
 TWO_MEMORIES = [
-    *[(parameters, strategy) for parameters in ("device", "host", "nvme") for strategy in (STREAMED, VISITED)],
+    *[
+        (parameters, strategy)
+        for parameters in ("device", "host", "nvme")
+        for strategy in (STREAMED, VISITED)
+    ],
     ("device", VISITED_RESIDENT),
     ("nvme", VISITED_RESIDENT),
     ("nvme", HostOnly()),
@@ -36,10 +42,14 @@ def in_memory(case: Case) -> Trained:
 
 
 def same(got: Trained, expected: Trained) -> None:
-    assert [name for name in expected.bits if not torch.equal(got.bits[name], expected.bits[name])] == []
+    assert [
+        name for name in expected.bits if not torch.equal(got.bits[name], expected.bits[name])
+    ] == []
     assert got.losses == expected.losses
     values = {name: each.float() for name, each in got.after.items()}
-    assert [name for name in values if not torch.equal(values[name], expected.after[name].float())] == []
+    assert [
+        name for name in values if not torch.equal(values[name], expected.after[name].float())
+    ] == []
 
 
 @pytest.mark.parametrize(("accelerator", "parameters", "strategy"), PLACES, ids=str)
@@ -77,7 +87,9 @@ def test_wherever_things_rest_the_bits_are_the_same(
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("accelerator", ["cpu", "emulated"])
-def test_every_model_is_trained_alike_from_drives(model: str, accelerator: str, tmp_path: Path) -> None:
+def test_every_model_is_trained_alike_from_drives(
+    model: str, accelerator: str, tmp_path: Path
+) -> None:
     case = Case(model=model, precision="bf16", accumulation=2, clip=0.05)
     on = emulated(3) if accelerator == "emulated" else None
     placed = replace(case, parameters="nvme", strategy=STREAMED)
@@ -86,7 +98,9 @@ def test_every_model_is_trained_alike_from_drives(model: str, accelerator: str, 
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_model_whose_masters_visit_the_device_from_drives_is_trained_alike(model: str, tmp_path: Path) -> None:
+def test_every_model_whose_masters_visit_the_device_from_drives_is_trained_alike(
+    model: str, tmp_path: Path
+) -> None:
     case = Case(model=model, precision="fp32", clip=0.05)
     placed = replace(case, parameters="device", strategy=VISITED)
 

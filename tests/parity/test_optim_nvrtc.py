@@ -1,4 +1,6 @@
-"""The GPU's kernels compile by NVRTC from the CPU's text, for the architectures we mean, into exact instructions."""
+"""The GPU's kernels compile by NVRTC from the CPU's text, for the architectures we mean, into exact
+instructions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from infinity_engine.errors import MissingDependencyError
 from infinity_engine.optim.nvrtc import FLAGS, KERNELS, Compiled, compile_kernels, cupy_nvrtc
 from support.nvrtc import WheelNvrtc
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="NVRTC's wheel is installed on x86-64 alone")
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="NVRTC's wheel is installed on x86-64 alone"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +36,20 @@ def test_all_kernels_are_there(compiled: Compiled) -> None:
 
 
 def test_every_floating_point_instruction_is_rounded_to_nearest_even(compiled: Compiled) -> None:
-    computing = set(re.findall(r"\b(?:add|sub|mul|div|sqrt|fma|mad|rcp|rsqrt)\.[\w.]*f(?:32|64)\b", compiled.ptx))
+    computing = set(
+        re.findall(
+            r"\b(?:add|sub|mul|div|sqrt|fma|mad|rcp|rsqrt)\.[\w.]*f(?:32|64)\b", compiled.ptx
+        )
+    )
 
-    assert computing >= {"add.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32", "fma.rn.f32", "add.rn.f64"}
+    assert computing >= {
+        "add.rn.f32",
+        "mul.rn.f32",
+        "div.rn.f32",
+        "sqrt.rn.f32",
+        "fma.rn.f32",
+        "add.rn.f64",
+    }
     assert {instruction for instruction in computing if ".rn." not in instruction} == set()
 
 
@@ -50,7 +65,9 @@ def test_what_flushes_subnormals_is_refused(nvrtc: WheelNvrtc) -> None:
         compile_kernels(Cupys(), "sm_80")
 
 
-def test_what_does_not_compile_is_refused_with_the_compilers_words(nvrtc: WheelNvrtc, monkeypatch: Any) -> None:
+def test_what_does_not_compile_is_refused_with_the_compilers_words(
+    nvrtc: WheelNvrtc, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(_native, "sources", lambda: {"kernels.cu": "#error no such kernel"})
 
     with pytest.raises(RuntimeError, match="no such kernel"):
@@ -60,7 +77,9 @@ def test_what_does_not_compile_is_refused_with_the_compilers_words(nvrtc: WheelN
 def test_the_text_is_that_of_the_headers_and_stands_alone() -> None:
     sources = _native.sources()
 
-    included = {name for text in sources.values() for name in re.findall(r'#include\s*[<"]([^>"]+)', text)}
+    included = {
+        name for text in sources.values() for name in re.findall(r'#include\s*[<"]([^>"]+)', text)
+    }
     assert included | {"kernels.cu"} == set(sources)
 
 

@@ -1,12 +1,14 @@
 """The update rules against torch.optim on the same gradients, step for step.
 
-The rules are written in the order of operations of torch's CPU kernels. What differs is the square root: that of
-torch's builds with MKL is wrong by one in the last place for one value in six, ours is IEEE's. So there are two tests
-for each optimizer and option:
+The rules are written in the order of operations of torch's CPU kernels. What differs is the square
+root: that of torch's builds with MKL is wrong by one in the last place for one value in six, ours
+is IEEE's. So there are two tests for each optimizer and option:
 
-- torch as it is, within the tolerance: 1,000 steps of one rounding (2**-24 of a tensor's largest value).
-- torch with its square root replaced by numpy's, which is IEEE's: the same bits. Asserted for the torch and the CPU
-  that the order of operations was found on (2.13, AVX2); another build may contract other operations.
+- torch as it is, within the tolerance: 1,000 steps of one rounding (2**-24 of a tensor's largest
+  value).
+- torch with its square root replaced by numpy's, which is IEEE's: the same bits. Asserted for the
+  torch and the CPU that the order of operations was found on (2.13, AVX2); another build may
+  contract other operations.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinity_engine.optim import AdamW, FloatFormat, Formats, HostKernels, Lion, Moments, Rule, rules_of
+from infinity_engine.optim import (
+    AdamW,
+    FloatFormat,
+    Formats,
+    HostKernels,
+    Lion,
+    Moments,
+    Rule,
+    rules_of,
+)
 from support.optim import Model, bits_of, threads
 
 torch = pytest.importorskip("torch")
@@ -36,7 +47,10 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("AdamW", {"weight_decay": 0.5, "amsgrad": True, "maximize": True}),
     ("AdamW", {"lr": 0.1, "betas": (0.0, 0.5), "weight_decay": 0.0}),
     ("Adagrad", {}),
-    ("Adagrad", {"lr_decay": 0.01, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-6}),
+    (
+        "Adagrad",
+        {"lr_decay": 0.01, "weight_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-6},
+    ),
     ("Adagrad", {"maximize": True}),
     ("SGD", {"lr": 1e-3}),
     ("SGD", {"lr": 1e-3, "weight_decay": 0.1, "maximize": True}),
@@ -66,7 +80,9 @@ def start() -> Any:
 
 @cache
 def trained(rule: Rule) -> Model:
-    """Return what our rule made of the parameter, which is the same whichever torch it is compared with."""
+    """Return what our rule made of the parameter, which is the same whichever torch it is compared
+    with.
+    """
     ours = Model(rule, start().numpy())
     kernels = HostKernels(threads(1))
     for gradient in gradients().numpy():
@@ -75,20 +91,26 @@ def trained(rule: Rule) -> Model:
 
 
 def train(name: str, options: dict[str, Any], foreach: bool) -> list[tuple[Any, Any]]:
-    """Return what torch and our rule made of the same parameter: pairs of theirs and ours, states first."""
+    """Return what torch and our rule made of the same parameter: pairs of theirs and ours, states
+    first.
+    """
     parameter = torch.nn.Parameter(start())
     optimizer = getattr(torch.optim, name)([parameter], foreach=foreach, **options)
     [rule] = rules_of(optimizer)
     for gradient in gradients():
         parameter.grad = gradient.clone()
         optimizer.step()
-    theirs = [optimizer.state[parameter][state].numpy() for state in rule.states] + [parameter.detach().numpy()]
+    theirs = [optimizer.state[parameter][state].numpy() for state in rule.states] + [
+        parameter.detach().numpy()
+    ]
     ours = trained(rule)
     return list(zip(theirs, [*ours.states, ours.master], strict=True))
 
 
 def assert_close(expected: Any, found: Any) -> None:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=STEPS * ROUNDING * float(np.abs(expected).max()))
+    np.testing.assert_allclose(
+        found, expected, rtol=0, atol=STEPS * ROUNDING * float(np.abs(expected).max())
+    )
 
 
 def ieee_sqrt(tensor: Any) -> Any:
@@ -102,12 +124,16 @@ every_option = pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
 
 @both_ways
 @every_option
-def test_a_thousand_steps_are_close_to_those_of_torch(name: str, options: dict[str, Any], foreach: bool) -> None:
+def test_a_thousand_steps_are_close_to_those_of_torch(
+    name: str, options: dict[str, Any], foreach: bool
+) -> None:
     for theirs, ours in train(name, options, foreach):
         assert_close(theirs, ours)
 
 
-@pytest.mark.skipif(not torchs_bits_are_ours(), reason="another torch or CPU: only the tolerance is promised")
+@pytest.mark.skipif(
+    not torchs_bits_are_ours(), reason="another torch or CPU: only the tolerance is promised"
+)
 @both_ways
 @every_option
 def test_with_an_ieee_square_root_a_thousand_steps_have_torchs_bits(
@@ -132,7 +158,10 @@ def lion(parameter: Any, momentum: Any, gradient: Any, rule: Any) -> None:
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_a_thousand_steps_of_lion_are_those_of_its_definition(decay: float) -> None:
     rule = Lion(weight_decay=decay)
-    parameter, momentum = torch.randn(NUMEL, generator=torch.Generator().manual_seed(7)), torch.zeros(NUMEL)
+    parameter, momentum = (
+        torch.randn(NUMEL, generator=torch.Generator().manual_seed(7)),
+        torch.zeros(NUMEL),
+    )
     ours = Model(rule, parameter.numpy().copy())
     kernels = HostKernels(threads(1))
 
@@ -148,7 +177,10 @@ def test_a_thousand_steps_of_lion_are_those_of_its_definition(decay: float) -> N
 
 def test_a_learning_rate_may_be_a_tensor_and_groups_have_their_own_options() -> None:
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
-    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5, "betas": (0.5, 0.6)}]
+    groups = [
+        {"params": parameters[:1]},
+        {"params": parameters[1:], "lr": 0.5, "betas": (0.5, 0.6)},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.25), foreach=False)
 
     first, second = rules_of(optimizer)
@@ -169,7 +201,10 @@ def test_unscaling_and_clipping_are_those_of_torch() -> None:
     ours = Model(rules_of(optimizer)[0], np.zeros(NUMEL, np.float32))
 
     ours.step(
-        HostKernels(threads(1)), gradient.numpy(), FloatFormat.FP32, factor=1.0 / 1024 * min(1.0, 1 / (clip + 1e-6))
+        HostKernels(threads(1)),
+        gradient.numpy(),
+        FloatFormat.FP32,
+        factor=1.0 / 1024 * min(1.0, 1 / (clip + 1e-6)),
     )
 
     np.testing.assert_allclose(ours.master, parameter.detach().numpy(), rtol=4 * ROUNDING)
@@ -177,7 +212,10 @@ def test_unscaling_and_clipping_are_those_of_torch() -> None:
 
 def test_torch_flushing_subnormals_changes_nothing() -> None:
     start = np.full(64, 1e-39, np.float32)
-    models = [Model(rules_of(torch.optim.SGD([torch.zeros(1)], lr=1.0))[0], start.copy()) for _ in range(2)]
+    models = [
+        Model(rules_of(torch.optim.SGD([torch.zeros(1)], lr=1.0))[0], start.copy())
+        for _ in range(2)
+    ]
     gradient = np.full(64, 3e-40, np.float32)
     models[0].step(HostKernels(threads(1)), gradient, FloatFormat.FP32)
 

@@ -1,7 +1,8 @@
-"""P1: whatever the strategy and the accelerator, weights and states have the same bits; and how far plain PyTorch is.
+"""P1: whatever the strategy and the accelerator, weights and states have the same bits; and how far
+plain PyTorch is.
 
-Compute is made deterministic: one thread, deterministic algorithms. Tolerances against plain PyTorch are those of
-docs/optimizers.md; SGD is bit-identical.
+Compute is made deterministic: one thread, deterministic algorithms. Tolerances against plain
+PyTorch are those of docs/optimizers.md; SGD is bit-identical.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from infinity_engine.plan import HostOnly, Interleaved, Rates, StaticSplit, Stra
 from infinity_engine.plan.strategy import DeviceOnly
 from support.small_models import MODELS, Task
 
-RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
+RATES = Rates(
+    h2d_bytes_per_s=5e9,
+    d2h_bytes_per_s=4e9,
+    host_update_params_per_s=2e8,
+    device_update_params_per_s=2e9,
+)
 STRATEGIES: tuple[Strategy, ...] = (
     HostOnly(),
     DeviceOnly(),
@@ -50,10 +56,14 @@ def made(model: str, optimizer: str) -> tuple[Task, torch.optim.Optimizer]:
 
 
 def device(seed: int = 0) -> Accelerator:
-    """Return an emulated device whose copies and works are late by chance: by nothing, some or a thousand times."""
+    """Return an emulated device whose copies and works are late by chance: by nothing, some or a
+    thousand times.
+    """
     chance = random.Random(seed)
     late = lambda _: int(10 ** chance.uniform(0, 7)) if chance.random() < 0.3 else 0  # noqa: E731
-    return emulated_accelerator(Emulation(rates=RATES, capacity_bytes=64 << 20, seed=seed, delay_ns=late))
+    return emulated_accelerator(
+        Emulation(rates=RATES, capacity_bytes=64 << 20, seed=seed, delay_ns=late)
+    )
 
 
 def trained(
@@ -103,21 +113,34 @@ def trained(
         for name, parameter in task.named_parameters():
             if parameter.requires_grad:
                 state = engine.state_of(parameter)
-                bits.update({f"{name}: {key}": torch.as_tensor(value) for key, value in state.items()})
+                bits.update(
+                    {f"{name}: {key}": torch.as_tensor(value) for key, value in state.items()}
+                )
     if on is not None:
         on.close()
     return bits, losses
 
 
 @cache
-def reference(model: str, precision: str, accumulation: int, clip: float | None, steps: int) -> Bits:
+def reference(
+    model: str, precision: str, accumulation: int, clip: float | None, steps: int
+) -> Bits:
     bits, _ = trained(
-        model, "adamw", HostOnly(), None, precision=precision, accumulation=accumulation, clip=clip, steps=steps
+        model,
+        "adamw",
+        HostOnly(),
+        None,
+        precision=precision,
+        accumulation=accumulation,
+        clip=clip,
+        steps=steps,
     )
     return bits
 
 
-def plain(model: str, optimizer: str, *, accumulation: int = 1, clip: float | None = None) -> tuple[Bits, list[float]]:
+def plain(
+    model: str, optimizer: str, *, accumulation: int = 1, clip: float | None = None
+) -> tuple[Bits, list[float]]:
     """Train with PyTorch alone."""
     task, chosen = made(model, optimizer)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, STEPS)
@@ -147,7 +170,9 @@ EVERY_WAY = [
         precision,
         accumulation,
         clip,
-        marks=[pytest.mark.slow] if accelerator == "cpu" and (precision, accumulation) != ("fp32", 1) else [],
+        marks=[pytest.mark.slow]
+        if accelerator == "cpu" and (precision, accumulation) != ("fp32", 1)
+        else [],
     )
     for accelerator in ("cpu", "emulated")
     for precision in ("fp32", "bf16", "fp16")
@@ -162,7 +187,12 @@ LENGTHS = [12, pytest.param(STEPS, marks=pytest.mark.slow)]
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: str(strategy.to_plain()))
 @pytest.mark.parametrize(("accelerator", "precision", "accumulation", "clip"), EVERY_WAY)
 def test_every_strategy_gives_the_same_bits(
-    strategy: Strategy, accelerator: str, precision: str, accumulation: int, clip: float | None, steps: int
+    strategy: Strategy,
+    accelerator: str,
+    precision: str,
+    accumulation: int,
+    clip: float | None,
+    steps: int,
 ) -> None:
     expected = reference("gpt", precision, accumulation, clip, steps)
 
@@ -194,8 +224,15 @@ def test_every_model_and_optimizer_is_trained_alike_on_one_memory_and_on_two(
         assert same == losses
 
 
-# Little more than a module at a time needs, so that parameters make room for one another all the time.
-LEAST = {"gpt": 40_000, "llama": 40_000, "mixture of experts": 48_000, "conv net": 17_000, "encoder-decoder": 140_000}
+# Little more than a module at a time needs, so that parameters make room for one another all the
+# time.
+LEAST = {
+    "gpt": 40_000,
+    "llama": 40_000,
+    "mixture of experts": 48_000,
+    "conv net": 17_000,
+    "encoder-decoder": 140_000,
+}
 
 
 @pytest.mark.parametrize("steps", [6, pytest.param(STEPS, marks=pytest.mark.slow)])
@@ -206,7 +243,14 @@ def test_parameters_that_are_fetched_around_modules_have_the_same_bits(
 ) -> None:
     clip = 0.05 if accumulation == 3 else None
     expected, losses = trained(
-        model, "adamw", HostOnly(), None, precision=precision, accumulation=accumulation, clip=clip, steps=steps
+        model,
+        "adamw",
+        HostOnly(),
+        None,
+        precision=precision,
+        accumulation=accumulation,
+        clip=clip,
+        steps=steps,
     )
     least = LEAST[model.partition(",")[0]] // (2 if precision == "bf16" else 1)
     room: dict[Strategy, int | str] = {HostOnly(): least, DeviceOnly(): "1MiB"}
@@ -275,17 +319,22 @@ def test_autocast_is_that_of_torch_where_parameters_are_operands_of_matrix_produ
         optimizer.zero_grad()
         plain_losses.append(loss.item())
 
-    _, losses = trained("mixture of experts", "sgd", HostOnly(), None, precision="bf16_autocast", steps=6)
+    _, losses = trained(
+        "mixture of experts", "sgd", HostOnly(), None, precision="bf16_autocast", steps=6
+    )
 
     assert losses[0] == plain_losses[0]
-    assert losses == pytest.approx(plain_losses, rel=0.05)  # gradients are in bf16 here, as parameters are
+    # gradients are in bf16 here, as parameters are
+    assert losses == pytest.approx(plain_losses, rel=0.05)
 
 
 def test_a_parameter_without_a_gradient_is_untouched_in_that_step() -> None:
     torch.manual_seed(0)
     task = MODELS["mixture of experts"]()
     optimizer = torch.optim.AdamW(task.parameters(), lr=1e-2, weight_decay=0.5)
-    with infinity_engine.initialize(task, optimizer, accelerator="cpu", budget={"host": "64MiB"}) as engine:
+    with infinity_engine.initialize(
+        task, optimizer, accelerator="cpu", budget={"host": "64MiB"}
+    ) as engine:
         for seed in (0, 4, 8):  # all of them go to the same expert
             engine.backward(engine(task.batch(seed)))
             engine.step()

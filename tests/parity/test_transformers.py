@@ -1,8 +1,10 @@
-"""Models of Transformers train as they do in plain torch with fp32 masters, and with the same bits on every tier.
+"""Models of Transformers train as they do in plain torch with fp32 masters, and with the same bits
+on every tier.
 
-The models are what `from_pretrained(dtype=torch.bfloat16)` gives: buffers such as rotary frequencies in fp32, and what
-a family keeps in fp32 on purpose. The plain training is torch's AdamW over fp32 copies of the parameters; its square
-root is replaced by the correctly rounded one (docs/optimizers.md), so that all bits must be equal.
+The models are what `from_pretrained(dtype=torch.bfloat16)` gives: buffers such as rotary
+frequencies in fp32, and what a family keeps in fp32 on purpose. The plain training is torch's AdamW
+over fp32 copies of the parameters; its square root is replaced by the correctly rounded one
+(docs/optimizers.md), so that all bits must be equal.
 """
 
 from __future__ import annotations
@@ -27,8 +29,12 @@ from support.nvme_training import RATES, emulated
 pytestmark = [
     pytest.mark.usefixtures("deterministic"),
     # peft and many programs still use the old names.
-    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.*` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:`(is_)?gradient_checkpointing.*` is deprecated:FutureWarning"
+    ),
+    pytest.mark.filterwarnings(
+        "ignore:fan_in_fan_out is set to False but the target module is `Conv1D`:UserWarning"
+    ),
 ]
 
 STEPS = 2
@@ -46,24 +52,33 @@ def loaded(family: Family, directory: Path, variant: str) -> Any:
     model = family.load(directory, DTYPE)
     if variant == "lora":
         torch.manual_seed(1)
-        model = peft().get_peft_model(model, peft().LoraConfig(r=4, lora_alpha=8, target_modules=family.adapted))
+        model = peft().get_peft_model(
+            model, peft().LoraConfig(r=4, lora_alpha=8, target_modules=family.adapted)
+        )
     if variant.endswith("checkpoints"):
         reentrant = variant.startswith("reentrant")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+        )
     return model
 
 
 def batch_of(family: Family, step: int, length: int) -> Batch:
     """Return the inputs of a step, in the dtype that the model computes in."""
     given = family.batch(step, length)
-    return {name: value.to(DTYPE) if value.is_floating_point() else value for name, value in given.items()}
+    return {
+        name: value.to(DTYPE) if value.is_floating_point() else value
+        for name, value in given.items()
+    }
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1, foreach=False)
 
 
-def trained_by_torch(model: Any, batch: Callable[[int], Batch], steps: int, patch: pytest.MonkeyPatch) -> Trained:
+def trained_by_torch(
+    model: Any, batch: Callable[[int], Batch], steps: int, patch: pytest.MonkeyPatch
+) -> Trained:
     """Train with gradients in the model's dtypes and masters in fp32."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     masters = [parameter.detach().float().clone() for parameter in trainable]
@@ -75,7 +90,10 @@ def trained_by_torch(model: Any, batch: Callable[[int], Batch], steps: int, patc
         loss.backward()
         losses.append(loss.item())
         for parameter, master in zip(trainable, masters, strict=True):
-            master.grad, parameter.grad = None if parameter.grad is None else parameter.grad.float(), None
+            master.grad, parameter.grad = (
+                None if parameter.grad is None else parameter.grad.float(),
+                None,
+            )
         with patch.context() as patched:
             patched.setattr(torch.Tensor, "sqrt", correctly_rounded_root)
             optimizer.step()
@@ -96,7 +114,9 @@ def correctly_rounded_root(tensor: torch.Tensor) -> torch.Tensor:
 def trained_by_engine(
     model: Callable[[], Any], batch: Callable[[int], Batch], steps: int, tier: str, drive: Path
 ) -> Trained:
-    """Train with everything on one tier that can be there; on drives, at about the least host budget."""
+    """Train with everything on one tier that can be there; on drives, at about the least host
+    budget.
+    """
     host = 16 << 20 if tier == "drives" else 256 << 20
     while True:
         try:
@@ -113,17 +133,35 @@ def settings_of(tier: str, host: int, drive: Path, stack: ExitStack) -> dict[str
         return {"strategy": "host_only", "budget": {"host": host}}
     if tier == "drives":
         budget = {"host": host, "nvme": {str(drive): "64MiB"}}
-        return {"strategy": "nvme_streamed", "parameters": "nvme", "budget": budget, "storage": {"small_bytes": 256}}
+        return {
+            "strategy": "nvme_streamed",
+            "parameters": "nvme",
+            "budget": budget,
+            "storage": {"small_bytes": 256},
+        }
     device = emulated(1)
     stack.callback(device.close)
     budget = {"host": host, "device": "32MiB"}
-    return {"strategy": Interleaved(share=0.5), "parameters": "host", "budget": budget, "device": device}
+    return {
+        "strategy": Interleaved(share=0.5),
+        "parameters": "host",
+        "budget": budget,
+        "device": device,
+    }
 
 
-def _trained(model: Any, batch: Callable[[int], Batch], steps: int, settings: dict[str, Any]) -> Trained:
+def _trained(
+    model: Any, batch: Callable[[int], Batch], steps: int, settings: dict[str, Any]
+) -> Trained:
     optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
     losses = []
-    given = {"accelerator": "cpu", "rates": RATES, "subgroup_numel": 4096, "update_threads": 2, **settings}
+    given = {
+        "accelerator": "cpu",
+        "rates": RATES,
+        "subgroup_numel": 4096,
+        "update_threads": 2,
+        **settings,
+    }
     with infinity_engine.initialize(model, optimizer, **given) as engine:
         for step in range(steps):
             torch.manual_seed(step)
@@ -143,9 +181,16 @@ def _trained(model: Any, batch: Callable[[int], Batch], steps: int, settings: di
 
 
 def compare(
-    name: str, variant: str, tiers: tuple[str, ...], length: int, folder: Path, patch: pytest.MonkeyPatch
+    name: str,
+    variant: str,
+    tiers: tuple[str, ...],
+    length: int,
+    folder: Path,
+    patch: pytest.MonkeyPatch,
 ) -> None:
-    """Train in plain torch and on each tier; all bits have to be the same, those of what is trained and of losses."""
+    """Train in plain torch and on each tier; all bits have to be the same, those of what is trained
+    and of losses.
+    """
     family = FAMILIES[name]
     directory = saved(family, folder / "model", length=length)
     (folder / "drive").mkdir()
@@ -155,7 +200,9 @@ def compare(
 
     expected, losses = trained_by_torch(loaded(family, directory, variant), batch, STEPS, patch)
     for tier in tiers:
-        bits, same = trained_by_engine(lambda: loaded(family, directory, variant), batch, STEPS, tier, folder / "drive")
+        bits, same = trained_by_engine(
+            lambda: loaded(family, directory, variant), batch, STEPS, tier, folder / "drive"
+        )
         assert same == losses, tier
         assert differing(expected, bits) == [], tier
 
@@ -192,7 +239,9 @@ def test_adapters_and_checkpointing_train_with_torchs_bits(
 @pytest.mark.parametrize(
     ("name", "tiers"),
     [
-        pytest.param(name, tiers, marks=[] if (name, tiers) == ("llama", ("host",)) else pytest.mark.slow)
+        pytest.param(
+            name, tiers, marks=[] if (name, tiers) == ("llama", ("host",)) else pytest.mark.slow
+        )
         for name, family in FAMILIES.items()
         if family.rotary
         for tiers in (("host",), TIERS)

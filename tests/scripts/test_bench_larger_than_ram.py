@@ -1,4 +1,7 @@
-"""What scripts/bench/larger_than_ram makes of trainings that end one way or the other. DeepSpeed stays out."""
+"""What scripts/bench/larger_than_ram makes of trainings that end one way or the other.
+
+DeepSpeed stays out.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +51,15 @@ KILLED = Ran(Ending.OUT_OF_MEMORY, "in update 1", [], None, 400_000_000)
 FAILED = Ran(Ending.FAILED, "ConfigError: no such strategy", [], None, None)
 
 
-# --- a training in a process of its own --------------------------------------------------------------------------
+# --- a training in a process of its own -----------------------------------------------------------
 
 
 def a_job(folder: Path) -> Job:
     text = folder / "text"
     text.write_bytes(bytes(range(256)) * 4)
-    return Job("ours", 64, 1, 16, 2, 1, str(text), str(folder / "nvme"), IN_MEMORY, wants_digests=True)
+    return Job(
+        "ours", 64, 1, 16, 2, 1, str(text), str(folder / "nvme"), IN_MEMORY, wants_digests=True
+    )
 
 
 @pytest.fixture
@@ -65,7 +70,9 @@ def job(tmp_path: Path) -> Job:
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., Ran]:
     def run(job: Job, python: Path = Path(sys.executable), **options: Any) -> Ran:
-        return train_apart(python, os.environ, job, **{"log": tmp_path / "its.log", "within_s": 120.0, **options})
+        return train_apart(
+            python, os.environ, job, **{"log": tmp_path / "its.log", "within_s": 120.0, **options}
+        )
 
     return run
 
@@ -83,7 +90,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
         "plain": replace(job, system="plain", steps=1, settings={}, wants_digests=False),
     }
     python, log = Path(sys.executable), folder / "its.log"
-    return {name: train_apart(python, os.environ, each, log=log, within_s=120.0) for name, each in jobs.items()}
+    return {
+        name: train_apart(python, os.environ, each, log=log, within_s=120.0)
+        for name, each in jobs.items()
+    }
 
 
 def test_the_same_training_ends_with_the_same_losses_and_digests(trained: dict[str, Ran]) -> None:
@@ -96,7 +106,9 @@ def test_one_more_step_changes_losses_and_every_digest(trained: dict[str, Ran]) 
     assert RAM.differences(trained["shorter"], trained["one"], 2) == {"losses": 1, "parameters": 16}
 
 
-def test_a_training_tells_its_size_its_memory_and_what_each_tier_held(trained: dict[str, Ran]) -> None:
+def test_a_training_tells_its_size_its_memory_and_what_each_tier_held(
+    trained: dict[str, Ran],
+) -> None:
     result = trained["one"].result
 
     assert result is not None
@@ -111,7 +123,9 @@ def test_plain_torch_trains_on_the_same_batches(trained: dict[str, Ran]) -> None
     assert trained["plain"].steps[0].loss == pytest.approx(trained["one"].steps[0].loss, rel=1e-2)
 
 
-def test_settings_that_the_engine_refuses_are_a_failure_in_its_words(job: Job, train: Callable[..., Ran]) -> None:
+def test_settings_that_the_engine_refuses_are_a_failure_in_its_words(
+    job: Job, train: Callable[..., Ran]
+) -> None:
     pytest.importorskip("torch", reason="trains")
 
     ran = train(replace(job, settings={"strategy": "nowhere"}))
@@ -150,20 +164,31 @@ b"x" * (1 << 28)'"""
     except GroupUnavailableError as reason:
         pytest.skip(str(reason))
 
-    assert (ran.ending, ran.words, ran.steps) == (Ending.OUT_OF_MEMORY, "in update 2", [Step(5.0, {})])
+    assert (ran.ending, ran.words, ran.steps) == (
+        Ending.OUT_OF_MEMORY,
+        "in update 2",
+        [Step(5.0, {})],
+    )
 
 
 def test_a_training_that_dies_otherwise_has_failed_with_its_last_words(
     job: Job, train: Callable[..., Ran], tmp_path: Path
 ) -> None:
-    ran = train(job, program(tmp_path, """echo '{"at": "starting over"}'; echo a bus error >&2; kill -BUS $$"""))
+    ran = train(
+        job,
+        program(tmp_path, """echo '{"at": "starting over"}'; echo a bus error >&2; kill -BUS $$"""),
+    )
 
     assert ran.ending is Ending.FAILED
     assert "status -7 while it was starting over; its last words: a bus error (its.log" in ran.words
 
 
-def test_half_a_line_of_one_that_was_killed_is_no_event(job: Job, train: Callable[..., Ran], tmp_path: Path) -> None:
-    ran = train(job, program(tmp_path, """echo '{"at": "there"}'; printf '{"at": "he'; kill -KILL $$"""))
+def test_half_a_line_of_one_that_was_killed_is_no_event(
+    job: Job, train: Callable[..., Ran], tmp_path: Path
+) -> None:
+    ran = train(
+        job, program(tmp_path, """echo '{"at": "there"}'; printf '{"at": "he'; kill -KILL $$""")
+    )
 
     assert "while it was there" in ran.words
 
@@ -177,7 +202,7 @@ def test_a_training_that_takes_too_long_is_ended_and_has_failed(
     assert "status -9" in ran.words
 
 
-# --- what is made of them ----------------------------------------------------------------------------------------
+# --- what is made of them -------------------------------------------------------------------------
 
 
 def test_losses_and_parameters_that_are_missing_differ() -> None:
@@ -196,7 +221,9 @@ def test_nothing_is_compared_with_a_training_that_failed() -> None:
 
 
 class Played:
-    """Stands for the place of trainings: plays what is to come of them, by system and whether there is a limit."""
+    """Stands for the place of trainings: plays what is to come of them, by system and whether there
+    is a limit.
+    """
 
     def __init__(self, endings: Callable[[Job, bool], Ran]) -> None:
         self._endings = endings
@@ -240,15 +267,23 @@ def test_each_training_happens_once() -> None:
 
 
 def test_a_rival_that_trains_within_the_limit_is_said_to() -> None:
-    told = figures(lambda job, limited: TRAINED if job.system == "deepspeed" else as_hoped(job, limited))
+    told = figures(
+        lambda job, limited: TRAINED if job.system == "deepspeed" else as_hoped(job, limited)
+    )
 
     assert told["DeepSpeed: killed by the memory limit"].value == 0
     assert not told["DeepSpeed: killed by the memory limit"].holds
     assert told["plain torch: killed by the memory limit"].holds
 
 
-def test_a_rival_that_does_not_train_without_a_limit_either_is_not_said_to_be_killed_by_it() -> None:
-    told = figures(lambda job, limited: FAILED if job.system == "deepspeed" and not limited else as_hoped(job, limited))
+def test_a_rival_that_does_not_train_without_a_limit_either_is_not_said_to_be_killed_by_it() -> (
+    None
+):
+    told = figures(
+        lambda job, limited: (
+            FAILED if job.system == "deepspeed" and not limited else as_hoped(job, limited)
+        )
+    )
 
     figure = told["DeepSpeed: killed by the memory limit"]
     assert figure.value is None
@@ -259,20 +294,28 @@ def test_ours_that_is_killed_meets_nothing_that_is_said_of_the_limit() -> None:
     told = figures(lambda job, limited: KILLED if limited else TRAINED)
 
     assert told["ours: losses unlike those without a limit"].value == 2
-    assert "killed by the memory limit: in update 1" in str(told["ours: steps within the limit"].reason)
+    assert "killed by the memory limit: in update 1" in str(
+        told["ours: steps within the limit"].reason
+    )
     assert not any(figure.holds for name, figure in told.items() if name.startswith("ours"))
 
 
 def test_memory_that_grows_with_the_model_does_not_hold() -> None:
     def growing(job: Job, limited: bool) -> Ran:
         grown = replace(RESULT, peak_bytes=RESULT.baseline_bytes + job.depth * 10_000_000)
-        return replace(TRAINED, result=grown) if job.system == "ours" and not limited else as_hoped(job, limited)
+        return (
+            replace(TRAINED, result=grown)
+            if job.system == "ours" and not limited
+            else as_hoped(job, limited)
+        )
 
     told = figures(growing)
 
     most_over_least = told["growth of memory with 1 to 16 times the parameters: most / least"]
     assert most_over_least.value == pytest.approx(17)
-    assert not told["growth of memory with 1 to 16 times the parameters: most / host budget and computing"].holds
+    assert not told[
+        "growth of memory with 1 to 16 times the parameters: most / host budget and computing"
+    ].holds
 
 
 def test_memory_may_grow_by_the_budget_and_by_what_computing_takes() -> None:
@@ -300,7 +343,9 @@ def test_sizes_are_what_is_asked_for() -> None:
     full, once = RAM.FULL, RAM.ONCE
     assert full.steps >= 20
     assert RAM.CONTEXT >= 256
-    smallest, *_, largest = (parameters_of(full.growing_width, depth, 16) for depth in full.growing_depths)
+    smallest, *_, largest = (
+        parameters_of(full.growing_width, depth, 16) for depth in full.growing_depths
+    )
     assert (len(full.growing_depths), largest / smallest >= 16) == (5, True)
     assert smallest * RAM.STATE_BYTES > full.growing_budget
     assert parameters_of(once.width, once.depth, 256) >= 3e9
@@ -314,7 +359,7 @@ def test_settings_of_trainings_survive_json() -> None:
     assert json.loads(json.dumps(settings)) == settings
 
 
-# --- where they happen -------------------------------------------------------------------------------------------
+# --- where they happen ----------------------------------------------------------------------------
 
 
 def test_a_training_that_the_drive_has_no_room_for_is_refused_before_it_begins(
@@ -329,7 +374,8 @@ def test_a_training_that_the_drive_has_no_room_for_is_refused_before_it_begins(
         settings = RAM.streamed({"host": MIB, "nvme": {job.folder: 49 * 10**9}}, 1 << 20)
 
         with pytest.raises(
-            bench.UnavailableError, match=r"it takes 49\.0 GB .*, where 1\.0 GB are free; make 48\.0 GB"
+            bench.UnavailableError,
+            match=r"it takes 49\.0 GB .*, where 1\.0 GB are free; make 48\.0 GB",
         ):
             place.run(replace(job, settings=settings), "its.log", within_s=1.0, limit_bytes=None)
 

@@ -1,4 +1,7 @@
-"""What scripts/bench/step_host compares, and how it hears of failures. DeepSpeed and FSDP2 stay out."""
+"""What scripts/bench/step_host compares, and how it hears of failures.
+
+DeepSpeed and FSDP2 stay out.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def test_memory_is_per_parameter_and_its_peak_is_the_most(answers: dict[str, Ans
     assert "by its own accounts" not in answers["plain"].bytes_per_parameter
 
 
-# --- losses ------------------------------------------------------------------------------------------------------
+# --- losses ---------------------------------------------------------------------------------------
 
 
 def test_losses_within_the_tolerance_are_the_same_work() -> None:
@@ -71,7 +74,9 @@ def test_a_loss_that_parts_from_another_systems_fails_and_names_both() -> None:
     losses.add("ours", [5.0])
     losses.add("DeepSpeed", [5.0, 4.0])
 
-    with pytest.raises(RuntimeError, match=r"in step 2 the loss is 4\.5 with ours and 4\.0 with DeepSpeed"):
+    with pytest.raises(
+        RuntimeError, match=r"in step 2 the loss is 4\.5 with ours and 4\.0 with DeepSpeed"
+    ):
         losses.add("ours", [4.5])
 
 
@@ -83,7 +88,7 @@ def test_a_loss_that_is_not_a_number_fails() -> None:
         losses.add("DeepSpeed", [float("nan")])
 
 
-# --- one system --------------------------------------------------------------------------------------------------
+# --- one system -----------------------------------------------------------------------------------
 
 
 def test_a_system_is_warmed_up_and_then_measured_by_its_last_step() -> None:
@@ -91,7 +96,9 @@ def test_a_system_is_warmed_up_and_then_measured_by_its_last_step() -> None:
 
     def train(steps: int) -> Answer:
         asked.append(steps)
-        return Answer([dict.fromkeys(PHASES, 9.0), dict.fromkeys(PHASES, 0.5)], [2.0] * steps, {"peak": 16.0})
+        return Answer(
+            [dict.fromkeys(PHASES, 9.0), dict.fromkeys(PHASES, 0.5)], [2.0] * steps, {"peak": 16.0}
+        )
 
     compared = STEP_HOST.Compared("ours", train, STEP_HOST.Losses(1e-2))
 
@@ -111,7 +118,7 @@ def test_a_rival_that_fails_has_neither_times_nor_memory_and_the_same_reason_for
             measure()
 
 
-# --- its program -------------------------------------------------------------------------------------------------
+# --- its program ----------------------------------------------------------------------------------
 
 
 class FakeTraining:
@@ -132,11 +139,17 @@ def served(orders: str) -> list[dict[str, Any]]:
 
 
 def test_each_order_gets_one_line_of_answer() -> None:
-    assert [Answer(**answer) for answer in served("1\n2\n")] == [Answer([], [1.0], {}), Answer([], [2.0], {})]
+    assert [Answer(**answer) for answer in served("1\n2\n")] == [
+        Answer([], [1.0], {}),
+        Answer([], [2.0], {}),
+    ]
 
 
 def test_a_failure_is_the_last_answer() -> None:
-    assert served("1\n0\n1\n") == [asdict(Answer([], [1.0], {})), {"failed": "ValueError: no steps at all"}]
+    assert served("1\n0\n1\n") == [
+        asdict(Answer([], [1.0], {})),
+        {"failed": "ValueError: no steps at all"},
+    ]
 
 
 @pytest.fixture
@@ -148,7 +161,9 @@ def program(tmp_path: Path) -> Iterator[Callable[..., Program]]:
         python = tmp_path / "python"
         python.write_text(f"#!/bin/sh\n{source}\n")
         python.chmod(0o755)
-        begun.append(Program(python, os.environ, Job("ours", **SHAPE), tmp_path / "its.log", limit_s))
+        begun.append(
+            Program(python, os.environ, Job("ours", **SHAPE), tmp_path / "its.log", limit_s)
+        )
         return begun[-1]
 
     yield start
@@ -169,7 +184,9 @@ def test_what_a_program_failed_with_is_an_error(program: Callable[..., Program])
         started.train(1)
 
 
-def test_a_program_that_dies_is_an_error_with_its_last_words(program: Callable[..., Program]) -> None:
+def test_a_program_that_dies_is_an_error_with_its_last_words(
+    program: Callable[..., Program],
+) -> None:
     started = program("read steps; echo out of memory >&2; kill -ABRT $$")
 
     for _ in range(2):

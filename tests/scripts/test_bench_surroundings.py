@@ -1,4 +1,6 @@
-"""What a bench takes from the checkout and the machine that it runs in, and what it must not take."""
+"""What a bench takes from the checkout and the machine that it runs in, and what it must not
+take.
+"""
 
 from __future__ import annotations
 
@@ -84,12 +86,17 @@ def test_the_page_of_an_earlier_bench_is_no_change_of_what_is_measured(checkout:
 def test_pages_of_quick_runs_stay_out_of_the_documentation(checkout: Path) -> None:
     told = run(checkout, "all", "--quick", "mine")
 
-    assert {path.suffix for path in (checkout / "build" / "benchmarks").iterdir()} == {".md", ".json"}
+    assert {path.suffix for path in (checkout / "build" / "benchmarks").iterdir()} == {
+        ".md",
+        ".json",
+    }
     assert f"written: {checkout / 'build' / 'benchmarks'}" in told
     assert not (checkout / "docs").exists()
 
 
-def test_what_was_tuned_on_this_machine_changes_no_bench(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_tuned_on_this_machine_changes_no_bench(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DEEPNVME_PROFILE", str(checkout / "profile.json"))
     raw = checkout.with_name("raw.json")
 

@@ -37,16 +37,29 @@ def test_two_steps_train_and_end_with_the_report_on_one_rank_and_on_two() -> Non
         assert (done.returncode, done.stderr) == (0, "")
         first, _, last, *_ = done.stdout.split("\nloss ")[-1].split()
         assert 0 < float(last) < float(first) < 10
-        for said in ("where the bytes lived", "states", "nvme read", "update", "drive of this checkout", "peak memory"):
+        for said in (
+            "where the bytes lived",
+            "states",
+            "nvme read",
+            "update",
+            "drive of this checkout",
+            "peak memory",
+        ):
             assert said in done.stdout
         assert ("on 2 ranks" in done.stdout) == bool(launcher)
         lines = done.stdout.splitlines()
-        assert any(re.match(r"parameters, gradients and states: .* host budget: \d+MiB$", line) for line in lines)
+        assert any(
+            re.match(r"parameters, gradients and states: .* host budget: \d+MiB$", line)
+            for line in lines
+        )
         assert [line for line in lines if len(line) > 80] == []
-        told = re.search(r"peak memory of the process: (.*), of which (.*) before training", done.stdout)
+        told = re.search(
+            r"peak memory of the process: (.*), of which (.*) before training", done.stdout
+        )
         assert told is not None
         peak, before_training = map(parse_bytes, told.groups())
-        # Training takes 420 to 530 MiB with what torch imports by then; the bandwidth test would add 512.
+        # Training takes 420 to 530 MiB with what torch imports by then; the bandwidth test would
+        # add 512.
         assert peak - before_training < 768 * MiB
         last_step = lines[lines.index("the last step:") + 1 :]
         starts = (
@@ -70,13 +83,23 @@ def test_two_steps_train_and_end_with_the_report_on_one_rank_and_on_two() -> Non
 
 @pytest.mark.parametrize(
     ("steps", "said"),
-    [("0", "--steps must be at least 1, got 0"), ("-3", "at least 1, got -3"), ("many", "invalid int value: 'many'")],
+    [
+        ("0", "--steps must be at least 1, got 0"),
+        ("-3", "at least 1, got -3"),
+        ("many", "invalid int value: 'many'"),
+    ],
 )
-def test_a_number_of_steps_that_makes_no_sense_is_told_before_anything_is_made(steps: str, said: str) -> None:
+def test_a_number_of_steps_that_makes_no_sense_is_told_before_anything_is_made(
+    steps: str, said: str
+) -> None:
     environ = {name: value for name, value in os.environ.items() if name != env.THIS_PYTHON}
 
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), f"--steps={steps}"], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, str(SCRIPT), f"--steps={steps}"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert (done.returncode, done.stdout) == (2, "")

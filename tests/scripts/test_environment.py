@@ -1,4 +1,6 @@
-"""scripts/lib/env.py in a checkout of its own, with a fake installer: what is made, what is kept, what is repaired."""
+"""scripts/lib/env.py in a checkout of its own, with a fake installer: what is made, what is kept,
+what is repaired.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ import env
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Stands for a script of the project: `script NEEDS [STEP DO]`. Each step of an installation is printed instead of
-# taken; at the one whose description begins with STEP it fails, is killed, or waits for a long time.
+# Stands for a script of the project: `script NEEDS [STEP DO]`. Each step of an installation is
+# printed instead of taken; at the one whose description begins with STEP it fails, is killed, or
+# waits for a long time.
 SCRIPT = """
 import os, subprocess, sys
 from pathlib import Path
@@ -72,7 +75,9 @@ class Checkout:
         return [sys.executable, "-S", "-E", str(self.root / "script"), *arguments]
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.line(*arguments), capture_output=True, text=True, check=False, timeout=100)
+        return subprocess.run(
+            self.line(*arguments), capture_output=True, text=True, check=False, timeout=100
+        )
 
     def steps(self, *arguments: str) -> list[str]:
         """Run the script, which must end well; return the steps that it took."""
@@ -98,7 +103,12 @@ def checkout(tmp_path: Path) -> Checkout:
     (root / "native").mkdir()
     shutil.copy(ROOT / "scripts" / "lib" / "env.py", root / "scripts" / "lib")
     (root / "script").write_text(SCRIPT)
-    for name in ("scripts/requirements.txt", "scripts/requirements-check.txt", "CMakeLists.txt", "pyproject.toml"):
+    for name in (
+        "scripts/requirements.txt",
+        "scripts/requirements-check.txt",
+        "CMakeLists.txt",
+        "pyproject.toml",
+    ):
         (root / name).write_text(name)
     (root / "native" / "one.cpp").write_text("int one() { return 1; }")
     return Checkout(root)
@@ -112,7 +122,7 @@ def complete(checkout: Checkout) -> Checkout:
     return checkout
 
 
-# --- what is made, and what is kept ------------------------------------------------------------------------------
+# --- what is made, and what is kept ---------------------------------------------------------------
 
 
 def test_the_demo_gets_the_libraries_and_a_build_and_no_tools(checkout: Checkout) -> None:
@@ -124,7 +134,9 @@ def test_the_tests_get_the_tools_and_the_native_tests_too(checkout: Checkout) ->
 
 
 @pytest.mark.parametrize("needs", ["RUN", "CHECK", "rival"])
-def test_a_second_run_does_nothing_and_names_the_same_python(needs: str, checkout: Checkout) -> None:
+def test_a_second_run_does_nothing_and_names_the_same_python(
+    needs: str, checkout: Checkout
+) -> None:
     first = checkout.run(needs)
 
     second = checkout.run(needs)
@@ -144,7 +156,9 @@ def test_the_demo_changes_nothing_where_the_tests_have_run(complete: Checkout) -
     assert complete.steps("CHECK") == []
 
 
-def test_the_demo_builds_changed_sources_as_users_do_and_the_tests_build_them_again(complete: Checkout) -> None:
+def test_the_demo_builds_changed_sources_as_users_do_and_the_tests_build_them_again(
+    complete: Checkout,
+) -> None:
     (complete.root / "native" / "one.cpp").write_text("int one() { return 2 - 1; }")
 
     assert complete.steps("RUN") == [BUILD]
@@ -164,7 +178,9 @@ def test_the_demo_builds_changed_sources_as_users_do_and_the_tests_build_them_ag
         ("README.md", []),
     ],
 )
-def test_what_has_changed_is_made_again_and_nothing_else(changed: str, expected: list[str], complete: Checkout) -> None:
+def test_what_has_changed_is_made_again_and_nothing_else(
+    changed: str, expected: list[str], complete: Checkout
+) -> None:
     (complete.root / changed).write_text("changed")
 
     assert complete.steps("CHECK") == expected
@@ -201,11 +217,13 @@ def test_a_rival_is_installed_again_when_its_recipe_changes(checkout: Checkout) 
     assert steps == ["creating .venvs/rival", "updating pip", "installing it into .venvs/rival"]
 
 
-# --- what goes wrong ---------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", INSTALL)
-def test_a_failure_while_replacing_leaves_the_earlier_environment(step: str, complete: Checkout) -> None:
+def test_a_failure_while_replacing_leaves_the_earlier_environment(
+    step: str, complete: Checkout
+) -> None:
     (complete.root / "scripts" / "requirements.txt").write_text("changed")
 
     done = complete.run("CHECK", step, "fail")
@@ -219,7 +237,9 @@ def test_a_failure_while_replacing_leaves_the_earlier_environment(step: str, com
 
 
 @pytest.mark.parametrize("step", INSTALL)
-def test_a_failure_of_the_first_installation_leaves_no_environment(step: str, checkout: Checkout) -> None:
+def test_a_failure_of_the_first_installation_leaves_no_environment(
+    step: str, checkout: Checkout
+) -> None:
     assert checkout.run("CHECK", step, "fail").returncode == 3
 
     assert not (checkout.root / ".venv").exists()
@@ -227,7 +247,9 @@ def test_a_failure_of_the_first_installation_leaves_no_environment(step: str, ch
 
 
 @pytest.mark.parametrize("step", INSTALL)
-def test_after_a_kill_while_replacing_the_earlier_environment_comes_back(step: str, complete: Checkout) -> None:
+def test_after_a_kill_while_replacing_the_earlier_environment_comes_back(
+    step: str, complete: Checkout
+) -> None:
     wanted = (complete.root / "scripts" / "requirements.txt").read_text()
     (complete.root / "scripts" / "requirements.txt").write_text("changed")
     assert complete.run("CHECK", step, "kill").returncode == -signal.SIGKILL
@@ -239,8 +261,12 @@ def test_after_a_kill_while_replacing_the_earlier_environment_comes_back(step: s
 
 
 @pytest.mark.parametrize("do", ["fail", "kill"])
-@pytest.mark.parametrize(("step", "missing"), [(TOOLS, [TOOLS, BUILD_TESTS]), (BUILD, [BUILD_TESTS])])
-def test_what_was_added_only_half_is_added_again(step: str, missing: list[str], do: str, checkout: Checkout) -> None:
+@pytest.mark.parametrize(
+    ("step", "missing"), [(TOOLS, [TOOLS, BUILD_TESTS]), (BUILD, [BUILD_TESTS])]
+)
+def test_what_was_added_only_half_is_added_again(
+    step: str, missing: list[str], do: str, checkout: Checkout
+) -> None:
     checkout.run("RUN")
 
     checkout.run("CHECK", step, do)
@@ -250,7 +276,8 @@ def test_what_was_added_only_half_is_added_again(step: str, missing: list[str], 
 
 @pytest.mark.parametrize("do", ["fail", "kill"])
 @pytest.mark.parametrize(
-    ("changed", "step"), [("scripts/requirements-check.txt", TOOLS), ("native/one.cpp", BUILD_TESTS)]
+    ("changed", "step"),
+    [("scripts/requirements-check.txt", TOOLS), ("native/one.cpp", BUILD_TESTS)],
 )
 def test_a_half_made_change_is_undone_when_its_cause_is_taken_back(
     changed: str, step: str, do: str, complete: Checkout
@@ -268,7 +295,11 @@ def test_no_trace_of_a_replaced_environment_remains(complete: Checkout) -> None:
 
     complete.run("CHECK")
 
-    assert sorted(path.name for path in (complete.root / "build").iterdir()) == ["aside", "dev", "environment.lock"]
+    assert sorted(path.name for path in (complete.root / "build").iterdir()) == [
+        "aside",
+        "dev",
+        "environment.lock",
+    ]
     assert list((complete.root / "build" / "aside").iterdir()) == []
 
 
@@ -310,31 +341,41 @@ def test_a_file_in_the_way_is_one_message(checkout: Checkout) -> None:
 def test_a_failed_command_shows_the_end_of_its_log(checkout: Checkout) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(checkout.root / 'scripts' / 'lib')!r}); import env\n"
-        "with env.plain_ending(): env.run_logged('trying it', [sys.executable, '-c', 'print(41 + 1); exit(7)'])"
+        "with env.plain_ending(): env.run_logged('trying it', [sys.executable, '-c', 'print(41 + "
+        "1); exit(7)'])"
     )
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
 
     assert done.returncode == 3
-    assert "trying it failed with exit status 7. The end of build/logs/trying-it.log:\n    42\n" in done.stderr
+    assert (
+        "trying it failed with exit status 7. The end of build/logs/trying-it.log:\n    42\n"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("printed", "version"),
     [("3.10.0", "3.10.0"), ("3.13.14", "3.13.14"), ("3.9.18", None), ("3.14.0", None), ("", None)],
 )
-def test_only_supported_interpreters_that_work_are_used(printed: str, version: str | None, tmp_path: Path) -> None:
+def test_only_supported_interpreters_that_work_are_used(
+    printed: str, version: str | None, tmp_path: Path
+) -> None:
     assert env.version_in(stand_in(tmp_path / "python", printed)) == version
     assert env.version_in(tmp_path / "missing") is None
     assert env.version_in(sys.executable) is not None
 
 
-# --- two at a time, and Ctrl-C -----------------------------------------------------------------------------------
+# --- two at a time, and Ctrl-C --------------------------------------------------------------------
 
 
 @pytest.fixture
 def waiting(checkout: Checkout) -> Iterator[subprocess.Popen[str]]:
-    """A script in the middle of its installation, in a group of its own like the jobs of a terminal."""
+    """A script in the middle of its installation, in a group of its own like the jobs of a
+    terminal.
+    """
     line = checkout.line("RUN", "installing the libraries", "wait")
     with subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

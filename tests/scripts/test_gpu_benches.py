@@ -1,4 +1,6 @@
-"""The benches of a GPU do their work on a device that torch takes for one; their numbers claim nothing there."""
+"""The benches of a GPU do their work on a device that torch takes for one; their numbers claim
+nothing there.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def far(request: pytest.FixtureRequest) -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-@pytest.mark.parametrize(("name", "scale"), [("gpu_update", (64, 12, 4096, 1)), ("gpu_step", (32, 2, 1, 16, 4096, 1))])
+@pytest.mark.parametrize(
+    ("name", "scale"), [("gpu_update", (64, 12, 4096, 1)), ("gpu_step", (32, 2, 1, 16, 4096, 1))]
+)
 def test_every_way_is_measured_and_every_figure_has_a_value(
     name: str, scale: tuple[Any, ...], far: ProcessPoolExecutor
 ) -> None:
@@ -35,7 +39,10 @@ def test_every_way_is_measured_and_every_figure_has_a_value(
     ("name", "scale"),
     [
         ("gpu_copies", (MIB, MIB // 4, (MIB // 8, 4096), 32 * MIB, 4 * MIB, 0.01)),
-        ("gpu_nvme", (64, 12, 1, 16, 1 << 14, 38 * MIB, 16 * MIB, MIB, 2, 0.01, 16 * MIB, MIB, 0.01)),
+        (
+            "gpu_nvme",
+            (64, 12, 1, 16, 1 << 14, 38 * MIB, 16 * MIB, MIB, 2, 0.01, 16 * MIB, MIB, 0.01),
+        ),
     ],
 )
 def test_what_uses_a_drive_has_its_files_in_the_benchs_folder_and_leaves_none(

@@ -23,29 +23,42 @@ def required(pyproject: Pyproject) -> dict[str, SpecifierSet]:
     """Return everything that building and running ask for, extras included."""
     project = pyproject["project"]
     extras = [line for extra in project["optional-dependencies"].values() for line in extra]
-    listed = map(Requirement, [*pyproject["build-system"]["requires"], *project["dependencies"], *extras])
+    listed = map(
+        Requirement, [*pyproject["build-system"]["requires"], *project["dependencies"], *extras]
+    )
     cmake = SpecifierSet(pyproject["tool"]["scikit-build"]["cmake"]["version"])
     return {"cmake": cmake, **{one.name: one.specifier for one in listed}}
 
 
 def pins() -> list[Requirement]:
     files = ("scripts/requirements.txt", "scripts/requirements-check.txt")
-    lines = [line for name in files for line in text_of(name).splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for name in files
+        for line in text_of(name).splitlines()
+        if line and not line.startswith("#")
+    ]
     return [Requirement(line) for line in [*lines, env.TORCH]]
 
 
-# --- Python ------------------------------------------------------------------------------------------------------
+# --- Python ---------------------------------------------------------------------------------------
 
 
 def test_the_scripts_use_the_pythons_that_the_classifiers_name(pyproject: Pyproject) -> None:
     prefix = "Programming Language :: Python :: "
-    named = [line.removeprefix(prefix) for line in pyproject["project"]["classifiers"] if line.startswith(prefix)]
+    named = [
+        line.removeprefix(prefix)
+        for line in pyproject["project"]["classifiers"]
+        if line.startswith(prefix)
+    ]
 
     assert tuple(named) == env.SUPPORTED
     assert named == [f"3.{minor}" for minor in range(int(named[0][2:]), int(named[-1][2:]) + 1)]
 
 
-def test_the_oldest_python_is_what_the_package_requires_and_what_the_tools_check_for(pyproject: Pyproject) -> None:
+def test_the_oldest_python_is_what_the_package_requires_and_what_the_tools_check_for(
+    pyproject: Pyproject,
+) -> None:
     oldest = env.SUPPORTED[0]
 
     assert pyproject["project"]["requires-python"] == f">={oldest}"
@@ -60,7 +73,7 @@ def test_every_page_names_the_same_pythons(page: str) -> None:
     assert set(ranges) == {(env.SUPPORTED[0], env.SUPPORTED[-1])}
 
 
-# --- libraries and tools -----------------------------------------------------------------------------------------
+# --- libraries and tools --------------------------------------------------------------------------
 
 
 def test_the_engine_refuses_the_torch_that_the_extra_refuses(pyproject: Pyproject) -> None:
@@ -68,7 +81,9 @@ def test_the_engine_refuses_the_torch_that_the_extra_refuses(pyproject: Pyprojec
 
 
 def test_cmake_itself_asks_for_the_version_that_the_wheel_asks_for(pyproject: Pyproject) -> None:
-    asked = re.findall(r"^cmake_minimum_required\(VERSION ([\d.]+)\.\.\.", text_of("CMakeLists.txt"), re.MULTILINE)
+    asked = re.findall(
+        r"^cmake_minimum_required\(VERSION ([\d.]+)\.\.\.", text_of("CMakeLists.txt"), re.MULTILINE
+    )
 
     assert [f">={oldest}" for oldest in asked] == [str(required(pyproject)["cmake"])]
 

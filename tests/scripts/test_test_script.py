@@ -1,4 +1,6 @@
-"""scripts/test as a module: how it judges its steps, what it takes from the command line, what it refuses to pass."""
+"""scripts/test as a module: how it judges its steps, what it takes from the command line, what it
+refuses to pass.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ def step(script: Any, tmp_path: Path, program: str, *, report: bool) -> Any:
     return script.command("step", [sys.executable, "-S", "-c", program], path, tmp_path)
 
 
-# --- steps -------------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("status", "passed"), [(0, True), (1, False), (3, False)])
-def test_a_step_passes_by_its_exit_status(status: int, passed: bool, script: Any, tmp_path: Path) -> None:
+def test_a_step_passes_by_its_exit_status(
+    status: int, passed: bool, script: Any, tmp_path: Path
+) -> None:
     assert step(script, tmp_path, f"raise SystemExit({status})", report=False).passed is passed
 
 
@@ -61,7 +65,10 @@ def test_the_summary_names_every_step_and_one_failure_is_enough(
     last: bool, status: int, script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counts = {"passed": 2, "failed": 0, "skipped": 1}
-    outcomes = [script.Outcome("first", True, 1.0, counts), script.Outcome("last", last, 2.0, note="why")]
+    outcomes = [
+        script.Outcome("first", True, 1.0, counts),
+        script.Outcome("last", last, 2.0, note="why"),
+    ]
 
     assert script.summarise(outcomes) == status
 
@@ -71,7 +78,7 @@ def test_the_summary_names_every_step_and_one_failure_is_enough(
     assert told.endswith("tests: 2 passed, 0 failed, 1 skipped\n")
 
 
-# --- modes -------------------------------------------------------------------------------------------------------
+# --- modes ----------------------------------------------------------------------------------------
 
 
 def test_what_follows_two_dashes_goes_to_pytest(script: Any) -> None:
@@ -94,7 +101,12 @@ def test_every_mode_is_described_in_its_help_and_for_contributors(mode: str, scr
 
 
 def test_the_oldest_versions_are_taken_from_what_the_package_requires(script: Any) -> None:
-    requirements = ["numpy>=1.24", 'torch>=2.6; extra == "torch"', 'a.b-c>=2026.3.25; sys_platform == "linux"', "any"]
+    requirements = [
+        "numpy>=1.24",
+        'torch>=2.6; extra == "torch"',
+        'a.b-c>=2026.3.25; sys_platform == "linux"',
+        "any",
+    ]
 
     assert script.lowest(requirements) == ["numpy==1.24", "torch==2.6", "a.b-c==2026.3.25"]
 
@@ -111,13 +123,15 @@ def test_without_any_python_neither_the_matrix_nor_the_oldest_versions_pass(
     assert [outcome.passed for outcome in script.oldest(Path(sys.executable))] == [False]
 
 
-# --- what it runs ------------------------------------------------------------------------------------------------
+# --- what it runs ---------------------------------------------------------------------------------
 
 
 def test_scripts_without_an_ending_are_found_by_their_first_line(script: Any) -> None:
     folder = env.ROOT / "scripts"
 
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if script.is_python_script(path)}
+    found = {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if script.is_python_script(path)
+    }
 
     assert {"test", "demo", "gpu_check", "bench/all", "bench/startup"} <= found
     assert not any("." in name or "__pycache__" in name for name in found)

@@ -1,7 +1,9 @@
-"""The best of all strategies, sought without the planner's search: a fine grid of everything that fits, simulated.
+"""The best of all strategies, sought without the planner's search: a fine grid of everything that
+fits, simulated.
 
-What cannot be faster than the best so far, by the work of its busiest lane alone, is not simulated; so the grid costs a
-part of itself, and finds what all of it would find. Used by the planner's tests.
+What cannot be faster than the best so far, by the work of its busiest lane alone, is not simulated;
+so the grid costs a part of itself, and finds what all of it would find. Used by the planner's
+tests.
 """
 
 from __future__ import annotations
@@ -38,16 +40,22 @@ _COUNTS = (64, 256)  # of subgroups
 
 
 def everything(planner: Planner) -> Iterator[Choice]:
-    """Yield all strategies, over a grid of their settings, in all tiers and two sizes of subgroups."""
+    """Yield all strategies, over a grid of their settings, in all tiers and two sizes of
+    subgroups.
+    """
     means, every = planner.means, planner.training.model.numel
     drives = bool(means.budget.nvme)
     tiers = [Tier.DEVICE, *([] if means.unified else [Tier.HOST]), *([Tier.NVME] if drives else [])]
     strategies: list[Strategy] = [HostOnly()]
     if not means.unified:
         strategies += [DeviceOnly(), *(StaticSplit(ratio=part) for part in _SPLITS)]
-        strategies += [Interleaved(share=part, resident=there) for part in _SHARES for there in _RESIDENTS]
+        strategies += [
+            Interleaved(share=part, resident=there) for part in _SHARES for there in _RESIDENTS
+        ]
     if drives:
-        strategies += [NvmeStreamed(update=each) for each in strategies if isinstance(each, Interleaved)]
+        strategies += [
+            NvmeStreamed(update=each) for each in strategies if isinstance(each, Interleaved)
+        ]
         strategies.append(NvmeStreamed())
     for numel in (max(every // count // 4096 * 4096, 4096) for count in _COUNTS):
         for tier in tiers:
@@ -58,7 +66,10 @@ def everything(planner: Planner) -> Iterator[Choice]:
 def best_of_all(planner: Planner, *, below_ns: float = inf) -> Candidate | None:
     """Return the fastest of everything that takes less than `below_ns`, None where nothing does."""
     bounds, best = Bounds(planner), None
-    ranked = [(bounds.least_ns(choice), number, choice) for number, choice in enumerate(everything(planner))]
+    ranked = [
+        (bounds.least_ns(choice), number, choice)
+        for number, choice in enumerate(everything(planner))
+    ]
     for least, _, choice in sorted(ranked, key=lambda each: each[:2]):
         if least >= below_ns:
             break
@@ -72,7 +83,9 @@ def best_of_all(planner: Planner, *, below_ns: float = inf) -> Candidate | None:
 
 
 class Bounds:
-    """What a step of each choice takes at least, for one training and means: every lane works without a pause."""
+    """What a step of each choice takes at least, for one training and means: every lane works
+    without a pause.
+    """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
@@ -82,10 +95,14 @@ class Bounds:
         self._homes: dict[tuple[int, Strategy], tuple[int, int, int]] = {}
         self._compute = Lane.HOST if means.unified else Lane.DEVICE
         rate = means.compute_rate(training)
-        flops = [module.flops(training.sequence) * training.tokens for module in training.model.modules]
+        flops = [
+            module.flops(training.sequence) * training.tokens for module in training.model.modules
+        ]
         again = sum(flops[:-1]) if training.checkpointing else 0
         self._forward_ns = 1e9 * sum(flops) / rate.forward if rate else 0.0
-        self._backward_ns = 1e9 * (again / rate.forward + 2 * sum(flops) / rate.backward) if rate else 0.0
+        self._backward_ns = (
+            1e9 * (again / rate.forward + 2 * sum(flops) / rate.backward) if rate else 0.0
+        )
 
     def least_ns(self, choice: Choice) -> float:
         """Return nanoseconds that no step of this choice ends before; inf where it cannot fit."""
@@ -109,7 +126,9 @@ class Bounds:
         }
         update_ns = {lane: self._ns(lane, amount) for lane, amount in update.items()}
         update_ns[self._compute] += self._forward_ns
-        backward_ns = max(self._backward_ns, self._ns(Lane.D2H, sizing.wire(sizing.subgroups[0]) * on_host))
+        backward_ns = max(
+            self._backward_ns, self._ns(Lane.D2H, sizing.wire(sizing.subgroups[0]) * on_host)
+        )
         step_ns = max(
             max(update_ns.values()) + backward_ns,
             self._ns(Lane.H2D, update[Lane.H2D] + again),
@@ -127,15 +146,21 @@ class Bounds:
         return self._sizings[numel]
 
     def _numels(self, choice: Choice, sizing: Sizing) -> tuple[int, int, int]:
-        """Return how many parameters the host updates, how many visit the device, and how many are resident there."""
-        strategy = choice.strategy.update if isinstance(choice.strategy, NvmeStreamed) else choice.strategy
+        """Return how many parameters the host updates, how many visit the device, and how many are
+        resident there.
+        """
+        strategy = (
+            choice.strategy.update if isinstance(choice.strategy, NvmeStreamed) else choice.strategy
+        )
         known = choice.subgroup_numel, strategy
         if known not in self._homes:
             self._homes[known] = _numels(sizing, strategy)
         return self._homes[known]
 
     def _room(self, choice: Choice, sizing: Sizing, visiting: int, resident: int) -> float:
-        """Return the bytes of the device that are left to fetch parameters; -inf where other things do not fit."""
+        """Return the bytes of the device that are left to fetch parameters; -inf where other things
+        do not fit.
+        """
         if self._planner.means.unified:
             return inf
         try:
@@ -156,7 +181,11 @@ class Bounds:
             sizing.states_bytes(one, home, tier) * numel // one.numel
             for home, numel in ((Home.HOST, on_host), (Home.VISITING, visiting))
         )
-        there = sum(states) + sizing.wire(one) * on_host + (sum(sizing.parameters) if tier is Tier.HOST else 0)
+        there = (
+            sum(states)
+            + sizing.wire(one) * on_host
+            + (sum(sizing.parameters) if tier is Tier.HOST else 0)
+        )
         return max(there - self._planner.means.of_one_rank().host, 0)
 
 
@@ -166,7 +195,9 @@ def _numels(sizing: Sizing, strategy: Strategy) -> tuple[int, int, int]:
         share, part = strategy.share or 0.0, strategy.resident
     elif isinstance(strategy, StaticSplit | DeviceOnly):
         part = strategy.ratio if isinstance(strategy, StaticSplit) else 1.0
-    others, residents = split_residents([sizing.spec(each, None) for each in sizing.subgroups], part)
+    others, residents = split_residents(
+        [sizing.spec(each, None) for each in sizing.subgroups], part
+    )
     visits = spread(others, Fraction(share))
     visiting = sum(each.numel for each, visit in zip(others, visits, strict=True) if visit)
     resident = sum(each.numel for each in residents)

@@ -1,4 +1,6 @@
-"""A calibration with round numbers: four threads, one drive, a device, and something lost to every disturbance."""
+"""A calibration with round numbers: four threads, one drive, a device, and something lost to every
+disturbance.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def calibration() -> Calibration:
         },
         device_updates={"adamw": figure(25e9, Unit.PARAMETERS)},
         matmul={"fp32": figure(100e9, Unit.FLOPS), "bf16": figure(200e9, Unit.FLOPS)},
-        blocks={"bf16": {BlockShape(1024, 256): BlockFigures(forward=_flops(150e9), backward=_flops(120e9))}},
+        blocks={
+            "bf16": {
+                BlockShape(1024, 256): BlockFigures(forward=_flops(150e9), backward=_flops(120e9))
+            }
+        },
         all_gather=Figure.missing("one rank", Unit.BYTES),
         reduce_scatter=Figure.missing("one rank", Unit.BYTES),
         drives={"/mnt/a": drive()},
@@ -45,7 +51,9 @@ def calibration() -> Calibration:
 
 
 def drive() -> DriveFigures:
-    """Return the figures of a drive beside which a fifth of the updates' rate, and half of its own, is lost."""
+    """Return the figures of a drive beside which a fifth of the updates' rate, and half of its own,
+    is lost.
+    """
     return DriveFigures(
         drive={"drive": "serial 1"},
         read=figure(3e9),
@@ -66,4 +74,6 @@ def _flops(median: float) -> Figure:
 
 
 def _updates(alone: float, part: float) -> HostUpdateFigures:
-    return HostUpdateFigures(alone=figure(alone, Unit.PARAMETERS), beside_copies=figure(part, Unit.PART))
+    return HostUpdateFigures(
+        alone=figure(alone, Unit.PARAMETERS), beside_copies=figure(part, Unit.PART)
+    )

@@ -1,4 +1,6 @@
-"""What tests of devices with memory of their own share: strategies to compare, and a model that fills the memory."""
+"""What tests of devices with memory of their own share: strategies to compare, and a model that
+fills the memory.
+"""
 
 from __future__ import annotations
 
@@ -41,5 +43,10 @@ def wide_engine(device: Accelerator, **settings: Any) -> Engine:
         model,
         torch.optim.AdamW(model.parameters()),
         device=device,
-        **{"strategy": "host_only", "rates": RATES, "budget": {"host": "64MiB", "device": "4MiB"}, **settings},
+        **{
+            "strategy": "host_only",
+            "rates": RATES,
+            "budget": {"host": "64MiB", "device": "4MiB"},
+            **settings,
+        },
     )

@@ -43,7 +43,9 @@ def run_doctor(
     environment: Mapping[str, str] | None = None,
     import_first: Path | None = None,
 ) -> DoctorRun:
-    """Run `infinity doctor` started by `launcher`, with the packages in `import_first` ahead of all others."""
+    """Run `infinity doctor` started by `launcher`, with the packages in `import_first` ahead of all
+    others.
+    """
     path = filter(None, (str(import_first or ""), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
         [*launcher, sys.executable, "-m", "infinity_engine.cli", "doctor", *arguments],

@@ -19,7 +19,9 @@ def bits_of(engine: Engine) -> Bits:
     for name, parameter in engine.model.named_parameters():
         if parameter.requires_grad:
             states = engine.state_of(parameter).items()
-            found.update({f"{name}: {key}": torch.as_tensor(it) for key, it in states if key != "gradient"})
+            found.update(
+                {f"{name}: {key}": torch.as_tensor(it) for key, it in states if key != "gradient"}
+            )
     return found
 
 

@@ -67,9 +67,17 @@ def compiler() -> str | None:
 
 
 def compile_nvml(directory: Path, *definitions: str) -> Path:
-    """Compile the library into `directory`, its behaviour changed by `definitions` such as "GPU_COUNT=0"."""
+    """Compile the library into `directory`, its behaviour changed by `definitions` such as
+    "GPU_COUNT=0".
+    """
     source, library = directory / "nvml.cpp", directory / "libnvidia-ml.so.1"
     source.write_text(_SOURCE)
-    command = [compiler() or "c++", "-shared", "-fPIC", "-O0", *(f"-D{definition}" for definition in definitions)]
+    command = [
+        compiler() or "c++",
+        "-shared",
+        "-fPIC",
+        "-O0",
+        *(f"-D{definition}" for definition in definitions),
+    ]
     subprocess.run([*command, str(source), "-o", str(library)], check=True)
     return library

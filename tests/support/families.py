@@ -1,7 +1,9 @@
-"""Tiny random models of the families that Transformers has, as `from_pretrained` gives them, and batches for them.
+"""Tiny random models of the families that Transformers has, as `from_pretrained` gives them, and
+batches for them.
 
-Each is saved to a directory and loaded from there: that decides dtypes and buffers as users get them. No network.
-Transformers takes seconds to import, so the tests that need it import it through here, when they run.
+Each is saved to a directory and loaded from there: that decides dtypes and buffers as users get
+them. No network. Transformers takes seconds to import, so the tests that need it import it through
+here, when they run.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _SIDE, _PATCH = 16, 8  # of images
 def transformers() -> Any:
     """Return the module, quiet and off the network; skip the test where it cannot be imported."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when it is imported
-    module = pytest.importorskip("transformers", reason="it is models of Transformers that run", exc_type=ImportError)
+    module = pytest.importorskip(
+        "transformers", reason="it is models of Transformers that run", exc_type=ImportError
+    )
     module.logging.set_verbosity_error()
     module.logging.disable_progress_bar()
     return module
@@ -58,7 +62,9 @@ class Family:
 
 
 def saved(family: Family, directory: Path, *, length: int) -> Path:
-    """Save the family's model with random weights to `directory`; attention looks sharply at positions."""
+    """Save the family's model with random weights to `directory`; attention looks sharply at
+    positions.
+    """
     torch.manual_seed(0)
     model = getattr(transformers(), family.model)(family.config(length))
     with torch.no_grad():
@@ -71,12 +77,14 @@ def saved(family: Family, directory: Path, *, length: int) -> Path:
     return directory
 
 
-# --- batches -----------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def _tokens(seed: int, length: int, batch: int = 2) -> torch.Tensor:
     # 0 to 3 are left to tokens with a meaning, such as padding.
-    return torch.randint(4, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        4, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def _noise(seed: int, *shape: int) -> torch.Tensor:
@@ -95,14 +103,18 @@ def _image(seed: int, length: int) -> Batch:
 def _image_and_text(seed: int, length: int) -> Batch:
     tokens = _tokens(seed, length)
     tokens[:, -1] = VOCABULARY - 1  # ends the text
-    return {"pixel_values": _noise(seed, 2, 3, _SIDE, _SIDE), "input_ids": tokens, "return_loss": torch.tensor(True)}
+    return {
+        "pixel_values": _noise(seed, 2, 3, _SIDE, _SIDE),
+        "input_ids": tokens,
+        "return_loss": torch.tensor(True),
+    }
 
 
 def _speech(seed: int, length: int) -> Batch:
     return {"input_features": _noise(seed, 2, 8, 2 * length), "labels": _tokens(seed, length // 2)}
 
 
-# --- configurations ----------------------------------------------------------------------------------------------
+# --- configurations -------------------------------------------------------------------------------
 
 
 def _config(kind: str, **more: Any) -> Callable[[int], Any]:
@@ -186,7 +198,11 @@ def _clip(length: int) -> Any:
         "num_hidden_layers": _LAYERS,
         "num_attention_heads": _HEADS,
     }
-    text = {"vocab_size": VOCABULARY, "max_position_embeddings": length, "eos_token_id": VOCABULARY - 1}
+    text = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": length,
+        "eos_token_id": VOCABULARY - 1,
+    }
     vision = {"image_size": _SIDE, "patch_size": _PATCH}
     return transformers().CLIPConfig(
         text_config={**shared, **text}, vision_config={**shared, **vision}, projection_dim=_WIDTH
@@ -195,17 +211,29 @@ def _clip(length: int) -> Any:
 
 def _mamba(length: int) -> Any:
     return transformers().MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=_WIDTH, num_hidden_layers=_LAYERS, state_size=4, time_step_rank=4
+        vocab_size=VOCABULARY,
+        hidden_size=_WIDTH,
+        num_hidden_layers=_LAYERS,
+        state_size=4,
+        time_step_rank=4,
     )
 
 
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_key_value_heads": 1, "output_router_logits": True}
+_EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 1,
+    "output_router_logits": True,
+}
 
 
-def _causal(kind: str, *, rotary: bool = True, adapted: str | list[str] = "all-linear", **more: Any) -> Family:
+def _causal(
+    kind: str, *, rotary: bool = True, adapted: str | list[str] = "all-linear", **more: Any
+) -> Family:
     model = f"{kind}ForCausalLM"
-    return Family(model=model, config=_config(kind, **more), batch=_language, rotary=rotary, adapted=adapted)
+    return Family(
+        model=model, config=_config(kind, **more), batch=_language, rotary=rotary, adapted=adapted
+    )
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -224,7 +252,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gpt2": Family(model="GPT2LMHeadModel", config=_gpt2, batch=_language),
         "gpt-neox": _causal("GPTNeoX"),
         "llama": _causal("Llama", num_key_value_heads=1),
-        "mamba": Family(model="MambaForCausalLM", config=_mamba, batch=_language, adapted=["in_proj", "x_proj"]),
+        "mamba": Family(
+            model="MambaForCausalLM", config=_mamba, batch=_language, adapted=["in_proj", "x_proj"]
+        ),
         "mistral": _causal("Mistral", num_key_value_heads=1, sliding_window=16),
         "mixtral": _causal("Mixtral", num_local_experts=4, adapted=_ATTENTION, **_EXPERTS),
         "olmo2": _causal("Olmo2"),

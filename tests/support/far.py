@@ -1,9 +1,11 @@
-"""A device that is to torch another one than the CPU, as a GPU is, and to the engine's streams an emulated one.
+"""A device that is to torch another one than the CPU, as a GPU is, and to the engine's streams an
+emulated one.
 
-far_device.cpp is its half in torch, compiled here with the headers that come with torch. Copies and works of the engine
-are as late as the emulated device's virtual clock can make them, but for what a GPU's streams promise: what modules
-compute comes after all that the compute stream was told to wait for, and works of that stream are in one order with it.
-What a copy reads or writes may go as soon as torch frees it, which leaves NaN, unless the accelerator was told.
+far_device.cpp is its half in torch, compiled here with the headers that come with torch. Copies and
+works of the engine are as late as the emulated device's virtual clock can make them, but for what a
+GPU's streams promise: what modules compute comes after all that the compute stream was told to wait
+for, and works of that stream are in one order with it. What a copy reads or writes may go as soon
+as torch frees it, which leaves NaN, unless the accelerator was told.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ import torch
 from torch.utils.cpp_extension import include_paths
 
 from deepnvme.device_arrays import CopyEvent, DeviceArray, device_array_of
-from infinity_engine.accel import Buffer, Cost, Emulation, Event, Stream, StreamKind, VirtualAccelerator
+from infinity_engine.accel import (
+    Buffer,
+    Cost,
+    Emulation,
+    Event,
+    Stream,
+    StreamKind,
+    VirtualAccelerator,
+)
 from infinity_engine.accel.emulated import EmulatedMemory
 from infinity_engine.accel.operation import Copy
 from infinity_engine.accel.virtual import VirtualOperation
@@ -45,7 +55,10 @@ _SOURCE = Path(__file__).with_name("far_device.cpp")
 def far_device_is_missing() -> str | None:
     """Return why there cannot be one here; None: there can."""
     if torch.version.cuda is not None or torch.version.hip is not None:
-        return "this torch is built for a GPU, and allows no other accelerator beside that, present or not"
+        return (
+            "this torch is built for a GPU, and allows no other accelerator beside that, present "
+            "or not"
+        )
     return "it is compiled with g++, which is not there" if shutil.which("g++") is None else None
 
 
@@ -70,7 +83,9 @@ def _compile(library: Path) -> None:
 
 
 def load_far_device(library: Path) -> None:
-    """Let torch have the device, in this process and for ever, before anything was computed on a device."""
+    """Let torch have the device, in this process and for ever, before anything was computed on a
+    device.
+    """
     torch.ops.load_library(library)  # type: ignore[no-untyped-call]  # torch is
     device = types.ModuleType("torch.hpu")
     device.__dict__.update(
@@ -121,7 +136,9 @@ class _FarArray:
 
 
 def far_array_of(thing: Any, *, writable: bool) -> DeviceArray | None:
-    """Return what deepnvme copies from or to, where it is on the far device or another; see `device_array_of`."""
+    """Return what deepnvme copies from or to, where it is on the far device or another; see
+    `device_array_of`.
+    """
     if isinstance(thing, torch.Tensor) and thing.device == FAR:
         return _FarArray(thing)
     return device_array_of(thing, writable=writable)
@@ -131,7 +148,9 @@ class _Memory(EmulatedMemory):
     """The accelerator's own bytes, which are torch's too, beside which modules have others."""
 
     def _new_block(self, nbytes: int) -> torch.Tensor:
-        return torch.as_tensor(torch.ops.far.near(torch.empty(nbytes, dtype=torch.uint8, device=FAR)))
+        return torch.as_tensor(
+            torch.ops.far.near(torch.empty(nbytes, dtype=torch.uint8, device=FAR))
+        )
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         return super().part(tensor) if self.holds(tensor) else tensor
@@ -167,7 +186,9 @@ class FarAccelerator(VirtualAccelerator):
             block = self._memory.allocate(nbytes)
         except torch.OutOfMemoryError as error:
             free, limit = self.memory()
-            raise CapacityError(tier="DEVICE", asked=nbytes, free=free, limit=limit, change="modules less") from error
+            raise CapacityError(
+                tier="DEVICE", asked=nbytes, free=free, limit=limit, change="modules less"
+            ) from error
         return _Buffer(block)
 
     def free(self, buffer: Buffer) -> None:
@@ -176,17 +197,31 @@ class FarAccelerator(VirtualAccelerator):
         buffer.release()
         super().free(Buffer(buffer.block))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, stream: Stream, after: Sequence[Event] = ()) -> Event:
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        stream: Stream,
+        after: Sequence[Event] = (),
+    ) -> Event:
         """Copy bytes; neither tensor is kept."""
-        assert (target.device, source.device) in {(FAR, torch.device("cpu")), (torch.device("cpu"), FAR)}
+        assert (target.device, source.device) in {
+            (FAR, torch.device("cpu")),
+            (torch.device("cpu"), FAR),
+        }
         assert (source.device == FAR) == (stream.kind is StreamKind.D2H)
         assert target.numel() == source.numel()
         down = stream.kind is StreamKind.D2H
         copy = Copy(target, _bytes_at(source)) if down else Copy(_bytes_at(target), source)
         return self._submit(stream, copy, after)
 
-    def run(self, work: Callable[[], object], *, stream: Stream, cost: Cost, after: Sequence[Event] = ()) -> Event:
-        """Work in the compute stream is in one order with what modules compute, which happens at once."""
+    def run(
+        self, work: Callable[[], object], *, stream: Stream, cost: Cost, after: Sequence[Event] = ()
+    ) -> Event:
+        """Work in the compute stream is in one order with what modules compute, which happens at
+        once.
+        """
         event = super().run(work, stream=stream, cost=cost, after=after)
         if stream.kind is StreamKind.COMPUTE:
             self._carry_out_now(event)

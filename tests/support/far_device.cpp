@@ -1,8 +1,8 @@
-// A device of torch's, `hpu:0`, whose memory is the host's: what a GPU is to the engine, on a machine without
-// one. A test instrument. Its tensors are others than the CPU's to torch: they do not mix, have no numpy, and
-// their backward runs on a thread of its own. What they compute, the CPU computes. Freed memory is NaN, is
-// never given back to the system, and counts against a limit that can be set. Tensors are made where the
-// bytes of others lie, or a copy is due, by ops here.
+// A device of torch's, `hpu:0`, whose memory is the host's: what a GPU is to the engine, on a
+// machine without one. A test instrument. Its tensors are others than the CPU's to torch: they do
+// not mix, have no numpy, and their backward runs on a thread of its own. What they compute, the
+// CPU computes. Freed memory is NaN, is never given back to the system, and counts against a limit
+// that can be set. Tensors are made where the bytes of others lie, or a copy is due, by ops here.
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -81,8 +81,8 @@ void* FarMemory::take(std::size_t nbytes) {
     const std::size_t rounded = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
     std::lock_guard lock(mutex_);
     TORCH_CHECK_WITH(OutOfMemoryError, allocated_ + static_cast<std::int64_t>(rounded) <= limit_,
-                     "far device out of memory. Tried to allocate ", nbytes, " bytes with ", allocated_,
-                     " of ", limit_, " allocated");
+                     "far device out of memory. Tried to allocate ", nbytes, " bytes with ",
+                     allocated_, " of ", limit_, " allocated");
     auto& idle = idle_[rounded];
     void* memory = nullptr;
     if (idle.empty()) {
@@ -152,13 +152,16 @@ struct FarHooks final : at::HPUHooksInterface {
 at::Tensor empty_far(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
                      std::optional<c10::Layout> /*layout*/, std::optional<c10::Device> /*device*/,
                      std::optional<bool> /*pinned*/, std::optional<c10::MemoryFormat> format) {
-    return at::detail::empty_generic(size, &far_memory(), c10::DispatchKeySet(c10::DispatchKey::HPU),
+    return at::detail::empty_generic(size, &far_memory(),
+                                     c10::DispatchKeySet(c10::DispatchKey::HPU),
                                      c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided_far(c10::IntArrayRef size, c10::IntArrayRef stride,
-                             std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> /*layout*/,
-                             std::optional<c10::Device> /*device*/, std::optional<bool> /*pinned*/) {
+                             std::optional<c10::ScalarType> dtype,
+                             std::optional<c10::Layout> /*layout*/,
+                             std::optional<c10::Device> /*device*/,
+                             std::optional<bool> /*pinned*/) {
     return at::detail::empty_strided_generic(size, stride, &far_memory(),
                                              c10::DispatchKeySet(c10::DispatchKey::HPU),
                                              c10::dtype_or_default(dtype));
@@ -167,8 +170,9 @@ at::Tensor empty_strided_far(c10::IntArrayRef size, c10::IntArrayRef stride,
 // The same bytes as a tensor of the CPU's, which keeps them.
 at::Tensor near(const at::Tensor& tensor) {
     if (tensor.is_cpu() || tensor.numel() == 0) {
-        return tensor.is_cpu() ? tensor
-                               : at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.dtype()));
+        return tensor.is_cpu()
+                   ? tensor
+                   : at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.dtype()));
     }
     const c10::Storage kept = tensor.storage();
     return at::from_blob(
@@ -207,8 +211,8 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
     return copy_from(source, target, false);
 }
 
-at::Tensor& set_storage(at::Tensor& self, at::Storage source, std::int64_t offset, c10::IntArrayRef size,
-                        c10::IntArrayRef stride) {
+at::Tensor& set_storage(at::Tensor& self, at::Storage source, std::int64_t offset,
+                        c10::IntArrayRef size, c10::IntArrayRef stride) {
     auto* impl = self.unsafeGetTensorImpl();
     impl->set_storage_keep_dtype(std::move(source));
     impl->set_storage_offset(offset);
@@ -221,7 +225,8 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, std::int64_t offse
 }
 
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
-    return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+    return set_storage(self, source.storage(), source.storage_offset(), source.sizes(),
+                       source.strides());
 }
 
 at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
@@ -241,28 +246,28 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight,
                        const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
                        c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
                        c10::SymIntArrayRef output_padding, c10::SymInt groups) {
-    return at::convolution_symint(near(input), near(weight), near_of(bias), stride, padding, dilation,
-                                  transposed, output_padding, std::move(groups))
+    return at::convolution_symint(near(input), near(weight), near_of(bias), stride, padding,
+                                  dilation, transposed, output_padding, std::move(groups))
         .to(input.device());
 }
 
-// The schema does not say that it writes to the running statistics, so a copy of them would be written to.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(const at::Tensor& input,
-                                                          const std::optional<at::Tensor>& weight,
-                                                          const std::optional<at::Tensor>& bias,
-                                                          const std::optional<at::Tensor>& mean,
-                                                          const std::optional<at::Tensor>& variance,
-                                                          bool training, double momentum, double eps) {
+// The schema does not say that it writes to the running statistics, so a copy of them would be
+// written to.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& input, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean,
+    const std::optional<at::Tensor>& variance, bool training, double momentum, double eps) {
     const auto [first, second, third] =
-        at::native_batch_norm(near(input), near_of(weight), near_of(bias), near_of(mean), near_of(variance),
-                              training, momentum, eps);
+        at::native_batch_norm(near(input), near_of(weight), near_of(bias), near_of(mean),
+                              near_of(variance), training, momentum, eps);
     return {first.to(input.device()), second.to(input.device()), third.to(input.device())};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
-    const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, c10::SymIntArrayRef stride,
-    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
-    c10::SymIntArrayRef output_padding, c10::SymInt groups, std::array<bool, 3> wanted) {
+    const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
+    c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
+    bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups,
+    std::array<bool, 3> wanted) {
     const std::vector<c10::SymInt> bias{grad.sym_size(1)};
     const auto [first, second, third] = at::convolution_backward_symint(
         near(grad), near(input), near(weight), c10::SymIntArrayRef(bias), stride, padding, dilation,
@@ -279,8 +284,8 @@ at::Tensor far(const at::Tensor& tensor) {
     c10::DataPtr bytes(
         tensor.data_ptr(), kept, [](void* each) { delete static_cast<at::Tensor*>(each); },
         c10::Device(kType, 0));
-    c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.nbytes(), std::move(bytes), &far_memory(),
-                         false);
+    c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.nbytes(), std::move(bytes),
+                         &far_memory(), false);
     auto made = at::detail::make_tensor<c10::TensorImpl>(
         std::move(storage), c10::DispatchKeySet(c10::DispatchKey::HPU), tensor.dtype());
     made.unsafeGetTensorImpl()->set_sizes_contiguous(tensor.sizes());

@@ -1,4 +1,6 @@
-"""What tests do on the far device, for a process of its own: torch counts it as this process's accelerator for ever."""
+"""What tests do on the far device, for a process of its own: torch counts it as this process's
+accelerator for ever.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,33 @@ from support.far import (
 from support.nvme_training import RATES, Case, Trained, trained
 from support.scripts import load_script
 
-__all__ = ["MIB", "far_process", "gpu_bench", "gradients_seen", "limits_of_modules", "room_for_modules", "trained_far"]
+__all__ = [
+    "MIB",
+    "far_process",
+    "gpu_bench",
+    "gradients_seen",
+    "limits_of_modules",
+    "room_for_modules",
+    "trained_far",
+]
 
 MIB = 1 << 20
 
 
 @contextmanager
 def far_process(folder: Path) -> Iterator[ProcessPoolExecutor]:
-    """Return a process that has the device, compiled into the folder if nobody has yet. Skips where it cannot be."""
+    """Return a process that has the device, compiled into the folder if nobody has yet.
+
+    Skips where it cannot be.
+    """
     missing = far_device_is_missing()
     if missing is not None:
         pytest.skip(missing)
     library = compiled_far_device(folder)
     spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawned, initializer=load_far_device, initargs=(library,)) as process:
+    with ProcessPoolExecutor(
+        1, spawned, initializer=load_far_device, initargs=(library,)
+    ) as process:
         yield process
 
 
@@ -59,7 +74,9 @@ def trained_far(case: Case, drive: Path | None = None) -> Trained:
 
 
 def limits_of_modules() -> dict[str, Any]:
-    """Let modules ask for more than the device's budget has, and for less; return what was told and taken."""
+    """Let modules ask for more than the device's budget has, and for less; return what was told and
+    taken.
+    """
     found: dict[str, Any] = {}
     gc.collect()
     before = allocated()
@@ -81,19 +98,27 @@ def limits_of_modules() -> dict[str, Any]:
 
 
 def gradients_seen(strategy: Strategy) -> dict[str, torch.Tensor]:
-    """Return the gradients that state_of has after two micro-batches of three, wherever they are."""
+    """Return the gradients that state_of has after two micro-batches of three, wherever they
+    are.
+    """
     with deterministic_compute(), _device() as device:
         torch.manual_seed(0)
-        with wide_engine(device, strategy=strategy, accumulation_steps=3, precision="bf16") as engine:
+        with wide_engine(
+            device, strategy=strategy, accumulation_steps=3, precision="bf16"
+        ) as engine:
             for _ in range(2):
                 engine.backward(engine(torch.randn(64, 16, dtype=torch.bfloat16).to(FAR)))
                 engine.step()
             named = engine.model.named_parameters()
-            return {name: torch.as_tensor(engine.state_of(each)["gradient"]) for name, each in named}
+            return {
+                name: torch.as_tensor(engine.state_of(each)["gradient"]) for name, each in named
+            }
 
 
 def room_for_modules() -> dict[str, Any]:
-    """Let the plan leave modules all of the device's budget, and most of it; return what was told and reserved."""
+    """Let the plan leave modules all of the device's budget, and most of it; return what was told
+    and reserved.
+    """
     found: dict[str, Any] = {}
     with _device() as device:
         try:

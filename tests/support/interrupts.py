@@ -1,7 +1,8 @@
-"""Ctrl-C at each place where Python would notice it, or at any line, one after the other and without luck.
+"""Ctrl-C at each place where Python would notice it, or at any line, one after the other and
+without luck.
 
-Those places are where a function begins, and where a call of C code has returned: in no variable is then what it
-returned. The signal is a true one: whoever holds it back sees it later.
+Those places are where a function begins, and where a call of C code has returned: in no variable is
+then what it returned. The signal is a true one: whoever holds it back sees it later.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from typing import Any
 __all__ = ["interrupted", "interrupted_at", "interruptions"]
 
 
-def interruptions(prepare: Callable[[], Callable[[], object]], *modules: ModuleType) -> Iterator[int]:
-    """Do what `prepare` returns, anew each time, and yield after each time that it was interrupted in these modules.
+def interruptions(
+    prepare: Callable[[], Callable[[], object]], *modules: ModuleType
+) -> Iterator[int]:
+    """Do what `prepare` returns, anew each time, and yield after each time that it was interrupted
+    in these modules.
 
     At first at the first place that there is, then at the second, until there are no more.
     """
@@ -30,7 +34,9 @@ def interruptions(prepare: Callable[[], Callable[[], object]], *modules: ModuleT
 
 
 def interrupted(act: Callable[[], object], nth: int, modules: Collection[ModuleType]) -> bool:
-    """Do something, with Ctrl-C at place `nth`, from 0, that is in these modules; False where it has not so many."""
+    """Do something, with Ctrl-C at place `nth`, from 0, that is in these modules; False where it
+    has not so many.
+    """
     files = {module.__file__ for module in modules}
     left = nth
 
@@ -55,9 +61,14 @@ def interrupted(act: Callable[[], object], nth: int, modules: Collection[ModuleT
 
 @contextmanager
 def interrupted_at(
-    line: int, files: tuple[str, ...], function: str | None = None, *, number: signal.Signals = signal.SIGINT
+    line: int,
+    files: tuple[str, ...],
+    function: str | None = None,
+    *,
+    number: signal.Signals = signal.SIGINT,
 ) -> Iterator[list[bool]]:
-    """Interrupt the body where the n-th line, from 1, of files that end so begins; tell whether it was.
+    """Interrupt the body where the n-th line, from 1, of files that end so begins; tell whether it
+    was.
 
     With `function`, only the lines of functions of that name count.
     """
@@ -65,7 +76,10 @@ def interrupted_at(
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
         nonlocal seen
-        if not frame.f_code.co_filename.endswith(files) or function not in {None, frame.f_code.co_name}:
+        if not frame.f_code.co_filename.endswith(files) or function not in {
+            None,
+            frame.f_code.co_name,
+        }:
             return None
         seen += event == "line"
         if event == "line" and seen == line:

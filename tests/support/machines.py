@@ -1,4 +1,6 @@
-"""A machine about which there is nothing to say: tests change one fact and look at what is said then."""
+"""A machine about which there is nothing to say: tests change one fact and look at what is said
+then.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def good_machine() -> Machine:
             numa_nodes=1,
             simd=Simd(features=("sse4_2", "avx2", "fma", "f16c"), level="avx2", problem=None),
         ),
-        memory=Memory(total_bytes=64 * GiB, available_bytes=60 * GiB, usable_bytes=64 * GiB, cgroup=None),
+        memory=Memory(
+            total_bytes=64 * GiB, available_bytes=60 * GiB, usable_bytes=64 * GiB, cgroup=None
+        ),
         gpus=good_gpus(good_gpu()),
         packages=Packages(
             torch="2.13.0+cu130",
@@ -86,7 +90,9 @@ def good_gpus(*devices: Gpu) -> Gpus:
 
 def no_gpus(reason: str) -> Gpus:
     """Return what is known where there is no GPU."""
-    return Gpus(devices=(), driver=None, cuda=None, reason=reason, visible_devices=None, visible_count=0)
+    return Gpus(
+        devices=(), driver=None, cuda=None, reason=reason, visible_devices=None, visible_count=0
+    )
 
 
 def good_gpu() -> Gpu:

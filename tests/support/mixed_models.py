@@ -1,4 +1,6 @@
-"""Models that keep parameters in several dtypes on purpose, as transformers, PEFT and bitsandbytes make them."""
+"""Models that keep parameters in several dtypes on purpose, as transformers, PEFT and bitsandbytes
+make them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ WIDTH = 64
 
 
 class Mixed(Task):
-    """A 16-bit base with rotary fp32 buffers, and in fp32 norms, a router, T5's `wo` and adapters on frozen codes."""
+    """A 16-bit base with rotary fp32 buffers, and in fp32 norms, a router, T5's `wo` and adapters
+    on frozen codes.
+    """
 
     inv_freq: torch.Tensor
     mean: torch.Tensor
@@ -32,14 +36,20 @@ class Mixed(Task):
         self.wi = nn.Linear(WIDTH, 2 * WIDTH).to(dtype)
         self.wo = nn.Linear(2 * WIDTH, WIDTH, bias=False)
         self.router = nn.Linear(WIDTH, 2, bias=False)
-        self.codes = nn.Parameter(torch.randint(-127, 127, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
-        self.scales = nn.Parameter(torch.full((WIDTH,), 2.0**-9).to(torch.float8_e5m2), requires_grad=False)
+        self.codes = nn.Parameter(
+            torch.randint(-127, 127, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False
+        )
+        self.scales = nn.Parameter(
+            torch.full((WIDTH,), 2.0**-9).to(torch.float8_e5m2), requires_grad=False
+        )
         self.mask = nn.Parameter(torch.rand(WIDTH) < 0.9, requires_grad=False)
         self.down = nn.Parameter(torch.randn(WIDTH, 4) / 8)
         self.up = nn.Parameter(torch.zeros(4, WIDTH))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.head = nn.Linear(WIDTH, 32, bias=False).to(head)
-        self.register_buffer("inv_freq", 1 / 10_000 ** (torch.arange(0, WIDTH, 2) / WIDTH), persistent=False)
+        self.register_buffer(
+            "inv_freq", 1 / 10_000 ** (torch.arange(0, WIDTH, 2) / WIDTH), persistent=False
+        )
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def batch(self, seed: int) -> torch.Tensor:
@@ -48,7 +58,9 @@ class Mixed(Task):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         x = self.embed(batch)
         dtype = x.dtype
-        angles = (torch.arange(4096, 4096 + x.shape[1], device=x.device)[:, None] * self.inv_freq).repeat(1, 2)
+        angles = (
+            torch.arange(4096, 4096 + x.shape[1], device=x.device)[:, None] * self.inv_freq
+        ).repeat(1, 2)
         query = self.query(self.norm(x, 0))
         turned = torch.cat([-query[..., WIDTH // 2 :], query[..., : WIDTH // 2]], -1)
         x = x + query * angles.cos().to(dtype) + turned * angles.sin().to(dtype)

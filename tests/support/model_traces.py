@@ -1,7 +1,9 @@
-"""What training real models asks of host memory: parameter shapes as published, and the buffers of one step over them.
+"""What training real models asks of host memory: parameter shapes as published, and the buffers of
+one step over them.
 
-`planned_step` is a step whose every lifetime is known; `events_of` makes leases and releases of it that nobody planned.
-Pure arithmetic, no memory is taken. Used by the tests of layout and pool and by scripts/bench/pinned_pool.
+`planned_step` is a step whose every lifetime is known; `events_of` makes leases and releases of it
+that nobody planned. Pure arithmetic, no memory is taken. Used by the tests of layout and pool and
+by scripts/bench/pinned_pool.
 """
 
 from __future__ import annotations
@@ -71,12 +73,16 @@ def gpt2_xl() -> Model:
 
 
 def llama_3_8b() -> Model:
-    """Llama-3-8B: 32 layers of width 4096, 8 heads of 128 for keys and values, 14336 wide inside."""
+    """Llama-3-8B: 32 layers of width 4096, 8 heads of 128 for keys and values, 14336 wide
+    inside.
+    """
     return _llama("Llama-3-8B", vocabulary=128256, experts=0)
 
 
 def mixtral_8x7b() -> Model:
-    """Mixtral-8x7B: as Llama with eight experts in each layer, all of which some token of a batch goes through."""
+    """Mixtral-8x7B: as Llama with eight experts in each layer, all of which some token of a batch
+    goes through.
+    """
     return _llama("Mixtral-8x7B", vocabulary=32000, experts=8)
 
 
@@ -113,13 +119,17 @@ class Gradients(Enum):
 
 
 def planned_step(model: Model, *, gradients: Gradients, ahead: int = LOAD_AHEAD) -> list[Request]:
-    """Return the buffers of a training step: each operator forward, then backward, then each subgroup's update.
+    """Return the buffers of a training step: each operator forward, then backward, then each
+    subgroup's update.
 
-    Parameters are loaded `ahead` operators before they are needed and uploaded UPLOAD_AHEAD before, in each direction.
-    Where gradients are kept, so are the parameters of every fourth operator and the states of every fourth subgroup.
+    Parameters are loaded `ahead` operators before they are needed and uploaded UPLOAD_AHEAD before,
+    in each direction. Where gradients are kept, so are the parameters of every fourth operator and
+    the states of every fourth subgroup.
     """
     turn = 2 * len(model.operators)  # the first step of the updates
-    subgroups = [min(SUBGROUP, model.parameters - begin) for begin in range(0, model.parameters, SUBGROUP)]
+    subgroups = [
+        min(SUBGROUP, model.parameters - begin) for begin in range(0, model.parameters, SUBGROUP)
+    ]
     whole_step = (0, turn + len(subgroups))
     requests = []
 
@@ -139,7 +149,12 @@ def planned_step(model: Model, *, gradients: Gradients, ahead: int = LOAD_AHEAD)
                 ask(f"backward {name}", nbytes, back - ahead, back - UPLOAD_AHEAD)
             position += count
             updated = turn + (position - 1) // SUBGROUP
-            ask(f"gradient {name}", nbytes, down, max(updated, down) if gradients is Gradients.KEPT else down + 1)
+            ask(
+                f"gradient {name}",
+                nbytes,
+                down,
+                max(updated, down) if gradients is Gradients.KEPT else down + 1,
+            )
     for number, count in enumerate(subgroups):  # one is loaded, one updated, one stored
         kept = gradients is Gradients.KEPT and number % 4 == 0
         step = turn + number
@@ -168,9 +183,11 @@ class Event:
 
 
 def events_of(requests: Sequence[Request], *, seed: int) -> list[Event]:
-    """Return the leases and releases of these requests, those of one step in an order drawn from `seed`.
+    """Return the leases and releases of these requests, those of one step in an order drawn from
+    `seed`.
 
-    What ends in a step is released before what begins in the next one is leased. Everything is released at the end.
+    What ends in a step is released before what begins in the next one is leased. Everything is
+    released at the end.
     """
     draw = random.Random(seed)
     drawn = [(request, draw.random(), draw.random()) for request in requests]

@@ -1,4 +1,5 @@
-"""Small file systems that exist for the length of a `with`: tmpfs, and ext4 on a loop device of any sector size.
+"""Small file systems that exist for the length of a `with`: tmpfs, and ext4 on a loop device of any
+sector size.
 
 Need root and a kernel that lets this process mount: DiskUnavailableError with the reason elsewhere.
 """
@@ -23,7 +24,9 @@ class DiskUnavailableError(Exception):
 @contextmanager
 def tmpfs(folder: Path, nbytes: int) -> Iterator[Path]:
     """Yield a directory with room for `nbytes`."""
-    with _mounted(folder / "tmpfs", "-t", "tmpfs", "-o", f"size={nbytes},mode=1777", "tmpfs") as mount_point:
+    with _mounted(
+        folder / "tmpfs", "-t", "tmpfs", "-o", f"size={nbytes},mode=1777", "tmpfs"
+    ) as mount_point:
         yield mount_point
 
 
@@ -72,7 +75,10 @@ def _try(program: str, *arguments: str) -> str:
 
 
 def _undo(program: str, *arguments: str) -> None:
-    """Fail rather than skip: what cannot be undone is still in use. A ring's files are let go of a little later."""
+    """Fail rather than skip: what cannot be undone is still in use.
+
+    A ring's files are let go of a little later.
+    """
     deadline = time.monotonic() + 10
     while (done := _run(program, *arguments)).returncode != 0 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -83,5 +89,10 @@ def _undo(program: str, *arguments: str) -> None:
 def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PATH": _PATH}
     return subprocess.run(
-        [program, *arguments], capture_output=True, text=True, check=False, timeout=60, env=environment
+        [program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment,
     )

@@ -1,8 +1,10 @@
-"""A file system that misbehaves: it answers the kernel's FUSE requests itself, in a process of its own, from a script.
+"""A file system that misbehaves: it answers the kernel's FUSE requests itself, in a process of its
+own, from a script.
 
-`failing_files(folder, {...})` mounts a directory of fixed files for the length of a `with`. Each holds bytes that a
-reader can compute, and each may cut every transfer short, fail whatever touches the bytes from an offset on, or be
-another file each time its name is looked up. Needs root and /dev/fuse: FuseUnavailableError with the reason elsewhere.
+`failing_files(folder, {...})` mounts a directory of fixed files for the length of a `with`. Each
+holds bytes that a reader can compute, and each may cut every transfer short, fail whatever touches
+the bytes from an offset on, or be another file each time its name is looked up. Needs root and
+/dev/fuse: FuseUnavailableError with the reason elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from pathlib import Path
 
 _IN_HEADER = struct.Struct("<IIQQIIII")
 _OUT_HEADER = struct.Struct("<IiQ")
-_TRANSFER = struct.Struct("<QQIIQII")  # of reads and writes: handle, offset, size, flags, lock owner, flags, padding
+# of reads and writes: handle, offset, size, flags, lock owner, flags, padding
+_TRANSFER = struct.Struct("<QQIIQII")
 _ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
 _DIRECT_IO = 1  # what is opened so passes short transfers on, and no page cache hides them
 _SIZE_IS_SET = 1 << 3
@@ -40,19 +43,23 @@ class DirectIO(Enum):
     """What a file system lets the kernel do with direct I/O: its answer to FUSE_ASYNC_DIO."""
 
     ASYNCHRONOUS = 1 << 15  # as libfuse asks for
-    SYNCHRONOUS = 0  # Linux 6.18's io_uring then reads the rest of a short read from its start, but in its workers
+    # Linux 6.18's io_uring then reads the rest of a short read from its start, but in its workers
+    SYNCHRONOUS = 0
 
 
 class Identity(str, Enum):
     """Which file a name is."""
 
     KEPT = "kept"
-    REPLACED = "replaced"  # another at each look-up, as if something else were renamed to it all the time
+    # another at each look-up, as if something else were renamed to it all the time
+    REPLACED = "replaced"
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a file of `nbytes` does: transfers of at most `longest` bytes, an `error` from offset `fails_from` on."""
+    """What a file of `nbytes` does: transfers of at most `longest` bytes, an `error` from offset
+    `fails_from` on.
+    """
 
     nbytes: int
     longest: int = 1 << 30
@@ -90,19 +97,28 @@ def failing_files(
             raise FuseUnavailableError(server.communicate(timeout=10)[1].strip().splitlines()[-1])
         yield mount_point
     finally:
-        subprocess.run(["umount", "--lazy", str(mount_point)], capture_output=True, check=False, timeout=60)
+        subprocess.run(
+            ["umount", "--lazy", str(mount_point)], capture_output=True, check=False, timeout=60
+        )
         server.communicate(timeout=60)
 
 
 class _Server:
-    """Answers requests until the file system is unmounted. Node 1 is the directory, the files follow."""
+    """Answers requests until the file system is unmounted.
 
-    def __init__(self, device: int, behaviours: Mapping[str, Behaviour], direct_io: DirectIO) -> None:
+    Node 1 is the directory, the files follow.
+    """
+
+    def __init__(
+        self, device: int, behaviours: Mapping[str, Behaviour], direct_io: DirectIO
+    ) -> None:
         self.device = device
         self.direct_io = direct_io
         self.names = {name: _ROOT + 1 + place for place, name in enumerate(behaviours)}
         self.behaviours = {self.names[name]: behaviour for name, behaviour in behaviours.items()}
-        self.contents = {node: bytearray(byte_pattern(one.nbytes)) for node, one in self.behaviours.items()}
+        self.contents = {
+            node: bytearray(byte_pattern(one.nbytes)) for node, one in self.behaviours.items()
+        }
         self.answers: dict[int, Callable[[int, bytes], bytes]] = {
             1: self.look_up,
             3: lambda node, _: struct.pack("<QII", _FOREVER_S, 0, 0) + self.attributes(node),
@@ -143,12 +159,25 @@ class _Server:
             payload = self.answers[opcode](node, body)
         except OSError as error:
             code = -(error.errno or errno.EIO)
-        os.write(self.device, _OUT_HEADER.pack(_OUT_HEADER.size + len(payload), code, unique) + payload)
+        os.write(
+            self.device, _OUT_HEADER.pack(_OUT_HEADER.size + len(payload), code, unique) + payload
+        )
 
     def initialise(self, _: int, body: bytes) -> bytes:
         major, minor = struct.unpack_from("<II", body)
         return struct.pack(
-            "<IIIIHHIIHHI28x", min(major, 7), min(minor, 31), 0, self.direct_io.value, 16, 12, _MOST_BYTES, 1, 0, 0, 0
+            "<IIIIHHIIHHI28x",
+            min(major, 7),
+            min(minor, 31),
+            0,
+            self.direct_io.value,
+            16,
+            12,
+            _MOST_BYTES,
+            1,
+            0,
+            0,
+            0,
         )
 
     def look_up(self, _: int, body: bytes) -> bytes:
@@ -166,7 +195,9 @@ class _Server:
         directory = node == _ROOT
         nbytes = 0 if directory else len(self.contents[node])
         mode = stat.S_IFDIR | 0o755 if directory else stat.S_IFREG | 0o666
-        return _ATTRIBUTES.pack(node, nbytes, nbytes // 512 + 1, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0)
+        return _ATTRIBUTES.pack(
+            node, nbytes, nbytes // 512 + 1, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0
+        )
 
     def set_attributes(self, node: int, body: bytes) -> bytes:
         valid, _, _, nbytes = struct.unpack_from("<IIQQ", body)
@@ -206,7 +237,10 @@ def main() -> None:
     device = os.open("/dev/fuse", os.O_RDWR)
     libc = ctypes.CDLL(None, use_errno=True)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
-    if libc.mount(b"failing", mount_point.encode(), b"fuse.failing", ctypes.c_ulong(0), options) != 0:
+    if (
+        libc.mount(b"failing", mount_point.encode(), b"fuse.failing", ctypes.c_ulong(0), options)
+        != 0
+    ):
         code = ctypes.get_errno()
         raise OSError(code, f"mount: {os.strerror(code)}", mount_point)
     print("ready", flush=True)

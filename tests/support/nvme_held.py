@@ -1,4 +1,6 @@
-"""Queues at a standstill, for tests of what happens meanwhile: a drive that is busy, a completing thread that is."""
+"""Queues at a standstill, for tests of what happens meanwhile: a drive that is busy, a completing
+thread that is.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from support.nvme_io import CHUNK, TIMEOUT_S, pattern
 
 HOLD_US = 700_000
 COMPLETER = "deepnvme-futures"  # the name of a queue's own thread
-HANG_S = 10.0  # after which what should take milliseconds counts as hanging, where it is known to have done so
+# after which what should take milliseconds counts as hanging, where it is known to have done so
+HANG_S = 10.0
 
 
 @contextmanager
@@ -27,7 +30,8 @@ def held(
     hold_us: int = HOLD_US,
     faults: FaultPlan | None = None,
 ) -> Iterator[tuple[IOQueue, File, IOFuture[int]]]:
-    """Yield a queue, a file of three chunks, and the write of its first chunk, which is under way and slow.
+    """Yield a queue, a file of three chunks, and the write of its first chunk, which is under way
+    and slow.
 
     `faults` come on top; that write is the first request they see.
     """
@@ -47,7 +51,9 @@ def held(
 
 @contextmanager
 def completer_held(file: File) -> Iterator[threading.Event]:
-    """Keep the queue's own thread in a callback until the event that is yielded is set, at the latest at the end."""
+    """Keep the queue's own thread in a callback until the event that is yielded is set, at the
+    latest at the end.
+    """
     begun, release = threading.Event(), threading.Event()
 
     def hold(_: object) -> None:

@@ -1,4 +1,6 @@
-"""What the tests of deepnvme share: backends and why one is skipped, memory of each alignment, bytes to compare."""
+"""What the tests of deepnvme share: backends and why one is skipped, memory of each alignment,
+bytes to compare.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def assert_same(seen: Any, expected: Any) -> None:
 
 
 def contents(queue: IOQueue, path: str | Path) -> bytes:
-    """Return what the file holds: as the kernel tells everybody, or by the queue for a file in memory."""
+    """Return what the file holds: as the kernel tells everybody, or by the queue for a file in
+    memory.
+    """
     if queue.backend != "memory":
         return Path(path).read_bytes()
     with queue.open(path, "r") as file:

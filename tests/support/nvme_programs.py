@@ -1,4 +1,6 @@
-"""Runs small programs in processes of their own, where a test needs one that dies, forks or has fewer rights."""
+"""Runs small programs in processes of their own, where a test needs one that dies, forks or has
+fewer rights.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ def run_program(
     launcher: Sequence[str] = (),
     environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `text` as a script with `arguments`; `python` are options of the interpreter, `launcher` what starts it."""
+    """Run `text` as a script with `arguments`; `python` are options of the interpreter, `launcher`
+    what starts it.
+    """
     script = folder / "program.py"
     script.write_text(text)
     script.chmod(0o644)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("DEEPNVME_")}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("DEEPNVME_")
+    }
     return subprocess.run(
         [*launcher, sys.executable, *python, str(script), *map(str, arguments)],
         cwd=folder,

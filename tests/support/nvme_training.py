@@ -1,4 +1,6 @@
-"""Training of small models with what rests on drives, at the least host budget that a plan can do with."""
+"""Training of small models with what rests on drives, at the least host budget that a plan can do
+with.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,18 @@ from support.engine_bits import Bits, bits_of
 from support.mixed_models import MIXED
 from support.small_models import MODELS, Task
 
-__all__ = ["RATES", "STREAMED", "Case", "Trained", "digest_of", "emulated", "made", "opened", "train", "trained"]
+__all__ = [
+    "RATES",
+    "STREAMED",
+    "Case",
+    "Trained",
+    "digest_of",
+    "emulated",
+    "made",
+    "opened",
+    "train",
+    "trained",
+]
 
 RATES = Rates(
     h2d_bytes_per_s=5e9,
@@ -52,7 +65,14 @@ class Case:
     checksum: str | None = "off"  # None: the default
 
 
-STREAMED = Case(precision="bf16", clip=0.05, strategy=NvmeStreamed(), parameters="nvme", host=17_100_000, steps=3)
+STREAMED = Case(
+    precision="bf16",
+    clip=0.05,
+    strategy=NvmeStreamed(),
+    parameters="nvme",
+    host=17_100_000,
+    steps=3,
+)
 """Little enough of the host that states and gradients rest on the drives as well."""
 
 
@@ -70,7 +90,9 @@ def emulated(seed: int) -> Accelerator:
     """Return a device whose copies and works are late by chance."""
     chance = random.Random(seed)
     late = lambda _: int(10 ** chance.uniform(0, 7)) if chance.random() < 0.3 else 0  # noqa: E731
-    return emulated_accelerator(Emulation(rates=RATES, capacity_bytes=64 << 20, seed=seed, delay_ns=late))
+    return emulated_accelerator(
+        Emulation(rates=RATES, capacity_bytes=64 << 20, seed=seed, delay_ns=late)
+    )
 
 
 def made(model: str) -> tuple[Task, torch.optim.Optimizer]:
@@ -85,7 +107,9 @@ def made(model: str) -> tuple[Task, torch.optim.Optimizer]:
 
 
 @contextmanager
-def opened(case: Case, on: Accelerator | None, drive: Path | None, **more: Any) -> Iterator[tuple[Engine, Task]]:
+def opened(
+    case: Case, on: Accelerator | None, drive: Path | None, **more: Any
+) -> Iterator[tuple[Engine, Task]]:
     """Open an engine for the case, with what rests on drives in the folder `drive`."""
     task, optimizer = made(case.model)
     budget: dict[str, object] = {"host": case.host, "device": case.device}
@@ -119,7 +143,9 @@ def digest_of(bits: Bits) -> str:
     digest = hashlib.sha256()
     for name, each in sorted(bits.items()):
         digest.update(name.encode())
-        digest.update(each.contiguous().view(-1).view(torch.uint8).numpy().data if each.numel() else b"")
+        digest.update(
+            each.contiguous().view(-1).view(torch.uint8).numpy().data if each.numel() else b""
+        )
     return digest.hexdigest()
 
 
@@ -151,4 +177,6 @@ def trained(case: Case, on: Accelerator | None, drive: Path | None) -> Trained:
     assert {each.device.type for each in (*task.parameters(), *task.buffers())} == {"cpu"}
     if on is not None:
         on.close()
-    return Trained(bits, losses, loads, {name: each.detach().clone() for name, each in task.named_parameters()})
+    return Trained(
+        bits, losses, loads, {name: each.detach().clone() for name, each in task.named_parameters()}
+    )

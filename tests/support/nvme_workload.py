@@ -1,7 +1,8 @@
 """A fixed mix of operations on several files, and the judge of how it went: a model of every file.
 
-Operations of a round run at the same time and touch no common byte of which one writes it. What a failed write leaves
-is its certain prefix and, byte by byte behind it, the old or the new; everything else is exact.
+Operations of a round run at the same time and touch no common byte of which one writes it. What a
+failed write leaves is its certain prefix and, byte by byte behind it, the old or the new;
+everything else is exact.
 """
 
 from __future__ import annotations
@@ -59,14 +60,18 @@ class Run:
 
     queue: IOQueue
     paths: list[Path]
-    models: list[bytearray] = field(default_factory=lambda: [bytearray(LENGTH) for _ in range(FILES)])
+    models: list[bytearray] = field(
+        default_factory=lambda: [bytearray(LENGTH) for _ in range(FILES)]
+    )
     errors: list[NVMeError] = field(default_factory=list)
     requests: int = 0
     """How many the queue made of the calls."""
 
 
 def make_workload(seed: int, rounds: int = 24, width: int = 8) -> Workload:
-    """Return the same workload for the same seed: every third round is one call at the end of a file."""
+    """Return the same workload for the same seed: every third round is one call at the end of a
+    file.
+    """
     source = random.Random(seed)
     made = []
     for number in range(rounds):
@@ -74,7 +79,16 @@ def make_workload(seed: int, rounds: int = 24, width: int = 8) -> Workload:
         if number % 3 == 0:
             offset = LENGTH - source.choice(EDGES[:7])
             name = "pwrite" if number % 2 else "readinto"
-            made.append((Call(name, source.randrange(FILES), offset, source.randbytes(source.choice(EDGES[1:]))),))
+            made.append(
+                (
+                    Call(
+                        name,
+                        source.randrange(FILES),
+                        offset,
+                        source.randbytes(source.choice(EDGES[1:])),
+                    ),
+                )
+            )
     return Workload(tuple(made))
 
 
@@ -101,15 +115,22 @@ def run_workload(queue: IOQueue, folder: Path, workload: Workload) -> Run:
         for calls in workload.rounds:
             _run_round(run, files, calls)
         drives = queue.stats().drives.values()
-        run.requests = sum(one.chunks + one.short_transfers + one.retries + one.direct_refused for one in drives)
+        run.requests = sum(
+            one.chunks + one.short_transfers + one.retries + one.direct_refused for one in drives
+        )
         for path, model in zip(run.paths, run.models, strict=True):
             assert_same(contents(queue, path), model)
     return run
 
 
 def _run_round(run: Run, files: list[File], calls: tuple[Call, ...]) -> None:
-    buffers = [bytearray(call.data if call.name == "pwrite" else b"\xee" * len(call.data)) for call in calls]
-    futures = [_submit(files[call.file], call, buffer) for call, buffer in zip(calls, buffers, strict=True)]
+    buffers = [
+        bytearray(call.data if call.name == "pwrite" else b"\xee" * len(call.data))
+        for call in calls
+    ]
+    futures = [
+        _submit(files[call.file], call, buffer) for call, buffer in zip(calls, buffers, strict=True)
+    ]
     ends = [
         (call, buffer, future.exception(TIMEOUT_S))
         for call, buffer, future in zip(calls, buffers, futures, strict=True)
@@ -160,7 +181,9 @@ def _judge_failure(run: Run, call: Call, buffer: bytearray, error: NVMeError) ->
 
 
 def _judge_remains(run: Run, number: int, torn: list[Call]) -> bytearray:
-    """Return what the file holds after these writes failed, once every byte is seen to be the old one or a new one."""
+    """Return what the file holds after these writes failed, once every byte is seen to be the old
+    one or a new one.
+    """
     model, seen = run.models[number], bytearray(contents(run.queue, run.paths[number]))
     assert len(model) <= len(seen) <= max(len(model), *(call.end for call in torn))
     is_now = np.frombuffer(seen, np.uint8)
@@ -168,5 +191,7 @@ def _judge_remains(run: Run, number: int, torn: list[Call]) -> bytearray:
     for call in torn:
         new = np.frombuffer(call.data, np.uint8)[: max(0, len(seen) - call.offset)]
         explained[call.offset : call.end] |= is_now[call.offset : call.end] == new
-    assert bool(explained.all()), f"byte {int(np.argmin(explained))} of file {number} is neither old nor new"
+    assert bool(explained.all()), (
+        f"byte {int(np.argmin(explained))} of file {number} is neither old nor new"
+    )
     return seen

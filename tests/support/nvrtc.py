@@ -1,4 +1,6 @@
-"""NVRTC without cupy: the functions that infinity_engine.optim.nvrtc uses, bound by ctypes to the wheel's library."""
+"""NVRTC without cupy: the functions that infinity_engine.optim.nvrtc uses, bound by ctypes to the
+wheel's library.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ class WheelNvrtc:
         program = ctypes.c_void_p()
         texts = (ctypes.c_char_p * len(headers))(*headers)
         names = (ctypes.c_char_p * len(headers))(*include_names)
-        self._call("nvrtcCreateProgram", ctypes.byref(program), src.encode(), name.encode(), len(headers), texts, names)
+        self._call(
+            "nvrtcCreateProgram",
+            ctypes.byref(program),
+            src.encode(),
+            name.encode(),
+            len(headers),
+            texts,
+            names,
+        )
         return program
 
     def compileProgram(self, program: ctypes.c_void_p, options: Sequence[str]) -> None:  # noqa: N802

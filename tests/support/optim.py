@@ -1,4 +1,6 @@
-"""Memory and updates for the tests of the optimizer kernels: arrays in, arrays out, any home, rule and form."""
+"""Memory and updates for the tests of the optimizer kernels: arrays in, arrays out, any home, rule
+and form.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +80,21 @@ class Model:
             states=tuple(Stream.of(each, format=self.formats.state_format) for each in self.states),
         )
 
-    def step(self, kernels: HostKernels, gradient: npt.NDArray[Any], format_: FloatFormat, factor: float = 1.0) -> None:
+    def step(
+        self,
+        kernels: HostKernels,
+        gradient: npt.NDArray[Any],
+        format_: FloatFormat,
+        factor: float = 1.0,
+    ) -> None:
         """Update every segment with its piece of the gradient."""
         segments = self.state.subgroup.segments
         whole = Stream.of(gradient, format=format_)
-        copy = None if self.parameter is None else Stream.of(self.parameter, format=self.formats.parameter)
+        copy = (
+            None
+            if self.parameter is None
+            else Stream.of(self.parameter, format=self.formats.parameter)
+        )
         update = update_records(
             self.state,
             rules=[self.rule] * len(segments),
@@ -97,12 +109,19 @@ class Model:
         """Return the fp32 master, joined where it is split."""
         if self.remainder is None or self.parameter is None:
             return self.master
-        high, low = self.parameter.astype(np.uint32) << 16, self.remainder.astype(np.int16).astype(np.int32)
+        high, low = (
+            self.parameter.astype(np.uint32) << 16,
+            self.remainder.astype(np.int16).astype(np.int32),
+        )
         return (high + low.astype(np.uint32)).view(np.float32)
 
     def everything(self) -> list[npt.NDArray[Any]]:
         """Return the bits of all that an update writes."""
-        kept = [*self.states, self.parameter, self.master if self.remainder is None else self.remainder]
+        kept = [
+            *self.states,
+            self.parameter,
+            self.master if self.remainder is None else self.remainder,
+        ]
         return [bits_of(each) for each in kept if each is not None]
 
 

@@ -1,4 +1,6 @@
-"""Building and loading models on several ranks for tests: each function runs on every rank; returns what it found."""
+"""Building and loading models on several ranks for tests: each function runs on every rank; returns
+what it found.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ __all__ = [
 
 
 class InitializedLater(nn.Module):
-    """Initializes in a second pass, through views and without them, ties weights and reads what it has made."""
+    """Initializes in a second pass, through views and without them, ties weights and reads what it
+    has made.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +86,9 @@ def trained_with_checkpoints() -> nn.Module:
     model = nn.Sequential(nn.Linear(90, 100), nn.LayerNorm(100), nn.Linear(100, 90))
     for _ in range(2):
         x = torch.randn(8, 90, requires_grad=True)
-        checkpoint(model, checkpoint(model, x, use_reentrant=False), use_reentrant=False).sum().backward()
+        checkpoint(
+            model, checkpoint(model, x, use_reentrant=False), use_reentrant=False
+        ).sum().backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is not None
@@ -121,7 +127,9 @@ def budget(drive: str, *, host: str = "256MiB", nvme: str = "64MiB") -> dict[str
 
 
 def is_same(built: BuiltModel, model: nn.Module, plain: nn.Module) -> list[str]:
-    """Return the parameters that have other values than those of a model that was built without a context."""
+    """Return the parameters that have other values than those of a model that was built without a
+    context.
+    """
     expected = dict(plain.named_parameters())
     return [
         name
@@ -130,8 +138,12 @@ def is_same(built: BuiltModel, model: nn.Module, plain: nn.Module) -> list[str]:
     ]
 
 
-def build(names: Iterable[str], drive: str, cache: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Build these of BUILDERS; return what differs from a model that this rank builds alone, and what it takes."""
+def build(
+    names: Iterable[str], drive: str, cache: int | None, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Build these of BUILDERS; return what differs from a model that this rank builds alone, and
+    what it takes.
+    """
     found: dict[str, Any] = {}
     for name in names:
         make = BUILDERS[name]
@@ -139,7 +151,9 @@ def build(names: Iterable[str], drive: str, cache: int | None, settings: Mapping
         plain = make()
         after = torch.get_rng_state()
         torch.manual_seed(7)
-        with infinity_engine.init_context(budget=budget(drive), cache=cache, ranks=settings) as built:
+        with infinity_engine.init_context(
+            budget=budget(drive), cache=cache, ranks=settings
+        ) as built:
             model = make()
         random = torch.equal(torch.get_rng_state(), after)
         written = sum(each.written_bytes for each in built.swap.traffic().values())
@@ -147,7 +161,11 @@ def build(names: Iterable[str], drive: str, cache: int | None, settings: Mapping
         taken = sum(extent.nbytes for extent in built.swap._holders)
         differs = is_same(built, model, plain)
         built.whole()
-        differs += [key for key, each in model.state_dict().items() if not torch.equal(each, plain.state_dict()[key])]
+        differs += [
+            key
+            for key, each in model.state_dict().items()
+            if not torch.equal(each, plain.state_dict()[key])
+        ]
         found[name] = {
             "differs": differs,
             "random": random,
@@ -159,7 +177,9 @@ def build(names: Iterable[str], drive: str, cache: int | None, settings: Mapping
 
 
 def read_in_the_body(drive: str, settings: Mapping[str, Any]) -> list[bool]:
-    """Read a part of a parameter, that is away and then is not, while a model is built; tell whether it was right."""
+    """Read a part of a parameter, that is away and then is not, while a model is built; tell
+    whether it was right.
+    """
     torch.manual_seed(0)
     values = nn.Linear(200, 100).weight.detach().view(-1)[5000:12000]
     torch.manual_seed(0)
@@ -167,18 +187,28 @@ def read_in_the_body(drive: str, settings: Mapping[str, Any]) -> list[bool]:
         first, second = (nn.Linear(200, 100) for _ in range(2))
         away = torch.equal(built.piece(first.weight, 5000, 7000), values)
         first.weight.sum()
-        found = [built.is_absent(second.weight), away, torch.equal(built.piece(first.weight, 5000, 7000), values)]
+        found = [
+            built.is_absent(second.weight),
+            away,
+            torch.equal(built.piece(first.weight, 5000, 7000), values),
+        ]
     built.close()
     return found
 
 
 def train_built(runs: Mapping[str, Run], folder: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Train models that were made in memory, built, or loaded from files; return losses, weights and states."""
-    return {name: {how: _train_built(run, how, folder) for how in WAYS} for name, run in runs.items()}
+    """Train models that were made in memory, built, or loaded from files; return losses, weights
+    and states.
+    """
+    return {
+        name: {how: _train_built(run, how, folder) for how in WAYS} for name, run in runs.items()
+    }
 
 
 def on_a_mesh(shard_ranks: int, run: Run, drive: str, folder: str, files: str) -> dict[str, Any]:
-    """Build, load and train where so many ranks share one copy of a model; return what came of each."""
+    """Build, load and train where so many ranks share one copy of a model; return what came of
+    each.
+    """
     mesh = {"shard_ranks": shard_ranks}
     return {
         "built": build(FEW_BUILDERS, drive, 0, mesh),
@@ -207,7 +237,9 @@ def _train_built(run: Run, how: str, folder: str) -> dict[str, Any]:
         return {"losses": losses, "states": states_of(engine, task), "within": within}
 
 
-def _begun(run: Run, how: str, folder: str, ranks: Mapping[str, Any]) -> tuple[Any, torch.optim.Optimizer]:
+def _begun(
+    run: Run, how: str, folder: str, ranks: Mapping[str, Any]
+) -> tuple[Any, torch.optim.Optimizer]:
     small = budget(next(iter(run.settings["budget"]["nvme"])), host="512MiB", nvme="16MiB")
     if how == "built":
         with infinity_engine.init_context(budget=small, cache=0, ranks=ranks):
@@ -220,13 +252,17 @@ def _begun(run: Run, how: str, folder: str, ranks: Mapping[str, Any]) -> tuple[A
     return made(run)
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 def wide() -> nn.Sequential:
-    """Return a model of several files, with tied, halved, small and empty parameters, and a buffer."""
+    """Return a model of several files, with tied, halved, small and empty parameters, and a
+    buffer.
+    """
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Embedding(640, 32), nn.Linear(32, 640, bias=False), nn.BatchNorm1d(640))
+    model = nn.Sequential(
+        nn.Embedding(640, 32), nn.Linear(32, 640, bias=False), nn.BatchNorm1d(640)
+    )
     model[1].weight = model[0].weight
     model.append(nn.Linear(1000, 257))
     model.scale = nn.Parameter(torch.tensor(2.0))
@@ -251,12 +287,16 @@ def wide_files(folder: Path) -> Path:
     del state["1.weight"]
     names = sorted(state)
     for number in range(2):
-        write_safetensors(folder / f"{number}.safetensors", {name: state[name] for name in names[number::2]})
+        write_safetensors(
+            folder / f"{number}.safetensors", {name: state[name] for name in names[number::2]}
+        )
     return folder
 
 
 def load(folder: str, drive: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Load a model; return what differs from that of the files, and how much was read and written here."""
+    """Load a model; return what differs from that of the files, and how much was read and written
+    here.
+    """
     plain = wide()
     with torch.device("meta"):
         model = wide()
@@ -266,24 +306,42 @@ def load(folder: str, drive: str, settings: Mapping[str, Any]) -> dict[str, Any]
     written = sum(each.written_bytes for each in built.swap.traffic().values())
     differs = is_same(built, model, plain)
     built.whole()
-    differs += [key for key, each in model.state_dict().items() if not torch.equal(each, plain.state_dict()[key])]
-    return {"differs": differs, "read": read, "written": written, "tied": model[0].weight is model[1].weight}
+    differs += [
+        key
+        for key, each in model.state_dict().items()
+        if not torch.equal(each, plain.state_dict()[key])
+    ]
+    return {
+        "differs": differs,
+        "read": read,
+        "written": written,
+        "tied": model[0].weight is model[1].weight,
+    }
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 def _told(call: Callable[[], object]) -> str:
     """Return which error came."""
     try:
         call()
-    except (CapacityError, CollectiveError, ConfigError, TransferError, ZeroDivisionError, RuntimeError) as error:
+    except (
+        CapacityError,
+        CollectiveError,
+        ConfigError,
+        TransferError,
+        ZeroDivisionError,
+        RuntimeError,
+    ) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
 def build_otherwise(what: str, drive: str) -> dict[str, Any]:
-    """Build something else on the last rank, or initialize it otherwise; return what each was told."""
+    """Build something else on the last rank, or initialize it otherwise; return what each was
+    told.
+    """
     rank, size = where()
     last = rank == size - 1
 
@@ -313,7 +371,9 @@ def build_otherwise(what: str, drive: str) -> dict[str, Any]:
 
 
 def fail(what: str, drive: str) -> dict[str, Any]:
-    """Let the last rank fail in the body; return what each was told, and whether the model can be used."""
+    """Let the last rank fail in the body; return what each was told, and whether the model can be
+    used.
+    """
     rank, size = where()
     last = rank == size - 1
     models: list[nn.Module] = []
@@ -323,9 +383,15 @@ def fail(what: str, drive: str) -> dict[str, Any]:
         nvme = "1MiB" if what == "budget" and last else "64MiB"
         with (
             _faulty(
-                Requests.WRITES if what == "write" and last else Requests.READS if what == "read" and last else None
+                Requests.WRITES
+                if what == "write" and last
+                else Requests.READS
+                if what == "read" and last
+                else None
             ),
-            infinity_engine.init_context(budget=budget(place, nvme=nvme), cache=0, ranks={"timeout_s": 20}),
+            infinity_engine.init_context(
+                budget=budget(place, nvme=nvme), cache=0, ranks={"timeout_s": 20}
+            ),
         ):
             model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
             models.append(model)
@@ -337,7 +403,8 @@ def fail(what: str, drive: str) -> dict[str, Any]:
                 nn.init.normal_(module.weight)  # type: ignore[arg-type]
 
     told = _told(body)
-    used = [_told(lambda: model(torch.ones(1, 512))) for model in models]  # noqa: B023  # called at once
+    # called at once
+    used = [_told(lambda: model(torch.ones(1, 512))) for model in models]  # noqa: B023
     return {"told": told, "used": used, "left": _left(drive)}
 
 
@@ -353,7 +420,9 @@ def _faulty(requests: Requests | None) -> Any:
 
 
 def load_otherwise(what: str, folder: str, other: str, drive: str) -> dict[str, Any]:
-    """Load from another directory on the last rank, or with a drive that fails; return what each was told."""
+    """Load from another directory on the last rank, or with a drive that fails; return what each
+    was told.
+    """
     rank, size = where()
     last = rank == size - 1
     with torch.device("meta"):
@@ -361,9 +430,15 @@ def load_otherwise(what: str, folder: str, other: str, drive: str) -> dict[str, 
 
     def body() -> None:
         with _faulty(Requests.READS if what == "read" and last else None):
-            infinity_engine.load_into(model, other if last else folder, budget(drive), ranks={"timeout_s": 20})
+            infinity_engine.load_into(
+                model, other if last else folder, budget(drive), ranks={"timeout_s": 20}
+            )
 
-    return {"told": _told(body), "meta": all(each.is_meta for each in model.parameters()), "left": _left(drive)}
+    return {
+        "told": _told(body),
+        "meta": all(each.is_meta for each in model.parameters()),
+        "left": _left(drive),
+    }
 
 
 def _left(drive: str) -> int:
@@ -372,7 +447,7 @@ def _left(drive: str) -> int:
     return sum(str(os.getpid()) in path.name for path in Path(drive).iterdir())
 
 
-# --- how much it takes ------------------------------------------------------------------------------------------------
+# --- how much it takes ----------------------------------------------------------------------------
 
 
 def _layers(count: int, width: int = 1024) -> nn.Module:
@@ -380,7 +455,9 @@ def _layers(count: int, width: int = 1024) -> nn.Module:
 
 
 def measure_building(drive: str, host: str, count: int) -> dict[str, int]:
-    """Build so many layers of 4 MiB, in two passes; return by how much this process grew at most."""
+    """Build so many layers of 4 MiB, in two passes; return by how much this process grew at
+    most.
+    """
 
     def body() -> nn.Module:
         with infinity_engine.init_context(budget=budget(drive, host=host, nvme="4GiB")):
@@ -412,10 +489,13 @@ LITTLE_AT_ONCE: Mapping[str, Any] = {
 }
 
 
-def measure_training(folder: str | None, drive: str, host: str, count: int, width: int) -> dict[str, int]:
+def measure_training(
+    folder: str | None, drive: str, host: str, count: int, width: int
+) -> dict[str, int]:
     """Build so many layers, or load them from a folder, and train them for two steps.
 
-    Return by how much this process grew at most in each part, and how large model, budget and files are.
+    Return by how much this process grew at most in each part, and how large model, budget and files
+    are.
     """
 
     def body() -> nn.Module:
@@ -433,7 +513,11 @@ def measure_training(folder: str | None, drive: str, host: str, count: int, widt
     model = body()
     found = {"making": meter.rise()}
     engine = infinity_engine.initialize(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), budget=machine, accelerator="cpu", **LITTLE_AT_ONCE
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        budget=machine,
+        accelerator="cpu",
+        **LITTLE_AT_ONCE,
     )
     found["initialize"] = meter.rise()
     with engine:
@@ -479,7 +563,8 @@ class _Resident:
 
 
 def _measured(body: Callable[[], nn.Module], drive: str) -> dict[str, int]:
-    with infinity_engine.init_context(budget=budget(drive), cache=0) as first:  # torch.distributed and its threads
+    # torch.distributed and its threads
+    with infinity_engine.init_context(budget=budget(drive), cache=0) as first:
         _layers(2)
     first.close()
     resident = _Resident()

@@ -1,4 +1,6 @@
-"""Saving and loading on several ranks: each function runs on every rank and returns what the test looks at."""
+"""Saving and loading on several ranks: each function runs on every rank and returns what the test
+looks at.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def with_drive(run: Run, drive: Path | None) -> Run:
 
 
 def saves(run: Run, path: Path, drive: Path | None = None) -> dict[str, Any]:
-    """Train two steps, save, train two more; return the states at both times and the losses of the last two."""
+    """Train two steps, save, train two more; return the states at both times and the losses of the
+    last two.
+    """
     task, optimizer = made(run)
     with deterministic_compute(), ExitStack() as around:
         engine = engine_of(with_drive(run, drive), task, optimizer, around)
@@ -47,7 +51,13 @@ def saves(run: Run, path: Path, drive: Path | None = None) -> dict[str, Any]:
         saved = states_of(engine, task)
         draws = torch.rand(3)
         losses = steps(engine, task, 2, 2)
-        return {"tag": tag, "saved": saved, "draws": draws, "losses": losses, "ended": states_of(engine, task)}
+        return {
+            "tag": tag,
+            "saved": saved,
+            "draws": draws,
+            "losses": losses,
+            "ended": states_of(engine, task),
+        }
 
 
 def goes_on(run: Run, path: Path, drive: Path | None = None) -> dict[str, Any]:
@@ -61,11 +71,19 @@ def goes_on(run: Run, path: Path, drive: Path | None = None) -> dict[str, Any]:
         draws = torch.rand(3)
         losses = steps(engine, task, 2, 2)
         ended = states_of(engine, task)
-        return {"step": loaded.step, "saved": saved, "draws": draws, "losses": losses, "ended": ended}
+        return {
+            "step": loaded.step,
+            "saved": saved,
+            "draws": draws,
+            "losses": losses,
+            "ended": ended,
+        }
 
 
 def fails_on_one_rank(run: Run, path: Path) -> str:
-    """Let the last rank fail to save; return what each is told, after a step and a save that works."""
+    """Let the last rank fail to save; return what each is told, after a step and a save that
+    works.
+    """
 
     class Odd:
         def state_dict(self) -> Any:

@@ -32,14 +32,17 @@ from infinity_engine.partition import (
 
 BLOCK = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Empty, of one element, of less than a block for each rank, of whole blocks for each, and with a short last block.
+# Empty, of one element, of less than a block for each rank, of whole blocks for each, and with a
+# short last block.
 NUMELS = (1, 0, 12 * BLOCK, BLOCK, 5, 24 * BLOCK + 17, 2 * BLOCK + 1, 3 * BLOCK)
 
 DEVICE_NUMEL = 2 * BLOCK + 5
 
 
 def values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return values of every magnitude that a dtype has, zeros of both signs among them, the same for the same seed."""
+    """Return values of every magnitude that a dtype has, zeros of both signs among them, the same
+    for the same seed.
+    """
     random = np.random.default_rng([seed, numel])
     exponents = random.integers(-30, 12, numel)
     drawn = np.ldexp(random.standard_normal(numel), exponents)
@@ -103,14 +106,20 @@ def gathers(ranks: Collectives) -> dict[str, list[torch.Tensor]]:
             for number, (spec, dtype) in enumerate(zip(specs, dtypes, strict=True))
         ]
         gathered[f"{partitioning.value} together"] = gather(ranks, members, partitioning, 0)
-        alone = [gather(ranks, [member], partitioning, number) for number, member in enumerate(members)]
+        alone = [
+            gather(ranks, [member], partitioning, number) for number, member in enumerate(members)
+        ]
         gathered[f"{partitioning.value} alone"] = [each for whole in alone for each in whole]
     return gathered
 
 
-def gather(ranks: Collectives, members: list[GroupMember], partitioning: Partitioning, seed: int) -> list[torch.Tensor]:
+def gather(
+    ranks: Collectives, members: list[GroupMember], partitioning: Partitioning, seed: int
+) -> list[torch.Tensor]:
     """Gather with every size of buffer; return the whole parameters if they are always the same."""
-    group = ShardGroup("all" if len(members) > 1 else members[0].name, members, ranks, partitioning=partitioning)
+    group = ShardGroup(
+        "all" if len(members) > 1 else members[0].name, members, ranks, partitioning=partitioning
+    )
     shards = []
     for number, member in enumerate(members):
         shard = group.shard(number)
@@ -118,7 +127,9 @@ def gather(ranks: Collectives, members: list[GroupMember], partitioning: Partiti
         shards.append(whole[shard.first_element : shard.end].clone())
     found: list[list[torch.Tensor]] = []
     for wire in wires(group.gather_bytes(), ranks.size)[: 3 if len(members) > 1 else 1]:
-        into = [torch.full((member.spec.numel,), torch.nan, dtype=member.dtype) for member in members]
+        into = [
+            torch.full((member.spec.numel,), torch.nan, dtype=member.dtype) for member in members
+        ]
         group.gather(shards, into, wire=wire).wait()
         group.release()
         found.append(into)
@@ -139,7 +150,10 @@ def reduces(ranks: Collectives) -> dict[str, list[torch.Tensor]]:
             group = ShardGroup(f"{dtype}", members, ranks, partitioning=partitioning)
             for number, wire in enumerate(wires(group.reduce_bytes(), ranks.size)):
                 sums[f"{partitioning.value} {dtype} wire {number}"] = reduce(group, mine, wire)
-            apart = [ShardGroup(member.name, [member], ranks, partitioning=partitioning) for member in members]
+            apart = [
+                ShardGroup(member.name, [member], ranks, partitioning=partitioning)
+                for member in members
+            ]
             sums[f"{partitioning.value} {dtype} alone"] = [
                 reduce(one, [gradient], wires(one.reduce_bytes(), ranks.size)[0])[0]
                 for one, gradient in zip(apart, mine, strict=True)
@@ -147,10 +161,15 @@ def reduces(ranks: Collectives) -> dict[str, list[torch.Tensor]]:
     return sums
 
 
-def reduce(group: ShardGroup, mine: Sequence[torch.Tensor | None], wire: torch.Tensor | None) -> list[torch.Tensor]:
+def reduce(
+    group: ShardGroup, mine: Sequence[torch.Tensor | None], wire: torch.Tensor | None
+) -> list[torch.Tensor]:
     """Return this rank's sums."""
     device = "cpu" if wire is None else wire.device
-    into = [torch.full((group.shard(number).numel,), torch.nan, device=device) for number in range(len(mine))]
+    into = [
+        torch.full((group.shard(number).numel,), torch.nan, device=device)
+        for number in range(len(mine))
+    ]
     if wire is not None and wire.is_cuda:
         torch.cuda.synchronize()  # the collectives' stream is not the one that has filled these
     group.reduce(mine, into, adder=TorchAdder(), wire=wire).wait()
@@ -158,11 +177,17 @@ def reduce(group: ShardGroup, mine: Sequence[torch.Tensor | None], wire: torch.T
 
 
 def one_without_a_gradient(ranks: Collectives) -> list[torch.Tensor]:
-    """Reduce what the last rank has no gradient of: coalesced, and alone where it would lie as it is."""
+    """Reduce what the last rank has no gradient of: coalesced, and alone where it would lie as it
+    is.
+    """
     numel = 4 * BLOCK * ranks.size
     [spec] = cut([numel], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
     members = [GroupMember(name, spec, torch.bfloat16) for name in "ab"]
-    gradient = None if ranks.rank == ranks.size - 1 else gradients(numel, torch.bfloat16, ranks.size)[ranks.rank]
+    gradient = (
+        None
+        if ranks.rank == ranks.size - 1
+        else gradients(numel, torch.bfloat16, ranks.size)[ranks.rank]
+    )
     groups = [ShardGroup("both", members, ranks), ShardGroup("one", members[:1], ranks)]
     sums = []
     for group in groups:
@@ -187,7 +212,9 @@ def norm_bits(ranks: Collectives) -> float:
 
 
 def several_at_once(ranks: Collectives) -> list[torch.Tensor]:
-    """Start gathers without waiting, one of them after another, then wait in another order on each rank."""
+    """Start gathers without waiting, one of them after another, then wait in another order on each
+    rank.
+    """
     numel = 3 * BLOCK * ranks.size + 5
     [spec] = cut([numel], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
     under_way: list[CollectiveEvent] = []
@@ -199,7 +226,9 @@ def several_at_once(ranks: Collectives) -> list[torch.Tensor]:
         results.append(into)
         mine = values(numel, torch.float32, number)[shard.first_element : shard.end].clone()
         wire = torch.empty(group.gather_bytes() // (1 + number % 3), dtype=torch.uint8)
-        under_way.append(group.gather([mine], [into], wire=wire, after=under_way[-1:] if number == 3 else ()))
+        under_way.append(
+            group.gather([mine], [into], wire=wire, after=under_way[-1:] if number == 3 else ())
+        )
     order = under_way[ranks.rank :] + under_way[: ranks.rank]
     for event in order:
         event.wait()
@@ -230,7 +259,9 @@ def on_a_device(name: str = "cpu") -> list[torch.Tensor]:
             [spec] = cut([DEVICE_NUMEL], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
             group = ShardGroup("w", [GroupMember("w", spec, torch.float32)], ranks)
             shard, into = group.shard(0), torch.empty(spec.numel, device=device)
-            mine = values(spec.numel, torch.float32, 3)[shard.first_element : shard.end].to(device, copy=True)
+            mine = values(spec.numel, torch.float32, 3)[shard.first_element : shard.end].to(
+                device, copy=True
+            )
             wire = torch.empty(group.gather_bytes() // 2, dtype=torch.uint8, device=device)
             event = group.gather([mine], [into], wire=wire)
             launched = event.launched()
@@ -254,11 +285,17 @@ def check_on_a_device(found: Sequence[Sequence[torch.Tensor]]) -> None:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """Return a tensor's bytes."""
-    return tensor.numpy(force=True).tobytes() if tensor.dtype != torch.bfloat16 else bits(tensor.view(torch.int16))
+    return (
+        tensor.numpy(force=True).tobytes()
+        if tensor.dtype != torch.bfloat16
+        else bits(tensor.view(torch.int16))
+    )
 
 
 def again_and_again() -> list[tuple[bytes, ...]]:
-    """Join and leave several times, with a second sequence of collectives; return what was said each time."""
+    """Join and leave several times, with a second sequence of collectives; return what was said
+    each time.
+    """
     found = []
     for turn in range(4):
         with Collectives.join(timeout_s=600) as ranks, ranks.beside() as others:
@@ -268,7 +305,9 @@ def again_and_again() -> list[tuple[bytes, ...]]:
 
 
 def two_at_once() -> tuple[tuple[bytes, ...], bool]:
-    """Leave a group while another, which has found the processes that the first has brought together, goes on."""
+    """Leave a group while another, which has found the processes that the first has brought
+    together, goes on.
+    """
     me = f"{os.environ['RANK']}".encode()
     first = Collectives.join(timeout_s=600)
     with Collectives.join(timeout_s=600, name="others") as second:
@@ -282,10 +321,15 @@ def crossing() -> list[bytes]:
         numel = BLOCK * ranks.size
         [spec] = cut([numel], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
         into = [torch.empty(numel), torch.empty(numel)]
-        groups = [ShardGroup("w", [GroupMember("w", spec, torch.float32)], each) for each in (ranks, others)]
+        groups = [
+            ShardGroup("w", [GroupMember("w", spec, torch.float32)], each)
+            for each in (ranks, others)
+        ]
         events = {}
         for number in (0, 1) if ranks.rank % 2 else (1, 0):
-            mine = values(numel, torch.float32, number)[groups[number].shard(0).first_element :][:BLOCK].clone()
+            mine = values(numel, torch.float32, number)[groups[number].shard(0).first_element :][
+                :BLOCK
+            ].clone()
             events[number] = groups[number].gather([mine], [into[number]])
             events[number].done()
         for number in (1, 0) if ranks.rank % 2 else (0, 1):
@@ -316,12 +360,17 @@ def mesh(shard_ranks: int) -> tuple[tuple[int, int], tuple[int, int], list[bytes
 
 
 def sums_of_replicas() -> dict[str, Any]:
-    """Sum over all ranks as replicas do, in different rounds; return whether that is what a loop over them gets."""
+    """Sum over all ranks as replicas do, in different rounds; return whether that is what a loop
+    over them gets.
+    """
     numels = [0, 5, BLOCK, 1, 3 * BLOCK + 7]
     adder = TorchAdder()
     equal = []
     with Collectives.join(timeout_s=600) as ranks:
-        of_each = [[values(numel, torch.float32, 10 * rank + numel) for numel in numels] for rank in range(ranks.size)]
+        of_each = [
+            [values(numel, torch.float32, 10 * rank + numel) for numel in numels]
+            for rank in range(ranks.size)
+        ]
         wanted = [each.clone() for each in of_each[0]]
         for other in of_each[1:]:
             wanted = [total + each for total, each in zip(wanted, other, strict=True)]
@@ -334,20 +383,28 @@ def sums_of_replicas() -> dict[str, Any]:
             equal.append([bits(each) for each in mine] == [bits(each) for each in wanted])
         mine = [each.clone() for each in of_each[ranks.rank]]  # of which the first rank has none
         sums.start(
-            "some", mine, says=int(ranks.rank > 0), adder=adder, wire=torch.empty(enough, dtype=torch.uint8)
+            "some",
+            mine,
+            says=int(ranks.rank > 0),
+            adder=adder,
+            wire=torch.empty(enough, dtype=torch.uint8),
         ).wait()
         rest = [torch.zeros_like(each) for each in mine]
         for other in of_each[1:]:
             rest = [total + each for total, each in zip(rest, other, strict=True)]
         equal.append(all(torch.equal(each, total) for each, total in zip(mine, rest, strict=True)))
         mine = [each.clone() for each in of_each[ranks.rank]]
-        event = sums.start("some", mine, says=0, adder=adder, wire=torch.empty(enough, dtype=torch.uint8))
+        event = sums.start(
+            "some", mine, says=0, adder=adder, wire=torch.empty(enough, dtype=torch.uint8)
+        )
         event.wait()
-        kept = all(torch.equal(each, one) for each, one in zip(mine, of_each[ranks.rank], strict=True))
+        kept = all(
+            torch.equal(each, one) for each, one in zip(mine, of_each[ranks.rank], strict=True)
+        )
         return {"equal": equal, "ways": 5, "nobody has anything": kept and not any(event.said)}
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 def disagreements() -> dict[str, CollectiveError]:
@@ -355,7 +412,14 @@ def disagreements() -> dict[str, CollectiveError]:
     dist.init_process_group("gloo")
     found = {}
     try:
-        for wrong in (other_order, other_size, other_buffer, other_value, one_after_another, one_more):
+        for wrong in (
+            other_order,
+            other_size,
+            other_buffer,
+            other_value,
+            one_after_another,
+            one_more,
+        ):
             with Collectives.join(timeout_s=600, name=wrong.__name__) as ranks:
                 try:
                     wrong(ranks)
@@ -366,14 +430,22 @@ def disagreements() -> dict[str, CollectiveError]:
     return found
 
 
-def layer(ranks: Collectives, name: str, numel: int = 8 * BLOCK + 1) -> tuple[ShardGroup, list[torch.Tensor], Any]:
+def layer(
+    ranks: Collectives, name: str, numel: int = 8 * BLOCK + 1
+) -> tuple[ShardGroup, list[torch.Tensor], Any]:
     """Return a group, this rank's shard, and a buffer."""
     [spec] = cut([numel], ranks.size, Partitioning.BANDWIDTH_CENTRIC)
     group = ShardGroup(name, [GroupMember(name, spec, torch.float32)], ranks)
-    return group, [torch.ones(group.shard(0).numel)], torch.empty(group.gather_bytes(), dtype=torch.uint8)
+    return (
+        group,
+        [torch.ones(group.shard(0).numel)],
+        torch.empty(group.gather_bytes(), dtype=torch.uint8),
+    )
 
 
-def gather_layers(ranks: Collectives, names: str, numel: int = 8 * BLOCK + 1, wire_share: int = 1) -> None:
+def gather_layers(
+    ranks: Collectives, names: str, numel: int = 8 * BLOCK + 1, wire_share: int = 1
+) -> None:
     """Gather layers one after another."""
     for name in names:
         group, mine, wire = layer(ranks, f"layer {name}", numel)
@@ -414,11 +486,16 @@ def one_more(ranks: Collectives) -> None:
 
 def dies(rank: int, timeout_s: float) -> CollectiveError | None:
     """Gather layers until a rank is killed; return what the others were told."""
-    return _until(timeout_s, lambda ranks: os.kill(os.getpid(), signal.SIGKILL) if ranks.rank == rank else None)
+    return _until(
+        timeout_s,
+        lambda ranks: os.kill(os.getpid(), signal.SIGKILL) if ranks.rank == rank else None,
+    )
 
 
 def works_until(rank: int, killed_after_s: float) -> CollectiveError | None:
-    """Gather and reduce until a rank is killed in the middle of it; return what the others were told."""
+    """Gather and reduce until a rank is killed in the middle of it; return what the others were
+    told.
+    """
     with Collectives.join(timeout_s=600) as ranks:
         numel = 64 * BLOCK * ranks.size + 1
         group, mine, wire = layer(ranks, "w", numel)
@@ -430,7 +507,9 @@ def works_until(rank: int, killed_after_s: float) -> CollectiveError | None:
         try:
             while True:
                 gathered = group.gather(mine, [into], wire=wire)
-                reduced = group.reduce([into], [sums], adder=TorchAdder(), wire=buffer, after=[gathered])
+                reduced = group.reduce(
+                    [into], [sums], adder=TorchAdder(), wire=buffer, after=[gathered]
+                )
                 reduced.wait()
                 group.release()
         except CollectiveError as error:
@@ -444,7 +523,9 @@ def raises(rank: int, timeout_s: float) -> CollectiveError | None:
 
 def is_stuck(rank: int, timeout_s: float) -> CollectiveError | None:
     """Gather layers until a rank does something else for long; return what the others were told."""
-    return _until(timeout_s, lambda ranks: time.sleep(4 * timeout_s) if ranks.rank == rank else None)
+    return _until(
+        timeout_s, lambda ranks: time.sleep(4 * timeout_s) if ranks.rank == rank else None
+    )
 
 
 def _until(timeout_s: float, happens: Any) -> CollectiveError | None:

@@ -1,4 +1,6 @@
-"""Training on several ranks for tests: each function runs on every rank and returns what the test looks at."""
+"""Training on several ranks for tests: each function runs on every rank and returns what the test
+looks at.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,12 @@ __all__ = [
     "where",
 ]
 
-RATES = Rates(h2d_bytes_per_s=5e9, d2h_bytes_per_s=4e9, host_update_params_per_s=2e8, device_update_params_per_s=2e9)
+RATES = Rates(
+    h2d_bytes_per_s=5e9,
+    d2h_bytes_per_s=4e9,
+    host_update_params_per_s=2e8,
+    device_update_params_per_s=2e9,
+)
 SETTINGS = {
     "accelerator": "cpu",
     "subgroup_numel": 4096,
@@ -112,7 +119,9 @@ class Experts(nn.Module):
 
 
 class Routed(Task):
-    """Two layers of experts; of four, the last is never used, and each half of a batch uses others."""
+    """Two layers of experts; of four, the last is never used, and each half of a batch uses
+    others.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +143,9 @@ class Routed(Task):
 
 
 class Odd(Task):
-    """Parameters of no element, of one, of blocks and a bit, frozen ones, one that nobody uses, one that some do."""
+    """Parameters of no element, of one, of blocks and a bit, frozen ones, one that nobody uses, one
+    that some do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +162,10 @@ class Odd(Task):
         return torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        x = self.frozen(torch.tanh(self.wide(batch.to(self.one.dtype)))) * self.one + self.empty.sum()
+        x = (
+            self.frozen(torch.tanh(self.wide(batch.to(self.one.dtype)))) * self.one
+            + self.empty.sum()
+        )
         if self.uses:
             x = x + self.sometimes.sum() / 5000
         return torch.as_tensor(x).float().pow(2).mean()
@@ -233,7 +247,11 @@ def train(run: Run) -> dict[str, Any]:
                 losses.append(loss.item())
             norms.append(result.gradient_norm)
         usage = engine.usage()
-        found: dict[str, Any] = {"losses": losses, "norms": norms, "states": states_of(engine, task)}
+        found: dict[str, Any] = {
+            "losses": losses,
+            "norms": norms,
+            "states": states_of(engine, task),
+        }
         found["within"] = all(each.peak_held <= each.limit for each in usage)
         found["parameters"] = engine.plan.parameters.name
     found["after"] = {name: saved(each) for name, each in task.named_parameters()}
@@ -249,7 +267,7 @@ def train_all(runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
         dist.destroy_process_group()
 
 
-# --- what else there is to an engine ----------------------------------------------------------------------------------
+# --- what else there is to an engine --------------------------------------------------------------
 
 
 def looks(ranks: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -271,8 +289,12 @@ def looks(ranks: Mapping[str, Any] | None = None) -> dict[str, Any]:
             found["gathered"] = torch.equal(embed.detach(), before["embed.weight"])
         with engine.gathered([embed, position], modify=True), torch.no_grad():
             embed.mul_(2)
-        found["doubled"] = torch.equal(engine.state_dict()["embed.weight"], 2 * before["embed.weight"])
-        found["master"] = torch.equal(torch.as_tensor(engine.state_of(embed)["master"]), 2 * before["embed.weight"])
+        found["doubled"] = torch.equal(
+            engine.state_dict()["embed.weight"], 2 * before["embed.weight"]
+        )
+        found["master"] = torch.equal(
+            torch.as_tensor(engine.state_of(embed)["master"]), 2 * before["embed.weight"]
+        )
         engine.backward(engine(batch_of(task, 0)))
         found["norm"] = engine.clip_grad_norm_(0.1)
         engine.zero_grad()
@@ -316,7 +338,9 @@ def _told(call: Callable[[], object]) -> str:
 
 
 def sometimes() -> list[dict[str, Any]]:
-    """Train a parameter that in turn nobody, the last rank and everybody uses; return gradients' norms and states."""
+    """Train a parameter that in turn nobody, the last rank and everybody uses; return gradients'
+    norms and states.
+    """
     rank, size = where()
     run = Run(model="odd", optimizer="sgd")
     task, optimizer = made(run)
@@ -328,8 +352,16 @@ def sometimes() -> list[dict[str, Any]]:
             task.uses = (False, rank == size - 1, True, rank == 0, False)[step]
             engine.backward(engine(batch_of(task, step)))
             norm = engine.clip_grad_norm_(1e9)
-            shown = [engine.state_of(each).get("gradient") for each in task.parameters() if each.requires_grad]
-            squares = sum(torch.as_tensor(each).double().square().sum().item() for each in shown if each is not None)
+            shown = [
+                engine.state_of(each).get("gradient")
+                for each in task.parameters()
+                if each.requires_grad
+            ]
+            squares = sum(
+                torch.as_tensor(each).double().square().sum().item()
+                for each in shown
+                if each is not None
+            )
             engine.step()
             found.append({"norm": norm, "shown": squares**0.5, "states": states_of(engine, task)})
     return found
@@ -353,7 +385,9 @@ class Deep(Task):
 
 
 def holds(stage: str, slow: int, accumulation: int = 1) -> dict[str, Any]:
-    """Train a deep model, in whose backwards one rank is slower; return the most bytes of whole gradients at a time."""
+    """Train a deep model, in whose backwards one rank is slower; return the most bytes of whole
+    gradients at a time.
+    """
     rank, _ = where()
     torch.manual_seed(0)
     task = Deep()
@@ -385,7 +419,12 @@ def holds(stage: str, slow: int, accumulation: int = 1) -> dict[str, Any]:
             held.append(engine.usage()[0].held - before)
             engine.step()
         [host] = engine.usage()
-        return {"most": most, "left": alive, "held": held, "room": dict(host.holders).get("whole gradients")}
+        return {
+            "most": most,
+            "left": alive,
+            "held": held,
+            "room": dict(host.holders).get("whole gradients"),
+        }
 
 
 def reduces() -> list[int]:
@@ -395,7 +434,9 @@ def reduces() -> list[int]:
     settings = {"storage": {"small_bytes": 0}, "ranks": {"bucket_bytes": 4096}}
     found, before = [], 0
     with deterministic_compute(), ExitStack() as around:
-        engine = engine_of(Run(settings=settings), task, torch.optim.SGD(task.parameters(), lr=0.1), around)
+        engine = engine_of(
+            Run(settings=settings), task, torch.optim.SGD(task.parameters(), lr=0.1), around
+        )
         whole = engine._parts.whole
         assert whole is not None
         for step in range(6):
@@ -407,7 +448,9 @@ def reduces() -> list[int]:
 
 
 class Uneven(Task):
-    """Of as many elements, two parameters of one block each have larger shards than one of two blocks."""
+    """Of as many elements, two parameters of one block each have larger shards than one of two
+    blocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,13 +469,17 @@ class Uneven(Task):
 
 
 class Borrowing(Task):
-    """Of two layers, the second computes with the first one's neighbour's weight, which it has in a list."""
+    """Of two layers, the second computes with the first one's neighbour's weight, which it has in a
+    list.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(64, 64)
         self.owner = nn.Linear(64, 128, bias=False)
-        self.block = nn.Sequential(_Borrower(self.get_parameter("owner.weight")), nn.Tanh(), nn.Linear(128, 1))
+        self.block = nn.Sequential(
+            _Borrower(self.get_parameter("owner.weight")), nn.Tanh(), nn.Linear(128, 1)
+        )
 
     def batch(self, seed: int) -> torch.Tensor:
         return torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
@@ -451,7 +498,9 @@ class _Borrower(nn.Module):
 
 
 def borrow(settings: Mapping[str, Any], *, registers: bool) -> dict[str, Any] | str:
-    """Train a model that uses a parameter out of sight; return its losses and weights, or the error."""
+    """Train a model that uses a parameter out of sight; return its losses and weights, or the
+    error.
+    """
     torch.manual_seed(0)
     task, losses = Borrowing(), []
     run = Run(settings={"storage": {"small_bytes": 0}, **settings})
@@ -488,18 +537,28 @@ def _uneven(device_bytes: Sequence[int], around: ExitStack) -> tuple[Uneven, Eng
 
 
 def gather_in_one_run() -> list[bool]:
-    """Use two parameters together, each of which goes over the wire as it is, where modules have but one each."""
+    """Use two parameters together, each of which goes over the wire as it is, where modules have
+    but one each.
+    """
     torch.manual_seed(0)
     task = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
     before = [each.detach().clone() for each in task.parameters()]
     settings = {**SETTINGS, "storage": {"small_bytes": 0}}
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
-    with infinity_engine.initialize(task, optimizer, settings) as engine, engine.gathered(list(task.parameters())):
-        return [torch.equal(each.detach(), values) for each, values in zip(task.parameters(), before, strict=True)]
+    with (
+        infinity_engine.initialize(task, optimizer, settings) as engine,
+        engine.gathered(list(task.parameters())),
+    ):
+        return [
+            torch.equal(each.detach(), values)
+            for each, values in zip(task.parameters(), before, strict=True)
+        ]
 
 
 def evaluate(counts: Sequence[int], device_bytes: int, *, in_step: bool) -> dict[str, Any] | str:
-    """Evaluate each rank's own number of batches, then train a step; return what was counted, or the error."""
+    """Evaluate each rank's own number of batches, then train a step; return what was counted, or
+    the error.
+    """
     rank, size = where()
     found: list[float] = []
 
@@ -509,7 +568,9 @@ def evaluate(counts: Sequence[int], device_bytes: int, *, in_step: bool) -> dict
             mine = [batch_of(task, number) for number in range(counts[rank])]
             rounds = 0
             with torch.no_grad():
-                for batch, is_new in engine.in_step(mine) if in_step else ((batch, True) for batch in mine):
+                for batch, is_new in (
+                    engine.in_step(mine) if in_step else ((batch, True) for batch in mine)
+                ):
                     loss = engine(batch).item()
                     rounds += 1
                     if is_new:
@@ -525,7 +586,8 @@ def evaluate(counts: Sequence[int], device_bytes: int, *, in_step: bool) -> dict
 
 
 def accumulates(counts: Sequence[int], ranks: Mapping[str, Any]) -> dict[str, Any]:
-    """Train two micro-batches a step on each rank's own number of them; return how many reduces each took, and states.
+    """Train two micro-batches a step on each rank's own number of them; return how many reduces
+    each took, and states.
 
     A batch that a rank gets again has no weight.
     """
@@ -537,24 +599,37 @@ def accumulates(counts: Sequence[int], ranks: Mapping[str, Any]) -> dict[str, An
         engine = engine_of(run, task, optimizer, around)
         whole = engine._parts.whole
         assert whole is not None
-        for batch, is_new in engine.in_step([batch_of(task, number) for number in range(counts[rank])]):
+        for batch, is_new in engine.in_step(
+            [batch_of(task, number) for number in range(counts[rank])]
+        ):
             before = whole.ranks.gradients.started
             engine.backward(engine(batch) * is_new)
             engine.step()
             reduced.append(whole.ranks.gradients.started - before)
             fresh.append(is_new)
-        return {"reduced": reduced, "new": fresh, "steps": engine.steps, "states": states_of(engine, task)}
+        return {
+            "reduced": reduced,
+            "new": fresh,
+            "steps": engine.steps,
+            "states": states_of(engine, task),
+        }
 
 
-def accumulate_by_turns(counts: Sequence[int], settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def accumulate_by_turns(
+    counts: Sequence[int], settings: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Do it with each of these settings of ranks."""
     return [accumulates(counts, each) for each in settings]
 
 
 def accumulate_as_called(ranks: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the same two updates of two micro-batches by several loops; return the states after each loop."""
+    """Make the same two updates of two micro-batches by several loops; return the states after each
+    loop.
+    """
 
-    def states(steps: Sequence[Mapping[str, Any] | None], accumulation: int = 2, *, scale: bool = True) -> Any:
+    def states(
+        steps: Sequence[Mapping[str, Any] | None], accumulation: int = 2, *, scale: bool = True
+    ) -> Any:
         run = Run(accumulation=accumulation, settings={"ranks": ranks})
         task, optimizer = made(run)
         with deterministic_compute(), ExitStack() as around:
@@ -575,7 +650,8 @@ def accumulate_as_called(ranks: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def takes_over(stage: str, *, differs: bool = False) -> str | list[str]:
-    """Step plainly, then let an engine take the optimizer's states over; return which it does not have as they were.
+    """Step plainly, then let an engine take the optimizer's states over; return which it does not
+    have as they were.
 
     Or, where the last rank has another moment, what each was told.
     """
@@ -594,7 +670,12 @@ def takes_over(stage: str, *, differs: bool = False) -> str | list[str]:
         with ExitStack() as around:
             engine = engine_of(run, task, optimizer, around)
             now = {name: engine.state_of(parameter) for name, parameter in parameters.items()}
-        return [name for name, states in before.items() for key in states if not (states[key] == now[name][key]).all()]
+        return [
+            name
+            for name, states in before.items()
+            for key in states
+            if not (states[key] == now[name][key]).all()
+        ]
 
     return _told(differing_states) if differs else differing_states()
 
@@ -616,7 +697,9 @@ def updates_alone(ranks: Mapping[str, Any]) -> str:
 
 
 def close_crowded(rank: int) -> list[str]:
-    """Close where only one rank shares its machine with so many that there is no room; return what was warned of."""
+    """Close where only one rank shares its machine with so many that there is no room; return what
+    was warned of.
+    """
     task, optimizer = made(Run())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -630,7 +713,9 @@ def close_crowded(rank: int) -> list[str]:
 
 
 def begin_alike() -> dict[str, Any]:
-    """Begin where rates have to be measured; return who did, with how many threads, and where its own run."""
+    """Begin where rates have to be measured; return who did, with how many threads, and where its
+    own run.
+    """
     asked: list[int | None] = []
     everywhere = os.sched_getaffinity(0)
 
@@ -644,13 +729,22 @@ def begin_alike() -> dict[str, Any]:
         settings = {"strategy": "interleaved", "update_threads": None}
         engine = engine_of(Run(emulated=True, settings=settings), task, optimizer, around)
         bound = [
-            cores for task in os.listdir("/proc/self/task") if (cores := os.sched_getaffinity(int(task))) != everywhere
+            cores
+            for task in os.listdir("/proc/self/task")
+            if (cores := os.sched_getaffinity(int(task))) != everywhere
         ]
-        return {"asked": asked, "bound": bound, "steps": engine.steps, "everywhere": os.sched_getaffinity(0)}
+        return {
+            "asked": asked,
+            "bound": bound,
+            "steps": engine.steps,
+            "everywhere": os.sched_getaffinity(0),
+        }
 
 
 def plan_together(run: Run, rates: Sequence[Rates | None]) -> dict[str, Any]:
-    """Train with rates of each rank's own; return what came of it, and what the planner says of what this rank has."""
+    """Train with rates of each rank's own; return what came of it, and what the planner says of
+    what this rank has.
+    """
     asked: dict[str, Any] = {}
 
     def choose_and_note(*args: Any, **kwargs: Any) -> Any:
@@ -661,10 +755,13 @@ def plan_together(run: Run, rates: Sequence[Rates | None]) -> dict[str, Any]:
     with patch.object(planning, "choose_together", choose_and_note):
         found = train(replace(run, settings={**run.settings, "rates": rates[where()[0]]}))
     chosen = asked["chosen"]
-    found["homes"] = None if chosen is None else {home.name: chosen.steps.params_at(home) for home in Home}
+    found["homes"] = (
+        None if chosen is None else {home.name: chosen.steps.params_at(home) for home in Home}
+    )
     if chosen is not None:
         found["as planned"] = (
-            chosen.steps == _planned(run, rates[0] or Rates(), *asked["args"], **asked["kwargs"]).steps
+            chosen.steps
+            == _planned(run, rates[0] or Rates(), *asked["args"], **asked["kwargs"]).steps
         )
     return found
 
@@ -694,14 +791,18 @@ def _planned(
         small_bytes=config.storage.small_bytes,
     )
     size = sharding.ranks.size
-    means = Means(budget=replace(room, host=size * room.host), rates=rates, ranks=size, for_all=False)
+    means = Means(
+        budget=replace(room, host=size * room.host), rates=rates, ranks=size, for_all=False
+    )
     choice = decide(training, means, subgroup_numel=config.subgroup_numel).best.choice
     wish = replace(wish_of(config, None), strategy=choice.strategy, tiers=(choice.parameters,))
     return place(sizing, wish, room, io_bytes=0)
 
 
 def run_short(device_bytes: Sequence[int]) -> list[str]:
-    """Ask for more than there is room for, again and again, and then for what there is; return what came of it."""
+    """Ask for more than there is room for, again and again, and then for what there is; return what
+    came of it.
+    """
     found = []
     with deterministic_compute(), ExitStack() as around:
         task, engine = _uneven(device_bytes, around)
@@ -734,11 +835,13 @@ def have_other_devices(device_bytes: Sequence[int]) -> dict[str, Any]:
         return {"parameters": engine.plan.parameters.name, "alike": alike}
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 def differ() -> dict[str, str]:
-    """Begin with something else on the last rank, each time in a new engine; return what each was told."""
+    """Begin with something else on the last rank, each time in a new engine; return what each was
+    told.
+    """
     rank, size = where()
     last = rank == size - 1
     dist.init_process_group("gloo")
@@ -758,13 +861,21 @@ def differ() -> dict[str, str]:
         drives = {"/no/such/directory": "1MiB"} if last else {}
         refused = begins(Run(settings={"budget": {"host": "64MiB", "nvme": drives}}))
         experts = _told(lambda: train(Run(model="routed")))
-        return {"settings": settings, "model": model, "values": values, "refused": refused, "experts": experts}
+        return {
+            "settings": settings,
+            "model": model,
+            "values": values,
+            "refused": refused,
+            "experts": experts,
+        }
     finally:
         dist.destroy_process_group()
 
 
 def begins_with_a_broken_drive(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Begin where the last rank's drives take no byte, and again where they do; return what came of the model."""
+    """Begin where the last rank's drives take no byte, and again where they do; return what came of
+    the model.
+    """
     rank, size = where()
     run = Run(settings={**SETTINGS, **settings, "precision": "bf16"})
     task, optimizer = made(run)
@@ -773,11 +884,15 @@ def begins_with_a_broken_drive(settings: Mapping[str, Any]) -> dict[str, Any]:
     faults = FaultPlan().fail(every=1, requests=Requests.WRITES) if rank == size - 1 else None
     with IOQueue(faults=faults) as queue:
         found: dict[str, Any] = {
-            "told": _told(lambda: infinity_engine.initialize(task, optimizer, run.settings, queue=queue))
+            "told": _told(
+                lambda: infinity_engine.initialize(task, optimizer, run.settings, queue=queue)
+            )
         }
     after = task.state_dict()
     found["changed"] = [
-        name for name, each in before.items() if after[name].dtype != each.dtype or not torch.equal(after[name], each)
+        name
+        for name, each in before.items()
+        if after[name].dtype != each.dtype or not torch.equal(after[name], each)
     ]
     with ExitStack() as around:
         engine = engine_of(run, task, optimizer, around)
@@ -805,7 +920,9 @@ def wants_another_mesh() -> str:
 
 
 def steps_with(what: str) -> str:
-    """Step with something else on the last rank, once all have made a step; return what each was told."""
+    """Step with something else on the last rank, once all have made a step; return what each was
+    told.
+    """
     rank, size = where()
     last = rank == size - 1
     if what == "rate":
@@ -815,7 +932,9 @@ def steps_with(what: str) -> str:
     return _told(lambda: _steps_with(clip=2.0 if last else 1.0))
 
 
-def _steps_with(rate: float = 1e-3, clip: float | None = None, *, drops: bool | None = None) -> None:
+def _steps_with(
+    rate: float = 1e-3, clip: float | None = None, *, drops: bool | None = None
+) -> None:
     """Make a step as all do, and another with this learning rate and bound of the norm.
 
     Or with a second backward, before which the gradients of the first are dropped, or are not.
@@ -837,7 +956,9 @@ def _steps_with(rate: float = 1e-3, clip: float | None = None, *, drops: bool | 
 
 
 def ends(rank: int, step: int, how: str, settings: Mapping[str, Any]) -> str:
-    """Train until a rank is killed, or raises, in the middle of a step; return what the others were told."""
+    """Train until a rank is killed, or raises, in the middle of a step; return what the others were
+    told.
+    """
     run = Run(model="gpt", steps=100, settings={"storage": {"small_bytes": 0}, **settings})
     task, optimizer = made(run)
     me, _ = where()
@@ -859,7 +980,9 @@ def ends(rank: int, step: int, how: str, settings: Mapping[str, Any]) -> str:
 
 
 def is_killed(rank: int, after_s: float, settings: Mapping[str, Any]) -> str:
-    """Train until a rank is killed, so long after the first step; return what the others were told."""
+    """Train until a rank is killed, so long after the first step; return what the others were
+    told.
+    """
     run = Run(steps=100_000, settings={"storage": {"small_bytes": 0}, **settings})
     task, optimizer = made(run)
 
@@ -876,7 +999,9 @@ def is_killed(rank: int, after_s: float, settings: Mapping[str, Any]) -> str:
 
 
 def is_interrupted(told: str) -> str:
-    """Let rank 0 get Ctrl-C while it waits for the other, which comes when it is told of that; return what each saw."""
+    """Let rank 0 get Ctrl-C while it waits for the other, which comes when it is told of that;
+    return what each saw.
+    """
     run = Run(settings={"storage": {"small_bytes": 0}})
     task, optimizer = made(run)
 

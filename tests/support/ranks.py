@@ -1,7 +1,8 @@
 """Ranks for tests: processes that torch.distributed can bring together, and what became of each.
 
-They are forked from a server that has imported everything once, so that a launch costs milliseconds. As with torchrun,
-the store at which they meet belongs to the launcher and survives each of them.
+They are forked from a server that has imported everything once, so that a launch costs
+milliseconds. As with torchrun, the store at which they meet belongs to the launcher and survives
+each of them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Rank:
     exitcode: int | None = None
 
 
-def launch(size: int, program: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Rank]:
+def launch(
+    size: int, program: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0
+) -> list[Rank]:
     """Run `program(*arguments)` on so many ranks; kill those that are not done in time."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -43,7 +46,9 @@ def launch(size: int, program: Callable[..., Any], *arguments: Any, timeout_s: f
     processes, ends = [], []
     for rank in range(size):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(there, rank, size, store.port, program, arguments), daemon=True)
+        process = context.Process(
+            target=_run, args=(there, rank, size, store.port, program, arguments), daemon=True
+        )
         process.start()
         there.close()
         processes.append(process)
@@ -61,7 +66,9 @@ def launch(size: int, program: Callable[..., Any], *arguments: Any, timeout_s: f
     ]
 
 
-def launched(size: int, program: Callable[..., Any], *arguments: Any, timeout_s: float = 200.0) -> list[Any]:
+def launched(
+    size: int, program: Callable[..., Any], *arguments: Any, timeout_s: float = 200.0
+) -> list[Any]:
     """Return what `program(*arguments)` returns on so many ranks, none of which fails."""
     ranks = launch(size, program, *arguments, timeout_s=timeout_s)
     for rank in ranks:
@@ -89,7 +96,12 @@ def _collect(ends: Sequence[Connection], timeout_s: float) -> list[Rank]:
 
 
 def _run(
-    end: Connection, rank: int, size: int, port: int, program: Callable[..., Any], arguments: Sequence[Any]
+    end: Connection,
+    rank: int,
+    size: int,
+    port: int,
+    program: Callable[..., Any],
+    arguments: Sequence[Any],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(
@@ -104,4 +116,5 @@ def _run(
         found: tuple[Any, BaseException | None, str] = program(*arguments), None, ""
     except BaseException as error:
         found = None, error, traceback.format_exc()
-    end.send_bytes(pickle.dumps(found))  # send() would share tensors with a process that is about to end
+    # send() would share tensors with a process that is about to end
+    end.send_bytes(pickle.dumps(found))

@@ -1,8 +1,10 @@
-"""A second implementation of reading and writing files on io_uring: pure Python on python-liburing's library.
+"""A second implementation of reading and writing files on io_uring: pure Python on
+python-liburing's library.
 
-As plain as can be, and sharing nothing with deepnvme: no native code of ours, no direct I/O, no threads. What both do
-to a file must be the same, which is what tests/nvme/test_differential.py asks. The library's C functions are called
-by ctypes; its Python classes are compiled for CPUs with AVX-512 and end the process elsewhere.
+As plain as can be, and sharing nothing with deepnvme: no native code of ours, no direct I/O, no
+threads. What both do to a file must be the same, which is what tests/nvme/test_differential.py
+asks. The library's C functions are called by ctypes; its Python classes are compiled for CPUs with
+AVX-512 and end the process elsewhere.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Functions:
 
 
 class ReferenceFile:
-    """One file, read and written in small pieces, several in flight; short transfers are gone on with."""
+    """One file, read and written in small pieces, several in flight; short transfers are gone on
+    with.
+    """
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -75,7 +79,10 @@ class ReferenceFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._lib.exit(self._ring)
         os.close(self._fd)

@@ -1,4 +1,6 @@
-"""A source of streams that lie in plain arrays, cut over made-up ranks: what an engine is to checkpoints."""
+"""A source of streams that lie in plain arrays, cut over made-up ranks: what an engine is to
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,23 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnvme import IOQueue
-from infinity_engine.checkpoint import CheckpointDirectory, Kind, Manifest, SavedTensor, Slice, write_shard
+from infinity_engine.checkpoint import (
+    CheckpointDirectory,
+    Kind,
+    Manifest,
+    SavedTensor,
+    Slice,
+    write_shard,
+)
 
 Streams = Mapping[tuple[str, str], npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
 class ArraySource:
-    """Hands out the slices of one rank; each stream is cut into `ranks` parts and each part into pieces."""
+    """Hands out the slices of one rank; each stream is cut into `ranks` parts and each part into
+    pieces.
+    """
 
     parameters: Sequence[SavedTensor]
     values: Streams
@@ -31,7 +42,9 @@ class ArraySource:
         for parameter in self.parameters:
             for name in parameter.streams:
                 stream = parameter.stream(name)
-                start, end = (stream.numel * number // self.ranks for number in (self.rank, self.rank + 1))
+                start, end = (
+                    stream.numel * number // self.ranks for number in (self.rank, self.rank + 1)
+                )
                 for first in range(start, end, self.piece_numel):
                     found.append(Slice(stream, first, min(self.piece_numel, end - first)))
         return found
@@ -47,7 +60,9 @@ def parameters_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[SavedTensor, .
     """Return parameters of these shapes, with a master and two moments each."""
     streams = {"master": "F32", "exp_avg": "F32", "exp_avg_sq": "F32"}
     return tuple(
-        SavedTensor(name=name, kind=Kind.TRAINED, shape=shape, dtype="BF16", streams=streams, steps=3)
+        SavedTensor(
+            name=name, kind=Kind.TRAINED, shape=shape, dtype="BF16", streams=streams, steps=3
+        )
         for name, shape in shapes.items()
     )
 

@@ -15,7 +15,9 @@ __all__ = ["load_script"]
 
 
 def load_script(path: str) -> Any:
-    """Return a new module made of that file of scripts/, such as "bench/startup"; leave no bytecode beside it."""
+    """Return a new module made of that file of scripts/, such as "bench/startup"; leave no bytecode
+    beside it.
+    """
     name = f"scripts.{path.replace('/', '.')}"
     loader = importlib.machinery.SourceFileLoader(name, str(env.ROOT / "scripts" / path))
     spec = importlib.util.spec_from_loader(name, loader)

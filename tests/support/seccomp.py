@@ -1,7 +1,9 @@
-"""Starts a command under a seccomp filter that refuses one system call: `seccomp.py EPERM 425 -- command ...`.
+"""Starts a command under a seccomp filter that refuses one system call: `seccomp.py EPERM 425 --
+command ...`.
 
-What Docker's default profile does to io_uring, without Docker and without root: a filter of the process's own, which
-the command inherits. Run as a script; `refusing` gives the start of the command line.
+What Docker's default profile does to io_uring, without Docker and without root: a filter of the
+process's own, which the command inherits. Run as a script; `refusing` gives the start of the
+command line.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def is_supported() -> bool:
 
 
 def refusing(error: str, syscall: int = IO_URING_SETUP) -> list[str]:
-    """Return the launcher that refuses `syscall` with `error`, such as "EPERM", to the command that follows it."""
+    """Return the launcher that refuses `syscall` with `error`, such as "EPERM", to the command that
+    follows it.
+    """
     return [sys.executable, str(Path(__file__).resolve()), error, str(syscall), "--"]
 
 

@@ -50,7 +50,9 @@ class Attention(nn.Module):
             scores = scores.masked_fill(
                 torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1), float("-inf")
             )
-        return torch.as_tensor(self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width)))
+        return torch.as_tensor(
+            self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, width))
+        )
 
 
 class GPT(Task):
@@ -88,7 +90,9 @@ class GPT(Task):
 
                 x = checkpoint(self.run, block, x, use_reentrant=self.checkpointing == "reentrant")
         logits = functional.linear(x * self.scale, self.embed.weight)
-        return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
+        return functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten()
+        )
 
     def run(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         x = x + block["attention"](block["a"](x))
@@ -118,10 +122,14 @@ class Llama(Task):
             x = x + self.attention[layer](self.norm(x, 2 * layer))
             y = self.norm(x, 2 * layer + 1)
             x = x + self.down[layer](functional.silu(self.gate[layer](y)) * self.up[layer](y))
-        return functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
+        return functional.cross_entropy(
+            self.head(x)[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten()
+        )
 
     def norm(self, x: torch.Tensor, which: int) -> torch.Tensor:
-        return torch.as_tensor(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.norms[which])
+        return torch.as_tensor(
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.norms[which]
+        )
 
 
 class MixtureOfExperts(Task):

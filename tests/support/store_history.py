@@ -1,7 +1,9 @@
-"""A history that a store goes through, one commit per step, and a program that goes through it until it is killed.
+"""A history that a store goes through, one commit per step, and a program that goes through it
+until it is killed.
 
-Whoever opens the store afterwards asks `state_after` what its generation must hold. `Nursery` starts the program once
-and lets it fork a writer for each kill, as starting Python takes longer than what is to be tested.
+Whoever opens the store afterwards asks `state_after` what its generation must hold. `Nursery`
+starts the program once and lets it fork a writer for each kill, as starting Python takes longer
+than what is to be tested.
 """
 
 from __future__ import annotations
@@ -73,7 +75,10 @@ def contents(store: TensorStore) -> dict[str, bytes]:
 
 def _changes(step: int) -> tuple[dict[str, bytes], list[str]]:
     sizes = [100 + step % 7, 4096, 9000 + step % 1000]
-    puts = {f"t{(step * 3 + index) % 11}": _NOISE[step % 997 :][:size] for index, size in enumerate(sizes)}
+    puts = {
+        f"t{(step * 3 + index) % 11}": _NOISE[step % 997 :][:size]
+        for index, size in enumerate(sizes)
+    }
     puts[f"large {step % 3}"] = _NOISE[step % 991 :][: 700_000 + step % 5000]
     return puts, [f"t{(step * 5 + 1) % 11}"] if f"t{(step * 5 + 1) % 11}" not in puts else []
 
@@ -83,7 +88,12 @@ class Nursery:
 
     def __init__(self, places: Sequence[Path]) -> None:
         folder = Path(__file__).parents[1]
-        environment = {**os.environ, "DEEPNVME_PROFILE": "", "PYTHONPATH": str(folder), "OPENBLAS_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "DEEPNVME_PROFILE": "",
+            "PYTHONPATH": str(folder),
+            "OPENBLAS_NUM_THREADS": "1",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "support.store_history", *map(str, places)],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -92,12 +102,15 @@ class Nursery:
         self._ear = self._process.stdout.fileno()
         self._heard = b""
         self.pid = 0  # of the writer
-        self.begun = self.done = 0  # generations: the last commit that was begun, and the last one that returned
+        # generations: the last commit that was begun, and the last one that returned
+        self.begun = self.done = 0
         self.dead = 0  # how the one before ended
         self.calls = 0  # of its first commit, where they were counted
 
     def start(self, die_at_call: int = 0) -> None:
-        """Start a writer; one that counts the calls of its first commit and dies before that one, if not 0."""
+        """Start a writer; one that counts the calls of its first commit and dies before that one,
+        if not 0.
+        """
         assert self._process.stdin is not None
         self.begun = self.done = self.calls = 0
         self._process.stdin.write(f"{die_at_call}\n".encode())
@@ -136,7 +149,10 @@ class Nursery:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is not None and self.pid:  # a stopped or a living one would keep the files in use
             with suppress(ProcessLookupError):

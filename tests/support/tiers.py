@@ -1,4 +1,6 @@
-"""Three small tiers to move shards between: an emulated device, pinned memory and a swap file, all under one ledger."""
+"""Three small tiers to move shards between: an emulated device, pinned memory and a swap file, all
+under one ledger.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import torch
 
 from deepnvme import FaultPlan, IOQueue
 from deepnvme.faults import Requests
-from infinity_engine.accel import Accelerator, Buffer, CpuAccelerator, Emulation, StreamKind, emulated_accelerator
+from infinity_engine.accel import (
+    Accelerator,
+    Buffer,
+    CpuAccelerator,
+    Emulation,
+    StreamKind,
+    emulated_accelerator,
+)
 from infinity_engine.errors import TransferError
 from infinity_engine.memory import DeviceMemory, Freed, Lease, Ledger, PinnedPool
 from infinity_engine.plan import Rates, ResolvedBudget, Tier
@@ -41,7 +50,8 @@ class _Gated:
     def done(self) -> bool:
         if self._gate.is_open:
             with suppress(TransferError):  # `wait` tells it
-                self._hop.wait()  # so that one poll is enough: a test is not to depend on a drive's speed
+                # so that one poll is enough: a test is not to depend on a drive's speed
+                self._hop.wait()
         return self._gate.is_open
 
     def wait(self) -> int:
@@ -74,7 +84,11 @@ class Tiers:
         gate = Gate()
         name = "read" if requests is Requests.READS else "write"
         begin: Callable[..., IOHop] = getattr(self.swap, name)
-        setattr(self.swap, name, lambda place, memory, *, what="": _Gated(begin(place, memory, what=what), gate))
+        setattr(
+            self.swap,
+            name,
+            lambda place, memory, *, what="": _Gated(begin(place, memory, what=what), gate),
+        )
         return gate
 
     def content(self, record: ShardRecord) -> bytes:
@@ -96,14 +110,18 @@ def tiers(
     unified: bool = False,
     seed: int = 0,
 ) -> Iterator[Tiers]:
-    """Make tiers of those sizes; freed memory is NaN, and the device's copies happen as late as they may."""
+    """Make tiers of those sizes; freed memory is NaN, and the device's copies happen as late as
+    they may.
+    """
     on_host = host + QUEUE + (device if unified else 0)
     budget = ResolvedBudget(device=device, host=on_host, nvme={str(directory): nvme})
     ledger = Ledger(budget, device_is=Tier.HOST if unified else Tier.DEVICE)
     emulation = Emulation(rates=RATES, capacity_bytes=device, seed=seed, fault=fault)
     accelerator: Accelerator = CpuAccelerator() if unified else emulated_accelerator(emulation)
     pool = PinnedPool(ledger.reserve(Tier.HOST, host, holder="pinned pool"), freed=Freed.NAN)
-    device_memory = DeviceMemory(accelerator, ledger.reserve(Tier.DEVICE, device, holder="device memory"))
+    device_memory = DeviceMemory(
+        accelerator, ledger.reserve(Tier.DEVICE, device, holder="device memory")
+    )
     with IOQueue(chunk_bytes=QUEUE // 4, inflight_bytes=QUEUE, faults=io_faults) as queue:
         pool.serve(queue)
         swap = SwapFile({str(directory): nvme}, ledger, rates={str(directory): 1.0}, queue=queue)

@@ -9,7 +9,9 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 def unnamed_files(directory: Path) -> list[Path]:
-    """Return a path to each file that was made in the directory and has no name there, in the order of making."""
+    """Return a path to each file that was made in the directory and has no name there, in the order
+    of making.
+    """
     found: dict[int, Path] = {}
     for descriptor in sorted(os.listdir(_DESCRIPTORS), key=int):
         path = _DESCRIPTORS / descriptor

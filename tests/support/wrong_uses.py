@@ -1,4 +1,6 @@
-"""Wrong uses of an engine, what is said of them, and what it trains all the same: to compare how Python was started."""
+"""Wrong uses of an engine, what is said of them, and what it trains all the same: to compare how
+Python was started.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from support.nvme_training import digest_of
 
 __all__ = ["told"]
 
-RATES = Rates(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, host_update_params_per_s=1e8, device_update_params_per_s=1e9)
+RATES = Rates(
+    h2d_bytes_per_s=1e9,
+    d2h_bytes_per_s=1e9,
+    host_update_params_per_s=1e8,
+    device_update_params_per_s=1e9,
+)
 _Use = Callable[[Engine], object]
 
 
@@ -34,7 +41,13 @@ def _model() -> nn.Sequential:
 def _opened(**settings: object) -> Iterator[Engine]:
     """Open an engine whose parameters are fetched."""
     budget = {"host": "64MiB", "device": "8MiB"}
-    given = {"parameters": "host", "strategy": "host_only", "precision": "bf16", "budget": budget, **settings}
+    given = {
+        "parameters": "host",
+        "strategy": "host_only",
+        "precision": "bf16",
+        "budget": budget,
+        **settings,
+    }
     net = _model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     with (
@@ -106,13 +119,17 @@ def _with(**settings: object) -> None:
 
 
 def _other_parameters() -> None:
-    infinity_engine.initialize(_model(), torch.optim.AdamW(_model().parameters()), accelerator="cpu")
+    infinity_engine.initialize(
+        _model(), torch.optim.AdamW(_model().parameters()), accelerator="cpu"
+    )
 
 
 _BEGINNINGS: dict[str, Callable[[], None]] = {
     "an unknown setting": partial(_with, strateg="host_only"),
     "an unknown setting of a section": partial(_with, telemetry={"recoding": "off"}),
-    "an unknown option of a strategy": partial(_with, strategy={"name": "interleaved", "shar": 0.5}),
+    "an unknown option of a strategy": partial(
+        _with, strategy={"name": "interleaved", "shar": 0.5}
+    ),
     "a budget that is too small": partial(_with, budget={"host": "8KiB", "device": "8MiB"}),
     "an optimizer of other parameters": _other_parameters,
 }

@@ -1,4 +1,6 @@
-"""Swapped bytes with checksums: one that has changed on a drive is found when it is read, and said where it is."""
+"""Swapped bytes with checksums: one that has changed on a drive is found when it is read, and said
+where it is.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ BLOCK = 2 * PAGE
 
 
 @contextmanager
-def swap_file(*drives: Path, checksum: Checksum = Checksum.CRC32C, queue: IOQueue | None = None) -> Iterator[SwapFile]:
+def swap_file(
+    *drives: Path, checksum: Checksum = Checksum.CRC32C, queue: IOQueue | None = None
+) -> Iterator[SwapFile]:
     for drive in drives:
         drive.mkdir()
     limits = {str(drive): 16 * MIB for drive in drives}
@@ -76,12 +80,18 @@ def test_a_flipped_bit_is_told_with_the_block_that_it_is_in_and_both_sums(tmp_pa
         good = numbered(5 * BLOCK + 100)[3 * BLOCK : 4 * BLOCK]
         bad = bytearray(good)
         bad[5] ^= 4
-        assert (told.what, told.path, told.offset) == ("weights", str(path), extent.offset + 3 * BLOCK)
+        assert (told.what, told.path, told.offset) == (
+            "weights",
+            str(path),
+            extent.offset + 3 * BLOCK,
+        )
         assert (told.asked, told.errno, told.others) == (BLOCK, errno.EBADMSG, ())
         assert (told.expected, told.found) == (crc32c(good), crc32c(bad))
         sums = [f"{each:#010x}" for each in (told.expected, told.found)]
         assert [
-            said for said in ("weights: ", str(path), f"offset {told.offset}", *sums) if said not in str(told)
+            said
+            for said in ("weights: ", str(path), f"offset {told.offset}", *sums)
+            if said not in str(told)
         ] == []
 
 
@@ -109,7 +119,9 @@ def test_what_is_whole_comes_back_and_what_is_repaired_too(block: int, tmp_path:
         assert swap.read(place, memoryview(into)).wait() == 3 * MIB + 77
 
 
-def test_what_was_written_as_a_whole_is_checked_in_parts_and_the_other_way_round(tmp_path: Path) -> None:
+def test_what_was_written_as_a_whole_is_checked_in_parts_and_the_other_way_round(
+    tmp_path: Path,
+) -> None:
     with swap_file(tmp_path / "a") as swap:
         place = written(swap, 4 * BLOCK + 10, block_bytes=BLOCK)
         second = place.part(BLOCK, 2 * BLOCK)
@@ -119,8 +131,14 @@ def test_what_was_written_as_a_whole_is_checked_in_parts_and_the_other_way_round
 
         damage_of(swap, place)
         assert damage_of(swap, second).offset == place.extents[0].offset + 2 * BLOCK
-        assert damage_of(swap, second.part(BLOCK, BLOCK)).offset == place.extents[0].offset + 2 * BLOCK
-        for whole in (place.part(0, BLOCK), place.part(3 * BLOCK, BLOCK + 10), second.part(0, BLOCK)):
+        assert (
+            damage_of(swap, second.part(BLOCK, BLOCK)).offset == place.extents[0].offset + 2 * BLOCK
+        )
+        for whole in (
+            place.part(0, BLOCK),
+            place.part(3 * BLOCK, BLOCK + 10),
+            second.part(0, BLOCK),
+        ):
             swap.read(whole, memoryview(bytearray(whole.nbytes))).wait()
 
 

@@ -1,4 +1,6 @@
-"""The mover: bytes arrive whole, moves overlap, and a failed one leaves the shard where it truly is."""
+"""The mover: bytes arrive whole, moves overlap, and a failed one leaves the shard where it truly
+is.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_a_kept_source_saves_the_way_back(tmp_path: Path) -> None:
         made.mover.forget(record)
 
 
-def test_bytes_that_come_another_way_are_there_when_all_of_their_hops_have_ended(tmp_path: Path) -> None:
+def test_bytes_that_come_another_way_are_there_when_all_of_their_hops_have_ended(
+    tmp_path: Path,
+) -> None:
     content = some_bytes(8 * KiB, seed=1)
     with tiers(tmp_path, unified=True) as made:
         record = made.shard("w", content, Tier.NVME)
@@ -133,7 +137,12 @@ def test_a_shard_is_not_on_the_device_before_its_copy_has_ended(tmp_path: Path) 
         record = made.shard("w", b"\x07" * 4096)
 
         transfer = made.mover.upload(record)
-        on_its_way = (record.residency, record.device, transfer.done(), made.device.reservation.held)
+        on_its_way = (
+            record.residency,
+            record.device,
+            transfer.done(),
+            made.device.reservation.held,
+        )
         transfer.result()
 
         assert on_its_way == (Residency.UPLOADING, None, False, 4096)
@@ -145,7 +154,10 @@ def test_a_shard_is_not_on_the_device_before_its_copy_has_ended(tmp_path: Path) 
 def test_several_moves_are_in_flight_at_once_and_links_work_side_by_side(tmp_path: Path) -> None:
     with tiers(tmp_path) as made:
         assert isinstance(made.accelerator, VirtualAccelerator)
-        down = [made.shard(f"d{index}", some_bytes(10_000, seed=index), Tier.DEVICE) for index in range(3)]
+        down = [
+            made.shard(f"d{index}", some_bytes(10_000, seed=index), Tier.DEVICE)
+            for index in range(3)
+        ]
         up = [made.shard(f"u{index}", some_bytes(10_000, seed=10 + index)) for index in range(3)]
         begun_ns = made.accelerator.now_ns
 
@@ -156,7 +168,8 @@ def test_several_moves_are_in_flight_at_once_and_links_work_side_by_side(tmp_pat
         assert made.mover.drain() == []
 
         assert all(transfer.done() for transfer in transfers)
-        assert made.accelerator.now_ns - begun_ns == 3 * 20_000  # the slower link's time, not the sum of both
+        # the slower link's time, not the sum of both
+        assert made.accelerator.now_ns - begun_ns == 3 * 20_000
         for record in [*up, *down]:
             made.mover.forget(record)
 
@@ -195,7 +208,9 @@ def test_the_device_computes_with_what_arrives_without_the_host_waiting(tmp_path
         assert event is not None
         arriving = lease.flat()
         made.accelerator.wait_for(compute, event)
-        made.accelerator.run(lambda: sums.append(int(arriving.sum())), stream=compute, cost=TimeCost(ns=1)).wait()
+        made.accelerator.run(
+            lambda: sums.append(int(arriving.sum())), stream=compute, cost=TimeCost(ns=1)
+        ).wait()
 
         assert sums == [7 * 4096]
         assert not transfer.done()
@@ -239,7 +254,9 @@ def test_a_failed_copy_leaves_the_shard_where_it_was_and_can_be_tried_again(
         record = made.shard("layers.1.w", content, Tier.HOST)
         if failing is StreamKind.D2H:
             made.mover.upload(record).result()
-        home, to = (Tier.HOST, Tier.DEVICE) if failing is StreamKind.H2D else (Tier.DEVICE, Tier.HOST)
+        home, to = (
+            (Tier.HOST, Tier.DEVICE) if failing is StreamKind.H2D else (Tier.DEVICE, Tier.HOST)
+        )
 
         with pytest.raises(TransferError, match=r"layers\.1\.w"):
             made.mover.move(record, to).result()
@@ -255,9 +272,13 @@ def test_a_failed_copy_leaves_the_shard_where_it_was_and_can_be_tried_again(
 
 
 @pytest.mark.parametrize("requests", [Requests.READS, Requests.WRITES])
-def test_a_failed_io_leaves_the_shard_where_it_was_and_can_be_tried_again(requests: Requests, tmp_path: Path) -> None:
+def test_a_failed_io_leaves_the_shard_where_it_was_and_can_be_tried_again(
+    requests: Requests, tmp_path: Path
+) -> None:
     content = some_bytes(9000, seed=5)
-    with tiers(tmp_path, io_faults=FaultPlan().fail(nth=1, requests=requests, errno=errno.EIO)) as made:
+    with tiers(
+        tmp_path, io_faults=FaultPlan().fail(nth=1, requests=requests, errno=errno.EIO)
+    ) as made:
         record = made.shard("w", content)
         failed = 0
         for to in (Tier.NVME, Tier.HOST):
@@ -344,7 +365,8 @@ def test_a_source_that_is_closed_once_its_copy_has_begun_is_copied_whole(tmp_pat
 
         transfer = made.mover.upload(record, source=Source.KEPT)
         record.host.close()
-        next_one = made.host.lease(4096, holder="whoever comes next")  # has to wait for the copy's event
+        # has to wait for the copy's event
+        next_one = made.host.lease(4096, holder="whoever comes next")
         next_one.memory()[:] = b"\x00" * 4096
         transfer.result()
 
@@ -354,7 +376,9 @@ def test_a_source_that_is_closed_once_its_copy_has_begun_is_copied_whole(tmp_pat
         made.mover.forget(record)
 
 
-def test_a_target_that_is_closed_once_its_copy_has_begun_goes_back_when_that_has_ended(tmp_path: Path) -> None:
+def test_a_target_that_is_closed_once_its_copy_has_begun_goes_back_when_that_has_ended(
+    tmp_path: Path,
+) -> None:
     with tiers(tmp_path, device=4096) as made:
         record = made.shard("w", some_bytes(4096, seed=2))
 
@@ -369,7 +393,7 @@ def test_a_target_that_is_closed_once_its_copy_has_begun_goes_back_when_that_has
         made.mover.forget(record)
 
 
-# --- into -----------------------------------------------------------------------------------------------------------
+# --- into -----------------------------------------------------------------------------------------
 
 
 def test_a_move_into_a_lease_ends_with_the_shard_in_it(tmp_path: Path) -> None:
@@ -433,7 +457,9 @@ def test_a_lease_for_a_shard_that_has_memory_there_is_refused(tmp_path: Path) ->
         made.mover.forget(record)
 
 
-def test_where_device_and_host_are_one_memory_a_lease_to_copy_into_is_refused(tmp_path: Path) -> None:
+def test_where_device_and_host_are_one_memory_a_lease_to_copy_into_is_refused(
+    tmp_path: Path,
+) -> None:
     with tiers(tmp_path, unified=True) as made:
         record = made.shard("w", some_bytes(5000, seed=1))
         with (
@@ -468,7 +494,7 @@ def test_the_lease_of_a_hop_that_never_began_is_closed(tmp_path: Path) -> None:
         made.mover.forget(record)
 
 
-# --- what went wrong ------------------------------------------------------------------------------------------------
+# --- what went wrong ------------------------------------------------------------------------------
 
 
 def test_a_move_that_is_refused_leaves_the_one_under_way_alone(tmp_path: Path) -> None:
@@ -487,8 +513,13 @@ def test_a_move_that_is_refused_leaves_the_one_under_way_alone(tmp_path: Path) -
 
 
 def test_an_error_that_nobody_asked_for_is_told_by_drain(tmp_path: Path) -> None:
-    with tiers(tmp_path, nvme=8 * KiB, io_faults=FaultPlan().fail(nth=1, requests=Requests.WRITES)) as made:
-        small, large = made.shard("small", some_bytes(4000, seed=1)), made.shard("large", some_bytes(64 * KiB, seed=2))
+    with tiers(
+        tmp_path, nvme=8 * KiB, io_faults=FaultPlan().fail(nth=1, requests=Requests.WRITES)
+    ) as made:
+        small, large = (
+            made.shard("small", some_bytes(4000, seed=1)),
+            made.shard("large", some_bytes(64 * KiB, seed=2)),
+        )
         gate = made.hold_back(Requests.WRITES)
 
         made.mover.move(small, Tier.NVME)
@@ -498,7 +529,10 @@ def test_an_error_that_nobody_asked_for_is_told_by_drain(tmp_path: Path) -> None
         made.mover.poll()
 
         errors = made.mover.drain()
-        assert sorted(type(error).__name__ for error in errors) == ["CapacityError", "TransferError"]
+        assert sorted(type(error).__name__ for error in errors) == [
+            "CapacityError",
+            "TransferError",
+        ]
         assert made.mover.drain() == []
         for record in (small, large):
             made.mover.forget(record)

@@ -93,7 +93,11 @@ class Moves(RuleBasedStateMachine):
 
     @rule(record=records, seed=st.integers(0, 1000))
     def change(self, record: ShardRecord | None, seed: int) -> None:
-        if record is None or record.name not in self.content or record.residency is not Residency.HOST:
+        if (
+            record is None
+            or record.name not in self.content
+            or record.residency is not Residency.HOST
+        ):
             return
         assert record.host is not None
         content = some_bytes(record.nbytes, seed=seed)
@@ -110,7 +114,9 @@ class Moves(RuleBasedStateMachine):
         try:
             self.tiers.mover.release(record, tier)
         except IllegalTransition:
-            assert record.residency not in SETTLED or record.residency.name == tier.name or not spare
+            assert (
+                record.residency not in SETTLED or record.residency.name == tier.name or not spare
+            )
 
     @rule(record=consumes(records))
     def forget(self, record: ShardRecord | None) -> None:
@@ -142,7 +148,12 @@ class Moves(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "tiers"):
-            mover, host, device, swap = self.tiers.mover, self.tiers.host, self.tiers.device, self.tiers.swap
+            mover, host, device, swap = (
+                self.tiers.mover,
+                self.tiers.host,
+                self.tiers.device,
+                self.tiers.swap,
+            )
             mover.drain()
             for record in self.living.values():
                 mover.forget(record)

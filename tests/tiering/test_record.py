@@ -42,7 +42,13 @@ class Held:
         self.leases: list[Lease] = []
 
     def __call__(self, tier: Tier, nbytes: int = 100) -> Lease:
-        made = Lease(cast("Lessor", NoLessor()), cast("Backing", Nowhere(nbytes)), tier=tier, nbytes=nbytes, holder="w")
+        made = Lease(
+            cast("Lessor", NoLessor()),
+            cast("Backing", Nowhere(nbytes)),
+            tier=tier,
+            nbytes=nbytes,
+            holder="w",
+        )
         self.leases.append(made)
         return made
 
@@ -68,7 +74,9 @@ def test_a_shard_resides_where_it_was_made(host: Lease, lease: Held) -> None:
 
 @pytest.mark.parametrize("start", list(Tier))
 @pytest.mark.parametrize("to", list(Residency))
-def test_a_record_goes_only_where_the_table_and_its_copies_allow(start: Tier, to: Residency, lease: Held) -> None:
+def test_a_record_goes_only_where_the_table_and_its_copies_allow(
+    start: Tier, to: Residency, lease: Held
+) -> None:
     record = ShardRecord("layers.3.mlp.w1", PLACE if start is Tier.NVME else lease(start))
     home = record.residency
     is_move = to in MOVES
@@ -78,7 +86,8 @@ def test_a_record_goes_only_where_the_table_and_its_copies_allow(start: Tier, to
         assert record.residency is to
     else:
         with pytest.raises(
-            IllegalTransition, match=rf"layers\.3\.mlp\.w1: {to.name} is not reachable from {home.name}"
+            IllegalTransition,
+            match=rf"layers\.3\.mlp\.w1: {to.name} is not reachable from {home.name}",
         ):
             record.advance(to)
         assert record.residency is home
@@ -143,7 +152,8 @@ def test_a_shard_on_its_way_is_at_home_nowhere(moving: Residency, lease: Held) -
 def test_the_table_names_every_residency_and_only_leads_to_them() -> None:
     assert set(TRANSITIONS) == set(Residency)
     assert all(
-        set(MOVES[moving]) == {tier for tier in Tier if HOME_OF[tier] in TRANSITIONS[moving]} for moving in MOVES
+        set(MOVES[moving]) == {tier for tier in Tier if HOME_OF[tier] in TRANSITIONS[moving]}
+        for moving in MOVES
     )
 
 
@@ -164,7 +174,9 @@ def test_a_stale_copy_is_no_home(host: Lease) -> None:
     record.arrived(Tier.NVME, PLACE)
     record.changed()
 
-    with pytest.raises(IllegalTransition, match="NVME is not reachable from HOST; allowed: UPLOADING, STORING"):
+    with pytest.raises(
+        IllegalTransition, match="NVME is not reachable from HOST; allowed: UPLOADING, STORING"
+    ):
         record.advance(Residency.NVME)
 
 

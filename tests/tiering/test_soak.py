@@ -1,4 +1,6 @@
-"""Random moves over all tiers for a long time, under budgets of an eighth of the data: nothing lost, nothing leaked."""
+"""Random moves over all tiers for a long time, under budgets of an eighth of the data: nothing
+lost, nothing leaked.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ SIZES = (4096, 65_536, 300_000, 700_001, 1 << 20)
 BUDGET = 10 * MiB
 IN_FLIGHT = 6
 SAMPLE_S = 0.1
-# What is resident beside the host's budget: the emulated device, which lives in host memory; the noise that contents
-# are cut from; and what torch and the allocator take when they are first used, and keep between blocks of odd sizes.
+# What is resident beside the host's budget: the emulated device, which lives in host memory; the
+# noise that contents are cut from; and what torch and the allocator take when they are first used,
+# and keep between blocks of odd sizes.
 ALLOWANCE = BUDGET + 24 * MiB
 
 
@@ -46,8 +49,12 @@ class Soaked:
         return float(np.polyfit(seconds / 60, nbytes / MiB, 1)[0])
 
 
-def soak(made: Tiers, memory: ResidentMemory, seconds: float, *, least_moved: int, seed: int) -> Soaked:
-    """Move shards at random for so long, and until so much was moved; compare a checksum when one is touched."""
+def soak(
+    made: Tiers, memory: ResidentMemory, seconds: float, *, least_moved: int, seed: int
+) -> Soaked:
+    """Move shards at random for so long, and until so much was moved; compare a checksum when one
+    is touched.
+    """
     chance = random.Random(seed)
     noise = np.random.default_rng(seed).integers(0, 256, 2 * max(SIZES), dtype=np.uint8)
     sums: dict[str, int] = {}
@@ -66,7 +73,9 @@ def soak(made: Tiers, memory: ResidentMemory, seconds: float, *, least_moved: in
         if all(record is not moving for moving, _ in under_way):
             touch(record, sums, noise, chance)
             to = chance.choice([Tier.NVME, Tier.NVME, Tier.HOST, Tier.DEVICE, Tier.DEVICE])
-            under_way.append((record, made.mover.move(record, to, source=chance.choice(list(Source)))))
+            under_way.append(
+                (record, made.mover.move(record, to, source=chance.choice(list(Source))))
+            )
         while len(under_way) >= IN_FLIGHT or (under_way and chance.random() < 0.3):
             _, transfer = under_way.pop(chance.randrange(len(under_way)))
             try:
@@ -89,7 +98,9 @@ def soak(made: Tiers, memory: ResidentMemory, seconds: float, *, least_moved: in
     return result
 
 
-def touch(record: ShardRecord, sums: dict[str, int], noise: np.ndarray, chance: random.Random) -> None:
+def touch(
+    record: ShardRecord, sums: dict[str, int], noise: np.ndarray, chance: random.Random
+) -> None:
     """Compare a shard on the host with what it must be; often change it."""
     if record.residency is not Residency.HOST:
         return
@@ -104,9 +115,14 @@ def touch(record: ShardRecord, sums: dict[str, int], noise: np.ndarray, chance: 
 
 
 def make_room(
-    made: Tiers, records: list[ShardRecord], under_way: list[tuple[ShardRecord, Transfer]], chance: random.Random
+    made: Tiers,
+    records: list[ShardRecord],
+    under_way: list[tuple[ShardRecord, Transfer]],
+    chance: random.Random,
 ) -> None:
-    """Send what rests in memory to the drives, the host first, so that what comes from the device has room there."""
+    """Send what rests in memory to the drives, the host first, so that what comes from the device
+    has room there.
+    """
     moving = [record for record, _ in under_way]
     for residency in (Residency.NVME, Residency.HOST, Residency.DEVICE):
         for record in chance.sample(records, len(records)):
@@ -141,7 +157,8 @@ def test_half_a_minute_of_random_moves_loses_and_leaks_nothing(tmp_path: Path) -
     soaked = run(tmp_path, 30, seed=1)
 
     grown = [nbytes for _, nbytes in soaked.resident]
-    # Too short for a slope: the end of the run may not be higher than its middle by more than what an allocator keeps.
+    # Too short for a slope: the end of the run may not be higher than its middle by more than what
+    # an allocator keeps.
     assert np.median(grown[-len(grown) // 4 :]) - np.median(grown[: len(grown) // 4]) < 4 * MiB
 
 

@@ -1,4 +1,6 @@
-"""The swap file: counted against the budget, never two owners of one, and gone when its owner is."""
+"""The swap file: counted against the budget, never two owners of one, and gone when its owner
+is.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,19 @@ swap.close()
 
 
 def ledger(*directories: Path, limit: int = 1 << 20) -> Ledger:
-    return Ledger(ResolvedBudget(device=0, host=64 << 20, nvme={str(directory): limit for directory in directories}))
+    return Ledger(
+        ResolvedBudget(
+            device=0, host=64 << 20, nvme={str(directory): limit for directory in directories}
+        )
+    )
 
 
 def other_process(directory: Path) -> subprocess.Popen[str]:
     """Start a process that has a swap file there until it is told to end, or killed."""
     pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", OTHER, str(directory)], stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(directory)], stdin=pipe, stdout=pipe, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "made\n"
     return process
@@ -76,7 +84,9 @@ def test_every_byte_of_the_files_counts_against_the_budget(tmp_path: Path) -> No
         directory.mkdir()
     books = ledger(first, second)
 
-    with SwapFile({str(first): 1 << 20, str(second): 100_000}, books, rates={str(first): 2, str(second): 1}):
+    with SwapFile(
+        {str(first): 1 << 20, str(second): 100_000}, books, rates={str(first): 2, str(second): 1}
+    ):
         usage = {each.directory: each for each in books.usage() if each.tier is Tier.NVME}
         on_disk = {
             directory: sum(file.stat().st_size for file in unnamed_files(Path(directory)))
@@ -85,7 +95,9 @@ def test_every_byte_of_the_files_counts_against_the_budget(tmp_path: Path) -> No
         assert {name: each.held for name, each in usage.items()} == on_disk
         assert all(each.held <= each.reserved <= each.limit for each in usage.values())
 
-    assert all(books.free(Tier.NVME, directory=str(directory)) == 1 << 20 for directory in (first, second))
+    assert all(
+        books.free(Tier.NVME, directory=str(directory)) == 1 << 20 for directory in (first, second)
+    )
 
 
 def test_what_the_queue_may_take_for_itself_counts_as_host(tmp_path: Path) -> None:
@@ -136,7 +148,11 @@ def test_a_full_swap_file_says_how_much_is_free(tmp_path: Path) -> None:
         with pytest.raises(CapacityError) as refused:
             swap.allocate(PAGE + 1, holder="b")
 
-        assert (refused.value.tier, refused.value.free, refused.value.limit) == ("NVME", PAGE, 9 * PAGE)
+        assert (refused.value.tier, refused.value.free, refused.value.limit) == (
+            "NVME",
+            PAGE,
+            9 * PAGE,
+        )
         assert refused.value.directory == str(tmp_path)
 
 
@@ -155,7 +171,9 @@ def test_a_full_swap_file_says_who_has_it(tmp_path: Path) -> None:
         assert refused.value.holders == (("a", 5 * PAGE), ("b", 2 * PAGE - 1))
 
 
-def test_a_swap_file_grows_by_what_is_asked_of_each_directory_and_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_swap_file_grows_by_what_is_asked_of_each_directory_and_keeps_what_it_has(
+    tmp_path: Path,
+) -> None:
     drives = [tmp_path / name for name in "ab"]
     for drive in drives:
         drive.mkdir()
@@ -170,7 +188,10 @@ def test_a_swap_file_grows_by_what_is_asked_of_each_directory_and_keeps_what_it_
         assert (swap.capacity, swap.free_bytes) == (9 * PAGE, 5 * PAGE)
         held = {each.directory: each.held for each in books.usage() if each.tier is Tier.NVME}
         assert held == {first: 3 * PAGE, second: 8 * PAGE}
-        files = {str(drive): sum(file.stat().st_size for file in unnamed_files(drive)) for drive in drives}
+        files = {
+            str(drive): sum(file.stat().st_size for file in unnamed_files(drive))
+            for drive in drives
+        }
         assert files == held
         more = swap.allocate(5 * PAGE, holder="more")
         swap.write(more, memoryview(b"y" * 5 * PAGE)).wait()
@@ -233,7 +254,9 @@ def test_rates_without_one_of_the_directories_are_refused(tmp_path: Path) -> Non
     assert books.free(Tier.HOST) == 64 << 20
 
 
-def test_a_close_that_was_interrupted_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_that_was_interrupted_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     books = ledger(tmp_path)
     swap = SwapFile({str(tmp_path): 1 << 20}, books)
 
@@ -345,7 +368,9 @@ class Places(RuleBasedStateMachine):
     def no_two_places_overlap_and_none_is_lost(self) -> None:
         taken = sorted((e.member, e.offset, e.end) for place in self.content for e in place.extents)
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(taken))
-        assert self.swap.free_bytes == self.swap.capacity - sum(end - start for _, start, end in taken)
+        assert self.swap.free_bytes == self.swap.capacity - sum(
+            end - start for _, start, end in taken
+        )
 
     def teardown(self) -> None:
         self.swap.close()
@@ -356,7 +381,9 @@ Places.TestCase.settings = settings(max_examples=15, stateful_step_count=25, dea
 TestPlaces = Places.TestCase
 
 
-def test_the_bytes_that_were_moved_are_known_by_directory_also_when_it_is_closed(tmp_path: Path) -> None:
+def test_the_bytes_that_were_moved_are_known_by_directory_also_when_it_is_closed(
+    tmp_path: Path,
+) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for each in (here, there):
         each.mkdir()

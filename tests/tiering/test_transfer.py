@@ -1,4 +1,6 @@
-"""Transfers: every part of a hop is waited for, nothing is swallowed, and an error is the same each time it is told."""
+"""Transfers: every part of a hop is waited for, nothing is swallowed, and an error is the same each
+time it is told.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def test_a_write_to_two_drives_has_ended_on_both_when_one_fails(tmp_path: Path) 
     ledger = Ledger(ResolvedBudget(device=0, host=64 << 20, nvme=sizes))
     writes = Requests.WRITES
     plan = FaultPlan().fail(nth=1, requests=writes).delay(nth=2, delay_us=300_000, requests=writes)
-    with IOQueue(faults=plan) as queue, SwapFile(sizes, ledger, rates=dict.fromkeys(sizes, 1.0), queue=queue) as swap:
+    with (
+        IOQueue(faults=plan) as queue,
+        SwapFile(sizes, ledger, rates=dict.fromkeys(sizes, 1.0), queue=queue) as swap,
+    ):
         place = swap.allocate(6 * PAGE, holder="w")
         assert len(place.extents) == 2
         hop = swap.write(place, memoryview(bytes(6 * PAGE)))
@@ -89,7 +94,10 @@ def test_a_move_that_was_interrupted_is_told_as_given_up_afterwards() -> None:
 def test_what_follows_a_stage_that_failed_is_undone_too() -> None:
     undone: list[str] = []
 
-    stages = [stage(each, undone=undone, name=name) for name, each in (("a", fail), ("b", interrupt), ("c", fail))]
+    stages = [
+        stage(each, undone=undone, name=name)
+        for name, each in (("a", fail), ("b", interrupt), ("c", fail))
+    ]
     Transfer(stages).wait()
 
     assert undone == ["a", "b", "c"]
@@ -118,10 +126,12 @@ def test_a_mistake_in_the_code_is_told_with_where_it_is() -> None:
     with pytest.raises(KeyError) as told:
         transfer.result()
 
-    assert [frame.name for frame in traceback.extract_tb(told.value.__traceback__)].count("mistaken") == 1
+    assert [frame.name for frame in traceback.extract_tb(told.value.__traceback__)].count(
+        "mistaken"
+    ) == 1
 
 
-# --- what errors keep -------------------------------------------------------------------------------------------------
+# --- what errors keep -----------------------------------------------------------------------------
 
 
 class FailedHop:
@@ -152,6 +162,8 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("failed", [IOEvent([FailedHop()]).wait, Transfer([stage(fail)]).result], ids=["event", "move"])
+@pytest.mark.parametrize(
+    "failed", [IOEvent([FailedHop()]).wait, Transfer([stage(fail)]).result], ids=["event", "move"]
+)
 def test_an_error_keeps_no_buffer_of_those_that_it_passed(failed: Callable[[], object]) -> None:
     assert [told_beside_a_buffer(failed)() for _ in range(2)] == [None, None]

@@ -1,4 +1,6 @@
-"""What every accelerator promises, on each that runs without a GPU: order, errors, memory, closing."""
+"""What every accelerator promises, on each that runs without a GPU: order, errors, memory,
+closing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ NO_TIME = TimeCost(0)
 COPYING = ("virtual", "real")
 
 
-def make(kind: str, *, seed: int = 0, fault: Callable[[StreamKind], Exception | None] | None = None) -> Accelerator:
+def make(
+    kind: str, *, seed: int = 0, fault: Callable[[StreamKind], Exception | None] | None = None
+) -> Accelerator:
     """Return the accelerator that a test is run on."""
     if kind == "cpu":
         return open_accelerator("cpu")
@@ -53,7 +57,9 @@ def copying(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
 
 
 def noisy(nbytes: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(0, 250, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 250, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def slowly(work: Callable[[], object]) -> Callable[[], object]:
@@ -74,7 +80,7 @@ def fail() -> None:
     raise WrongError("planted")
 
 
-# --- copies ------------------------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 4096, 100_003])
@@ -127,13 +133,33 @@ def test_the_cpu_copies_nothing_and_says_what_to_ask_instead() -> None:
 @pytest.mark.parametrize(
     ("target", "source", "said"),
     [
-        (torch.zeros(8), torch.zeros(8, dtype=torch.uint8), "target of a copy to be a flat contiguous uint8 tensor"),
-        (torch.zeros(8, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8), "source of a copy .* shape .2, 4."),
+        (
+            torch.zeros(8),
+            torch.zeros(8, dtype=torch.uint8),
+            "target of a copy to be a flat contiguous uint8 tensor",
+        ),
+        (
+            torch.zeros(8, dtype=torch.uint8),
+            torch.zeros(2, 4, dtype=torch.uint8),
+            "source of a copy .* shape .2, 4.",
+        ),
         (torch.zeros(8, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)[::2], "contiguous"),
         (torch.zeros(8, dtype=torch.uint8), torch.zeros(7, dtype=torch.uint8), "got 8 and 7"),
-        (torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8), "at least one; got 0 and 0"),
-        (torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), "both in host memory"),
-        (torch.zeros(8, dtype=torch.uint8, device="meta"), torch.zeros(8, dtype=torch.uint8), "got meta"),
+        (
+            torch.zeros(0, dtype=torch.uint8),
+            torch.zeros(0, dtype=torch.uint8),
+            "at least one; got 0 and 0",
+        ),
+        (
+            torch.zeros(8, dtype=torch.uint8),
+            torch.zeros(8, dtype=torch.uint8),
+            "both in host memory",
+        ),
+        (
+            torch.zeros(8, dtype=torch.uint8, device="meta"),
+            torch.zeros(8, dtype=torch.uint8),
+            "got meta",
+        ),
     ],
 )
 def test_a_copy_of_the_wrong_tensors_is_refused(
@@ -162,7 +188,9 @@ def test_a_copy_with_a_freed_buffer_is_refused(copying: Accelerator) -> None:
 
 
 @pytest.mark.parametrize("kind", [StreamKind.D2H, StreamKind.COMPUTE, StreamKind.COLLECTIVE])
-def test_a_copy_in_a_stream_of_another_kind_is_refused(copying: Accelerator, kind: StreamKind) -> None:
+def test_a_copy_in_a_stream_of_another_kind_is_refused(
+    copying: Accelerator, kind: StreamKind
+) -> None:
     there = copying.allocate(8).tensor(torch.uint8, 8)
     with pytest.raises(ValueError, match=f"kind h2d for this copy, got {kind.value} 0"):
         copying.copy(there, noisy(8), stream=copying.stream(kind))
@@ -174,11 +202,13 @@ def test_work_in_a_stream_of_copies_is_refused(device: Accelerator, kind: Stream
         device.run(fail, stream=device.stream(kind), cost=NO_TIME)
 
 
-# --- order -------------------------------------------------------------------------------------------------------
+# --- order ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [StreamKind.COMPUTE, StreamKind.COLLECTIVE])
-def test_operations_of_a_stream_happen_in_their_order(device: Accelerator, kind: StreamKind) -> None:
+def test_operations_of_a_stream_happen_in_their_order(
+    device: Accelerator, kind: StreamKind
+) -> None:
     stream, seen = device.stream(kind), list[int]()
 
     for number in range(50):
@@ -190,7 +220,11 @@ def test_operations_of_a_stream_happen_in_their_order(device: Accelerator, kind:
 
 @pytest.mark.parametrize("by", ["after", "wait_for", "record"])
 def test_an_operation_waits_for_one_of_another_stream(device: Accelerator, by: str) -> None:
-    first, second, seen = device.stream(StreamKind.COMPUTE), device.stream(StreamKind.COLLECTIVE), list[str]()
+    first, second, seen = (
+        device.stream(StreamKind.COMPUTE),
+        device.stream(StreamKind.COLLECTIVE),
+        list[str](),
+    )
     event = device.run(slowly(lambda: seen.append("first")), stream=first, cost=NO_TIME)
 
     if by == "wait_for":
@@ -202,8 +236,14 @@ def test_an_operation_waits_for_one_of_another_stream(device: Accelerator, by: s
 
 
 def test_whatever_is_submitted_after_wait_for_waits(device: Accelerator) -> None:
-    first, second, seen = device.stream(StreamKind.COMPUTE), device.stream(StreamKind.COLLECTIVE), list[str]()
-    device.wait_for(second, device.run(slowly(lambda: seen.append("first")), stream=first, cost=NO_TIME))
+    first, second, seen = (
+        device.stream(StreamKind.COMPUTE),
+        device.stream(StreamKind.COLLECTIVE),
+        list[str](),
+    )
+    device.wait_for(
+        second, device.run(slowly(lambda: seen.append("first")), stream=first, cost=NO_TIME)
+    )
 
     device.run(lambda: seen.append("second"), stream=second, cost=NO_TIME)
     device.run(lambda: seen.append("third"), stream=second, cost=NO_TIME).wait()
@@ -218,7 +258,9 @@ def test_what_an_empty_stream_records_is_done_at_once(device: Accelerator) -> No
 
 
 def test_an_event_that_was_waited_for_is_done(device: Accelerator) -> None:
-    event = device.run(lambda: None, stream=device.stream(StreamKind.COMPUTE), cost=UpdateCost(1_000))
+    event = device.run(
+        lambda: None, stream=device.stream(StreamKind.COMPUTE), cost=UpdateCost(1_000)
+    )
     event.wait()
     assert event.done()
 
@@ -226,7 +268,11 @@ def test_an_event_that_was_waited_for_is_done(device: Accelerator) -> None:
 def test_synchronize_waits_for_every_stream(device: Accelerator) -> None:
     seen: list[int] = []
     for _ in range(3):
-        device.run(lambda: seen.append(1), stream=device.stream(StreamKind.COMPUTE), cost=TimeCost(1_000_000))
+        device.run(
+            lambda: seen.append(1),
+            stream=device.stream(StreamKind.COMPUTE),
+            cost=TimeCost(1_000_000),
+        )
 
     device.synchronize()
 
@@ -234,7 +280,10 @@ def test_synchronize_waits_for_every_stream(device: Accelerator) -> None:
 
 
 def test_a_stream_of_another_accelerator_is_refused(device: Accelerator) -> None:
-    with make("cpu") as other, pytest.raises(ValueError, match="expected a stream of this accelerator"):
+    with (
+        make("cpu") as other,
+        pytest.raises(ValueError, match="expected a stream of this accelerator"),
+    ):
         device.run(fail, stream=other.stream(StreamKind.COMPUTE), cost=NO_TIME)
 
 
@@ -245,7 +294,7 @@ def test_an_event_of_another_accelerator_is_refused(device: Accelerator) -> None
             device.wait_for(device.stream(StreamKind.COMPUTE), event)
 
 
-# --- errors ------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def test_an_error_is_raised_by_its_event_each_time(device: Accelerator) -> None:
@@ -290,7 +339,9 @@ def test_a_stream_can_be_used_again_once_the_host_knows_of_the_failure(device: A
     assert seen == ["again"]
 
 
-def test_to_wait_for_a_known_failure_fails_again_and_so_does_what_follows(device: Accelerator) -> None:
+def test_to_wait_for_a_known_failure_fails_again_and_so_does_what_follows(
+    device: Accelerator,
+) -> None:
     first, second = device.stream(StreamKind.COMPUTE), device.stream(StreamKind.COLLECTIVE)
     failed = device.run(fail, stream=first, cost=NO_TIME)
     with pytest.raises(WrongError):
@@ -312,7 +363,9 @@ def test_a_failure_elsewhere_does_not_matter(device: Accelerator) -> None:
 
 
 @pytest.mark.parametrize("end", ["synchronize", "close"])
-def test_an_error_that_nobody_waited_for_is_raised_at_the_end_once(device: Accelerator, end: str) -> None:
+def test_an_error_that_nobody_waited_for_is_raised_at_the_end_once(
+    device: Accelerator, end: str
+) -> None:
     device.run(fail, stream=device.stream(StreamKind.COMPUTE), cost=NO_TIME)
     device.run(lambda: 1 // 0, stream=device.stream(StreamKind.COMPUTE), cost=NO_TIME)
 
@@ -333,7 +386,9 @@ def test_an_error_that_was_raised_is_not_raised_at_the_end(device: Accelerator) 
 @pytest.mark.parametrize("kind", COPYING)
 def test_a_copy_can_be_made_to_fail(kind: str) -> None:
     faults = [OSError("link down"), None, None]
-    with make(kind, fault=lambda where: faults.pop(0) if where is StreamKind.H2D else None) as device:
+    with make(
+        kind, fault=lambda where: faults.pop(0) if where is StreamKind.H2D else None
+    ) as device:
         stream, there = device.stream(StreamKind.H2D), device.allocate(8).tensor(torch.uint8, 8)
         with pytest.raises(OSError, match="link down"):
             device.copy(there, noisy(8), stream=stream).wait()
@@ -350,7 +405,7 @@ def test_the_error_of_the_body_is_the_one_that_leaves_a_with_statement(device: A
         raise KeyError("the body's own")
 
 
-# --- memory and closing ------------------------------------------------------------------------------------------
+# --- memory and closing ---------------------------------------------------------------------------
 
 
 def test_a_buffer_can_be_freed_once(device: Accelerator) -> None:
@@ -414,7 +469,8 @@ def test_what_an_operation_used_is_let_go_when_it_has_ended(device: Accelerator)
 
     held = Held()
     alive = weakref.ref(held)
-    event = device.run(lambda held=held: None, stream=device.stream(StreamKind.COMPUTE), cost=NO_TIME)  # type: ignore[misc]
+    compute = device.stream(StreamKind.COMPUTE)
+    event = device.run(lambda held=held: None, stream=compute, cost=NO_TIME)  # type: ignore[misc]
     del held
 
     event.wait()

@@ -1,4 +1,5 @@
-"""The accelerator cuda without a GPU: what it asks of torch's streams and events, which are fakes here, and its errors.
+"""The accelerator cuda without a GPU: what it asks of torch's streams and events, which are fakes
+here, and its errors.
 
 What a GPU makes of it, tests/gpu/test_accel_cuda.py shows where there is one.
 """
@@ -82,7 +83,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 @pytest.fixture
 def device(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> CudaAccelerator:
-    monkeypatch.setattr(CudaAccelerator, "_in_device", lambda _self, tensor: tensor.numel() and tensor[0] == 0)
+    monkeypatch.setattr(
+        CudaAccelerator, "_in_device", lambda _self, tensor: tensor.numel() and tensor[0] == 0
+    )
     return CudaAccelerator()
 
 
@@ -94,15 +97,24 @@ def on_device() -> torch.Tensor:
     return torch.zeros(8, dtype=torch.uint8)
 
 
-def test_work_is_launched_in_its_stream_and_an_event_recorded_behind_it(device: CudaAccelerator, gpu: FakeGpu) -> None:
+def test_work_is_launched_in_its_stream_and_an_event_recorded_behind_it(
+    device: CudaAccelerator, gpu: FakeGpu
+) -> None:
     compute, other = device.stream(StreamKind.COMPUTE), device.stream(StreamKind.COLLECTIVE)
     for stream in (compute, other):
         device.run(lambda: gpu.log.append(f"work in {gpu.current}"), stream=stream, cost=COST)
-    assert gpu.log == ["work in default", "event in default", "work in stream 2", "event in stream 2"]
+    assert gpu.log == [
+        "work in default",
+        "event in default",
+        "work in stream 2",
+        "event in stream 2",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:a copy's host memory:RuntimeWarning")
-def test_a_stream_waits_for_the_events_of_others_and_not_for_its_own(device: CudaAccelerator, gpu: FakeGpu) -> None:
+def test_a_stream_waits_for_the_events_of_others_and_not_for_its_own(
+    device: CudaAccelerator, gpu: FakeGpu
+) -> None:
     compute, up = device.stream(StreamKind.COMPUTE), device.stream(StreamKind.H2D)
     ready = device.record(compute)
     first = device.copy(on_device(), on_host(), stream=up, after=[ready])
@@ -112,7 +124,12 @@ def test_a_stream_waits_for_the_events_of_others_and_not_for_its_own(device: Cud
     device.wait_for(compute, first)
     device.run(lambda: gpu.log.append("work"), stream=compute, cost=COST)
 
-    assert gpu.log == ["event in stream 2", "default waits for stream 2", "work", "event in default"]
+    assert gpu.log == [
+        "event in stream 2",
+        "default waits for stream 2",
+        "work",
+        "event in default",
+    ]
 
 
 def test_memory_that_is_not_pinned_is_warned_of_once(device: CudaAccelerator) -> None:
@@ -125,7 +142,9 @@ def test_memory_that_is_not_pinned_is_warned_of_once(device: CudaAccelerator) ->
 
 @pytest.mark.filterwarnings("ignore:a copy's host memory:RuntimeWarning")
 @pytest.mark.parametrize("how", ["wait", "synchronize", "done"])
-def test_a_copy_that_fails_on_the_gpu_is_a_transfer_error(device: CudaAccelerator, gpu: FakeGpu, how: str) -> None:
+def test_a_copy_that_fails_on_the_gpu_is_a_transfer_error(
+    device: CudaAccelerator, gpu: FakeGpu, how: str
+) -> None:
     event = device.copy(on_device(), on_host(), stream=device.stream(StreamKind.H2D))
     gpu.broken = True
 
@@ -138,14 +157,18 @@ def test_a_copy_that_fails_on_the_gpu_is_a_transfer_error(device: CudaAccelerato
     assert "illegal memory access" in str(failed.value.__cause__)
 
 
-def test_work_that_fails_on_the_gpu_raises_what_torch_says(device: CudaAccelerator, gpu: FakeGpu) -> None:
+def test_work_that_fails_on_the_gpu_raises_what_torch_says(
+    device: CudaAccelerator, gpu: FakeGpu
+) -> None:
     event = device.run(lambda: None, stream=device.stream(StreamKind.COMPUTE), cost=COST)
     gpu.broken = True
     with pytest.raises(RuntimeError, match="illegal memory access"):
         event.wait()
 
 
-def test_what_depends_on_a_failed_launch_is_not_launched(device: CudaAccelerator, gpu: FakeGpu) -> None:
+def test_what_depends_on_a_failed_launch_is_not_launched(
+    device: CudaAccelerator, gpu: FakeGpu
+) -> None:
     compute, other = device.stream(StreamKind.COMPUTE), device.stream(StreamKind.COLLECTIVE)
     failed = device.run(lambda: 1 // 0, stream=compute, cost=COST)
     dependent = device.run(lambda: gpu.log.append("ran"), stream=other, cost=COST, after=[failed])
@@ -156,7 +179,9 @@ def test_what_depends_on_a_failed_launch_is_not_launched(device: CudaAccelerator
     assert gpu.log == []
 
 
-def test_a_full_gpu_is_a_capacity_error(device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_is_a_capacity_error(
+    device: CudaAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_args: object, **_options: object) -> None:
         raise torch.cuda.OutOfMemoryError("full")
 
@@ -191,8 +216,14 @@ def test_a_cap_leaves_room_for_what_others_had_and_counts_only_what_came_after_i
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 38)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: in_tensors)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: fractions[-1], raising=False)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _device: fractions.append(share))
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", lambda _device: fractions[-1], raising=False
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda share, _device: fractions.append(share),
+    )
     assert device.taken_by_torch() is None
 
     device.cap(20)

@@ -1,4 +1,6 @@
-"""Planted bugs on the virtual clock: each is seen, whatever the seed and whatever the host waits for first."""
+"""Planted bugs on the virtual clock: each is seen, whatever the seed and whatever the host waits
+for first.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ pytest.importorskip("torch", reason="accelerators move tensors of torch")
 
 import torch
 
-from infinity_engine.accel import Buffer, Emulation, Event, StreamKind, UpdateCost, VirtualAccelerator
+from infinity_engine.accel import (
+    Buffer,
+    Emulation,
+    Event,
+    StreamKind,
+    UpdateCost,
+    VirtualAccelerator,
+)
 from infinity_engine.plan import Rates
 
 RATES = Rates(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, device_update_params_per_s=1e9)
@@ -30,7 +39,8 @@ class Bench:
     def __init__(self, seed: int) -> None:
         self.device = VirtualAccelerator(Emulation(rates=RATES, capacity_bytes=1 << 20, seed=seed))
         self.up, self.down, self.compute = (
-            self.device.stream(kind) for kind in (StreamKind.H2D, StreamKind.D2H, StreamKind.COMPUTE)
+            self.device.stream(kind)
+            for kind in (StreamKind.H2D, StreamKind.D2H, StreamKind.COMPUTE)
         )
         self.source = torch.arange(1.0, FLOATS + 1)
         self.target = torch.zeros(FLOATS)
@@ -74,7 +84,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-# --- the host is too early ---------------------------------------------------------------------------------------
+# --- the host is too early ------------------------------------------------------------------------
 
 
 def test_reading_the_device_before_the_event_gives_nan(bench: Bench) -> None:
@@ -83,7 +93,9 @@ def test_reading_the_device_before_the_event_gives_nan(bench: Bench) -> None:
     assert bench.there.isnan().all()
 
 
-def test_reading_the_target_of_a_download_before_the_event_gives_what_was_there(bench: Bench) -> None:
+def test_reading_the_target_of_a_download_before_the_event_gives_what_was_there(
+    bench: Bench,
+) -> None:
     bench.upload().wait()
     bench.download()
     bench.device.host_work(10**9)
@@ -141,7 +153,7 @@ def test_memory_that_is_taken_again_does_not_show_what_was_there(bench: Bench) -
     assert all(floats(bench.device.allocate(NBYTES)).isnan().all() for _ in range(4))
 
 
-# --- streams that do not wait for one another --------------------------------------------------------------------
+# --- streams that do not wait for one another -----------------------------------------------------
 
 
 def test_work_that_does_not_wait_for_the_upload_of_what_it_reads_sees_nan(
@@ -162,7 +174,9 @@ def test_work_that_waits_for_the_upload_sees_it(bench: Bench, wait: Callable[...
     assert torch.equal(result, bench.source * 2)
 
 
-def test_work_that_reads_what_an_upload_may_overwrite_sees_nan(bench: Bench, wait: Callable[..., None]) -> None:
+def test_work_that_reads_what_an_upload_may_overwrite_sees_nan(
+    bench: Bench, wait: Callable[..., None]
+) -> None:
     bench.upload().wait()
     result = floats(bench.device.allocate(NBYTES))
     there = bench.there
@@ -170,14 +184,18 @@ def test_work_that_reads_what_an_upload_may_overwrite_sees_nan(bench: Bench, wai
     assert result.isnan().all()
 
 
-def test_work_that_writes_what_an_upload_may_overwrite_fails(bench: Bench, wait: Callable[..., None]) -> None:
+def test_work_that_writes_what_an_upload_may_overwrite_fails(
+    bench: Bench, wait: Callable[..., None]
+) -> None:
     there = bench.there
     worked, uploaded = bench.run(lambda: there.fill_(3)), bench.upload()
     with pytest.raises(RuntimeError, match=r"work 0 changed bytes of copy 1.*`after`"):
         wait(worked, uploaded)
 
 
-def test_a_download_that_does_not_wait_for_the_work_is_seen(bench: Bench, wait: Callable[..., None]) -> None:
+def test_a_download_that_does_not_wait_for_the_work_is_seen(
+    bench: Bench, wait: Callable[..., None]
+) -> None:
     bench.upload().wait()
     there = bench.there
     worked, downloaded = bench.run(lambda: there.mul_(2)), bench.download()
@@ -185,7 +203,9 @@ def test_a_download_that_does_not_wait_for_the_work_is_seen(bench: Bench, wait: 
         wait(worked, downloaded)
 
 
-def test_work_that_changes_what_a_download_may_still_read_is_seen(bench: Bench, wait: Callable[..., None]) -> None:
+def test_work_that_changes_what_a_download_may_still_read_is_seen(
+    bench: Bench, wait: Callable[..., None]
+) -> None:
     bench.upload().wait()
     there = bench.there
     downloaded, worked = bench.download(), bench.run(lambda: there.mul_(2))
@@ -193,25 +213,36 @@ def test_work_that_changes_what_a_download_may_still_read_is_seen(bench: Bench, 
         wait(downloaded, worked)
 
 
-def test_a_download_that_does_not_wait_for_the_upload_brings_nan(bench: Bench, wait: Callable[..., None]) -> None:
+def test_a_download_that_does_not_wait_for_the_upload_brings_nan(
+    bench: Bench, wait: Callable[..., None]
+) -> None:
     wait(bench.upload(), bench.download())
     assert bench.target.isnan().all()
 
 
-def test_a_download_of_what_an_upload_may_overwrite_brings_nan(bench: Bench, wait: Callable[..., None]) -> None:
+def test_a_download_of_what_an_upload_may_overwrite_brings_nan(
+    bench: Bench, wait: Callable[..., None]
+) -> None:
     bench.upload().wait()
     wait(bench.download(), bench.upload())
     assert bench.target.isnan().all()
 
 
-def test_an_upload_from_where_a_download_may_still_write_brings_nan(bench: Bench, wait: Callable[..., None]) -> None:
+def test_an_upload_from_where_a_download_may_still_write_brings_nan(
+    bench: Bench, wait: Callable[..., None]
+) -> None:
     bench.upload().wait()
     other = bench.device.allocate(NBYTES)
-    wait(bench.download(), bench.device.copy(flat(floats(other)), flat(bench.target), stream=bench.up))
+    wait(
+        bench.download(),
+        bench.device.copy(flat(floats(other)), flat(bench.target), stream=bench.up),
+    )
     assert floats(other).isnan().all()
 
 
-def test_two_uploads_to_one_place_in_two_streams_leave_nan(bench: Bench, wait: Callable[..., None]) -> None:
+def test_two_uploads_to_one_place_in_two_streams_leave_nan(
+    bench: Bench, wait: Callable[..., None]
+) -> None:
     second = bench.device.stream(StreamKind.H2D)
     half = flat(bench.there)[: NBYTES // 2]
     wait(bench.upload(), bench.device.copy(half, flat(bench.source)[: NBYTES // 2], stream=second))
@@ -236,8 +267,12 @@ def test_what_the_host_waited_for_needs_no_other_order(bench: Bench) -> None:
     assert torch.equal(bench.target, bench.source * 2)
 
 
-def test_what_the_host_waited_for_needs_no_other_order_while_older_work_is_left(bench: Bench) -> None:
-    older = bench.device.run(lambda: None, stream=bench.device.stream(StreamKind.COMPUTE), cost=COST)
+def test_what_the_host_waited_for_needs_no_other_order_while_older_work_is_left(
+    bench: Bench,
+) -> None:
+    older = bench.device.run(
+        lambda: None, stream=bench.device.stream(StreamKind.COMPUTE), cost=COST
+    )
     there, seen = bench.there, list[torch.Tensor]()
     bench.upload().wait()
     bench.run(lambda: seen.append(there.clone())).wait()
@@ -261,7 +296,8 @@ def test_what_nobody_shares_needs_no_order(bench: Bench, wait: Callable[..., Non
 
 
 def test_host_memory_is_not_touched_by_work(bench: Bench) -> None:
-    # A drive may be reading the target of a download that has ended, while older work is still to be carried out.
+    # A drive may be reading the target of a download that has ended, while older work is still to
+    # be carried out.
     bench.upload().wait()
     seen: list[torch.Tensor] = []
     work = bench.run(lambda: seen.append(bench.target.clone()))
@@ -285,7 +321,7 @@ def test_the_device_keeps_no_host_memory_once_a_copy_has_ended(bench: Bench) -> 
     work.wait()
 
 
-# --- any program: right if it waits, seen if it does not ---------------------------------------------------------
+# --- any program: right if it waits, seen if it does not ------------------------------------------
 
 
 @dataclass(eq=False)
@@ -311,13 +347,20 @@ class Step:
 SLOTS = 3
 CHANGES = st.one_of(
     st.tuples(st.just(StreamKind.H2D), st.none(), st.integers(0, SLOTS - 1), st.integers(0, 1)),
-    st.tuples(st.just(StreamKind.COMPUTE), st.integers(0, SLOTS - 1), st.integers(0, SLOTS - 1), st.just(0)),
+    st.tuples(
+        st.just(StreamKind.COMPUTE),
+        st.integers(0, SLOTS - 1),
+        st.integers(0, SLOTS - 1),
+        st.just(0),
+    ),
 )
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[Step]:
-    """Draw a program in which every step waits for all that it conflicts with; it begins by filling every slot."""
+    """Draw a program in which every step waits for all that it conflicts with; it begins by filling
+    every slot.
+    """
     fill = [(StreamKind.H2D, None, slot, slot % 2) for slot in range(SLOTS)]
     steps: list[Step] = []
     for kind, reads, writes, lane in fill + draw(st.lists(CHANGES, min_size=1, max_size=6)):
@@ -332,7 +375,12 @@ def programs(draw: st.DrawFn) -> list[Step]:
 def programs_that_miss_one_wait(draw: st.DrawFn) -> list[Step]:
     """Draw a program in which one wait is left out, and nothing else makes up for it."""
     steps = draw(programs())
-    waits = [(first, last) for last, step in enumerate(steps) for first in step.needs if is_needed(steps, first, last)]
+    waits = [
+        (first, last)
+        for last, step in enumerate(steps)
+        for first in step.needs
+        if is_needed(steps, first, last)
+    ]
     first, last = draw(st.sampled_from(sorted(waits)))
     steps[last].needs.remove(first)
     return steps
@@ -367,7 +415,9 @@ def outcome(steps: list[Step], seed: int) -> list[torch.Tensor]:
             events.append(device.copy(flat(slots[step.writes]), source, stream=stream, after=after))
         elif step.kind is StreamKind.D2H and step.reads is not None:
             results.append(torch.zeros(FLOATS))
-            events.append(device.copy(flat(results[-1]), flat(slots[step.reads]), stream=stream, after=after))
+            events.append(
+                device.copy(flat(results[-1]), flat(slots[step.reads]), stream=stream, after=after)
+            )
         elif step.reads is not None and step.writes is not None:
             work = changing(slots[step.writes], slots[step.reads], number)
             events.append(device.run(work, stream=stream, cost=COST, after=after))
@@ -381,7 +431,9 @@ def changing(target: torch.Tensor, source: torch.Tensor, number: int) -> Callabl
 
 
 def own(number: int) -> float:
-    """Return what a step adds: such that no two ways through the steps give the same sum, which would hide a bug."""
+    """Return what a step adds: such that no two ways through the steps give the same sum, which
+    would hide a bug.
+    """
     return math.exp(number / 7)
 
 
@@ -400,7 +452,10 @@ def one_after_another(steps: list[Step]) -> list[torch.Tensor]:
 
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(ours, theirs, strict=True))
+    return all(
+        torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 @given(programs(), st.integers(0, 2**32))

@@ -40,9 +40,13 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         open_accelerator("cuda")
 
 
-@pytest.mark.parametrize(("clock", "kind"), [(Clock.VIRTUAL, VirtualAccelerator), (Clock.REAL, PacedAccelerator)])
+@pytest.mark.parametrize(
+    ("clock", "kind"), [(Clock.VIRTUAL, VirtualAccelerator), (Clock.REAL, PacedAccelerator)]
+)
 def test_the_emulated_device_has_the_clock_that_was_asked_for(clock: Clock, kind: type) -> None:
-    with open_accelerator("emulated", emulation=Emulation(rates=RATES, capacity_bytes=1, clock=clock)) as device:
+    with open_accelerator(
+        "emulated", emulation=Emulation(rates=RATES, capacity_bytes=1, clock=clock)
+    ) as device:
         assert isinstance(device, kind)
         assert (device.name, device.unified, device.torch_device.type) == ("emulated", False, "cpu")
 
@@ -67,7 +71,10 @@ def test_another_device_takes_no_emulation() -> None:
 
 
 def test_importing_the_package_initialises_no_cuda() -> None:
-    look = "import infinity_engine.accel, infinity_engine.accel.cuda, torch; print(torch.cuda.is_initialized())"
+    look = (
+        "import infinity_engine.accel, infinity_engine.accel.cuda, torch; "
+        "print(torch.cuda.is_initialized())"
+    )
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -78,7 +85,7 @@ def test_the_cpu_refuses_more_than_the_machine_can_give() -> None:
     assert refused.value.asked == 1 << 60
 
 
-# --- buffers and costs -------------------------------------------------------------------------------------------
+# --- buffers and costs ----------------------------------------------------------------------------
 
 
 def test_tensors_of_a_buffer_share_its_bytes() -> None:
@@ -120,5 +127,7 @@ def test_a_cost_below_zero_is_refused(cost: type[UpdateCost] | type[TimeCost]) -
 
 def test_streams_have_names_that_tell_them_apart() -> None:
     with CpuAccelerator() as device:
-        names = [device.stream(kind).name for kind in (StreamKind.H2D, StreamKind.D2H, StreamKind.H2D)]
+        names = [
+            device.stream(kind).name for kind in (StreamKind.H2D, StreamKind.D2H, StreamKind.H2D)
+        ]
     assert names == ["h2d 0", "d2h 0", "h2d 1"]

@@ -1,4 +1,7 @@
-"""The real clock: the right bytes in the right order under load. How fast, `scripts/bench/emulated_clock` says."""
+"""The real clock: the right bytes in the right order under load.
+
+How fast, `scripts/bench/emulated_clock` says.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,15 @@ pytest.importorskip("torch", reason="accelerators move tensors of torch")
 
 import torch
 
-from infinity_engine.accel import Clock, Emulation, Event, PacedAccelerator, StreamKind, TimeCost, UpdateCost
+from infinity_engine.accel import (
+    Clock,
+    Emulation,
+    Event,
+    PacedAccelerator,
+    StreamKind,
+    TimeCost,
+    UpdateCost,
+)
 from infinity_engine.plan import Rates
 
 RATES = Rates(h2d_bytes_per_s=2e9, d2h_bytes_per_s=2e9, device_update_params_per_s=1e9)
@@ -22,17 +33,25 @@ NBYTES = 256 << 10
 
 @pytest.fixture
 def device() -> Iterator[PacedAccelerator]:
-    accelerator = PacedAccelerator(Emulation(rates=RATES, capacity_bytes=64 << 20, clock=Clock.REAL))
+    accelerator = PacedAccelerator(
+        Emulation(rates=RATES, capacity_bytes=64 << 20, clock=Clock.REAL)
+    )
     yield accelerator
     accelerator.stop()
 
 
 def noisy(seed: int, nbytes: int = NBYTES) -> torch.Tensor:
-    return torch.randint(0, 250, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 250, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
-def test_a_pipeline_of_uploads_updates_and_downloads_moves_the_right_bytes(device: PacedAccelerator) -> None:
-    up, compute, down = (device.stream(kind) for kind in (StreamKind.H2D, StreamKind.COMPUTE, StreamKind.D2H))
+def test_a_pipeline_of_uploads_updates_and_downloads_moves_the_right_bytes(
+    device: PacedAccelerator,
+) -> None:
+    up, compute, down = (
+        device.stream(kind) for kind in (StreamKind.H2D, StreamKind.COMPUTE, StreamKind.D2H)
+    )
     slots = [device.allocate(NBYTES).tensor(torch.uint8, NBYTES) for _ in range(3)]
     targets = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(24)]
     free: list[list[Event]] = [[], [], []]
@@ -55,7 +74,10 @@ def test_a_pipeline_of_uploads_updates_and_downloads_moves_the_right_bytes(devic
 def test_both_directions_at_once_move_the_right_bytes(device: PacedAccelerator) -> None:
     up, down = device.stream(StreamKind.H2D), device.stream(StreamKind.D2H)
     there = [device.allocate(NBYTES).tensor(torch.uint8, NBYTES) for _ in range(16)]
-    back = [device.allocate(NBYTES).tensor(torch.uint8, NBYTES).copy_(noisy(100 + at)) for at in range(16)]
+    back = [
+        device.allocate(NBYTES).tensor(torch.uint8, NBYTES).copy_(noisy(100 + at))
+        for at in range(16)
+    ]
     targets = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(16)]
     for at in range(16):
         device.copy(there[at], noisy(at), stream=up)
@@ -69,7 +91,9 @@ def test_both_directions_at_once_move_the_right_bytes(device: PacedAccelerator) 
 
 def test_random_chains_over_many_streams_keep_their_order(device: PacedAccelerator) -> None:
     draw = random.Random(7)
-    streams = [device.stream(draw.choice([StreamKind.COMPUTE, StreamKind.COLLECTIVE])) for _ in range(6)]
+    streams = [
+        device.stream(draw.choice([StreamKind.COMPUTE, StreamKind.COLLECTIVE])) for _ in range(6)
+    ]
     events: list[Event] = []
     needs: list[list[int]] = []
     ended: list[int] = []
@@ -111,7 +135,9 @@ def test_an_event_is_not_done_while_its_work_goes_on(device: PacedAccelerator) -
 
 def test_the_host_goes_on_while_the_device_waits_for_it(device: PacedAccelerator) -> None:
     gate = threading.Event()
-    held = device.run(lambda: gate.wait(60), stream=device.stream(StreamKind.COMPUTE), cost=TimeCost(0))
+    held = device.run(
+        lambda: gate.wait(60), stream=device.stream(StreamKind.COMPUTE), cost=TimeCost(0)
+    )
     there = device.allocate(NBYTES).tensor(torch.uint8, NBYTES)
     copied = device.copy(there, noisy(1), stream=device.stream(StreamKind.H2D), after=[held])
 
@@ -122,7 +148,11 @@ def test_the_host_goes_on_while_the_device_waits_for_it(device: PacedAccelerator
 
 
 def test_a_failure_stops_what_depends_on_it_and_nothing_else(device: PacedAccelerator) -> None:
-    up, other, compute = device.stream(StreamKind.H2D), device.stream(StreamKind.H2D), device.stream(StreamKind.COMPUTE)
+    up, other, compute = (
+        device.stream(StreamKind.H2D),
+        device.stream(StreamKind.H2D),
+        device.stream(StreamKind.COMPUTE),
+    )
     first, second = (device.allocate(NBYTES).tensor(torch.uint8, NBYTES) for _ in range(2))
     failed = device.run(lambda: 1 // 0, stream=compute, cost=TimeCost(1_000_000))
     dependent = device.copy(first, noisy(1), stream=up, after=[failed])
@@ -147,7 +177,9 @@ def test_closing_under_load_carries_out_all_of_it(device: PacedAccelerator) -> N
     assert all(torch.equal(target, noisy(at)) for at, target in enumerate(there))
 
 
-def test_the_timeline_shows_what_one_link_carried_one_after_another(device: PacedAccelerator) -> None:
+def test_the_timeline_shows_what_one_link_carried_one_after_another(
+    device: PacedAccelerator,
+) -> None:
     there = device.allocate(NBYTES).tensor(torch.uint8, NBYTES)
     for number in range(2):
         device.copy(there, noisy(number), stream=device.stream(StreamKind.H2D))

@@ -1,4 +1,6 @@
-"""The virtual clock: exact to the nanosecond, by hand and against a tick-by-tick simulation; and as late as can be."""
+"""The virtual clock: exact to the nanosecond, by hand and against a tick-by-tick simulation; and as
+late as can be.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ pytest.importorskip("torch", reason="accelerators move tensors of torch")
 
 import torch
 
-from infinity_engine.accel import Emulation, Event, StreamKind, TimeCost, UpdateCost, VirtualAccelerator
+from infinity_engine.accel import (
+    Emulation,
+    Event,
+    StreamKind,
+    TimeCost,
+    UpdateCost,
+    VirtualAccelerator,
+)
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.plan import Rates
 
@@ -32,7 +41,11 @@ def opened(
 ) -> VirtualAccelerator:
     return VirtualAccelerator(
         Emulation(
-            rates=rates, capacity_bytes=capacity_bytes, seed=seed, timeline_kept=kept, host_takes_time=host_takes_time
+            rates=rates,
+            capacity_bytes=capacity_bytes,
+            seed=seed,
+            timeline_kept=kept,
+            host_takes_time=host_takes_time,
         )
     )
 
@@ -49,7 +62,7 @@ def times(device: VirtualAccelerator) -> list[tuple[str, int, int]]:
     return [(record.stream, record.start_ns, record.end_ns) for record in device.timeline()]
 
 
-# --- by hand -----------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
 def test_a_copy_takes_its_bytes_over_the_rate_rounded_up() -> None:
@@ -60,7 +73,11 @@ def test_a_copy_takes_its_bytes_over_the_rate_rounded_up() -> None:
 
 
 def test_a_copy_that_is_delayed_takes_so_much_longer() -> None:
-    emulation = Emulation(rates=RATES, capacity_bytes=1 << 16, delay_ns=lambda kind: 7 if kind is StreamKind.H2D else 0)
+    emulation = Emulation(
+        rates=RATES,
+        capacity_bytes=1 << 16,
+        delay_ns=lambda kind: 7 if kind is StreamKind.H2D else 0,
+    )
     device = VirtualAccelerator(emulation)
     device.copy(on_device(device, 100), on_host(100), stream=device.stream(StreamKind.H2D))
     device.copy(on_host(100), on_device(device, 100), stream=device.stream(StreamKind.D2H))
@@ -95,7 +112,9 @@ def test_the_two_directions_do_not_slow_one_another() -> None:
 
 def test_an_operation_starts_when_the_last_that_it_waits_for_has_ended() -> None:
     device = opened()
-    up, compute, down = (device.stream(kind) for kind in (StreamKind.H2D, StreamKind.COMPUTE, StreamKind.D2H))
+    up, compute, down = (
+        device.stream(kind) for kind in (StreamKind.H2D, StreamKind.COMPUTE, StreamKind.D2H)
+    )
     there = on_device(device, 9)
     uploaded = device.copy(there, on_host(9), stream=up)
     updated = device.run(lambda: None, stream=compute, cost=UpdateCost(20), after=[uploaded])
@@ -169,7 +188,11 @@ def test_the_timeline_keeps_the_newest_operations() -> None:
 
 def test_what_the_host_updates_takes_its_time_where_that_is_asked_for() -> None:
     rates = replace(RATES, host_update_params_per_s=3e8)
-    device, without, unknown = opened(rates=rates, host_takes_time=True), opened(rates=rates), opened()
+    device, without, unknown = (
+        opened(rates=rates, host_takes_time=True),
+        opened(rates=rates),
+        opened(),
+    )
     for each in (device, without, unknown):
         each.host_updated(100)
 
@@ -181,13 +204,15 @@ def test_the_host_cannot_work_backwards() -> None:
         opened().host_work(-1)
 
 
-# --- as late as can be -------------------------------------------------------------------------------------------
+# --- as late as can be ----------------------------------------------------------------------------
 
 
 def test_nothing_is_carried_out_before_the_host_learns_of_its_end() -> None:
     device = opened()
     seen: list[str] = []
-    event = device.run(lambda: seen.append("work"), stream=device.stream(StreamKind.COMPUTE), cost=TimeCost(10))
+    event = device.run(
+        lambda: seen.append("work"), stream=device.stream(StreamKind.COMPUTE), cost=TimeCost(10)
+    )
     device.host_work(1_000)
     assert seen == []
 
@@ -202,7 +227,9 @@ def test_only_what_is_needed_is_carried_out() -> None:
     streams = [device.stream(StreamKind.COMPUTE) for _ in range(3)]
     needed = device.run(lambda: seen.append("needed"), stream=streams[0], cost=TimeCost(50))
     device.run(lambda: seen.append("not needed"), stream=streams[1], cost=TimeCost(1))
-    wanted = device.run(lambda: seen.append("wanted"), stream=streams[2], cost=TimeCost(1), after=[needed])
+    wanted = device.run(
+        lambda: seen.append("wanted"), stream=streams[2], cost=TimeCost(1), after=[needed]
+    )
 
     wanted.wait()
 
@@ -249,7 +276,7 @@ def test_a_failure_takes_its_time_like_a_success() -> None:
     assert device.now_ns == 10
 
 
-# --- memory ------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_more_than_the_capacity_is_refused_with_the_numbers() -> None:
@@ -257,7 +284,12 @@ def test_more_than_the_capacity_is_refused_with_the_numbers() -> None:
     device.allocate(60)
     with pytest.raises(CapacityError) as refused:
         device.allocate(41)
-    assert (refused.value.tier, refused.value.asked, refused.value.free, refused.value.limit) == ("DEVICE", 41, 40, 100)
+    assert (refused.value.tier, refused.value.asked, refused.value.free, refused.value.limit) == (
+        "DEVICE",
+        41,
+        40,
+        100,
+    )
 
 
 def test_freed_bytes_can_be_taken_again() -> None:
@@ -273,14 +305,16 @@ def test_a_buffer_of_another_device_cannot_be_freed() -> None:
         opened().free(opened().allocate(8))
 
 
-@pytest.mark.parametrize("missing", ["h2d_bytes_per_s", "d2h_bytes_per_s", "device_update_params_per_s"])
+@pytest.mark.parametrize(
+    "missing", ["h2d_bytes_per_s", "d2h_bytes_per_s", "device_update_params_per_s"]
+)
 def test_a_rate_that_is_not_there_is_named(missing: str) -> None:
     rates = replace(RATES, **{missing: None})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=missing):
         opened(rates=rates)
 
 
-# --- against a simulation that goes tick by tick -----------------------------------------------------------------
+# --- against a simulation that goes tick by tick --------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -297,7 +331,9 @@ class Job:
 
 @dataclass
 class TickByTick:
-    """What the virtual clock should do, the simplest way: look at every nanosecond who may start and who has ended."""
+    """What the virtual clock should do, the simplest way: look at every nanosecond who may start
+    and who has ended.
+    """
 
     now: int = 0
     jobs: list[Job] = field(default_factory=list)
@@ -308,8 +344,12 @@ class TickByTick:
             for at, job in enumerate(self.jobs):
                 earlier = self.jobs[:at]
                 before = [other for other in earlier if other.stream == job.stream]
-                before += [other for other in earlier if job.link is not None and other.link is job.link]
-                if job.start is None and all(other.end is not None for other in (*before, *job.after)):
+                before += [
+                    other for other in earlier if job.link is not None and other.link is job.link
+                ]
+                if job.start is None and all(
+                    other.end is not None for other in (*before, *job.after)
+                ):
                     job.start = self.now
                 if job.start is not None and job.end is None and self.now == job.start + job.ns:
                     job.end = self.now
@@ -326,9 +366,21 @@ class TickByTick:
             self.host_work(1)
 
 
-KINDS = [StreamKind.H2D, StreamKind.H2D, StreamKind.D2H, StreamKind.D2H, StreamKind.COMPUTE, StreamKind.COLLECTIVE]
+KINDS = [
+    StreamKind.H2D,
+    StreamKind.H2D,
+    StreamKind.D2H,
+    StreamKind.D2H,
+    StreamKind.COMPUTE,
+    StreamKind.COLLECTIVE,
+]
 ACTIONS = st.one_of(
-    st.tuples(st.just("submit"), st.integers(0, 5), st.integers(1, 9), st.lists(st.integers(0, 99), max_size=2)),
+    st.tuples(
+        st.just("submit"),
+        st.integers(0, 5),
+        st.integers(1, 9),
+        st.lists(st.integers(0, 99), max_size=2),
+    ),
     st.tuples(st.just("wait_for"), st.integers(0, 5), st.integers(0, 99)),
     st.tuples(st.just("record"), st.integers(0, 5)),
     st.tuples(st.just("host_work"), st.integers(0, 12)),
@@ -350,7 +402,9 @@ class Both:
         self.waits: dict[int, list[Job]] = {number: [] for number in range(len(KINDS))}
 
     def play(self, name: str, *arguments: object) -> None:
-        """Do one action of the program; those that need an operation do nothing while there is none."""
+        """Do one action of the program; those that need an operation do nothing while there is
+        none.
+        """
         if name in {"wait_for", "wait", "done"} and not self.pairs:
             return
         getattr(self, name)(*arguments)
@@ -362,9 +416,13 @@ class Both:
         events, ns = [event for event, _ in chosen], amount
         link: StreamKind | None = kind
         if kind is StreamKind.H2D:
-            event = device.copy(on_device(device, amount), on_host(amount), stream=stream, after=events)
+            event = device.copy(
+                on_device(device, amount), on_host(amount), stream=stream, after=events
+            )
         elif kind is StreamKind.D2H:
-            event = device.copy(on_host(amount), on_device(device, amount), stream=stream, after=events)
+            event = device.copy(
+                on_host(amount), on_device(device, amount), stream=stream, after=events
+            )
             ns = -(-amount * PER_BYTE_DOWN[0] // PER_BYTE_DOWN[1])
         else:
             event = device.run(lambda: None, stream=stream, cost=TimeCost(amount - 1), after=events)
@@ -403,7 +461,9 @@ class Both:
 
 
 @given(st.lists(ACTIONS, min_size=5, max_size=25), st.integers(0, 3))
-def test_any_program_takes_exactly_the_time_that_the_simulation_says(program: list[tuple[Any, ...]], seed: int) -> None:
+def test_any_program_takes_exactly_the_time_that_the_simulation_says(
+    program: list[tuple[Any, ...]], seed: int
+) -> None:
     both = Both(opened(seed=seed))
 
     for name, *arguments in program:
@@ -413,6 +473,10 @@ def test_any_program_takes_exactly_the_time_that_the_simulation_says(program: li
 
     ours = [(record.start_ns, record.end_ns) for record in both.device.timeline()]
     names = {record.name for record in both.device.timeline()}
-    theirs = [(job.start, job.end) for at, (_, job) in enumerate(both.pairs) if {f"copy {at}", f"work {at}"} & names]
+    theirs = [
+        (job.start, job.end)
+        for at, (_, job) in enumerate(both.pairs)
+        if {f"copy {at}", f"work {at}"} & names
+    ]
     assert ours == theirs
     assert both.device.now_ns == both.reference.now

@@ -1,4 +1,6 @@
-"""deepnvme.arrays: every dtype has one code, memory for I/O begins with a page, and what has no code is refused."""
+"""deepnvme.arrays: every dtype has one code, memory for I/O begins with a page, and what has no
+code is refused.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,14 @@ def address_of(thing: Any) -> int:
 
 
 def in_a_fresh_python(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-# --- describing --------------------------------------------------------------------------------------------------
+# --- describing -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", sorted(set(ITEMSIZES) - OWN_TO_TORCH))
@@ -79,7 +83,9 @@ def test_torch_and_numpy_mean_the_same_by_a_code(code: str) -> None:
     assert describe(tensor.numpy()).code == code
 
 
-@pytest.mark.parametrize("thing", [b"abc", bytearray(b"abc"), memoryview(b"abc"), array.array("B", b"abc")])
+@pytest.mark.parametrize(
+    "thing", [b"abc", bytearray(b"abc"), memoryview(b"abc"), array.array("B", b"abc")]
+)
 def test_a_buffer_of_bytes_is_u8_of_one_dimension(thing: Any) -> None:
     found = describe(thing)
 
@@ -128,7 +134,7 @@ def test_ml_dtypes_give_numpy_what_it_lacks(code: str) -> None:
     assert address_of(values) % PAGE == 0
 
 
-# --- what has no code --------------------------------------------------------------------------------------------
+# --- what has no code -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,7 +162,9 @@ def test_converting_as_the_message_says_makes_a_big_endian_array_acceptable() ->
     assert list(converted) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("array", [np.ma.masked_array([1, 2], [True, False]), np.zeros(2).view(np.recarray)])
+@pytest.mark.parametrize(
+    "array", [np.ma.masked_array([1, 2], [True, False]), np.zeros(2).view(np.recarray)]
+)
 def test_an_array_that_means_more_than_its_bytes_is_refused(array: Any) -> None:
     with pytest.raises(TypeError, match="may mean more than its bytes say"):
         describe(array)
@@ -201,8 +209,12 @@ def test_memory_in_pieces_is_refused() -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize(("shape", "problem"), [((1,) * 65, "65"), ((0, 1 << 62), "less than 2"), ((0, 1 << 60), None)])
-def test_a_tensor_that_no_reader_would_believe_is_refused(shape: tuple[int, ...], problem: str | None) -> None:
+@pytest.mark.parametrize(
+    ("shape", "problem"), [((1,) * 65, "65"), ((0, 1 << 62), "less than 2"), ((0, 1 << 60), None)]
+)
+def test_a_tensor_that_no_reader_would_believe_is_refused(
+    shape: tuple[int, ...], problem: str | None
+) -> None:
     import torch
 
     tensor = torch.empty(shape, dtype=torch.float32)
@@ -214,7 +226,7 @@ def test_a_tensor_that_no_reader_would_believe_is_refused(shape: tuple[int, ...]
             describe(tensor)
 
 
-# --- sizes -------------------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", sorted(set(ITEMSIZES) - OWN_TO_TORCH))
@@ -246,12 +258,14 @@ def test_the_largest_sizes_are_allowed() -> None:
     assert nbytes_of("F32", (1,) * 64) == 4
 
 
-# --- new memory --------------------------------------------------------------------------------------------------
+# --- new memory -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("returns", [Returns.NUMPY, pytest.param(Returns.TORCH, marks=needs_torch)])
 @pytest.mark.parametrize("shape", EVERY_SHAPE)
-def test_new_memory_has_the_shape_is_writable_and_begins_with_a_page(returns: Returns, shape: tuple[int, ...]) -> None:
+def test_new_memory_has_the_shape_is_writable_and_begins_with_a_page(
+    returns: Returns, shape: tuple[int, ...]
+) -> None:
     made = empty("F32", shape, returns)
 
     made[...] = 7.0
@@ -281,7 +295,9 @@ def test_a_new_tensor_keeps_its_memory_alive() -> None:
 
 @pytest.mark.parametrize("returns", [Returns.NUMPY, pytest.param(Returns.TORCH, marks=needs_torch)])
 @pytest.mark.parametrize("shape", EVERY_SHAPE)
-def test_new_memory_can_come_from_a_pool_and_goes_back(returns: Returns, shape: tuple[int, ...]) -> None:
+def test_new_memory_can_come_from_a_pool_and_goes_back(
+    returns: Returns, shape: tuple[int, ...]
+) -> None:
     pool = Pool(1 << 21, cuda=Cuda.NEVER)
     made = empty("F32", shape, returns, pool=pool)
 
@@ -301,7 +317,9 @@ def test_a_pool_without_room_says_so() -> None:
 
 @pytest.mark.skipif(HAS_ML_DTYPES, reason="ml_dtypes is installed")
 def test_numpy_without_bfloat16_says_what_to_do() -> None:
-    with pytest.raises(TypeError, match=r"no bfloat16 \(BF16\): ask for torch tensors .* or install ml_dtypes"):
+    with pytest.raises(
+        TypeError, match=r"no bfloat16 \(BF16\): ask for torch tensors .* or install ml_dtypes"
+    ):
         empty("BF16", (2,), Returns.NUMPY)
 
 
@@ -315,15 +333,19 @@ def test_a_torch_without_the_dtype_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         empty("F8_E8M0", (2,), Returns.TORCH)
 
 
-# --- torch -------------------------------------------------------------------------------------------------------
+# --- torch ----------------------------------------------------------------------------------------
 
 
 def test_the_default_follows_what_is_installed() -> None:
     assert default_returns() is (Returns.TORCH if HAS_TORCH else Returns.NUMPY)
 
 
-@pytest.mark.parametrize("refusal", [None, ImportError("torch is refused here"), ValueError("torch.__spec__ is None")])
-def test_without_torch_the_default_is_numpy(refusal: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "refusal", [None, ImportError("torch is refused here"), ValueError("torch.__spec__ is None")]
+)
+def test_without_torch_the_default_is_numpy(
+    refusal: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deepnvme.arrays.find_spec", Mock(side_effect=refusal, return_value=None))
 
     assert default_returns() is Returns.NUMPY
@@ -333,7 +355,8 @@ def test_describing_and_making_numpy_arrays_imports_no_torch() -> None:
     program = (
         "import sys, numpy as np\n"
         "from deepnvme.arrays import *\n"
-        "describe(b'x'); describe(np.zeros(3)); empty('F32', (3,), Returns.NUMPY); default_returns()\n"
+        "describe(b'x'); describe(np.zeros(3)); empty('F32', (3,), Returns.NUMPY); "
+        "default_returns()\n"
         "print('torch' in sys.modules)"
     )
 
@@ -343,7 +366,8 @@ def test_describing_and_making_numpy_arrays_imports_no_torch() -> None:
 @needs_torch
 def test_a_tensor_is_made_where_the_program_has_not_imported_torch() -> None:
     program = (
-        "from deepnvme.arrays import *\nmade = empty('BF16', (3,), Returns.TORCH)\nprint(made.dtype, tuple(made.shape))"
+        "from deepnvme.arrays import *\nmade = empty('BF16', (3,), "
+        "Returns.TORCH)\nprint(made.dtype, tuple(made.shape))"
     )
 
     assert in_a_fresh_python(program) == "torch.bfloat16 (3,)"

@@ -44,7 +44,7 @@ def refuses() -> float:
     raise bench.UnavailableError("the rival is not installed; pip install rival")
 
 
-# --- rounds ------------------------------------------------------------------------------------------------------
+# --- rounds ---------------------------------------------------------------------------------------
 
 
 def test_every_system_is_warmed_up_and_then_measured_once_per_round() -> None:
@@ -85,7 +85,13 @@ def test_the_warm_up_is_not_in_the_numbers() -> None:
 def test_a_system_may_measure_several_things_by_name() -> None:
     run = bench.Bench("demo", quick=False)
     run.system("ours", lambda: {"wall": 2.0, "CPU": 1.0}, unit="s")
-    run.figure("CPU share", unit="ratio", target="<= 1", uses=["ours: CPU", "ours: wall"], value=lambda c, w: c / w)
+    run.figure(
+        "CPU share",
+        unit="ratio",
+        target="<= 1",
+        uses=["ours: CPU", "ours: wall"],
+        value=lambda c, w: c / w,
+    )
 
     [figure] = run.run(1)
 
@@ -93,7 +99,7 @@ def test_a_system_may_measure_several_things_by_name() -> None:
     assert run.rounds == [{"ours: wall": 2.0, "ours: CPU": 1.0}]
 
 
-# --- figures -----------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def test_a_ratio_is_taken_within_each_round_and_then_the_median() -> None:
@@ -101,7 +107,9 @@ def test_a_ratio_is_taken_within_each_round_and_then_the_median() -> None:
     run = bench.Bench("demo", quick=False)
     run.system("ours", lambda: next(ours), unit="s")
     run.system("rival", lambda: next(rival), unit="s")
-    run.figure("ratio", unit="ratio", target="<= 0.6", uses=["ours", "rival"], value=lambda a, b: a / b)
+    run.figure(
+        "ratio", unit="ratio", target="<= 0.6", uses=["ours", "rival"], value=lambda a, b: a / b
+    )
 
     [figure] = run.run(3)
 
@@ -113,7 +121,13 @@ def test_a_ratio_is_taken_within_each_round_and_then_the_median() -> None:
 def test_a_document_has_every_measurement_of_a_round_once() -> None:
     run = a_bench(ours=1.0, rival=2.0, context=3.0)
     run.figure("time", unit="s", target="<= 1", uses=["ours"])
-    run.figure("ratio", unit="ratio", target="<= 1", uses=["ours", "rival"], value=lambda ours, rival: ours / rival)
+    run.figure(
+        "ratio",
+        unit="ratio",
+        target="<= 1",
+        uses=["ours", "rival"],
+        value=lambda ours, rival: ours / rival,
+    )
 
     result = bench.document(run, run.run(1), date=DATE, machine={"name": "Example"}, versions={})
 
@@ -121,10 +135,14 @@ def test_a_document_has_every_measurement_of_a_round_once() -> None:
     assert [figure["rounds"] for figure in result["figures"]] == [[1.0], [0.5]]
 
 
-def test_a_figure_whose_system_is_unavailable_has_no_value_but_the_reason_and_does_not_hold() -> None:
+def test_a_figure_whose_system_is_unavailable_has_no_value_but_the_reason_and_does_not_hold() -> (
+    None
+):
     run = a_bench(ours=1.0)
     run.system("rival", refuses, unit="s")
-    run.figure("ratio", unit="ratio", target=">= 0", uses=["ours", "rival: wall"], value=lambda a, b: a / b)
+    run.figure(
+        "ratio", unit="ratio", target=">= 0", uses=["ours", "rival: wall"], value=lambda a, b: a / b
+    )
     run.figure("ours", unit="s", target="<= 1", uses=["ours"])
 
     ratio, ours = run.run(2)
@@ -146,8 +164,12 @@ def test_where_no_system_is_available_every_figure_says_so() -> None:
     assert (figure.value, figure.rounds) == (None, ())
 
 
-@pytest.mark.parametrize("value", [lambda a: a / 0.0, lambda a: a * float("inf"), lambda a: a * float("nan")])
-def test_a_result_that_is_no_number_is_a_missing_value_with_its_reason(value: Callable[..., float]) -> None:
+@pytest.mark.parametrize(
+    "value", [lambda a: a / 0.0, lambda a: a * float("inf"), lambda a: a * float("nan")]
+)
+def test_a_result_that_is_no_number_is_a_missing_value_with_its_reason(
+    value: Callable[..., float],
+) -> None:
     run = a_bench(ours=1.0)
     run.figure("strange", unit="ratio", target=">= 0", uses=["ours"], value=value)
 
@@ -167,7 +189,9 @@ def test_an_error_of_a_system_under_test_stops_the_bench() -> None:
 
 
 @pytest.mark.parametrize("measured", [float("nan"), {"wall": 1.0, "CPU": float("inf")}])
-def test_a_measurement_that_is_no_number_stops_the_bench(measured: float | dict[str, float]) -> None:
+def test_a_measurement_that_is_no_number_stops_the_bench(
+    measured: float | dict[str, float],
+) -> None:
     run = bench.Bench("demo", quick=False)
     run.system("ours", lambda: measured, unit="s")
 
@@ -186,7 +210,7 @@ def test_a_figure_that_uses_what_nobody_measures_is_refused_before_the_first_rou
     assert calls == ["ours"]
 
 
-# --- targets -----------------------------------------------------------------------------------------------------
+# --- targets --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,7 +241,7 @@ def test_a_target_that_is_no_comparison_is_refused_when_registered(target: str) 
         a_bench(ours=1.0).figure("time", unit="s", target=target, uses=["ours"])
 
 
-# --- spread and cost ---------------------------------------------------------------------------------------------
+# --- spread and cost ------------------------------------------------------------------------------
 
 
 def test_the_spread_of_known_numbers() -> None:
@@ -225,7 +249,9 @@ def test_the_spread_of_known_numbers() -> None:
 
 
 @given(st.lists(FINITE, min_size=1))
-def test_the_median_lies_between_the_extremes_and_the_mad_within_their_distance(numbers: list[float]) -> None:
+def test_the_median_lies_between_the_extremes_and_the_mad_within_their_distance(
+    numbers: list[float],
+) -> None:
     found = bench.spread(numbers)
 
     assert found.low <= found.median <= found.high
@@ -240,7 +266,7 @@ def test_cpu_seconds_count_children_that_were_waited_for() -> None:
     assert cost.cpu_s >= 0.3
 
 
-# --- the document ------------------------------------------------------------------------------------------------
+# --- the document ---------------------------------------------------------------------------------
 
 
 def a_document(*, quick: bool = False) -> bench.Document:
@@ -249,9 +275,13 @@ def a_document(*, quick: bool = False) -> bench.Document:
     run.system("rival", refuses, unit="s")
     run.figure("ours", unit="s", target="<= 1", uses=["ours"])
     run.figure("slow", unit="s", target="<= 0.1", uses=["ours"])
-    run.figure("over rival", unit="ratio", target="<= 1", uses=["ours", "rival"], value=lambda a, b: a / b)
+    run.figure(
+        "over rival", unit="ratio", target="<= 1", uses=["ours", "rival"], value=lambda a, b: a / b
+    )
     machine = {"name": "Example CPU @ 2.5GHz, 2 cores", "memory": "8 GiB"}
-    return bench.document(run, run.run(2), date=DATE, machine=machine, versions={"python": "3.11.2"})
+    return bench.document(
+        run, run.run(2), date=DATE, machine=machine, versions={"python": "3.11.2"}
+    )
 
 
 def test_the_document_has_exactly_the_agreed_keys() -> None:
@@ -259,7 +289,15 @@ def test_the_document_has_exactly_the_agreed_keys() -> None:
 
     assert list(result) == ["bench", "date", "machine", "versions", "rounds", "figures"]
     assert list(result["figures"][0]) == ["name", "value", "unit", "target", "holds", "rounds"]
-    assert list(result["figures"][2]) == ["name", "value", "unit", "target", "holds", "rounds", "reason"]
+    assert list(result["figures"][2]) == [
+        "name",
+        "value",
+        "unit",
+        "target",
+        "holds",
+        "rounds",
+        "reason",
+    ]
     assert result["date"] == "2026-11-21T12:30:00+00:00"
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
@@ -295,7 +333,7 @@ def test_a_bench_that_measures_in_its_own_way_says_how() -> None:
     assert bench.ROUNDS in bench.render(a_document())
 
 
-# --- pages -------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
 def test_a_page_shows_targets_that_do_not_hold_and_why() -> None:
@@ -313,20 +351,27 @@ def test_a_page_names_machine_and_versions_and_holds_every_raw_number() -> None:
     assert page.startswith("# demo: Example CPU @ 2.5GHz, 2 cores, 2026-11-21\n")
     assert "| memory | 8 GiB |" in page
     assert "| python | 3.11.2 |" in page
-    assert "|  | 1 | 2 |\n| --- | --- | --- |\n| ours | 0.5 | 0.5 |\n| figure: ours | 0.5 | 0.5 |" in page
+    assert (
+        "|  | 1 | 2 |\n| --- | --- | --- |\n| ours | 0.5 | 0.5 |\n| figure: ours | 0.5 | 0.5 |"
+        in page
+    )
 
 
 def test_every_table_row_of_a_page_has_as_many_cells_as_its_title() -> None:
     result = a_document()
     result["machine"]["name"] = "a | b"
-    blocks = [block.splitlines() for block in bench.render(result).split("\n\n") if block.startswith("| ")]
+    blocks = [
+        block.splitlines() for block in bench.render(result).split("\n\n") if block.startswith("| ")
+    ]
 
     assert len(blocks) == 3
     for block in blocks:
         assert len({line.replace("\\|", "").count("|") for line in block}) == 1
 
 
-def test_a_page_is_named_by_what_hardware_and_date_with_its_numbers_beside_it(tmp_path: Path) -> None:
+def test_a_page_is_named_by_what_hardware_and_date_with_its_numbers_beside_it(
+    tmp_path: Path,
+) -> None:
     result = a_document()
 
     page = bench.write_page(result, tmp_path)
@@ -340,7 +385,7 @@ def test_a_committed_page_shows_the_numbers_beside_it(page: Path) -> None:
     assert page.read_text() == bench.render(json.loads(page.with_suffix(".json").read_text()))
 
 
-# --- the programs ------------------------------------------------------------------------------------------------
+# --- the programs ---------------------------------------------------------------------------------
 
 SCRIPT = f"""#!/usr/bin/env python3
 '''A bench for the test of the harness.'''
@@ -355,7 +400,9 @@ if __name__ == "__main__":
 """
 
 
-def program(*command: str | Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.CompletedProcess[str]:
+def program(
+    *command: str | Path, monkeypatch: pytest.MonkeyPatch
+) -> subprocess.CompletedProcess[str]:
     monkeypatch.setenv(bench.THIS_PYTHON, "1")
     line = [sys.executable, *map(str, command)]
     return subprocess.run(line, capture_output=True, text=True, check=False)
@@ -367,13 +414,19 @@ def test_a_bench_script_prints_its_table_and_writes_its_json(
 ) -> None:
     (tmp_path / "mine").write_text(SCRIPT)
 
-    done = program(tmp_path / "mine", *options, "--json", tmp_path / "raw.json", monkeypatch=monkeypatch)
+    done = program(
+        tmp_path / "mine", *options, "--json", tmp_path / "raw.json", monkeypatch=monkeypatch
+    )
 
     assert done.returncode == 0, done.stderr
     assert f"<= 1.5   {'yes' if holds else 'NO'}" in done.stdout
     result = json.loads((tmp_path / "raw.json").read_text())
-    assert [(len(figure["rounds"]), figure["holds"]) for figure in result["figures"]] == [(rounds, holds)]
-    assert {"python", "kernel", "torch", "numpy", "infinity-engine", "commit"} == set(result["versions"])
+    assert [(len(figure["rounds"]), figure["holds"]) for figure in result["figures"]] == [
+        (rounds, holds)
+    ]
+    assert {"python", "kernel", "torch", "numpy", "infinity-engine", "commit"} == set(
+        result["versions"]
+    )
     assert {"name", "cpu", "cores", "memory", "gpus"} <= set(result["machine"])
 
 
@@ -386,7 +439,9 @@ def test_a_bench_script_is_told_which_of_its_own_flags_were_given(
     (tmp_path / "mine").write_text(source)
 
     for options, value in ([], 1.0), (["--long"], 2.0):
-        done = program(tmp_path / "mine", *options, "--json", tmp_path / "raw.json", monkeypatch=monkeypatch)
+        done = program(
+            tmp_path / "mine", *options, "--json", tmp_path / "raw.json", monkeypatch=monkeypatch
+        )
 
         assert done.returncode == 0, done.stderr
         assert json.loads((tmp_path / "raw.json").read_text())["figures"][0]["value"] == value
@@ -397,7 +452,9 @@ def test_a_json_file_that_cannot_be_written_is_refused_before_measuring(
 ) -> None:
     (tmp_path / "mine").write_text(SCRIPT)
 
-    done = program(tmp_path / "mine", "--json", tmp_path / "missing" / "raw.json", monkeypatch=monkeypatch)
+    done = program(
+        tmp_path / "mine", "--json", tmp_path / "missing" / "raw.json", monkeypatch=monkeypatch
+    )
 
     assert done.returncode == 2
     assert "is not a directory; make it first" in done.stderr
@@ -420,12 +477,23 @@ def test_all_runs_the_other_benches_when_one_fails_and_says_which(
     script = with_benches(tmp_path, broken="raise SystemExit(1)", mine=SCRIPT)
 
     done = program(
-        script, "--quick", "--out", tmp_path / "out", "--json", tmp_path / "all.json", monkeypatch=monkeypatch
+        script,
+        "--quick",
+        "--out",
+        tmp_path / "out",
+        "--json",
+        tmp_path / "all.json",
+        monkeypatch=monkeypatch,
     )
 
     assert done.returncode == 1
-    assert "== 1 ran, 1 failed, 1 targets not met\n  failed: broken\n  not met: mine (quick): time" in done.stdout
-    assert [result["bench"] for result in json.loads((tmp_path / "all.json").read_text())] == ["mine (quick)"]
+    assert (
+        "== 1 ran, 1 failed, 1 targets not met\n  failed: broken\n  not met: mine (quick): time"
+        in done.stdout
+    )
+    assert [result["bench"] for result in json.loads((tmp_path / "all.json").read_text())] == [
+        "mine (quick)"
+    ]
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".md"]
 
 
@@ -438,15 +506,21 @@ def test_all_runs_only_the_benches_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert "== 1 ran, 0 failed, 0 targets not met" in done.stdout
 
 
-def test_all_refuses_a_bench_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_refuses_a_bench_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = program(with_benches(tmp_path, mine=SCRIPT), "minne", monkeypatch=monkeypatch)
 
     assert done.returncode == 2
     assert "no bench named minne; there are: mine" in done.stderr
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "scripts" / "bench").iterdir()), ids=lambda path: path.name)
-def test_every_bench_is_executable_and_takes_the_agreed_options(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "scripts" / "bench").iterdir()), ids=lambda path: path.name
+)
+def test_every_bench_is_executable_and_takes_the_agreed_options(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = program(script, "--help", monkeypatch=monkeypatch)
 
     assert os.access(script, os.X_OK)

@@ -1,4 +1,6 @@
-"""The benches of deepnvme against fio and DeepNVMe: what they ask for and what they make of the answers."""
+"""The benches of deepnvme against fio and DeepNVMe: what they ask for and what they make of the
+answers.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,15 @@ ORDER = Order("read", "pinned", "/drive/tensor", MIB, 0.0, queue_depth=8, thread
 VS_FIO, VS_DEEPSPEED = load_script("bench/nvme_vs_fio"), load_script("bench/nvme_vs_deepspeed")
 
 
-# --- fio ---------------------------------------------------------------------------------------------------------
+# --- fio ------------------------------------------------------------------------------------------
 
 
-def answering(folder: Path, read: dict[str, Any], write: dict[str, Any], condition: str = "True") -> str:
-    """Make a fio that ran for two seconds at 2% user and 3% system time; return the PATH on which it is found."""
+def answering(
+    folder: Path, read: dict[str, Any], write: dict[str, Any], condition: str = "True"
+) -> str:
+    """Make a fio that ran for two seconds at 2% user and 3% system time; return the PATH on which
+    it is found.
+    """
     job = {"job_runtime": 2000, "usr_cpu": 2.0, "sys_cpu": 3.0, "read": read, "write": write}
     program(folder / "fio", f"import os\nif {condition}: print({json.dumps({'jobs': [job]})!r})")
     return str(folder)
@@ -53,13 +59,18 @@ def answering(folder: Path, read: dict[str, Any], write: dict[str, Any], conditi
 
 def direction(nbytes: int = 0, p99_ns: int | None = None) -> dict[str, Any]:
     """One direction of a job in fio's JSON; where nothing was done, it has no percentiles."""
-    return {"io_bytes": nbytes, "clat_ns": {} if p99_ns is None else {"percentile": {"99.000000": p99_ns}}}
+    return {
+        "io_bytes": nbytes,
+        "clat_ns": {} if p99_ns is None else {"percentile": {"99.000000": p99_ns}},
+    }
 
 
 def test_what_fio_measured_is_given_in_the_units_of_the_benches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PATH", answering(tmp_path, direction(8 * fio.GIB, p99_ns=2_500_000), direction()))
+    monkeypatch.setenv(
+        "PATH", answering(tmp_path, direction(8 * fio.GIB, p99_ns=2_500_000), direction())
+    )
 
     assert fio.run(JOB) == {RATE: 4.0, THREAD_CPU: pytest.approx(0.1 / 8), P99: 2.5}
 
@@ -89,7 +100,11 @@ def test_the_best_settings_are_those_with_the_best_median_not_the_luckiest_run()
     cheap = {THREAD_CPU: 0.1}
     sweep = {
         lucky: [{RATE: 1.0, **cheap}, {RATE: 9.0, **cheap}, {RATE: 1.1, **cheap}],
-        steady: [{RATE: 2.0, THREAD_CPU: 1.0}, {RATE: 2.1, THREAD_CPU: 1.0}, {RATE: 1.9, THREAD_CPU: 1.0}],
+        steady: [
+            {RATE: 2.0, THREAD_CPU: 1.0},
+            {RATE: 2.1, THREAD_CPU: 1.0},
+            {RATE: 1.9, THREAD_CPU: 1.0},
+        ],
     }
 
     assert fio.best(sweep) == steady
@@ -98,8 +113,18 @@ def test_the_best_settings_are_those_with_the_best_median_not_the_luckiest_run()
 def test_of_settings_that_are_as_fast_the_one_that_costs_less_is_best() -> None:
     fastest, cheapest = JOB, replace(JOB, block_bytes=2 * MIB)
 
-    assert fio.best({fastest: [{RATE: 2.00, THREAD_CPU: 0.02}], cheapest: [{RATE: 1.97, THREAD_CPU: 0.01}]}) == cheapest
-    assert fio.best({fastest: [{RATE: 2.00, THREAD_CPU: 0.02}], cheapest: [{RATE: 1.95, THREAD_CPU: 0.01}]}) == fastest
+    assert (
+        fio.best(
+            {fastest: [{RATE: 2.00, THREAD_CPU: 0.02}], cheapest: [{RATE: 1.97, THREAD_CPU: 0.01}]}
+        )
+        == cheapest
+    )
+    assert (
+        fio.best(
+            {fastest: [{RATE: 2.00, THREAD_CPU: 0.02}], cheapest: [{RATE: 1.95, THREAD_CPU: 0.01}]}
+        )
+        == fastest
+    )
 
 
 def test_a_missing_fio_is_unavailable_and_says_how_to_install_it(
@@ -114,7 +139,9 @@ def test_a_missing_fio_is_unavailable_and_says_how_to_install_it(
         measure()
 
 
-def test_a_failing_fio_is_unavailable_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failing_fio_is_unavailable_in_its_own_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     program(tmp_path / "fio", "import sys; sys.exit('io_uring_queue_init failed')")
     monkeypatch.setenv("PATH", str(tmp_path))
 
@@ -126,7 +153,9 @@ def test_the_whole_of_fio_is_watched_in_the_second_half_of_its_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sleeps = "__import__('time').sleep(0.5) is None"
-    monkeypatch.setenv("PATH", answering(tmp_path, direction(8 * fio.GIB, 1), direction(), condition=sleeps))
+    monkeypatch.setenv(
+        "PATH", answering(tmp_path, direction(8 * fio.GIB, 1), direction(), condition=sleeps)
+    )
     walls, clocks = iter([10.0, 12.0]), iter([5.0, 5.5])
     told = SimpleNamespace(perf_counter=lambda: next(walls), clock_gettime=lambda _: next(clocks))
     monkeypatch.setattr(fio, "time", told)
@@ -134,7 +163,9 @@ def test_the_whole_of_fio_is_watched_in_the_second_half_of_its_time(
     assert fio.watched(replace(JOB, seconds=0.02))[CPU] == pytest.approx(0.5 / (4.0 * 2.0))
 
 
-def test_a_fio_that_ends_early_cannot_be_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_fio_that_ends_early_cannot_be_watched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", answering(tmp_path, direction(fio.GIB, 1), direction()))
 
     with pytest.raises(bench.UnavailableError, match="ended before its 2 s were over"):
@@ -143,7 +174,9 @@ def test_a_fio_that_ends_early_cannot_be_watched(monkeypatch: pytest.MonkeyPatch
 
 def test_fio_is_told_to_use_huge_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = "'hugetlb=1' in os.environ['GLIBC_TUNABLES']"
-    monkeypatch.setenv("PATH", answering(tmp_path, direction(fio.GIB, 1), direction(), condition=told))
+    monkeypatch.setenv(
+        "PATH", answering(tmp_path, direction(fio.GIB, 1), direction(), condition=told)
+    )
 
     assert fio.run(JOB)[RATE] == 0.5
 
@@ -155,7 +188,7 @@ def program(path: Path, source: str) -> None:
     path.chmod(0o755)
 
 
-# --- deepnvme beside fio -----------------------------------------------------------------------------------------
+# --- deepnvme beside fio --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("memory", nvme_streams.Memory)
@@ -164,14 +197,17 @@ def test_a_stream_measures_deepnvme_with_every_kind_of_memory(tmp_path: Path, me
     path.write_bytes(bytes(4 * MIB))
 
     numbers = nvme_streams.stream(
-        nvme_streams.Stream(path, 4 * MIB, Workload.MIXED, 0.01, "threads", memory, operation_bytes=MIB, pending=2)
+        nvme_streams.Stream(
+            path, 4 * MIB, Workload.MIXED, 0.01, "threads", memory, operation_bytes=MIB, pending=2
+        )
     )
 
     assert set(numbers) == {RATE, CPU, THREAD_CPU, P99}
-    assert all(number > 0 for name, number in numbers.items() if name != THREAD_CPU)  # `threads` has others
+    # `threads` has others
+    assert all(number > 0 for name, number in numbers.items() if name != THREAD_CPU)
 
 
-# --- DeepNVMe ----------------------------------------------------------------------------------------------------
+# --- DeepNVMe -------------------------------------------------------------------------------------
 
 
 def test_a_transfer_is_measured_at_least_once_however_long_it_takes() -> None:
@@ -184,12 +220,17 @@ def test_a_transfer_is_measured_at_least_once_however_long_it_takes() -> None:
 
 
 def test_each_order_gets_one_line_of_answer() -> None:
-    orders = io.StringIO("".join(json.dumps(asdict(replace(ORDER, threads=count))) + "\n" for count in (1, 2)))
+    orders = io.StringIO(
+        "".join(json.dumps(asdict(replace(ORDER, threads=count))) + "\n" for count in (1, 2))
+    )
     answers = io.StringIO()
 
     rival_deepnvme.serve(lambda order: {RATE: float(order.threads)}, orders, answers)
 
-    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [{RATE: 1.0}, {RATE: 2.0}]
+    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [
+        {RATE: 1.0},
+        {RATE: 2.0},
+    ]
 
 
 def test_a_rival_that_cannot_be_measured_answers_why_and_goes_on() -> None:
@@ -199,7 +240,9 @@ def test_a_rival_that_cannot_be_measured_answers_why_and_goes_on() -> None:
     answers = io.StringIO()
     rival_deepnvme.serve(refuses, io.StringIO(2 * (json.dumps(asdict(ORDER)) + "\n")), answers)
 
-    assert [json.loads(line) for line in answers.getvalue().splitlines()] == 2 * [{"unavailable": "no libaio"}]
+    assert [json.loads(line) for line in answers.getvalue().splitlines()] == 2 * [
+        {"unavailable": "no libaio"}
+    ]
 
 
 def rival(tmp_path: Path, source: str, limit_s: float = 60.0) -> Rival:
@@ -209,7 +252,8 @@ def rival(tmp_path: Path, source: str, limit_s: float = 60.0) -> Rival:
 
 def test_the_rivals_answer_is_the_measurement(tmp_path: Path) -> None:
     source = (
-        "import json, sys\nfor line in sys.stdin: print(json.dumps({'GiB/s': json.loads(line)['threads']}), flush=True)"
+        "import json, sys\nfor line in sys.stdin: print(json.dumps({'GiB/s': "
+        "json.loads(line)['threads']}), flush=True)"
     )
     with rival(tmp_path, source) as answering:
         assert answering.measure(replace(ORDER, threads=2)) == {RATE: 2.0}
@@ -217,13 +261,22 @@ def test_the_rivals_answer_is_the_measurement(tmp_path: Path) -> None:
 
 def test_a_rival_without_its_libraries_is_unavailable(tmp_path: Path) -> None:
     source = """for line in open(0): print('{"unavailable": "no libaio"}', flush=True)"""
-    with rival(tmp_path, source) as lacking, pytest.raises(bench.UnavailableError, match="no libaio"):
+    with (
+        rival(tmp_path, source) as lacking,
+        pytest.raises(bench.UnavailableError, match="no libaio"),
+    ):
         lacking.measure(ORDER)
 
 
 def test_a_rival_that_dies_is_an_error_with_its_last_words(tmp_path: Path) -> None:
-    source = "import os, sys; input(); print('assertion failed', file=sys.stderr, flush=True); os.abort()"
-    with rival(tmp_path, source) as dying, pytest.raises(RuntimeError, match=r"status -6 .* assertion failed"):
+    source = (
+        "import os, sys; input(); print('assertion failed', file=sys.stderr, flush=True); "
+        "os.abort()"
+    )
+    with (
+        rival(tmp_path, source) as dying,
+        pytest.raises(RuntimeError, match=r"status -6 .* assertion failed"),
+    ):
         dying.measure(ORDER)
 
 
@@ -252,7 +305,9 @@ class FakeRival:
 
 
 def test_the_rival_runs_at_its_fastest_settings_for_the_time_of_a_measurement() -> None:
-    fastest = FakeRival(lambda order: order.queue_depth * order.threads + (order.waiting == "async"))
+    fastest = FakeRival(
+        lambda order: order.queue_depth * order.threads + (order.waiting == "async")
+    )
 
     name, measure = VS_DEEPSPEED.best_of_rival(fastest, ORDER, 2.0)
 
@@ -286,11 +341,15 @@ def test_a_rival_that_is_not_there_leaves_a_system_that_refuses(answer: str) -> 
     ("tensors", "memory"), [("ordinary", "ZERO_COPY"), ("ordinary", "BOUNCE"), ("pinned", "BOUNCE")]
 )
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_deepnvme_moves_whole_tensors_of_both_kinds(tmp_path: Path, verb: str, tensors: str, memory: str) -> None:
+def test_deepnvme_moves_whole_tensors_of_both_kinds(
+    tmp_path: Path, verb: str, tensors: str, memory: str
+) -> None:
     pytest.importorskip("torch", reason="the bench compares torch tensors")
     path = tmp_path / "tensor"
     path.write_bytes(bytes(MIB))
-    measure = partial(VS_DEEPSPEED.deepnvme, verb=verb, tensors=tensors, memory=memory, path=path, nbytes=MIB)
+    measure = partial(
+        VS_DEEPSPEED.deepnvme, verb=verb, tensors=tensors, memory=memory, path=path, nbytes=MIB
+    )
 
     assert measure(seconds=0.0)[RATE] > 0
     assert path.read_bytes() == (bytes(MIB) if verb == "read" else b"\1" * MIB)

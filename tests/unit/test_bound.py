@@ -1,4 +1,6 @@
-"""The bound: the linear program against its closed form, the papers' numbers, and every share on a grid."""
+"""The bound: the linear program against its closed form, the papers' numbers, and every share on a
+grid.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,18 @@ from infinity_engine.plan import BytesPerParameter, Rates
 from infinity_engine.sim import Resource, update_bound
 
 # Per GPU, as in Deep Optimizer States.
-H100 = Rates(h2d_bytes_per_s=55e9, d2h_bytes_per_s=55e9, host_update_params_per_s=2e9, device_update_params_per_s=25e9)
-V100 = Rates(h2d_bytes_per_s=12e9, d2h_bytes_per_s=12e9, host_update_params_per_s=2e9, device_update_params_per_s=35e9)
+H100 = Rates(
+    h2d_bytes_per_s=55e9,
+    d2h_bytes_per_s=55e9,
+    host_update_params_per_s=2e9,
+    device_update_params_per_s=25e9,
+)
+V100 = Rates(
+    h2d_bytes_per_s=12e9,
+    d2h_bytes_per_s=12e9,
+    host_update_params_per_s=2e9,
+    device_update_params_per_s=35e9,
+)
 RATE = st.integers(1, 10**12).map(float)
 RATES = st.builds(
     Rates,
@@ -30,7 +42,7 @@ BYTES = st.builds(BytesPerParameter, states=st.integers(1, 24), parameter=st.int
 PART = st.fractions(0, 1, max_denominator=20)
 
 
-# --- by hand and by formula --------------------------------------------------------------------------------------
+# --- by hand and by formula -----------------------------------------------------------------------
 
 
 def test_on_the_h100_the_cpu_and_the_link_up_end_together() -> None:
@@ -66,7 +78,9 @@ def test_where_the_link_up_binds_the_share_and_the_speedup_have_a_closed_form(
     bound = update_bound(rates, per_parameter=per_parameter, resident=resident)
 
     if bytes_per_update > up and down > up:
-        assert bound.best_share == (1 - resident) * (bytes_per_update - up) / (bytes_per_update + down - up)
+        assert bound.best_share == (1 - resident) * (bytes_per_update - up) / (
+            bytes_per_update + down - up
+        )
         assert bound.speedup == 1 + (bytes_per_update - up) / down
     elif down > up:
         assert bound.best_share == 0
@@ -95,11 +109,15 @@ def test_of_parameters_at_home_nothing_goes_up_and_what_the_device_updated_comes
 
     bound = update_bound(rates, resident=resident, at_home=True)
 
-    assert update_bound(rates, at_home=True).seconds_per_param(Fraction(0)) == Fraction(1, 5 * 10**9)
-    assert bound.seconds_per_param(Fraction(1, 4)) == Fraction(12, 4 * 55 * 10**9) + Fraction(3 * 2, 4 * 55 * 10**9)
+    assert update_bound(rates, at_home=True).seconds_per_param(Fraction(0)) == Fraction(
+        1, 5 * 10**9
+    )
+    assert bound.seconds_per_param(Fraction(1, 4)) == Fraction(12, 4 * 55 * 10**9) + Fraction(
+        3 * 2, 4 * 55 * 10**9
+    )
 
 
-# --- against every share -----------------------------------------------------------------------------------------
+# --- against every share --------------------------------------------------------------------------
 
 
 @given(RATES, BYTES, PART, PART)
@@ -108,7 +126,9 @@ def test_no_share_takes_less_than_the_best(
 ) -> None:
     bound = update_bound(rates, per_parameter=per_parameter, resident=resident)
 
-    assert bound.seconds_per_param(part * (1 - resident)) >= bound.seconds_per_param(bound.best_share)
+    assert bound.seconds_per_param(part * (1 - resident)) >= bound.seconds_per_param(
+        bound.best_share
+    )
 
 
 @given(RATES, PART)
@@ -130,7 +150,7 @@ def test_the_bound_is_the_largest_of_what_each_resource_needs(rates: Rates, part
     assert update_bound(rates).seconds_per_param(part) == max(needs)
 
 
-# --- Eq. 1 of the paper ------------------------------------------------------------------------------------------
+# --- Eq. 1 of the paper ---------------------------------------------------------------------------
 
 
 def test_eq1_gives_half_a_cpu_subgroup_for_each_of_the_device_at_the_papers_own_rates() -> None:
@@ -149,7 +169,9 @@ def test_the_share_of_eq1_is_near_the_best_on_the_h100() -> None:
     assert float(share) == pytest.approx(float(update_bound(H100).best_share), abs=0.01)
 
 
-def test_the_stride_that_the_paper_chose_on_the_v100_is_slower_than_no_visits_by_the_same_rates() -> None:
+def test_the_stride_that_the_paper_chose_on_the_v100_is_slower_than_no_visits_by_the_same_rates() -> (
+    None
+):
     bound = update_bound(V100)
 
     assert bound.seconds_per_param(Fraction(1, 2)) > bound.seconds_per_param(Fraction(0))
@@ -160,11 +182,17 @@ def test_eq1_has_no_solution_where_the_link_is_slower_than_the_cpu() -> None:
         eq1_ratio(replace(H100, h2d_bytes_per_s=3e9))
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name", ["h2d_bytes_per_s", "d2h_bytes_per_s", "host_update_params_per_s", "device_update_params_per_s"]
+    "name",
+    [
+        "h2d_bytes_per_s",
+        "d2h_bytes_per_s",
+        "host_update_params_per_s",
+        "device_update_params_per_s",
+    ],
 )
 def test_a_rate_that_is_missing_is_named(name: str) -> None:
     rates = replace(H100, **{name: None})  # type: ignore[arg-type]

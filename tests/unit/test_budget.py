@@ -17,7 +17,9 @@ from infinity_engine.units import GiB
 PATIENT = settings(deadline=None)
 PERCENTS = st.decimals("0.001", 100, places=3).map(lambda value: f"{value}%")
 SIZES = st.one_of(st.none(), st.integers(0, 2**60), PERCENTS, st.just("12GiB"))
-DRIVES = st.dictionaries(st.text("abc", min_size=1, max_size=5).map("/mnt/{}".format), SIZES, max_size=4)
+DRIVES = st.dictionaries(
+    st.text("abc", min_size=1, max_size=5).map("/mnt/{}".format), SIZES, max_size=4
+)
 BUDGETS = st.builds(Budget, device=SIZES, host=SIZES, nvme=DRIVES)
 
 MACHINE = Capacity(device=20 * GiB, host=60 * GiB, nvme={"/mnt/a": 1000, "/mnt/b": 2000})
@@ -40,7 +42,9 @@ def test_a_hundred_percent_is_all_of_it_however_much_it_is() -> None:
     assert Percent(Decimal(100)).of(2**90 + 1) == 2**90 + 1
 
 
-@pytest.mark.parametrize(("value", "text"), [("100", "100%"), ("80.50", "80.5%"), ("0.001", "0.001%")])
+@pytest.mark.parametrize(
+    ("value", "text"), [("100", "100%"), ("80.50", "80.5%"), ("0.001", "0.001%")]
+)
 def test_a_percentage_is_shown_without_needless_digits(value: str, text: str) -> None:
     assert str(Percent(Decimal(value))) == text
 
@@ -77,7 +81,12 @@ def test_a_budget_cannot_be_changed() -> None:
 @PATIENT
 @given(BUDGETS)
 def test_a_budget_survives_pickling_copying_and_replacing_nothing(budget: Budget) -> None:
-    assert pickle.loads(pickle.dumps(budget)) == copy.deepcopy(budget) == dataclasses.replace(budget) == budget
+    assert (
+        pickle.loads(pickle.dumps(budget))
+        == copy.deepcopy(budget)
+        == dataclasses.replace(budget)
+        == budget
+    )
 
 
 @PATIENT
@@ -91,18 +100,25 @@ def test_a_budget_survives_the_way_through_json_with_its_drives_in_order(budget:
 
 @pytest.mark.parametrize("size", ["0%", "100.1%", "-5%", "80 percent%", "%", "nan%", "1e1%", "5%%"])
 def test_a_percentage_out_of_range_or_garbled_is_refused(size: str) -> None:
-    with pytest.raises(ConfigError, match=r"^Budget\.host: expected more than 0% and at most 100%, such as '80%'"):
+    with pytest.raises(
+        ConfigError, match=r"^Budget\.host: expected more than 0% and at most 100%, such as '80%'"
+    ):
         Budget(host=size)
 
 
 @pytest.mark.parametrize("size", [True, 0.8, [1], b"1 GiB"])
 def test_a_size_of_a_wrong_type_is_refused_with_all_the_right_ones(size: object) -> None:
-    with pytest.raises(ConfigError, match=r"^Budget\.device: expected bytes, text such as '12 GiB' or '80%', or None"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^Budget\.device: expected bytes, text such as '12 GiB' or '80%', or None",
+    ):
         Budget(device=size)  # type: ignore[arg-type]
 
 
 def test_a_wrong_size_of_a_drive_is_refused_by_the_drives_name() -> None:
-    with pytest.raises(ConfigError, match=r"^Budget\.nvme\['/mnt/a'\]: .*write '12 GiB' or '12 GB'"):
+    with pytest.raises(
+        ConfigError, match=r"^Budget\.nvme\['/mnt/a'\]: .*write '12 GiB' or '12 GB'"
+    ):
         Budget(nvme={"/mnt/a": "12G"})
 
 
@@ -113,7 +129,9 @@ def test_a_directory_named_twice_is_refused() -> None:
 
 @pytest.mark.parametrize("nvme", [None, "/mnt/a", ["/mnt/a"], 5])
 def test_drives_that_are_no_mapping_are_refused(nvme: object) -> None:
-    with pytest.raises(ConfigError, match=r"^Budget\.nvme: expected a mapping from directories to sizes"):
+    with pytest.raises(
+        ConfigError, match=r"^Budget\.nvme: expected a mapping from directories to sizes"
+    ):
         Budget(nvme=nvme)  # type: ignore[arg-type]
 
 
@@ -148,7 +166,10 @@ def test_a_budget_resolves_to_bytes_of_the_machine() -> None:
 
 
 def test_a_resolved_budget_keeps_the_drives_in_the_order_of_the_budget() -> None:
-    assert list(Budget(nvme={"/mnt/b": 1, "/mnt/a": 1}).resolve(MACHINE).nvme) == ["/mnt/b", "/mnt/a"]
+    assert list(Budget(nvme={"/mnt/b": 1, "/mnt/a": 1}).resolve(MACHINE).nvme) == [
+        "/mnt/b",
+        "/mnt/a",
+    ]
 
 
 def test_what_a_budget_leaves_open_is_all_that_the_machine_has_to_give() -> None:
@@ -176,12 +197,20 @@ def test_more_than_the_machine_has_is_refused(
         budget.resolve(MACHINE)
 
     error = caught.value
-    assert (error.tier, error.directory, error.asked, error.free, error.limit) == (tier, directory, asked, free, free)
+    assert (error.tier, error.directory, error.asked, error.free, error.limit) == (
+        tier,
+        directory,
+        asked,
+        free,
+        free,
+    )
     assert f"lower this budget to {free} B" in error.change
 
 
 def test_a_drive_that_the_machine_does_not_have_is_refused_with_the_nearest_that_it_has() -> None:
-    with pytest.raises(ConfigError, match=r"one of /mnt/a, /mnt/b \(nearest: /mnt/[ab]\), got '/mnt/c'"):
+    with pytest.raises(
+        ConfigError, match=r"one of /mnt/a, /mnt/b \(nearest: /mnt/[ab]\), got '/mnt/c'"
+    ):
         Budget(nvme={"/mnt/c": 1}).resolve(MACHINE)
 
 
@@ -196,11 +225,16 @@ def test_a_budget_resolves_within_the_machine_or_not_at_all(budget: Budget, nbyt
             budget.resolve(capacity)
     else:
         resolved = budget.resolve(capacity)
-        assert all(0 <= taken <= nbytes for taken in (resolved.device, resolved.host, *resolved.nvme.values()))
+        assert all(
+            0 <= taken <= nbytes
+            for taken in (resolved.device, resolved.host, *resolved.nvme.values())
+        )
 
 
 @pytest.mark.parametrize("kind", [Capacity, ResolvedBudget])
-def test_what_is_in_bytes_is_a_value_and_refuses_what_is_not(kind: type[Capacity | ResolvedBudget]) -> None:
+def test_what_is_in_bytes_is_a_value_and_refuses_what_is_not(
+    kind: type[Capacity | ResolvedBudget],
+) -> None:
     made = kind(device=1, host=2, nvme={"/mnt/a/": 3})
 
     assert hash(made) == hash(kind(device=1, host=2, nvme={"/mnt/a": 3}))

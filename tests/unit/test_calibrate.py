@@ -1,4 +1,6 @@
-"""Measuring a machine: every figure is positive or says why there is none, and nothing is left behind. No times."""
+"""Measuring a machine: every figure is positive or says why there is none, and nothing is left
+behind. No times.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from hypothesis import strategies as st
 from deepnvme import FaultPlan, IOQueue, Requests
 from deepnvme.cli.scratch import UnusableError
 from infinity_engine.accel import Clock, CpuAccelerator, Emulation, StreamKind, emulated_accelerator
-from infinity_engine.calibration import CalibrationCache, Effort, KeptFigures, calibrated, identity, kept_calibration
+from infinity_engine.calibration import (
+    CalibrationCache,
+    Effort,
+    KeptFigures,
+    calibrated,
+    identity,
+    kept_calibration,
+)
 from infinity_engine.calibration import calibrate as module
 from infinity_engine.calibration.contention import meanwhile
 from infinity_engine.calibration.effort import MeasuringTime, repeated, thread_counts
@@ -33,7 +42,9 @@ from infinity_engine.optim import SGD, AdamW
 from infinity_engine.plan import BlockShape, Calibration, Figure, Rates, Unit
 from infinity_engine.units import MiB
 
-TINY = Effort(seconds=0.1, rounds=2, update_bytes=MiB, io_bytes=MiB, file_bytes=2 * MiB, shortest_s=0.001)
+TINY = Effort(
+    seconds=0.1, rounds=2, update_bytes=MiB, io_bytes=MiB, file_bytes=2 * MiB, shortest_s=0.001
+)
 RATES = Rates(h2d_bytes_per_s=1.2e9, d2h_bytes_per_s=1e9, device_update_params_per_s=20e9)
 
 
@@ -75,7 +86,9 @@ def figures(part: Any) -> Iterator[Figure]:
 # --- what is measured ---
 
 
-def test_every_figure_is_positive_or_says_why_there_is_none(cpu: CpuAccelerator, drive: Path) -> None:
+def test_every_figure_is_positive_or_says_why_there_is_none(
+    cpu: CpuAccelerator, drive: Path
+) -> None:
     measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
 
     found = list(figures(measured))
@@ -109,13 +122,22 @@ def test_a_directory_that_cannot_be_used_is_told_before_anything_is_measured(
     assert begun == []
 
 
-def test_what_is_measured_are_all_optimizers_with_each_number_of_threads(cpu: CpuAccelerator, drive: Path) -> None:
+def test_what_is_measured_are_all_optimizers_with_each_number_of_threads(
+    cpu: CpuAccelerator, drive: Path
+) -> None:
     measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
 
     counts = list(measured.dram)
     assert counts[0] == 1
-    assert list(measured.host_updates) == list(measured.device_updates) == ["adamw", "adam", "lion", "adagrad", "sgd"]
-    for row in (*measured.host_updates.values(), *measured.drives[str(drive)].host_updates.values()):
+    assert (
+        list(measured.host_updates)
+        == list(measured.device_updates)
+        == ["adamw", "adam", "lion", "adagrad", "sgd"]
+    )
+    for row in (
+        *measured.host_updates.values(),
+        *measured.drives[str(drive)].host_updates.values(),
+    ):
         assert list(row) == counts
     assert list(measured.matmul) == list(measured.blocks) == ["fp32", "bf16"]
     for blocks in measured.blocks.values():  # in no time, the smallest one at least
@@ -132,7 +154,9 @@ def test_rates_follow_for_every_optimizer(cpu: CpuAccelerator, drive: Path) -> N
         assert None not in dataclasses.asdict(rates.nvme[str(drive)]).values()
 
 
-def test_a_calibration_that_was_measured_survives_the_way_through_json(cpu: CpuAccelerator, drive: Path) -> None:
+def test_a_calibration_that_was_measured_survives_the_way_through_json(
+    cpu: CpuAccelerator, drive: Path
+) -> None:
     measured = calibrated([str(drive)], accelerator=cpu, effort=TINY)
 
     assert Calibration.from_mapping(json.loads(json.dumps(measured.to_mapping()))) == measured
@@ -174,7 +198,9 @@ def test_where_a_device_takes_its_time_updates_are_measured_beside_copies() -> N
         measured = calibrated(accelerator=device, effort=TINY)
 
     assert None not in [figure.median for figure in figures(measured.links)]
-    assert all(each.beside_copies.median for row in measured.host_updates.values() for each in row.values())
+    assert all(
+        each.beside_copies.median for row in measured.host_updates.values() for each in row.values()
+    )
 
 
 def test_a_device_without_room_has_no_links_to_measure() -> None:
@@ -205,7 +231,9 @@ def reported(*directories: Path, **arguments: Any) -> tuple[Calibration, list[st
     """Return what is measured or kept, and what was reported."""
     lines: list[str] = []
     with CpuAccelerator() as device:
-        found = calibrated(map(str, directories), accelerator=device, effort=TINY, report=lines.append, **arguments)
+        found = calibrated(
+            map(str, directories), accelerator=device, effort=TINY, report=lines.append, **arguments
+        )
     return found, lines
 
 
@@ -238,11 +266,17 @@ def test_for_another_directory_only_that_is_measured(drive: Path, tmp_path: Path
     assert both.drives[str(drive)] == measured.drives[str(drive)]
 
 
-@pytest.mark.parametrize("name", ["cpu", "cores", "kernel", "torch", "device", "infinity_engine", "format"])
-def test_a_machine_that_has_changed_is_measured_again(name: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["cpu", "cores", "kernel", "torch", "device", "infinity_engine", "format"]
+)
+def test_a_machine_that_has_changed_is_measured_again(
+    name: str, drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reported(drive)
     before = identity.machine_identity
-    monkeypatch.setattr(module, "machine_identity", lambda device: {**before(device), name: "changed"})
+    monkeypatch.setattr(
+        module, "machine_identity", lambda device: {**before(device), name: "changed"}
+    )
 
     _, lines = reported(drive)
 
@@ -255,7 +289,9 @@ def test_a_drive_that_has_changed_is_measured_again_and_the_machine_is_not(
 ) -> None:
     reported(drive)
     before = identity.drive_identity
-    monkeypatch.setattr(module, "drive_identity", lambda *a, **k: {**before(*a, **k), "drive": "another"})
+    monkeypatch.setattr(
+        module, "drive_identity", lambda *a, **k: {**before(*a, **k), "drive": "another"}
+    )
 
     _, lines = reported(drive)
 
@@ -263,7 +299,9 @@ def test_a_drive_that_has_changed_is_measured_again_and_the_machine_is_not(
     assert all(line.startswith(str(drive)) for line in lines)
 
 
-def test_what_is_kept_is_found_without_measuring(drive: Path, cpu: CpuAccelerator, tmp_path: Path) -> None:
+def test_what_is_kept_is_found_without_measuring(
+    drive: Path, cpu: CpuAccelerator, tmp_path: Path
+) -> None:
     assert kept_calibration([str(drive)], accelerator=cpu) is None
     measured, _ = reported(drive)
     other = tmp_path / "other"
@@ -295,14 +333,18 @@ def test_nothing_is_left_in_the_directory(drive: Path) -> None:
     assert list(drive.iterdir()) == []
 
 
-def test_nothing_is_written_but_in_the_directory_and_the_cache(drive: Path, folder: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_but_in_the_directory_and_the_cache(
+    drive: Path, folder: Path, tmp_path: Path
+) -> None:
     reported(drive)
 
     files = {path for path in tmp_path.rglob("*") if path.is_file()}
     assert {path.parent for path in files} == {folder}
 
 
-def test_a_drive_is_measured_through_the_queue_that_is_given(drive: Path, cpu: CpuAccelerator) -> None:
+def test_a_drive_is_measured_through_the_queue_that_is_given(
+    drive: Path, cpu: CpuAccelerator
+) -> None:
     with IOQueue("memory") as queue:
         measured = calibrated([str(drive)], accelerator=cpu, queue=queue, effort=TINY)
 
@@ -412,7 +454,11 @@ print(peak() - before, effort.memory_bytes)
 
 def test_measuring_takes_no_more_memory_than_it_says(drive: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", MEASURED_MEMORY, str(drive)], capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, "-c", MEASURED_MEMORY, str(drive)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
     )
 
     assert done.returncode == 0, done.stderr
@@ -434,7 +480,12 @@ def test_thread_counts_go_from_one_to_all_cores_in_small_steps(cores: int) -> No
 
 
 def test_few_cores_are_measured_one_by_one() -> None:
-    assert [thread_counts(cores) for cores in (1, 2, 4, 6)] == [(1,), (1, 2), (1, 2, 3, 4), (1, 2, 3, 4, 6)]
+    assert [thread_counts(cores) for cores in (1, 2, 4, 6)] == [
+        (1,),
+        (1, 2),
+        (1, 2, 3, 4),
+        (1, 2, 3, 4, 6),
+    ]
     assert thread_counts(16) == (1, 2, 3, 4, 6, 8, 12, 16)
 
 
@@ -529,7 +580,9 @@ def test_what_cannot_be_kept_is_not_said_to_be(
     assert "cannot be kept in /proc/nowhere/infinity_engine/calibration" in errors
 
 
-def test_a_calibration_that_waits_for_another_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_calibration_that_waits_for_another_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with CalibrationCache(folder).alone():
         waits = command("--seconds", "0.1", "--accelerator", "cpu")
         assert waits.stderr is not None
@@ -554,7 +607,10 @@ def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]
         (["/nowhere"], "infinity: /nowhere: No such file or directory"),
         (["--json", "/nowhere/figures.json"], "infinity: /nowhere/figures.json cannot be written"),
         (["--json", "/tmp"], "infinity: /tmp cannot be written: it is a folder"),
-        (["--accelerator", "cuda"], "infinity: accelerator: expected a machine where torch sees a GPU"),
+        (
+            ["--accelerator", "cuda"],
+            "infinity: accelerator: expected a machine where torch sees a GPU",
+        ),
         (["a/../b"], "infinity: directories: expected a path without '..'"),
     ],
 )
@@ -568,8 +624,12 @@ def test_what_cannot_be_done_is_told_in_a_line(
     assert errors[-1].startswith(said)
 
 
-@pytest.mark.parametrize("arguments", [["--seconds", "0"], ["--accelerator", "tpu"], ["--directory", "DIR"]])
-def test_wrong_usage_gives_exit_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--seconds", "0"], ["--accelerator", "tpu"], ["--directory", "DIR"]]
+)
+def test_wrong_usage_gives_exit_status_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["calibrate", *arguments])
 
@@ -577,8 +637,12 @@ def test_wrong_usage_gives_exit_status_2(arguments: list[str], capsys: pytest.Ca
     assert "usage: infinity" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_the_command_and_leaves_no_file(number: signal.Signals, status: int, drive: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_the_command_and_leaves_no_file(
+    number: signal.Signals, status: int, drive: Path
+) -> None:
     running = command("--quick", "--seconds", "3", drive)
     try:
         deadline = time.monotonic() + 250
@@ -593,7 +657,9 @@ def test_a_signal_ends_the_command_and_leaves_no_file(number: signal.Signals, st
     assert list(drive.iterdir()) == []
 
 
-def test_a_calibration_without_a_cache_leaves_nothing_there(folder: Path, cpu: CpuAccelerator) -> None:
+def test_a_calibration_without_a_cache_leaves_nothing_there(
+    folder: Path, cpu: CpuAccelerator
+) -> None:
     calibrated(accelerator=cpu, effort=TINY, cache=CalibrationCache(None))
 
     assert not folder.exists()
@@ -602,5 +668,8 @@ def test_a_calibration_without_a_cache_leaves_nothing_there(folder: Path, cpu: C
 def test_units_are_told_with_every_figure(cpu: CpuAccelerator) -> None:
     measured = calibrated(accelerator=cpu, effort=TINY)
 
-    assert {figure.unit for figure in figures(measured.host_updates)} == {Unit.PARAMETERS, Unit.PART}
+    assert {figure.unit for figure in figures(measured.host_updates)} == {
+        Unit.PARAMETERS,
+        Unit.PART,
+    }
     assert {figure.unit for figure in figures(measured.dram)} == {Unit.BYTES}

@@ -1,4 +1,6 @@
-"""What was measured is kept for the machine and the directory that it was measured of, and for no other."""
+"""What was measured is kept for the machine and the directory that it was measured of, and for no
+other.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,18 @@ def cache(tmp_path: Path) -> CalibrationCache:
 @pytest.mark.parametrize(
     ("environment", "folder"),
     [
-        ({"HOME": "/home/ada", "XDG_CACHE_HOME": "/var/ada"}, "/var/ada/infinity_engine/calibration"),
-        ({"HOME": "/home/ada", "XDG_CACHE_HOME": "not/absolute"}, "/home/ada/.cache/infinity_engine/calibration"),
-        ({"HOME": "/home/ada", "XDG_CACHE_HOME": ""}, "/home/ada/.cache/infinity_engine/calibration"),
+        (
+            {"HOME": "/home/ada", "XDG_CACHE_HOME": "/var/ada"},
+            "/var/ada/infinity_engine/calibration",
+        ),
+        (
+            {"HOME": "/home/ada", "XDG_CACHE_HOME": "not/absolute"},
+            "/home/ada/.cache/infinity_engine/calibration",
+        ),
+        (
+            {"HOME": "/home/ada", "XDG_CACHE_HOME": ""},
+            "/home/ada/.cache/infinity_engine/calibration",
+        ),
         ({"HOME": "/home/ada"}, "/home/ada/.cache/infinity_engine/calibration"),
     ],
 )
@@ -50,7 +61,9 @@ def test_the_folder_is_that_of_the_desktop_standard(
     assert cache_folder() == Path(folder)
 
 
-def test_without_a_home_nothing_is_kept_and_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_nothing_is_kept_and_nothing_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def homeless() -> Path:
         raise RuntimeError("no home")
 
@@ -66,7 +79,9 @@ def test_without_a_home_nothing_is_kept_and_nothing_is_found(monkeypatch: pytest
 # --- what is found ---
 
 
-def test_what_was_kept_is_found_again_the_machine_and_each_directory_on_its_own(cache: CalibrationCache) -> None:
+def test_what_was_kept_is_found_again_the_machine_and_each_directory_on_its_own(
+    cache: CalibrationCache,
+) -> None:
     cache.keep_machine(calibration())
     cache.keep_drive(MACHINE, drive())
 
@@ -75,7 +90,9 @@ def test_what_was_kept_is_found_again_the_machine_and_each_directory_on_its_own(
 
 
 @pytest.mark.parametrize("changed", [{**MACHINE, "cores": "8"}, {**MACHINE, "kernel": "7.0"}, {}])
-def test_what_was_measured_of_another_machine_is_not_found(changed: dict[str, str], cache: CalibrationCache) -> None:
+def test_what_was_measured_of_another_machine_is_not_found(
+    changed: dict[str, str], cache: CalibrationCache
+) -> None:
     cache.keep_machine(calibration())
     cache.keep_drive(MACHINE, drive())
 
@@ -89,7 +106,9 @@ def test_what_was_measured_of_another_drive_is_not_found(cache: CalibrationCache
     assert cache.drive(MACHINE, {"drive": "serial 2"}) is None
 
 
-def test_several_machines_with_one_home_keep_theirs_beside_one_another(cache: CalibrationCache) -> None:
+def test_several_machines_with_one_home_keep_theirs_beside_one_another(
+    cache: CalibrationCache,
+) -> None:
     other = dataclasses.replace(calibration(), machine={**MACHINE, "cores": "8"}, date="later")
 
     cache.keep_machine(calibration())
@@ -116,7 +135,9 @@ def test_only_what_is_kept_as_it_was_measured_is_held(cache: CalibrationCache) -
 
     assert cache.holds(calibration().with_drives({"/mnt/a": drive()}))
     assert not cache.holds(dataclasses.replace(calibration(), date="later").with_drives({}))
-    assert not cache.holds(calibration().with_drives({"/mnt/a": dataclasses.replace(drive(), drive={"drive": "2"})}))
+    assert not cache.holds(
+        calibration().with_drives({"/mnt/a": dataclasses.replace(drive(), drive={"drive": "2"})})
+    )
     assert not CalibrationCache(None).holds(calibration())
 
 
@@ -144,7 +165,9 @@ def deep(path: Path) -> None:
 
 
 def of_another_version(path: Path) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": CALIBRATION_VERSION + 1}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "version": CALIBRATION_VERSION + 1})
+    )
 
 
 def of_another_machine(path: Path) -> None:
@@ -165,7 +188,17 @@ def a_folder(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "spoil",
-    [truncated, empty, not_text, a_list, deep, of_another_version, of_another_machine, without_figures, a_folder],
+    [
+        truncated,
+        empty,
+        not_text,
+        a_list,
+        deep,
+        of_another_version,
+        of_another_machine,
+        without_figures,
+        a_folder,
+    ],
 )
 def test_a_file_that_cannot_be_used_is_told_and_counts_as_not_there(
     spoil: Callable[[Path], None], cache: CalibrationCache
@@ -176,9 +209,13 @@ def test_a_file_that_cannot_be_used_is_told_and_counts_as_not_there(
     for path in cache.folder.iterdir():
         spoil(path)
 
-    with pytest.warns(CalibrationWarning, match=r"machine-\w+\.json is not used: .*It is measured again"):
+    with pytest.warns(
+        CalibrationWarning, match=r"machine-\w+\.json is not used: .*It is measured again"
+    ):
         assert cache.machine(MACHINE) is None
-    with pytest.warns(CalibrationWarning, match=r"drive-\w+\.json is not used: .*It is measured again"):
+    with pytest.warns(
+        CalibrationWarning, match=r"drive-\w+\.json is not used: .*It is measured again"
+    ):
         assert cache.drive(MACHINE, DRIVE) is None
 
 

@@ -1,4 +1,6 @@
-"""Calibration as data: what a figure can be, the way through JSON, and the rates that follow from figures."""
+"""Calibration as data: what a figure can be, the way through JSON, and the rates that follow from
+figures.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ CALIBRATIONS = st.builds(
     blocks=st.dictionaries(
         st.sampled_from(["fp32", "bf16"]),
         st.dictionaries(
-            st.builds(BlockShape, COUNT, COUNT), st.builds(BlockFigures, forward=FLOPS, backward=FLOPS), max_size=3
+            st.builds(BlockShape, COUNT, COUNT),
+            st.builds(BlockFigures, forward=FLOPS, backward=FLOPS),
+            max_size=3,
         ),
         max_size=2,
     ),
@@ -136,7 +140,10 @@ def test_a_calibration_is_a_value() -> None:
 
 @pytest.mark.parametrize("version", [0, 1, 3, "2", None, True])
 def test_another_version_is_refused_with_what_to_do(version: object) -> None:
-    with pytest.raises(ConfigError, match=r"^calibration\.version: expected version 2, .* `infinity calibrate` again"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^calibration\.version: expected version 2, .* `infinity calibrate` again",
+    ):
         Calibration.from_mapping({**calibration().to_mapping(), "version": version})
 
 
@@ -145,30 +152,62 @@ def test_every_part_has_to_be_there(name: str) -> None:
     mapping = calibration().to_mapping()
     del mapping[name]
 
-    with pytest.raises(ConfigError, match=rf"^calibration\.{name}: expected a value: it is missing"):
+    with pytest.raises(
+        ConfigError, match=rf"^calibration\.{name}: expected a value: it is missing"
+    ):
         Calibration.from_mapping(mapping)
 
 
 @pytest.mark.parametrize(
     ("path", "value", "place"),
     [
-        (("links", "h2d", "median"), -1.0, r"calibration\.links\.h2d\.median: expected a positive number"),
-        (("links", "h2d", "median"), "fast", r"calibration\.links\.h2d\.median: expected a positive number"),
-        (("links", "h2d", "unit"), "flop/s", r"calibration\.links\.h2d\.unit: expected the unit bytes/s, got 'flop/s'"),
-        (("links", "h2d", "rounds"), 1.5, r"calibration\.links\.h2d\.rounds: expected a whole number"),
+        (
+            ("links", "h2d", "median"),
+            -1.0,
+            r"calibration\.links\.h2d\.median: expected a positive number",
+        ),
+        (
+            ("links", "h2d", "median"),
+            "fast",
+            r"calibration\.links\.h2d\.median: expected a positive number",
+        ),
+        (
+            ("links", "h2d", "unit"),
+            "flop/s",
+            r"calibration\.links\.h2d\.unit: expected the unit bytes/s, got 'flop/s'",
+        ),
+        (
+            ("links", "h2d", "rounds"),
+            1.5,
+            r"calibration\.links\.h2d\.rounds: expected a whole number",
+        ),
         (("links", "h2d", "reason"), 1, r"calibration\.links\.h2d\.reason: expected text"),
-        (("links", "h2d", "mode"), 1, r"calibration\.links\.h2d\.mode: .*expected one of unit, median"),
+        (
+            ("links", "h2d", "mode"),
+            1,
+            r"calibration\.links\.h2d\.mode: .*expected one of unit, median",
+        ),
         (("links", "up"), {}, r"calibration\.links\.up: expected one of h2d"),
         (("dram", "two"), {}, r"calibration\.dram: expected numbers of threads as keys"),
         (("dram", "0"), {}, r"calibration\.dram: expected numbers of threads as keys"),
-        (("host_updates", "adamw", "1"), {}, r"calibration\.host_updates\['adamw'\]\['1'\]\.alone: expected a value"),
-        (("drives", "/mnt/a", "read"), 5, r"calibration\.drives\['/mnt/a'\]\.read: expected a mapping"),
+        (
+            ("host_updates", "adamw", "1"),
+            {},
+            r"calibration\.host_updates\['adamw'\]\['1'\]\.alone: expected a value",
+        ),
+        (
+            ("drives", "/mnt/a", "read"),
+            5,
+            r"calibration\.drives\['/mnt/a'\]\.read: expected a mapping",
+        ),
         (("drives", ""), {}, r"calibration\.drives\[''\]\.drive: "),
         (("matmul",), [1], r"calibration\.matmul: expected a mapping"),
         (("memory_bytes",), 0, r"calibration\.memory_bytes: expected a whole number of bytes"),
     ],
 )
-def test_what_is_wrong_is_refused_by_its_dotted_path(path: tuple[str, ...], value: object, place: str) -> None:
+def test_what_is_wrong_is_refused_by_its_dotted_path(
+    path: tuple[str, ...], value: object, place: str
+) -> None:
     mapping = json.loads(json.dumps(calibration().to_mapping()))
     inner = mapping
     for key in path[:-1]:
@@ -198,7 +237,9 @@ def test_the_rates_are_the_medians() -> None:
         host_update_params_per_s=0.9e9,
         device_update_params_per_s=25e9,
         nvme={
-            "/mnt/a": DriveRates(read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.4e9),
+            "/mnt/a": DriveRates(
+                read_bytes_per_s=3e9, write_bytes_per_s=2e9, mixed_bytes_per_s=2.4e9
+            ),
         },
     )
 
@@ -207,8 +248,12 @@ def test_without_a_number_all_threads_that_were_measured_update() -> None:
     assert calibration().rates().host_update_params_per_s == 1.2e9
 
 
-@pytest.mark.parametrize(("threads", "rate"), [(1, 0.5e9), (2, 0.9e9), (3, 1.05e9), (4, 1.2e9), (64, 1.2e9)])
-def test_a_number_of_threads_that_was_not_measured_lies_between_its_neighbours(threads: int, rate: float) -> None:
+@pytest.mark.parametrize(
+    ("threads", "rate"), [(1, 0.5e9), (2, 0.9e9), (3, 1.05e9), (4, 1.2e9), (64, 1.2e9)]
+)
+def test_a_number_of_threads_that_was_not_measured_lies_between_its_neighbours(
+    threads: int, rate: float
+) -> None:
     assert calibration().rates(threads=threads).host_update_params_per_s == pytest.approx(rate)
 
 
@@ -217,7 +262,10 @@ def test_each_optimizer_has_its_own_rate() -> None:
 
 
 def test_an_optimizer_that_was_not_measured_is_refused_with_those_that_were() -> None:
-    with pytest.raises(ConfigError, match=r"^optimizer: expected one of adamw, sgd \(nearest: adamw\), got 'adamww'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^optimizer: expected one of adamw, sgd \(nearest: adamw\), got 'adamww'",
+    ):
         calibration().rates(optimizer="adamww")
 
 
@@ -235,7 +283,9 @@ def test_the_directories_asked_for_are_those_that_the_rates_have() -> None:
 
 
 def test_a_directory_that_was_not_measured_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"^directories: .*`infinity calibrate /mnt/c`, got '/mnt/c'"):
+    with pytest.raises(
+        ConfigError, match=r"^directories: .*`infinity calibrate /mnt/c`, got '/mnt/c'"
+    ):
         calibration().rates(directories=["/mnt/a", "/mnt/c"])
 
 
@@ -243,7 +293,9 @@ def test_beside_io_updates_and_drives_have_what_was_left_to_them() -> None:
     rates = calibration().rates(threads=4, beside_io=True)
 
     assert rates.host_update_params_per_s == pytest.approx(0.96e9)
-    assert rates.nvme["/mnt/a"] == DriveRates(read_bytes_per_s=1.5e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1.2e9)
+    assert rates.nvme["/mnt/a"] == DriveRates(
+        read_bytes_per_s=1.5e9, write_bytes_per_s=1e9, mixed_bytes_per_s=1.2e9
+    )
     assert rates.h2d_bytes_per_s == 10e9
 
 
@@ -267,7 +319,9 @@ def test_disturbances_add_up_in_time_per_parameter() -> None:
 
 def test_a_disturbance_never_makes_anything_faster() -> None:
     more = figure(1.5, Unit.PART)
-    lucky = dataclasses.replace(drive(), mixed_beside_updates=more, host_updates={"adamw": {4: more}})
+    lucky = dataclasses.replace(
+        drive(), mixed_beside_updates=more, host_updates={"adamw": {4: more}}
+    )
     measured = calibration().with_drives({"/mnt/a": lucky})
 
     assert measured.rates(threads=4, beside_io=True) == measured.rates(threads=4)
@@ -303,8 +357,13 @@ def test_matrix_products_have_a_rate_for_each_dtype() -> None:
 
 def test_blocks_are_had_as_rates_where_both_ways_were_measured() -> None:
     measured = calibration()
-    half = BlockFigures(forward=figure(1e9, Unit.FLOPS), backward=Figure.missing("no time", Unit.FLOPS))
-    blocks = {"bf16": {**measured.blocks["bf16"], BlockShape(512, 256): half}, "fp32": {BlockShape(512, 256): half}}
+    half = BlockFigures(
+        forward=figure(1e9, Unit.FLOPS), backward=Figure.missing("no time", Unit.FLOPS)
+    )
+    blocks = {
+        "bf16": {**measured.blocks["bf16"], BlockShape(512, 256): half},
+        "fp32": {BlockShape(512, 256): half},
+    }
     found = dataclasses.replace(measured, blocks=blocks)
 
     rates = found.block_rates("bf16")
@@ -323,11 +382,18 @@ def test_a_block_is_named_by_its_width_and_tokens(key: str) -> None:
 
 
 @given(CALIBRATIONS, st.booleans(), st.booleans(), st.integers(1, 2000))
-def test_rates_follow_from_every_calibration(measured: Calibration, io: bool, copies: bool, threads: int) -> None:
+def test_rates_follow_from_every_calibration(
+    measured: Calibration, io: bool, copies: bool, threads: int
+) -> None:
     for optimizer in measured.host_updates:
-        rates = measured.rates(optimizer=optimizer, threads=threads, beside_io=io, beside_copies=copies)
+        rates = measured.rates(
+            optimizer=optimizer, threads=threads, beside_io=io, beside_copies=copies
+        )
         alone = measured.rates(optimizer=optimizer, threads=threads)
 
         assert set(rates.nvme) == set(measured.drives)
-        if rates.host_update_params_per_s is not None and alone.host_update_params_per_s is not None:
+        if (
+            rates.host_update_params_per_s is not None
+            and alone.host_update_params_per_s is not None
+        ):
             assert rates.host_update_params_per_s <= alone.host_update_params_per_s * (1 + 1e-9)

@@ -1,4 +1,6 @@
-"""How several ranks come to one choice of the planner: from what each says, which is given by threads here."""
+"""How several ranks come to one choice of the planner: from what each says, which is given by
+threads here.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,13 @@ from infinity_engine.plan.step import Home
 from infinity_engine.planning.choosing import choose_together, what_fits
 
 MIB = 1 << 20
-# What is on the device is updated 100 times as fast on the first, 100 times as slowly on the second.
+# What is on the device is updated 100 times as fast on the first, 100 times as slowly on the
+# second.
 FAST_DEVICE = Rates(
-    h2d_bytes_per_s=5e9, d2h_bytes_per_s=5e9, host_update_params_per_s=1e8, device_update_params_per_s=1e10
+    h2d_bytes_per_s=5e9,
+    d2h_bytes_per_s=5e9,
+    host_update_params_per_s=1e8,
+    device_update_params_per_s=1e10,
 )
 FAST_HOST = replace(FAST_DEVICE, host_update_params_per_s=1e10, device_update_params_per_s=1e8)
 VERY_FAST_HOST = replace(FAST_HOST, host_update_params_per_s=1e12, device_update_params_per_s=1e6)
@@ -52,15 +58,21 @@ class Meeting:
 
 
 def plans(
-    rates: Sequence[Rates | None], budgets: Sequence[ResolvedBudget] | None = None, settings: Mapping[str, Any] = {}
+    rates: Sequence[Rates | None],
+    budgets: Sequence[ResolvedBudget] | None = None,
+    settings: Mapping[str, Any] = {},
 ) -> list[Plan | None]:
-    """Return what ranks choose that have these rates and budgets for as large shards of one model."""
+    """Return what ranks choose that have these rates and budgets for as large shards of one
+    model.
+    """
     meeting = Meeting(len(rates))
     given = budgets or [ResolvedBudget(device=8 * MIB, host=64 * MIB, nvme={})] * len(rates)
 
     def plan(rank: int) -> Plan | None:
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(16)))
-        config = EngineConfig.from_keywords(rates=rates[rank], subgroup_numel=1 << 15, precision="bf16", **settings)
+        config = EngineConfig.from_keywords(
+            rates=rates[rank], subgroup_numel=1 << 15, precision="bf16", **settings
+        )
         optimizer = torch.optim.AdamW(model.parameters())
         trained = collect_parameters(model, optimizer, config.precision)
         sizing = sizing_of(model, trained, [], rules_of(optimizer), config, unified=False)
@@ -102,7 +114,9 @@ def test_equal_ranks_carry_out_one_choice() -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_of_what_ranks_would_choose_is_taken_what_is_fastest_where_it_is_slowest(slow: int) -> None:
-    """A device that takes a second for a million is worse than any host: what the other would choose is not taken."""
+    """A device that takes a second for a million is worse than any host: what the other would
+    choose is not taken.
+    """
     rates = [FAST_DEVICE, FAST_DEVICE]
     rates[slow] = VERY_FAST_HOST
 
@@ -118,7 +132,9 @@ def test_what_one_rank_would_gain_more_by_is_not_taken_where_another_loses_by_it
 
 
 def test_ranks_plan_with_what_every_rank_has_at_least() -> None:
-    roomy, poor = (ResolvedBudget(device=nbytes, host=64 * MIB, nvme={}) for nbytes in (8 * MIB, 4 * MIB))
+    roomy, poor = (
+        ResolvedBudget(device=nbytes, host=64 * MIB, nvme={}) for nbytes in (8 * MIB, 4 * MIB)
+    )
 
     mixed = plans([FAST_DEVICE, FAST_DEVICE], [roomy, poor])
 
@@ -142,14 +158,22 @@ def test_what_fits_decides_on_all_where_one_rank_cannot_choose_or_none_is_to(
 
 
 @pytest.mark.parametrize(("ahead", "buffers"), [(0, 7), (700_000, 5), (4 * MIB, 7)])
-def test_buffers_for_the_drives_leave_room_to_gather_ahead_where_fewer_do(ahead: int, buffers: int) -> None:
+def test_buffers_for_the_drives_leave_room_to_gather_ahead_where_fewer_do(
+    ahead: int, buffers: int
+) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(16)))
-    config = EngineConfig.from_keywords(strategy="nvme_streamed", parameters="nvme", subgroup_numel=1 << 15)
+    config = EngineConfig.from_keywords(
+        strategy="nvme_streamed", parameters="nvme", subgroup_numel=1 << 15
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     trained = collect_parameters(model, optimizer, config.precision)
-    sizing = sizing_of(model, trained, [], rules_of(optimizer), config, unified=True, in_memory=False)
+    sizing = sizing_of(
+        model, trained, [], rules_of(optimizer), config, unified=True, in_memory=False
+    )
     room = ResolvedBudget(device=4 * MIB, host=4 * MIB, nvme={"/mnt/a": 64 * MIB})
-    sharding: Any = SimpleNamespace(without_ahead=lambda left, unified: replace(left, host=left.host - ahead))
+    sharding: Any = SimpleNamespace(
+        without_ahead=lambda left, unified: replace(left, host=left.host - ahead)
+    )
 
     plan = what_fits(sizing, wish_of(config, None), sharding, room, io_bytes=0)
 
@@ -157,4 +181,7 @@ def test_buffers_for_the_drives_leave_room_to_gather_ahead_where_fewer_do(ahead:
 
 
 def test_what_has_room_on_no_rank_is_left_to_what_fits() -> None:
-    assert plans([FAST_DEVICE] * 2, [ResolvedBudget(device=MIB, host=MIB, nvme={})] * 2) == [None, None]
+    assert plans([FAST_DEVICE] * 2, [ResolvedBudget(device=MIB, host=MIB, nvme={})] * 2) == [
+        None,
+        None,
+    ]

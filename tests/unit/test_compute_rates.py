@@ -37,7 +37,9 @@ def test_the_nearer_shape_counts_more() -> None:
 
 
 def test_nothing_follows_from_no_measurement() -> None:
-    with pytest.raises(ConfigError, match=r"BlockRates\.measured: expected a shape that was measured"):
+    with pytest.raises(
+        ConfigError, match=r"BlockRates\.measured: expected a shape that was measured"
+    ):
         BlockRates({})
 
 

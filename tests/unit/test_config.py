@@ -87,7 +87,9 @@ CONFIGS = st.builds(
         bucket_bytes=st.integers(4096, 2**62),
         timeout_s=st.floats(0, exclude_min=True, allow_infinity=False),
     ),
-    telemetry=st.builds(TelemetryConfig, recording=st.sampled_from(Recording), keep_steps=WHOLE, keep_spans=WHOLE),
+    telemetry=st.builds(
+        TelemetryConfig, recording=st.sampled_from(Recording), keep_steps=WHOLE, keep_spans=WHOLE
+    ),
 )
 
 
@@ -126,7 +128,11 @@ def test_the_defaults_promise_nothing_that_was_not_asked_for() -> None:
     config = EngineConfig()
 
     assert (config.budget, config.strategy, config.precision) == (None, Auto(), Precision.MODEL)
-    assert (config.accelerator, config.accumulation_steps, config.max_grad_norm) == (Accelerator.AUTO, 1, None)
+    assert (config.accelerator, config.accumulation_steps, config.max_grad_norm) == (
+        Accelerator.AUTO,
+        1,
+        None,
+    )
     assert config.storage == StorageConfig(backend=Backend.AUTO, checksum=Checksum.CRC32C)
 
 
@@ -162,7 +168,11 @@ def test_a_mapping_may_say_enums_by_value_and_sizes_as_text() -> None:
 
 @pytest.mark.parametrize(
     ("given", "read"),
-    [("600TB", 600 * TB), (5, 5), ({"/mnt/a/": "1.5 TB", "/mnt/b": 7}, {"/mnt/a": 3 * TB // 2, "/mnt/b": 7})],
+    [
+        ("600TB", 600 * TB),
+        (5, 5),
+        ({"/mnt/a/": "1.5 TB", "/mnt/b": 7}, {"/mnt/a": 3 * TB // 2, "/mnt/b": 7}),
+    ],
 )
 def test_what_drives_are_rated_for_is_stated_of_all_or_of_each(given: object, read: object) -> None:
     assert EngineConfig.from_keywords(storage={"endurance": given}).storage.endurance == read
@@ -172,7 +182,10 @@ def test_what_drives_are_rated_for_is_stated_of_all_or_of_each(given: object, re
     ("given", "said"),
     [
         (0, r"^storage\.endurance: expected more than 0 bytes, got 0"),
-        (True, r"^storage\.endurance: expected bytes, as a number or text such as '600TB', or a mapping"),
+        (
+            True,
+            r"^storage\.endurance: expected bytes, as a number or text such as '600TB', or a mapping",
+        ),
         ({"/mnt/a": "600 TBW"}, r"^storage\.endurance\['/mnt/a'\]: expected a unit"),
         ({"/mnt/a": 1, "/mnt/a/": 2}, r"^storage\.endurance: expected each directory once"),
     ],
@@ -242,7 +255,9 @@ def test_a_configuration_survives_the_way_through_json(config: EngineConfig) -> 
 
 @PATIENT
 @given(st.sampled_from(SECTIONS), st.text())
-def test_an_unknown_key_is_refused_by_its_dotted_path_at_any_level(section: tuple[str, ...], key: str) -> None:
+def test_an_unknown_key_is_refused_by_its_dotted_path_at_any_level(
+    section: tuple[str, ...], key: str
+) -> None:
     known = WHOLE_CONFIG
     for part in section:
         known = known[part]  # type: ignore[assignment]
@@ -271,7 +286,9 @@ def test_a_key_with_one_letter_too_many_is_told_the_right_one(data: st.DataObjec
 
 
 def test_an_unknown_keyword_is_told_the_right_one() -> None:
-    with pytest.raises(ConfigError, match=r"^bugdet: expected one of budget, .*\(nearest: budget\), got 'bugdet'"):
+    with pytest.raises(
+        ConfigError, match=r"^bugdet: expected one of budget, .*\(nearest: budget\), got 'bugdet'"
+    ):
         EngineConfig.from_keywords(bugdet="12 GiB")
 
 
@@ -302,7 +319,9 @@ def test_a_section_that_is_no_mapping_is_refused(path: tuple[str, ...], value: o
 
 @pytest.mark.parametrize("value", [None, 5, "x", []])
 def test_a_configuration_that_is_no_mapping_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"^settings: expected a mapping with keys out of budget, strategy"):
+    with pytest.raises(
+        ConfigError, match=r"^settings: expected a mapping with keys out of budget, strategy"
+    ):
         EngineConfig.from_mapping(value)  # type: ignore[arg-type]
 
 
@@ -326,13 +345,17 @@ def test_the_smallest_subgroup_is_one_block_of_the_gradient_norm() -> None:
 
     assert kinds["subgroup_numel"] == f"a whole number, {NORM_BLOCK} or more"
     assert EngineConfig(subgroup_numel=NORM_BLOCK).subgroup_numel == NORM_BLOCK
-    with pytest.raises(ConfigError, match=f"subgroup_numel: expected a whole number, {NORM_BLOCK} or more"):
+    with pytest.raises(
+        ConfigError, match=f"subgroup_numel: expected a whole number, {NORM_BLOCK} or more"
+    ):
         EngineConfig(subgroup_numel=NORM_BLOCK - 1)
 
 
 @pytest.mark.parametrize("given", ["experts", 5, None, [5], {"experts": 1}])
 def test_what_is_no_sequence_of_names_names_no_modules(given: object) -> None:
-    with pytest.raises(ConfigError, match=r"^ranks\.leaf_modules: expected a sequence of names, got "):
+    with pytest.raises(
+        ConfigError, match=r"^ranks\.leaf_modules: expected a sequence of names, got "
+    ):
         EngineConfig.from_mapping({"ranks": {"leaf_modules": given}})
 
 
@@ -348,8 +371,14 @@ def test_a_norm_is_a_positive_finite_number(value: object) -> None:
         ("interleav", r"strategy: expected one of auto, .*\(nearest: interleaved\)"),
         ("static_split", r"strategy: expected a mapping that gives its ratio too"),
         (None, r"strategy: expected a name such as 'auto'"),
-        ({"name": "static_split", "ratio": 2}, r"strategy\.ratio: expected a number from 0 to 1, got 2"),
-        ({"name": "nvme_streamed", "update": {"name": "interleaved", "stride": 0}}, r"strategy\.update\.stride: "),
+        (
+            {"name": "static_split", "ratio": 2},
+            r"strategy\.ratio: expected a number from 0 to 1, got 2",
+        ),
+        (
+            {"name": "nvme_streamed", "update": {"name": "interleaved", "stride": 0}},
+            r"strategy\.update\.stride: ",
+        ),
     ],
 )
 def test_a_wrong_strategy_is_refused_by_its_dotted_path(value: object, message: str) -> None:
@@ -367,9 +396,17 @@ def test_a_wrong_strategy_is_refused_by_its_dotted_path(value: object, message: 
         ),
         ("precision", "BF16", r"one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
         ("precision", None, r"one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
-        ("precision", Accelerator.CPU, r"one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast"),
+        (
+            "precision",
+            Accelerator.CPU,
+            r"one of model, fp32, bf16, fp16, bf16_autocast, fp16_autocast",
+        ),
         ("accelerator", "cud", r"one of auto, cuda, cpu, emulated \(nearest: cuda\)"),
-        ("storage.backend", "io_uring", r"one of auto, liburing, uring, aio, threads \(nearest: uring\)"),
+        (
+            "storage.backend",
+            "io_uring",
+            r"one of auto, liburing, uring, aio, threads \(nearest: uring\)",
+        ),
         ("storage.backend", "memory", r"one of auto, liburing, uring, aio, threads"),
         ("storage.backend", None, r"one of auto, liburing, uring, aio, threads"),
         ("storage.checksum", "crc", r"one of crc32c, off \(nearest: crc32c\)"),
@@ -379,7 +416,9 @@ def test_a_wrong_strategy_is_refused_by_its_dotted_path(value: object, message: 
         ("telemetry.recording", ["off"], r"one of timeline, off"),
     ],
 )
-def test_a_choice_that_is_none_is_refused_with_the_choices(name: str, value: object, message: str) -> None:
+def test_a_choice_that_is_none_is_refused_with_the_choices(
+    name: str, value: object, message: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: expected {message}"):
         EngineConfig.from_mapping(nested(tuple(name.split(".")), value))
 
@@ -414,7 +453,10 @@ def test_a_calibration_is_a_word_or_a_path(given: object) -> None:
 
 @pytest.mark.parametrize("given", [None, "", 5, True, ["off"]])
 def test_what_is_no_path_is_no_calibration(given: object) -> None:
-    with pytest.raises(ConfigError, match=r"^calibration: expected auto, off, or the path of a file that `infinity ca"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^calibration: expected auto, off, or the path of a file that `infinity ca",
+    ):
         EngineConfig.from_mapping({"calibration": given})
 
 

@@ -1,4 +1,6 @@
-"""Small pieces of memory go to their places in staging memory and back, with their checksums, and nowhere else."""
+"""Small pieces of memory go to their places in staging memory and back, with their checksums, and
+nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def contents() -> list[bytes]:
 
 
 @pytest.mark.parametrize("summing", [True, False])
-def test_pieces_go_to_their_places_and_touch_nothing_between_them(contents: list[bytes], summing: bool) -> None:
+def test_pieces_go_to_their_places_and_touch_nothing_between_them(
+    contents: list[bytes], summing: bool
+) -> None:
     room = bytearray(b"-" * (sum(SIZES) + 7 * len(SIZES)))
     places = places_of(SIZES)
     gather(memory_of(room, writable=True), places, SIZES, pieces_of(contents), summing=summing)
@@ -74,7 +78,9 @@ def test_pieces_without_a_place_each_are_refused() -> None:
 def test_pieces_that_are_not_of_the_size_of_their_places_are_refused(nbytes: int) -> None:
     room, pieces = memory_of(bytearray(100), writable=True), pieces_of([b"a", b"0123456789"])
     for copy in (gather, scatter):
-        with pytest.raises(ValueError, match=f"10 bytes of memory cannot be copied to or from {nbytes}"):
+        with pytest.raises(
+            ValueError, match=f"10 bytes of memory cannot be copied to or from {nbytes}"
+        ):
             copy(room, [0, 50], [1, nbytes], pieces, summing=True)
 
 

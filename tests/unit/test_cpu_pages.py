@@ -1,4 +1,6 @@
-"""Memory of the cpu accelerator: kept for buffers to come, as far as allowed, and never while viewed."""
+"""Memory of the cpu accelerator: kept for buffers to come, as far as allowed, and never while
+viewed.
+"""
 
 from __future__ import annotations
 

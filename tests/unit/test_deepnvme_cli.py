@@ -1,4 +1,6 @@
-"""The `deepnvme` command: what doctor makes of facts, what bench and tune measure, choose and leave behind."""
+"""The `deepnvme` command: what doctor makes of facts, what bench and tune measure, choose and leave
+behind.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,18 @@ from deepnvme import UserMemory
 from deepnvme.cli import bench, doctor, fio, scratch, tune
 from deepnvme.cli.main import main
 from deepnvme.cli.tune import Rates, choose_memory, choose_sizes
-from deepnvme.measure import MIB, Load, Measured, Workload, cut, in_turn, keep_pending, measure, pending_for, transfers
+from deepnvme.measure import (
+    MIB,
+    Load,
+    Measured,
+    Workload,
+    cut,
+    in_turn,
+    keep_pending,
+    measure,
+    pending_for,
+    transfers,
+)
 from deepnvme.probing import DirectoryProbe, Memlock, SystemProbe
 from deepnvme.profile import Settings, drive_key, read_profile, write_profile
 from deepnvme.sizes import format_bytes, parse_size
@@ -52,7 +65,7 @@ def drive(tmp_path: Path) -> Path:
     return folder
 
 
-# --- doctor ------------------------------------------------------------------------------------------------------
+# --- doctor ---------------------------------------------------------------------------------------
 
 
 def good_system() -> SystemProbe:
@@ -61,9 +74,13 @@ def good_system() -> SystemProbe:
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return a function that runs doctor as if on another machine, and returns its exit status and output."""
+    """Return a function that runs doctor as if on another machine, and returns its exit status and
+    output.
+    """
 
-    def run(system: SystemProbe, *directories: DirectoryProbe, arguments: Any = (), columns: int = 100) -> Any:
+    def run(
+        system: SystemProbe, *directories: DirectoryProbe, arguments: Any = (), columns: int = 100
+    ) -> Any:
         monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(doctor, "probe_system", lambda: system)
         found = {Path(directory.path): directory for directory in directories}
@@ -86,9 +103,19 @@ def test_where_everything_is_well_doctor_says_so(on: Any) -> None:
 def test_every_fact_is_shown(on: Any) -> None:
     _, output = on(good_system(), good_directory())
 
-    for fact in ("xfs on /dev/nvme0n1p1", "400 GiB free of 1 TiB", "Imaginary SSD 990, solid-state", "to 512 B"):
+    for fact in (
+        "xfs on /dev/nvme0n1p1",
+        "400 GiB free of 1 TiB",
+        "Imaginary SSD 990, solid-state",
+        "to 512 B",
+    ):
         assert fact in output
-    for fact in ("best backend     liburing", "available, with deferred completions", "unlimited", "madvise"):
+    for fact in (
+        "best backend     liburing",
+        "available, with deferred completions",
+        "unlimited",
+        "madvise",
+    ):
         assert fact in output
 
 
@@ -112,18 +139,27 @@ def test_a_directory_in_which_nothing_works_gives_exit_status_1(on: Any) -> None
     assert output.endswith("deepnvme cannot work in /mnt/b\n")
 
 
-def test_the_settings_of_a_drive_and_where_they_are_from_are_shown(on: Any, profile: Path, drive: Path) -> None:
+def test_the_settings_of_a_drive_and_where_they_are_from_are_shown(
+    on: Any, profile: Path, drive: Path
+) -> None:
     directory = replace(good_directory(), path=str(drive))
     _, before = on(good_system(), directory, columns=1000)
     write_profile(profile, drive_key(drive), Settings(MIB // 2, 8 * MIB, UserMemory.BOUNCE), {})
 
     _, after = on(good_system(), directory, columns=1000)
 
-    assert "chunks of 1 MiB, 16 MiB in flight, ordinary memory by zero copy (the defaults)" in before
-    assert f"chunks of 512 KiB, 8 MiB in flight, ordinary memory by bounce (measured, in {profile})" in after
+    assert (
+        "chunks of 1 MiB, 16 MiB in flight, ordinary memory by zero copy (the defaults)" in before
+    )
+    assert (
+        f"chunks of 512 KiB, 8 MiB in flight, ordinary memory by bounce (measured, in {profile})"
+        in after
+    )
 
 
-def test_a_backend_that_the_environment_asks_for_is_shown(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_the_environment_asks_for_is_shown(
+    on: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DEEPNVME_BACKEND", "aio")
 
     _, output = on(good_system(), good_directory())
@@ -132,7 +168,9 @@ def test_a_backend_that_the_environment_asks_for_is_shown(on: Any, monkeypatch: 
 
 
 def test_json_holds_facts_settings_and_findings(on: Any) -> None:
-    status, output = on(good_system(), replace(good_directory(), discard=True), arguments=["--json"])
+    status, output = on(
+        good_system(), replace(good_directory(), discard=True), arguments=["--json"]
+    )
 
     report = json.loads(output)
     assert status == 0
@@ -143,12 +181,18 @@ def test_json_holds_facts_settings_and_findings(on: Any) -> None:
     assert (report["schema"], report["version"]) == (2, metadata.version("infinity-engine"))
     [finding] = report["findings"]
     assert set(finding) == {"id", "severity", "subject", "what", "remedy"}
-    assert (finding["id"], finding["severity"], finding["subject"]) == ("mounted-with-discard", "note", "/mnt/a")
+    assert (finding["id"], finding["severity"], finding["subject"]) == (
+        "mounted-with-discard",
+        "note",
+        "/mnt/a",
+    )
 
 
 @pytest.mark.parametrize("columns", [60, 100, 140])
 def test_words_stay_whole_at_any_usual_width(columns: int, on: Any) -> None:
-    system = replace(good_system(), huge_pages="never", memlock=Memlock(soft_bytes=1, hard_bytes=2, exempt=False))
+    system = replace(
+        good_system(), huge_pages="never", memlock=Memlock(soft_bytes=1, hard_bytes=2, exempt=False)
+    )
     unwritable = replace(good_directory(), plain_errno="EROFS")
 
     _, wide = on(system, unwritable, columns=1000)
@@ -173,11 +217,15 @@ def test_a_current_directory_that_nobody_named_and_nobody_can_write_is_no_blocke
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
-def test_a_directory_without_a_text_name_is_reported(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_directory_without_a_text_name_is_reported(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     directory = tmp_path / os.fsdecode(b"n\xffme")
     directory.mkdir()
 
-    output, errors = deepnvme("doctor", *arguments, directory, COLUMNS="500").communicate(timeout=120)
+    output, errors = deepnvme("doctor", *arguments, directory, COLUMNS="500").communicate(
+        timeout=120
+    )
 
     assert errors == ""
     assert "n\\udcffme" in output
@@ -202,7 +250,7 @@ def test_doctor_looks_at_this_machine(drive: Path, capsys: pytest.CaptureFixture
     assert list(drive.iterdir()) == []
 
 
-# --- the command -------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def deepnvme(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
@@ -234,7 +282,9 @@ def deepnvme(*arguments: str | Path, **environment: str) -> subprocess.Popen[str
         ["tune", ".", "--seconds", "1e9"],
     ],
 )
-def test_wrong_usage_gives_exit_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_gives_exit_status_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
 
@@ -265,7 +315,9 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(drive: Path) -> None:
     os.close(reader)
     command = [sys.executable, "-m", "deepnvme.cli", "doctor", str(drive)]
 
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=120
+    )
 
     os.close(writer)
     assert done.stderr == ""
@@ -273,7 +325,14 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(drive: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("1GiB", 1 << 30), ("64 MiB", 64 << 20), ("4096B", 4096), ("2TiB", 2 << 40), ("7KiB", 7 << 10)]
+    ("text", "nbytes"),
+    [
+        ("1GiB", 1 << 30),
+        ("64 MiB", 64 << 20),
+        ("4096B", 4096),
+        ("2TiB", 2 << 40),
+        ("7KiB", 7 << 10),
+    ],
 )
 def test_a_size_is_read(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
@@ -281,7 +340,14 @@ def test_a_size_is_read(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB"), (1 << 50, "1 PiB"), (1 << 60, "1024 PiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1 << 20, "1 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 50, "1 PiB"),
+        (1 << 60, "1024 PiB"),
+    ],
 )
 def test_a_size_is_shown(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
@@ -289,17 +355,24 @@ def test_a_size_is_shown(nbytes: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [((1 << 20) - 1, "1 MiB"), ((1 << 30) - 1, "1 GiB"), (1 << 55, "32 PiB"), (1 << 65, "32768 PiB")],
+    [
+        ((1 << 20) - 1, "1 MiB"),
+        ((1 << 30) - 1, "1 GiB"),
+        (1 << 55, "32 PiB"),
+        (1 << 65, "32768 PiB"),
+    ],
 )
 def test_a_size_that_rounds_up_to_the_next_unit_is_shown_in_it(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
 
 
-# --- measuring ---------------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 @given(workload=st.sampled_from(Workload), pieces=st.integers(1, 20), over=st.integers(0, 99))
-def test_transfers_stay_in_the_file_and_pass_over_it_in_order(workload: Workload, pieces: int, over: int) -> None:
+def test_transfers_stay_in_the_file_and_pass_over_it_in_order(
+    workload: Workload, pieces: int, over: int
+) -> None:
     directions = 2 if workload is Workload.MIXED else 1
 
     course = list(islice(transfers(workload, pieces * 100 + over, 100), directions * pieces * 2))
@@ -311,7 +384,9 @@ def test_transfers_stay_in_the_file_and_pass_over_it_in_order(workload: Workload
 
 
 @given(seconds=st.integers(0, 20), buffers=st.integers(1, 5))
-def test_as_many_operations_are_pending_as_there_are_buffers_until_the_time_is_up(seconds: int, buffers: int) -> None:
+def test_as_many_operations_are_pending_as_there_are_buffers_until_the_time_is_up(
+    seconds: int, buffers: int
+) -> None:
     clock = iter(range(1000))
     pending: list[int] = []
     most = 0
@@ -328,7 +403,10 @@ def test_as_many_operations_are_pending_as_there_are_buffers_until_the_time_is_u
         return Started()
 
     moved = keep_pending(
-        iter(lambda: start, None), [memoryview(b"")] * buffers, float(seconds), clock=lambda: float(next(clock))
+        iter(lambda: start, None),
+        [memoryview(b"")] * buffers,
+        float(seconds),
+        clock=lambda: float(next(clock)),
     )
 
     assert pending == []
@@ -353,9 +431,12 @@ def test_the_first_round_is_whole_and_the_others_end_with_the_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "inflight", "pending"), [(MIB // 16, 16 * MIB, 512), (MIB, 16 * MIB, 32), (16 * MIB, 4 * MIB, 2)]
+    ("operation", "inflight", "pending"),
+    [(MIB // 16, 16 * MIB, 512), (MIB, 16 * MIB, 32), (16 * MIB, 4 * MIB, 2)],
 )
-def test_twice_what_is_in_flight_is_kept_pending(operation: int, inflight: int, pending: int) -> None:
+def test_twice_what_is_in_flight_is_kept_pending(
+    operation: int, inflight: int, pending: int
+) -> None:
     assert pending_for(operation, inflight) == pending
 
 
@@ -386,7 +467,7 @@ def test_progress_is_shown_where_somebody_sees_it(
     assert terminal or output.err == ""
 
 
-# --- bench -------------------------------------------------------------------------------------------------------
+# --- bench ----------------------------------------------------------------------------------------
 
 
 def fake_fio(folder: Path, script: str) -> str:
@@ -404,12 +485,21 @@ FIO_REPORT = {
             "job_runtime": 2000,
             "usr_cpu": 10.0,
             "sys_cpu": 15.0,
-            "read": {"io_bytes": 3 << 30, "clat_ns": {"percentile": {"50.000000": 2e6, "99.000000": 4e6}}},
-            "write": {"io_bytes": 1 << 30, "clat_ns": {"percentile": {"50.000000": 1e6, "99.000000": 5e6}}},
+            "read": {
+                "io_bytes": 3 << 30,
+                "clat_ns": {"percentile": {"50.000000": 2e6, "99.000000": 4e6}},
+            },
+            "write": {
+                "io_bytes": 1 << 30,
+                "clat_ns": {"percentile": {"50.000000": 1e6, "99.000000": 5e6}},
+            },
         }
     ]
 }
-WORKING_FIO = f"case $1 in --version) echo fio-9.9;; *) echo 'note: loud'; echo '{json.dumps(FIO_REPORT)}';; esac"
+WORKING_FIO = (
+    f"case $1 in --version) echo fio-9.9;; *) echo 'note: loud'; echo '{json.dumps(FIO_REPORT)}';; "
+    "esac"
+)
 JOB = fio.Job(
     path=Path("/drive/a:b"),
     file_bytes=64 * MIB,
@@ -423,14 +513,26 @@ JOB = fio.Job(
 def test_fio_is_asked_for_what_deepnvme_does() -> None:
     command = JOB.command()
 
-    assert {"--bs=1048576", "--iodepth=16", "--rw=rw", "--ioengine=io_uring", "--direct=1"} <= set(command)
-    assert {"--fixedbufs=1", "--registerfiles=1", "--runtime=500ms", "--refill_buffers=0"} <= set(command)
+    assert {"--bs=1048576", "--iodepth=16", "--rw=rw", "--ioengine=io_uring", "--direct=1"} <= set(
+        command
+    )
+    assert {"--fixedbufs=1", "--registerfiles=1", "--runtime=500ms", "--refill_buffers=0"} <= set(
+        command
+    )
     assert r"--filename=/drive/a\:b" in command
 
 
-@pytest.mark.parametrize(("operation", "block"), [(MIB // 16, MIB // 16), (MIB, MIB), (16 * MIB, MIB)])
+@pytest.mark.parametrize(
+    ("operation", "block"), [(MIB // 16, MIB // 16), (MIB, MIB), (16 * MIB, MIB)]
+)
 def test_fio_makes_requests_of_the_size_that_deepnvme_makes(operation: int, block: int) -> None:
-    load = Load(path=Path("/x"), file_bytes=MIB, workload=Workload.READ, operation_bytes=operation, seconds=1.0)
+    load = Load(
+        path=Path("/x"),
+        file_bytes=MIB,
+        workload=Workload.READ,
+        operation_bytes=operation,
+        seconds=1.0,
+    )
 
     job = fio.job_beside(load, Settings(MIB, 16 * MIB))
 
@@ -440,11 +542,15 @@ def test_fio_makes_requests_of_the_size_that_deepnvme_makes(operation: int, bloc
 def test_fios_report_is_read() -> None:
     measured = fio.parse("fio: some warning\n" + json.dumps(FIO_REPORT))
 
-    assert measured == Measured(nbytes=4 << 30, seconds=2.0, cpu_s=0.5, p50_us=2000.0, p99_us=5000.0)
+    assert measured == Measured(
+        nbytes=4 << 30, seconds=2.0, cpu_s=0.5, p50_us=2000.0, p99_us=5000.0
+    )
     assert (measured.bytes_per_s, measured.cpu_s_per_gib) == (2 << 30, 0.125)
 
 
-def test_a_report_that_repeats_a_name_which_is_no_text_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_repeats_a_name_which_is_no_text_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = json.dumps({**FIO_REPORT, "filename": "n?me"}).replace("?", "\\377")
     monkeypatch.setenv("PATH", fake_fio(tmp_path / "bin", f"printf '{report}'"))
 
@@ -459,7 +565,9 @@ def run_bench(drive: Path, monkeypatch: pytest.MonkeyPatch, path: str, *argument
 
     monkeypatch.setattr(bench, "measure", measure_briefly)
     monkeypatch.setenv("PATH", path)
-    return main(["bench", str(drive), "--size", format_bytes(PIECE), "--seconds", "0.1", *arguments])
+    return main(
+        ["bench", str(drive), "--size", format_bytes(PIECE), "--seconds", "0.1", *arguments]
+    )
 
 
 def test_bench_measures_every_load_and_removes_its_file(
@@ -471,7 +579,9 @@ def test_bench_measures_every_load_and_removes_its_file(
     assert status == 0
     assert report["fio"].startswith("fio-9.9 with io_uring")
     assert [(row["workload"], row["operation_bytes"]) for row in report["figures"]] == [
-        (workload, size) for workload in ("read", "overwrite", "mixed") for size in (65536, MIB, 16 * MIB)
+        (workload, size)
+        for workload in ("read", "overwrite", "mixed")
+        for size in (65536, MIB, 16 * MIB)
     ]
     for row in report["figures"]:
         assert row["deepnvme"]["gb_per_s"] > 0
@@ -484,7 +594,10 @@ def test_bench_measures_every_load_and_removes_its_file(
     ("script", "said"),
     [
         (None, "fio: fio is not installed (Debian"),
-        ("case $1 in --version) echo fio-9.9;; *) echo refused >&2; exit 3;; esac", "fio: fio ended with status 3: re"),
+        (
+            "case $1 in --version) echo fio-9.9;; *) echo refused >&2; exit 3;; esac",
+            "fio: fio ended with status 3: re",
+        ),
         ("echo fio-9.9", "fio: fio's report is not understood (ValueError"),
     ],
 )
@@ -521,7 +634,11 @@ def test_bench_uses_the_backend_it_is_told(
     [
         (["bench", "{drive}", "--size", "1000TiB"], {}, "needs 1000 TiB, and "),
         (["bench", "{drive}/none"], {}, "there is no such directory (ENOENT); mkdir -p "),
-        (["bench", "{drive}"], {"DEEPNVME_BACKEND": "floppy"}, "unknown backend 'floppy', from the environment"),
+        (
+            ["bench", "{drive}"],
+            {"DEEPNVME_BACKEND": "floppy"},
+            "unknown backend 'floppy', from the environment",
+        ),
         (["bench", "{drive}"], {"DEEPNVME_BACKEND": "memory"}, "memory has no drive to measure"),
         (["tune", "{drive}/none"], {}, "there is no such directory (ENOENT); mkdir -p "),
         (["tune", "{drive}"], {"DEEPNVME_PROFILE": ""}, "no place for a profile"),
@@ -558,7 +675,10 @@ def test_an_error_while_measuring_is_one_line_and_leaves_no_file(
     status = main(["bench", str(drive), "--size", format_bytes(PIECE)])
 
     assert status == 1
-    assert capsys.readouterr().err == f"deepnvme: {drive}/data: read of 1 B at offset 0 stopped after 0 B\n"
+    assert (
+        capsys.readouterr().err
+        == f"deepnvme: {drive}/data: read of 1 B at offset 0 stopped after 0 B\n"
+    )
     assert list(drive.iterdir()) == []
 
 
@@ -567,10 +687,23 @@ def test_a_file_that_may_not_grow_is_one_line_and_leaves_no_file(drive: Path) ->
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (PIECE // 2, PIECE // 2))
 
-    command = [sys.executable, "-m", "deepnvme.cli", "bench", str(drive), "--size", format_bytes(PIECE)]
+    command = [
+        sys.executable,
+        "-m",
+        "deepnvme.cli",
+        "bench",
+        str(drive),
+        "--size",
+        format_bytes(PIECE),
+    ]
 
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120, preexec_fn=forbid_large_files
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        preexec_fn=forbid_large_files,
     )
 
     assert done.returncode == 1
@@ -580,10 +713,13 @@ def test_a_file_that_may_not_grow_is_one_line_and_leaves_no_file(drive: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + 15), (signal.SIGHUP, 128 + 1)]
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 128 + 15), (signal.SIGHUP, 128 + 1)],
 )
 @pytest.mark.parametrize("command", ["bench", "tune"])
-def test_a_signal_ends_it_and_leaves_no_file(command: str, number: int, status: int, drive: Path) -> None:
+def test_a_signal_ends_it_and_leaves_no_file(
+    command: str, number: int, status: int, drive: Path
+) -> None:
     running = deepnvme(command, drive, "--seconds", "60")
     wait_for_a_file(drive)
 
@@ -603,7 +739,7 @@ def wait_for_a_file(folder: Path) -> None:
         time.sleep(0.01)
 
 
-# --- tune --------------------------------------------------------------------------------------------------------
+# --- tune -----------------------------------------------------------------------------------------
 
 GRID = [Settings(chunk, inflight) for chunk in tune.CHUNKS for inflight in tune.INFLIGHT]
 RATES = st.builds(Rates, st.floats(1e6, 1e11), st.floats(1e6, 1e11))
@@ -639,11 +775,14 @@ def test_of_equals_the_one_with_the_least_in_flight_and_the_largest_chunk_is_cho
 def test_reads_and_overwrites_count_the_same() -> None:
     good_at_one, good_at_both = GRID[0], GRID[1]
 
-    assert choose_sizes({good_at_one: Rates(1e9, 4e9), good_at_both: Rates(3e9, 3e9)}) == good_at_both
+    assert (
+        choose_sizes({good_at_one: Rates(1e9, 4e9), good_at_both: Rates(3e9, 3e9)}) == good_at_both
+    )
 
 
 @pytest.mark.parametrize(
-    ("copied", "chosen"), [(1.05, UserMemory.ZERO_COPY), (1.15, UserMemory.BOUNCE), (0.5, UserMemory.ZERO_COPY)]
+    ("copied", "chosen"),
+    [(1.05, UserMemory.ZERO_COPY), (1.15, UserMemory.BOUNCE), (0.5, UserMemory.ZERO_COPY)],
 )
 def test_copying_every_byte_must_be_worth_it(copied: float, chosen: UserMemory) -> None:
     direct = Rates(1e9, 2e9)
@@ -683,13 +822,19 @@ def test_tune_keeps_what_it_chose_where_queues_find_it(
 
 
 @pytest.mark.usefixtures("small_file")
-def test_tune_measures_what_it_says_it_measures(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_measures_what_it_says_it_measures(
+    drive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured: list[tuple[Settings, Workload, bool]] = []
 
-    def pretend(load: Load, buffers: list[memoryview], settings: Settings, *, backend: str, pool: Any) -> Measured:
+    def pretend(
+        load: Load, buffers: list[memoryview], settings: Settings, *, backend: str, pool: Any
+    ) -> Measured:
         measured.append((settings, load.workload, pool is not None))
         fast = settings == Settings(2 * MIB, 8 * MIB) or settings.user_memory is UserMemory.BOUNCE
-        return Measured(nbytes=10**9 * (2 if fast else 1), seconds=1.0, cpu_s=0.1, p50_us=1.0, p99_us=1.0)
+        return Measured(
+            nbytes=10**9 * (2 if fast else 1), seconds=1.0, cpu_s=0.1, p50_us=1.0, p99_us=1.0
+        )
 
     monkeypatch.setattr(tune, "measure", pretend)
 
@@ -697,13 +842,17 @@ def test_tune_measures_what_it_says_it_measures(drive: Path, monkeypatch: pytest
 
     best = Settings(2 * MIB, 8 * MIB)
     loads = [Workload.READ, Workload.OVERWRITE]
-    assert {point for point in measured if point[2]} == {(sizes, load, True) for sizes in GRID for load in loads}
+    assert {point for point in measured if point[2]} == {
+        (sizes, load, True) for sizes in GRID for load in loads
+    }
     assert {point for point in measured if not point[2]} == {
         (replace(best, user_memory=way), load, False) for way in UserMemory for load in loads
     }
 
 
-def test_tune_does_not_touch_a_newer_profile(drive: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_does_not_touch_a_newer_profile(
+    drive: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     profile.parent.mkdir(parents=True)
     profile.write_text('{"version": 99, "drives": {}}')
 

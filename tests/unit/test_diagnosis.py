@@ -1,4 +1,6 @@
-"""Each finding about storage from the facts that lead to it, and none from storage without a weak point."""
+"""Each finding about storage from the facts that lead to it, and none from storage without a weak
+point.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from deepnvme.diagnosis import (
     weak,
     worst_first,
 )
-from deepnvme.probing import AioProbe, Backend, Drive, LiburingProbe, Memlock, ProcessLimits, UringProbe, uring_refusal
+from deepnvme.probing import (
+    AioProbe,
+    Backend,
+    Drive,
+    LiburingProbe,
+    Memlock,
+    ProcessLimits,
+    UringProbe,
+    uring_refusal,
+)
 from support.machines import good_directory, good_machine
 
 GOOD = good_machine().storage
@@ -47,7 +58,7 @@ def about_good_directory_with(**facts: Any) -> Iterator[Finding]:
     return about_directory(replace(good_directory(), **facts), Chosen.BY_NAME)
 
 
-# --- the system --------------------------------------------------------------------------------------------------
+# --- the system -----------------------------------------------------------------------------------
 
 
 def test_nothing_is_said_about_a_good_system() -> None:
@@ -56,16 +67,29 @@ def test_nothing_is_said_about_a_good_system() -> None:
 
 def test_a_refused_io_uring_is_weak_with_its_cause_its_stand_in_and_the_advice() -> None:
     limits = ProcessLimits(
-        kernel_release="6.8.0", seccomp_mode=0, uring_disabled=2, uring_exempt=False, can_lock_memory=False
+        kernel_release="6.8.0",
+        seccomp_mode=0,
+        uring_disabled=2,
+        uring_exempt=False,
+        can_lock_memory=False,
     )
     refusal = uring_refusal(errno.EPERM, limits)
     uring = UringProbe(
-        available=False, errno_name="EPERM", refusal=refusal, features=0, defer_taskrun=False, opcodes=()
+        available=False,
+        errno_name="EPERM",
+        refusal=refusal,
+        features=0,
+        defer_taskrun=False,
+        opcodes=(),
     )
 
     finding = the_finding(about_good_system_with(uring=uring, backend=Backend.AIO))
 
-    assert (finding.id, finding.severity, finding.subject) == ("io-uring-unavailable", Severity.WEAK, "io_uring")
+    assert (finding.id, finding.severity, finding.subject) == (
+        "io-uring-unavailable",
+        Severity.WEAK,
+        "io_uring",
+    )
     assert finding.what == f"not available (EPERM): {refusal.cause}; aio is used instead"
     assert finding.remedy == refusal.advice
 
@@ -79,7 +103,11 @@ def test_a_ring_that_cannot_defer_completions_means_an_old_kernel() -> None:
 
     finding = the_finding(about_good_system_with(uring=uring, kernel_release="5.15.0"))
 
-    assert (finding.id, finding.severity, finding.subject) == ("io-uring-without-deferral", Severity.WEAK, "kernel")
+    assert (finding.id, finding.severity, finding.subject) == (
+        "io-uring-without-deferral",
+        Severity.WEAK,
+        "kernel",
+    )
     assert "5.15.0" in finding.what
 
 
@@ -103,16 +131,20 @@ def test_a_missing_python_liburing_is_no_news_where_it_has_no_builds() -> None:
         (Memlock(soft_bytes=1 * GIB, hard_bytes=1 * GIB, exempt=False), []),
     ],
 )
-def test_a_small_memlock_limit_is_weak_for_those_whom_it_binds(memlock: Memlock, ids: list[str]) -> None:
+def test_a_small_memlock_limit_is_weak_for_those_whom_it_binds(
+    memlock: Memlock, ids: list[str]
+) -> None:
     assert [finding.id for finding in about_good_system_with(memlock=memlock)] == ids
 
 
-@pytest.mark.parametrize(("mode", "ids"), [("never", ["huge-pages-off"]), ("madvise", []), ("always", []), (None, [])])
+@pytest.mark.parametrize(
+    ("mode", "ids"), [("never", ["huge-pages-off"]), ("madvise", []), ("always", []), (None, [])]
+)
 def test_huge_pages_switched_off_are_weak(mode: str | None, ids: list[str]) -> None:
     assert [finding.id for finding in about_good_system_with(huge_pages=mode)] == ids
 
 
-# --- a directory -------------------------------------------------------------------------------------------------
+# --- a directory ----------------------------------------------------------------------------------
 
 UNUSABLE: list[tuple[dict[str, Any], str, str, str]] = [
     (
@@ -121,11 +153,31 @@ UNUSABLE: list[tuple[dict[str, Any], str, str, str]] = [
         "there is no such directory (ENOENT)",
         "mkdir -p /mnt/a",
     ),
-    ({"plain_errno": "ENOENT"}, "directory-unusable", "no file can be written here (ENOENT)", "another"),
+    (
+        {"plain_errno": "ENOENT"},
+        "directory-unusable",
+        "no file can be written here (ENOENT)",
+        "another",
+    ),
     ({"plain_errno": "ENOTDIR"}, "directory-is-a-file", "not a directory (ENOTDIR)", "directory"),
-    ({"plain_errno": "EACCES"}, "directory-not-writable", "may not write here (EACCES)", "sudo install -d -o $USER"),
-    ({"plain_errno": "EROFS"}, "directory-read-only", "mounted read-only (EROFS)", "remount,rw /mnt/a"),
-    ({"plain_errno": "ENOSPC", "free_bytes": 0}, "drive-full", "no space is left (ENOSPC)", "free space"),
+    (
+        {"plain_errno": "EACCES"},
+        "directory-not-writable",
+        "may not write here (EACCES)",
+        "sudo install -d -o $USER",
+    ),
+    (
+        {"plain_errno": "EROFS"},
+        "directory-read-only",
+        "mounted read-only (EROFS)",
+        "remount,rw /mnt/a",
+    ),
+    (
+        {"plain_errno": "ENOSPC", "free_bytes": 0},
+        "drive-full",
+        "no space is left (ENOSPC)",
+        "free space",
+    ),
     ({"free_bytes": 0}, "drive-full", "no space is left (ENOSPC)", "free space"),
     ({"plain_errno": "EDQUOT"}, "quota-used-up", "quota is used up (EDQUOT)", "free space"),
     ({"plain_errno": "EIO"}, "directory-unusable", "no file can be written here (EIO)", "another"),
@@ -148,7 +200,9 @@ def test_a_named_directory_in_which_nothing_can_be_written_blocks(
 
 
 @pytest.mark.parametrize("facts", [facts for facts, *_ in UNUSABLE])
-def test_a_directory_that_nobody_named_blocks_nothing_and_another_can_be_named(facts: dict[str, Any]) -> None:
+def test_a_directory_that_nobody_named_blocks_nothing_and_another_can_be_named(
+    facts: dict[str, Any],
+) -> None:
     directory = replace(good_directory(), **facts)
 
     finding = the_finding(about_directory(directory, Chosen.BY_DEFAULT))
@@ -159,7 +213,9 @@ def test_a_directory_that_nobody_named_blocks_nothing_and_another_can_be_named(f
 
 
 def test_a_path_in_a_command_is_quoted_for_the_shell() -> None:
-    finding = the_finding(about_good_directory_with(path="/mnt/my drive", plain_errno="ENOENT", total_bytes=None))
+    finding = the_finding(
+        about_good_directory_with(path="/mnt/my drive", plain_errno="ENOENT", total_bytes=None)
+    )
 
     assert finding.remedy == "mkdir -p '/mnt/my drive'"
 
@@ -167,18 +223,28 @@ def test_a_path_in_a_command_is_quoted_for_the_shell() -> None:
 @pytest.mark.parametrize("chosen", Chosen)
 @pytest.mark.parametrize("file_system", ["tmpfs", "ramfs"])
 def test_a_directory_in_memory_is_weak(file_system: str, chosen: Chosen) -> None:
-    in_memory = replace(good_directory(), file_system=file_system, in_memory=True, direct_errno="EINVAL", drive=None)
+    in_memory = replace(
+        good_directory(), file_system=file_system, in_memory=True, direct_errno="EINVAL", drive=None
+    )
 
     finding = the_finding(about_directory(in_memory, chosen))
 
-    assert (finding.id, finding.severity, finding.subject) == ("directory-in-memory", Severity.WEAK, "/mnt/a")
+    assert (finding.id, finding.severity, finding.subject) == (
+        "directory-in-memory",
+        Severity.WEAK,
+        "/mnt/a",
+    )
     assert f"{file_system} is host memory" in finding.what
 
 
 def test_a_file_system_that_refuses_direct_io_is_weak() -> None:
     finding = the_finding(about_good_directory_with(file_system="zfs", direct_errno="EINVAL"))
 
-    assert (finding.id, finding.severity, finding.subject) == ("direct-io-refused", Severity.WEAK, "/mnt/a")
+    assert (finding.id, finding.severity, finding.subject) == (
+        "direct-io-refused",
+        Severity.WEAK,
+        "/mnt/a",
+    )
     assert "zfs refuses O_DIRECT (EINVAL)" in finding.what
 
 
@@ -190,15 +256,21 @@ def test_a_file_system_that_refuses_direct_io_is_weak() -> None:
         ("xvdb", "drive-virtual-rotating", Severity.NOTE),
     ],
 )
-def test_a_rotating_drive_is_weak_unless_it_is_virtual(name: str, id: str, severity: Severity) -> None:
-    finding = the_finding(about_good_directory_with(drive=Drive(name=name, model=None, rotational=True)))
+def test_a_rotating_drive_is_weak_unless_it_is_virtual(
+    name: str, id: str, severity: Severity
+) -> None:
+    finding = the_finding(
+        about_good_directory_with(drive=Drive(name=name, model=None, rotational=True))
+    )
 
     assert (finding.id, finding.severity, finding.subject) == (id, severity, "/mnt/a")
     assert name in finding.what
 
 
 def test_a_drive_that_does_not_say_whether_it_rotates_is_no_news() -> None:
-    assert list(about_good_directory_with(drive=Drive(name="sda", model=None, rotational=None))) == []
+    assert (
+        list(about_good_directory_with(drive=Drive(name="sda", model=None, rotational=None))) == []
+    )
 
 
 def test_a_mount_with_discard_is_worth_a_note() -> None:
@@ -207,11 +279,14 @@ def test_a_mount_with_discard_is_worth_a_note() -> None:
     assert (finding.id, finding.severity) == ("mounted-with-discard", Severity.NOTE)
 
 
-# --- all of them -------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 def test_findings_come_worst_first_and_in_order_among_equals() -> None:
-    made = [make(name, "", "", "") for name, make in (("a", note), ("b", weak), ("c", blocker), ("d", weak))]
+    made = [
+        make(name, "", "", "")
+        for name, make in (("a", note), ("b", weak), ("c", blocker), ("d", weak))
+    ]
 
     assert [finding.id for finding in worst_first(made)] == ["c", "b", "d", "a"]
 

@@ -1,4 +1,6 @@
-"""docs/strategies.md keeps its word: its programs print what it shows, its tables are what the simulator says."""
+"""docs/strategies.md keeps its word: its programs print what it shows, its tables are what the
+simulator says.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/strategies.md").read_text()
 SUBGROUPS = tuple(SubgroupSpec(index=at, numel=100_000_000, first_use=at) for at in range(46))
 LIMITS = Limits(resident_bytes=0, staging_bytes=1 << 40)
-H100 = Rates(h2d_bytes_per_s=55e9, d2h_bytes_per_s=55e9, host_update_params_per_s=2e9, device_update_params_per_s=25e9)
-V100 = Rates(h2d_bytes_per_s=12e9, d2h_bytes_per_s=12e9, host_update_params_per_s=2e9, device_update_params_per_s=35e9)
+H100 = Rates(
+    h2d_bytes_per_s=55e9,
+    d2h_bytes_per_s=55e9,
+    host_update_params_per_s=2e9,
+    device_update_params_per_s=25e9,
+)
+V100 = Rates(
+    h2d_bytes_per_s=12e9,
+    d2h_bytes_per_s=12e9,
+    host_update_params_per_s=2e9,
+    device_update_params_per_s=35e9,
+)
 DOWNSCALING = ((H100, 15.5e9), (V100, 8.7e9))
 
 
@@ -32,10 +44,16 @@ def blocks(language: str) -> list[str]:
 def rows(section: str, *, cells: int) -> list[list[str]]:
     """Return the rows of the section's tables that have so many cells, without their heads."""
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
-    found = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("|")]
+    found = [
+        [cell.strip() for cell in line[1:-1].split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
     rules = [number for number, row in enumerate(found) if set(row[0]) == {"-"}]
     return [
-        row for number, row in enumerate(found) if len(row) == cells and number not in rules and number + 1 not in rules
+        row
+        for number, row in enumerate(found)
+        if len(row) == cells and number not in rules and number + 1 not in rules
     ]
 
 
@@ -89,17 +107,25 @@ def policy_of(row: str, downscale_params_per_s: float) -> OffloadPolicy:
 
 @pytest.mark.parametrize("row", rows("How good ours are", cells=7), ids=lambda row: row[0])
 def test_a_row_of_the_tables_is_what_the_simulator_says(row: list[str]) -> None:
-    cells = [cell for rates, downscale in DOWNSCALING for cell in measured(policy_of(row[0], downscale), rates)]
+    cells = [
+        cell
+        for rates, downscale in DOWNSCALING
+        for cell in measured(policy_of(row[0], downscale), rates)
+    ]
 
     assert row[1:] == cells
 
 
 @pytest.mark.parametrize("row", rows("How good ours are", cells=9), ids=lambda row: row[0])
 def test_a_row_of_the_table_of_lanes_is_how_busy_the_simulator_has_them(row: list[str]) -> None:
-    updates = [simulate(policy_of(row[0], 0)(SUBGROUPS, rates, LIMITS), rates) for rates in (H100, V100)]
+    updates = [
+        simulate(policy_of(row[0], 0)(SUBGROUPS, rates, LIMITS), rates) for rates in (H100, V100)
+    ]
     lanes = (Lane.HOST, Lane.DEVICE, Lane.H2D, Lane.D2H)
 
-    assert row[1:] == [f"{update.utilisation.get(lane, 0):.0%}" for update in updates for lane in lanes]
+    assert row[1:] == [
+        f"{update.utilisation.get(lane, 0):.0%}" for update in updates for lane in lanes
+    ]
 
 
 def test_the_tables_have_the_shares_from_none_to_all() -> None:
@@ -108,16 +134,23 @@ def test_the_tables_have_the_shares_from_none_to_all() -> None:
         assert shares == [f"{share}%" for share in range(0, 101, 10)]
 
 
-@pytest.mark.parametrize(("rates", "said"), [(H100, "736 ms on the H100"), (V100, "1,725 ms on the V100")])
+@pytest.mark.parametrize(
+    ("rates", "said"), [(H100, "736 ms on the H100"), (V100, "1,725 ms on the V100")]
+)
 def test_the_bounds_are_what_the_page_says(rates: Rates, said: str) -> None:
     assert said in PAGE
-    assert update_bound(rates).least_ns(46 * 10**8) == int(said.split(maxsplit=1)[0].replace(",", "")) * 10**6
+    assert (
+        update_bound(rates).least_ns(46 * 10**8)
+        == int(said.split(maxsplit=1)[0].replace(",", "")) * 10**6
+    )
 
 
 @pytest.mark.parametrize(("sets", "lost"), [(2, 0.03), (1, 0.34)])
 def test_fewer_staging_sets_lose_what_the_page_says(sets: int, lost: float) -> None:
     limits = Limits(resident_bytes=0, staging_bytes=1 << 40, staging_sets=sets)
-    fewer, three = (simulate(interleaved()(SUBGROUPS, H100, given), H100).end_ns for given in (limits, LIMITS))
+    fewer, three = (
+        simulate(interleaved()(SUBGROUPS, H100, given), H100).end_ns for given in (limits, LIMITS)
+    )
 
     assert 1 - three / fewer == pytest.approx(lost, abs=0.01)
 

@@ -27,7 +27,9 @@ from support.machines import good_directory, good_gpu, good_gpus, good_machine, 
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return a function that runs doctor as if on `machine`, and returns its exit status and output."""
+    """Return a function that runs doctor as if on `machine`, and returns its exit status and
+    output.
+    """
 
     def run(machine: Machine, *arguments: str, columns: int = 100) -> tuple[int, str]:
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -46,7 +48,9 @@ def test_the_facts_about_this_machine_agree_with_other_readings(tmp_path: Path) 
     assert run.report["schema"] == 2
     assert machine["system"]["release"] == os.uname().release
     assert machine["cpu"]["usable_cores"] == len(os.sched_getaffinity(0))
-    assert machine["memory"]["total_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert machine["memory"]["total_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = machine["storage"]["memlock"]
     assert (shown["soft_bytes"], shown["hard_bytes"]) == tuple(
@@ -66,10 +70,14 @@ def test_exit_status_and_json_agree_on_whether_the_engine_can_run(tmp_path: Path
     assert run.report["can_run"] == (blockers == [])
 
 
-def test_without_a_directory_the_current_one_is_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_directory_the_current_one_is_probed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
-    assert [found["path"] for found in run_doctor("--json").machine["directories"]] == [str(tmp_path)]
+    assert [found["path"] for found in run_doctor("--json").machine["directories"]] == [
+        str(tmp_path)
+    ]
 
 
 def test_several_directories_are_probed_in_the_order_given(tmp_path: Path) -> None:
@@ -103,8 +111,25 @@ def test_every_group_of_facts_is_shown(on: Any) -> None:
     _, output = on(good_machine())
 
     titles = [line for line in output.splitlines() if line and not line.startswith(" ")]
-    assert titles[:-1] == ["System", "CPU", "Memory", "GPUs", "GPU 0", "Drive under /mnt/a", "I/O", "Packages"]
-    for fact in ("Imaginary 9000", "64 GiB", "Imaginary GPU", "xfs", "Imaginary SSD 990", "madvise", "2.13.0+cu130"):
+    assert titles[:-1] == [
+        "System",
+        "CPU",
+        "Memory",
+        "GPUs",
+        "GPU 0",
+        "Drive under /mnt/a",
+        "I/O",
+        "Packages",
+    ]
+    for fact in (
+        "Imaginary 9000",
+        "64 GiB",
+        "Imaginary GPU",
+        "xfs",
+        "Imaginary SSD 990",
+        "madvise",
+        "2.13.0+cu130",
+    ):
         assert fact in output
 
 
@@ -131,7 +156,9 @@ def test_a_blocker_gives_exit_status_1_and_is_named_in_the_verdict(on: Any) -> N
 
 @pytest.mark.parametrize("columns", [60, 100, 140])
 def test_words_stay_whole_at_any_usual_width(columns: int, on: Any) -> None:
-    cgroup = CgroupMemory(limit_bytes=2 * GiB, used_bytes=GiB, directory="/sys/fs/cgroup/memory/job")
+    cgroup = CgroupMemory(
+        limit_bytes=2 * GiB, used_bytes=GiB, directory="/sys/fs/cgroup/memory/job"
+    )
     machine = replace(
         good_machine(),
         memory=replace(good_machine().memory, usable_bytes=2 * GiB, cgroup=cgroup),
@@ -158,10 +185,16 @@ def test_json_is_one_object_that_holds_facts_and_findings(on: Any) -> None:
     assert report["version"] == metadata.version("infinity-engine")
     [finding] = report["findings"]
     assert set(finding) == {"id", "severity", "subject", "what", "remedy"}
-    assert (finding["id"], finding["severity"], finding["subject"]) == ("mounted-with-discard", "note", "/mnt/a")
+    assert (finding["id"], finding["severity"], finding["subject"]) == (
+        "mounted-with-discard",
+        "note",
+        "/mnt/a",
+    )
 
 
-def test_a_backend_that_the_environment_asks_for_is_shown(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_the_environment_asks_for_is_shown(
+    on: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DEEPNVME_BACKEND", "aio")
 
     _, output = on(good_machine())
@@ -187,7 +220,9 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
-def test_a_directory_without_a_text_name_is_reported(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_directory_without_a_text_name_is_reported(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     directory = tmp_path / os.fsdecode(b"n\xffme")
     directory.mkdir()
 
@@ -198,7 +233,9 @@ def test_a_directory_without_a_text_name_is_reported(arguments: tuple[str, ...],
 
 
 def test_a_fact_that_looks_like_markup_is_shown_as_it_is(on: Any) -> None:
-    directory = replace(good_directory(), path="/mnt/[bold]x", mount_point="/mnt/[bold]", discard=True)
+    directory = replace(
+        good_directory(), path="/mnt/[bold]x", mount_point="/mnt/[bold]", discard=True
+    )
 
     _, output = on(replace(good_machine(), directories=(directory,)))
 
@@ -221,7 +258,9 @@ def test_where_native_modules_do_not_load_that_is_the_finding(
 
 
 @pytest.mark.parametrize("arguments", [[], ["surgeon"], ["doctor", "--fast"]])
-def test_wrong_usage_gives_exit_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_gives_exit_status_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
 
@@ -243,4 +282,5 @@ def test_a_reader_that_has_seen_enough_is_no_traceback(arguments: list[str]) -> 
 
     os.close(writer)
     assert done.stderr == ""
-    assert done.returncode == 141  # what a shell reports of what SIGPIPE ended: 1 would say something else
+    # what a shell reports of what SIGPIPE ended: 1 would say something else
+    assert done.returncode == 141

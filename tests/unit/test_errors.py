@@ -28,8 +28,17 @@ from infinity_engine.errors import (
 
 EXAMPLES = (
     ConfigError(field="storage.backend", value=5, expected="a name"),
-    MissingDependencyError(needed_by="infinity_engine.initialize", package="PyTorch >= 2.6", extra="torch"),
-    CapacityError(tier="HOST", asked=3 * 2**30, free=2**30, limit=4 * 2**30, change="raise host", holders=(("a", 7),)),
+    MissingDependencyError(
+        needed_by="infinity_engine.initialize", package="PyTorch >= 2.6", extra="torch"
+    ),
+    CapacityError(
+        tier="HOST",
+        asked=3 * 2**30,
+        free=2**30,
+        limit=4 * 2**30,
+        change="raise host",
+        holders=(("a", 7),),
+    ),
     IllegalTransition(shard="shard 17", source="NVME", target="HOST", allowed=("LOADING",)),
     TraceMismatch(expected="layers.3", seen="layers.4"),
     TransferError(errno=errno.EIO, path="/mnt/a/swap", offset=4096, asked=8192, done=512),
@@ -39,7 +48,15 @@ EXAMPLES = (
     IncompleteCheckpoint(path="/ckpt", missing=("rank0.bin", "rank1.bin")),
     ChecksumError(path="/ckpt", entry="wte.weight", offset=4096, expected=0xBEEF, found=0xDEAD),
     DamagedCheckpoint(path="/ckpt", entry="manifest", flaw="it was cut"),
-    DamageError(errno=errno.EBADMSG, path="/mnt/a/swap", offset=4096, asked=8192, done=8192, expected=1, found=2),
+    DamageError(
+        errno=errno.EBADMSG,
+        path="/mnt/a/swap",
+        offset=4096,
+        asked=8192,
+        done=8192,
+        expected=1,
+        found=2,
+    ),
 )
 
 
@@ -58,7 +75,10 @@ def test_every_exception_of_the_module_has_an_example_here() -> None:
 def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
     drawn = [line for line in (errors.__doc__ or "").splitlines() if line.startswith("    ")]
     names = [line.split()[0].split("(")[0] for line in drawn]
-    depth = {name: (len(line) - len(line.lstrip()) - 4) // 2 for name, line in zip(names, drawn, strict=True)}
+    depth = {
+        name: (len(line) - len(line.lstrip()) - 4) // 2
+        for name, line in zip(names, drawn, strict=True)
+    }
 
     assert set(names) == set(errors.__all__)
     for name in names:
@@ -109,7 +129,9 @@ def test_the_representation_shows_every_field(error: InfinityError) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "builtin"), [(EXAMPLES[0], ValueError), (EXAMPLES[1], ImportError), (EXAMPLES[5], OSError)], ids=kind
+    ("error", "builtin"),
+    [(EXAMPLES[0], ValueError), (EXAMPLES[1], ImportError), (EXAMPLES[5], OSError)],
+    ids=kind,
 )
 def test_an_exception_is_also_the_builtin_one_that_callers_expect(
     error: InfinityError, builtin: type[Exception]
@@ -139,19 +161,28 @@ def test_config_error_bears_a_value_that_cannot_be_shown() -> None:
 
 
 def test_an_unknown_name_is_told_the_nearest_known_one() -> None:
-    error = ConfigError.unknown_name(field="storage.checksm", name="checksm", known=("backend", "checksum"))
+    error = ConfigError.unknown_name(
+        field="storage.checksm", name="checksm", known=("backend", "checksum")
+    )
 
-    assert str(error) == "storage.checksm: expected one of backend, checksum (nearest: checksum), got 'checksm'"
+    assert (
+        str(error)
+        == "storage.checksm: expected one of backend, checksum (nearest: checksum), got 'checksm'"
+    )
 
 
 def test_an_unknown_name_that_resembles_none_is_told_all_of_them() -> None:
-    error = ConfigError.unknown_name(field="strategy", name="qqq", known=("host_only", "interleaved"))
+    error = ConfigError.unknown_name(
+        field="strategy", name="qqq", known=("host_only", "interleaved")
+    )
 
     assert error.expected == "one of host_only, interleaved"
 
 
 def test_an_unknown_name_where_none_is_known_is_told_so() -> None:
-    assert ConfigError.unknown_name(field="nvme", name="/mnt/a", known=()).expected == "one of (none)"
+    assert (
+        ConfigError.unknown_name(field="nvme", name="/mnt/a", known=()).expected == "one of (none)"
+    )
 
 
 def test_a_missing_dependency_names_what_to_install() -> None:
@@ -162,7 +193,9 @@ def test_a_missing_dependency_names_what_to_install() -> None:
 
 
 def test_a_dependency_that_is_too_old_says_which_was_found() -> None:
-    error = MissingDependencyError(needed_by="f", package="PyTorch >= 2.6", found="2.1.0", extra="torch")
+    error = MissingDependencyError(
+        needed_by="f", package="PyTorch >= 2.6", found="2.1.0", extra="torch"
+    )
 
     assert str(error).startswith("f needs PyTorch >= 2.6, and 2.1.0 is installed. Install")
 
@@ -175,13 +208,16 @@ def test_a_missing_dependency_carries_its_message_as_import_errors_do() -> None:
 
 def test_capacity_error_says_what_is_short_who_holds_it_and_what_to_change() -> None:
     assert str(EXAMPLES[2]) == (
-        "HOST cannot hold 3221225472 B (3.00 GiB): 1073741824 B (1.00 GiB) free of 4294967296 B (4.00 GiB), "
+        "HOST cannot hold 3221225472 B (3.00 GiB): 1073741824 B (1.00 GiB) free of 4294967296 B "
+        "(4.00 GiB), "
         "2147483648 B (2.00 GiB) short; a holds 7 B. To make it fit: raise host"
     )
 
 
 def test_capacity_error_tells_a_shortage_that_rounding_would_hide() -> None:
-    error = CapacityError(tier="HOST", asked=2**34 + 1, free=2**34, limit=2**34, change="raise host")
+    error = CapacityError(
+        tier="HOST", asked=2**34 + 1, free=2**34, limit=2**34, change="raise host"
+    )
 
     assert "17179869185 B (16.00 GiB): 17179869184 B (16.00 GiB) free" in str(error)
     assert ", 1 B short" in str(error)
@@ -198,7 +234,9 @@ def test_capacity_error_tells_a_shortage_that_rounding_would_hide() -> None:
         (2**50, "1125899906842624 B (1024.00 TiB)"),
     ],
 )
-def test_a_size_in_an_error_is_exact_with_a_rounded_one_in_the_unit_that_it_fills(nbytes: int, shown: str) -> None:
+def test_a_size_in_an_error_is_exact_with_a_rounded_one_in_the_unit_that_it_fills(
+    nbytes: int, shown: str
+) -> None:
     error = CapacityError(tier="HOST", asked=nbytes, free=0, limit=0, change="x")
 
     assert str(error).startswith(f"HOST cannot hold {shown}: ")
@@ -209,7 +247,9 @@ def test_capacity_error_lists_the_largest_holders_first_and_adds_up_the_rest() -
     error = CapacityError(tier="DEVICE", asked=9, free=8, limit=9, change="x", holders=holders)
 
     assert [nbytes for _, nbytes in error.holders] == [70, 60, 50, 40, 3, 2, 1]
-    assert "; h70 holds 70 B; h60 holds 60 B; h50 holds 50 B; h40 holds 40 B; h3 holds 3 B;" in str(error)
+    assert "; h70 holds 70 B; h60 holds 60 B; h50 holds 50 B; h40 holds 40 B; h3 holds 3 B;" in str(
+        error
+    )
     assert "; 2 others hold 3 B. " in str(error)
 
 
@@ -224,7 +264,9 @@ def test_an_illegal_transition_says_what_is_allowed() -> None:
 
 
 def test_an_illegal_transition_from_a_dead_end_allows_nothing() -> None:
-    assert str(IllegalTransition(shard="s", source="A", target="B", allowed=())).endswith("allowed: nothing")
+    assert str(IllegalTransition(shard="s", source="A", target="B", allowed=())).endswith(
+        "allowed: nothing"
+    )
 
 
 def test_a_trace_mismatch_names_both_modules() -> None:
@@ -235,18 +277,27 @@ def test_a_transfer_error_has_what_an_os_error_has() -> None:
     error = EXAMPLES[5]
 
     assert isinstance(error, TransferError)
-    assert (error.errno, error.strerror, error.filename) == (errno.EIO, "Input/output error", "/mnt/a/swap")
+    assert (error.errno, error.strerror, error.filename) == (
+        errno.EIO,
+        "Input/output error",
+        "/mnt/a/swap",
+    )
 
 
 def test_a_transfer_error_keeps_what_an_os_error_has_through_pickling() -> None:
     again = pickle.loads(pickle.dumps(EXAMPLES[5]))
 
-    assert (again.errno, again.strerror, again.filename) == (errno.EIO, "Input/output error", "/mnt/a/swap")
+    assert (again.errno, again.strerror, again.filename) == (
+        errno.EIO,
+        "Input/output error",
+        "/mnt/a/swap",
+    )
 
 
 def test_a_transfer_error_says_where_and_how_much() -> None:
     assert str(EXAMPLES[5]) == (
-        "/mnt/a/swap: Input/output error (errno 5) at offset 4096: asked for 8192 B (8.00 KiB), 512 B done"
+        "/mnt/a/swap: Input/output error (errno 5) at offset 4096: asked for 8192 B (8.00 KiB), "
+        "512 B done"
     )
 
 
@@ -264,7 +315,9 @@ def test_a_collective_error_names_op_rank_and_group() -> None:
 
 
 def test_a_collective_error_says_what_is_known_of_the_others() -> None:
-    error = CollectiveError(group="ranks", rank=2, op="gather of layer c", reason="rank 1 has left with ValueError: no")
+    error = CollectiveError(
+        group="ranks", rank=2, op="gather of layer c", reason="rank 1 has left with ValueError: no"
+    )
 
     assert str(error).startswith(
         "gather of layer c failed on rank 2 of group ranks: rank 1 has left with ValueError: no. "
@@ -272,7 +325,9 @@ def test_a_collective_error_says_what_is_known_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("error", EXAMPLES[8:-1], ids=kind)
-def test_whatever_is_wrong_with_a_checkpoint_is_a_checkpoint_error_that_names_it(error: InfinityError) -> None:
+def test_whatever_is_wrong_with_a_checkpoint_is_a_checkpoint_error_that_names_it(
+    error: InfinityError,
+) -> None:
     assert isinstance(error, CheckpointError)
     assert str(error).startswith("checkpoint /ckpt")
 
@@ -282,9 +337,13 @@ def test_a_manifest_mismatch_says_both_sides() -> None:
 
 
 def test_an_incomplete_checkpoint_names_a_few_files_and_counts_the_rest() -> None:
-    error = IncompleteCheckpoint(path="/ckpt", missing=tuple(f"rank{rank}.bin" for rank in range(9)))
+    error = IncompleteCheckpoint(
+        path="/ckpt", missing=tuple(f"rank{rank}.bin" for rank in range(9))
+    )
 
-    assert "rank0.bin, rank1.bin, rank2.bin, rank3.bin, rank4.bin and 4 others not found" in str(error)
+    assert "rank0.bin, rank1.bin, rank2.bin, rank3.bin, rank4.bin and 4 others not found" in str(
+        error
+    )
 
 
 def test_an_incomplete_checkpoint_names_all_files_where_they_are_few() -> None:
@@ -296,7 +355,9 @@ def test_a_checksum_error_names_the_bad_place_and_both_sums() -> None:
     assert "0x0000dead, written was 0x0000beef" in str(EXAMPLES[10])
 
 
-def test_a_damage_error_is_a_transfer_error_that_names_the_place_both_sums_and_where_it_goes_on() -> None:
+def test_a_damage_error_is_a_transfer_error_that_names_the_place_both_sums_and_where_it_goes_on() -> (
+    None
+):
     error = DamageError(
         errno=errno.EBADMSG,
         path="/a/data",
@@ -312,7 +373,8 @@ def test_a_damage_error_is_a_transfer_error_that_names_the_place_both_sums_and_w
     assert isinstance(error, TransferError)
     assert error.filename == "/a/data"
     assert str(error).startswith(
-        "wte.weight: /a/data: 8192 B (8.00 KiB) at offset 4096, which go on in /b/data at offset 12288 are damaged: "
+        "wte.weight: /a/data: 8192 B (8.00 KiB) at offset 4096, which go on in /b/data at offset "
+        "12288 are damaged: "
         "their crc32c is 0x0000dead, that of what was written was 0x0000beef. Try once more"
     )
 

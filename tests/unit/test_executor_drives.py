@@ -1,4 +1,6 @@
-"""Walks along plans with drives, whose I/O ends late, in any order, or fails: nothing begins before what it needs."""
+"""Walks along plans with drives, whose I/O ends late, in any order, or fails: nothing begins before
+what it needs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from infinity_engine.accel import Event
 from infinity_engine.errors import CapacityError
 from infinity_engine.optim.policies import HOST_ONLY, interleaved, static_split, two_ended
 from infinity_engine.optim.policy import Limits, OffloadPolicy
-from infinity_engine.plan import BytesPerParameter, DriveRates, Lane, Op, Rates, StepPlan, SubgroupSpec, Tier
+from infinity_engine.plan import (
+    BytesPerParameter,
+    DriveRates,
+    Lane,
+    Op,
+    Rates,
+    StepPlan,
+    SubgroupSpec,
+    Tier,
+)
 from infinity_engine.plan.ops import LoadStates, StoreStates
 from infinity_engine.schedule import Executor, Walk
 from infinity_engine.schedule.executor import WAIT_FOR_READS, WAIT_FOR_WRITES
@@ -36,7 +47,9 @@ class DriveError(Exception):
 
 @dataclass(eq=False)
 class Late(Event):
-    """An event that has passed after so many looks at it, which may be never, or once somebody waits for it."""
+    """An event that has passed after so many looks at it, which may be never, or once somebody
+    waits for it.
+    """
 
     looks: float
     behind: list[Late]
@@ -86,7 +99,9 @@ class Checking:
                 raise DriveError
         else:
             looks = self.chance.choice([0, 1, 3, 10, float("inf")])
-            behind = [each for each in after if isinstance(each, Late)] if op.lane in STREAMS else []
+            behind = (
+                [each for each in after if isinstance(each, Late)] if op.lane in STREAMS else []
+            )
             if op.lane in STREAMS and lane:
                 before = self.events[lane[-1]]
                 behind += [] if before is None else [before]
@@ -134,7 +149,11 @@ def plans(draw: st.DrawFn) -> StepPlan:
         st.one_of(
             st.just(HOST_ONLY),
             st.builds(static_split, st.floats(0, 1)),
-            st.builds(interleaved, st.fractions(0, 1, max_denominator=9), resident=st.sampled_from([0.0, 0.3])),
+            st.builds(
+                interleaved,
+                st.fractions(0, 1, max_denominator=9),
+                resident=st.sampled_from([0.0, 0.3]),
+            ),
             st.builds(two_ended, resident=st.sampled_from([0.0, 0.3])),
         )
     )
@@ -155,7 +174,9 @@ def some_of(walk: Walk, plan: StepPlan, chance: random.Random) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.randoms(use_true_random=False))
-def test_every_op_is_carried_out_once_and_after_what_it_needs(plan: StepPlan, chance: random.Random) -> None:
+def test_every_op_is_carried_out_once_and_after_what_it_needs(
+    plan: StepPlan, chance: random.Random
+) -> None:
     carrier = Checking(plan, chance)
     walk = Executor(carrier, NullTelemetry()).begin(plan)
 
@@ -192,7 +213,9 @@ def test_after_an_op_has_failed_all_that_began_has_ended_and_nothing_that_needs_
 
 @settings(max_examples=30, deadline=None)
 @given(plans(), st.randoms(use_true_random=False))
-def test_an_interrupt_leaves_nothing_under_way_and_ends_the_walk(plan: StepPlan, chance: random.Random) -> None:
+def test_an_interrupt_leaves_nothing_under_way_and_ends_the_walk(
+    plan: StepPlan, chance: random.Random
+) -> None:
     stop = chance.randrange(len(plan.ops))
 
     class Interrupted(Checking):
@@ -240,7 +263,9 @@ def test_what_is_waited_for_is_recorded_as_reads_or_as_writes() -> None:
             return None if op.lane is Lane.HOST else Late(float("inf"), [])
 
     specs = [
-        SubgroupSpec(index=at, numel=10, first_use=at, buffer_bytes=120, load_bytes=120, store_bytes=120)
+        SubgroupSpec(
+            index=at, numel=10, first_use=at, buffer_bytes=120, load_bytes=120, store_bytes=120
+        )
         for at in range(5)
     ]
     limits = Limits(

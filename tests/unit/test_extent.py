@@ -40,7 +40,11 @@ def test_an_extent_is_a_value() -> None:
 
 
 def test_extents_are_ordered_by_offset_then_length() -> None:
-    assert sorted([Extent(8, 1), Extent(0, 9), Extent(0, 2)]) == [Extent(0, 2), Extent(0, 9), Extent(8, 1)]
+    assert sorted([Extent(8, 1), Extent(0, 9), Extent(0, 2)]) == [
+        Extent(0, 2),
+        Extent(0, 9),
+        Extent(8, 1),
+    ]
 
 
 @PATIENT
@@ -67,7 +71,13 @@ def test_an_extent_contains_another_whose_bytes_it_all_has(one: Extent, other: E
 def test_an_empty_extent_is_contained_where_it_lies_within_or_on_the_edge() -> None:
     whole = Extent(4, 4)
 
-    assert [whole.contains(Extent(offset, 0)) for offset in (3, 4, 6, 8, 9)] == [False, True, True, True, False]
+    assert [whole.contains(Extent(offset, 0)) for offset in (3, 4, 6, 8, 9)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 @PATIENT
@@ -96,7 +106,9 @@ def test_an_extent_is_aligned_where_both_its_edges_are(extent: Extent, alignment
     aligned = Extent(extent.offset * alignment, extent.nbytes * alignment)
 
     assert aligned.is_aligned(alignment)
-    assert extent.is_aligned(alignment) == (extent.offset % alignment == 0 and extent.nbytes % alignment == 0)
+    assert extent.is_aligned(alignment) == (
+        extent.offset % alignment == 0 and extent.nbytes % alignment == 0
+    )
 
 
 @pytest.mark.parametrize("alignment", [0, -512])

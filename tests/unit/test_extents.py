@@ -48,7 +48,9 @@ class SpaceMapAgainstPages(RuleBasedStateMachine):
             return
         assert offset is not None
         [home] = [run for run in self.free_runs() if offset // PAGE in run]
-        assert (home.start, len(home)) == (offset // PAGE, min(fitting)), "the smallest piece that fits, from its start"
+        assert (home.start, len(home)) == (offset // PAGE, min(fitting)), (
+            "the smallest piece that fits, from its start"
+        )
         self.used |= set(range(home.start, home.start + count))
 
     @rule(nbytes=st.integers(1, (PAGES + 1) * PAGE))
@@ -114,7 +116,12 @@ TestSpaceMapAgainstPages = SpaceMapAgainstPages.TestCase
 
 def test_a_space_of_nothing_has_no_room() -> None:
     space = SpaceMap(PAGE, PAGE)
-    assert (space.take(1), space.take_most(1), space.free_bytes, space.largest) == (None, None, 0, 0)
+    assert (space.take(1), space.take_most(1), space.free_bytes, space.largest) == (
+        None,
+        None,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize(("start", "end"), [(-PAGE, 0), (PAGE, 0), (1, PAGE), (0, PAGE + 1)])
@@ -126,7 +133,12 @@ def test_space_is_whole_pages(start: int, end: int) -> None:
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_room_for_nothing_is_neither_taken_nor_given(nbytes: int) -> None:
     space = SpaceMap(0, PAGE)
-    for call in (space.take, space.take_most, lambda n: space.give(0, n), lambda n: space.reserve(0, n)):
+    for call in (
+        space.take,
+        space.take_most,
+        lambda n: space.give(0, n),
+        lambda n: space.reserve(0, n),
+    ):
         with pytest.raises(ValueError, match="at least one byte"):
             call(nbytes)
 
@@ -151,7 +163,7 @@ def test_a_hundred_thousand_pieces_are_given_back_in_any_order_as_one() -> None:
     assert space.largest == count * PAGE
 
 
-# --- Ctrl-C ------------------------------------------------------------------------------------------------------
+# --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
 def space_in_pieces() -> SpaceMap:
@@ -176,7 +188,9 @@ def free_pieces(space: SpaceMap) -> list[tuple[int, int]]:
     "act",
     [
         pytest.param(lambda space: space.take(2 * PAGE), id="takes a whole piece"),
-        pytest.param(lambda space: space.take(3 * PAGE - 4000), id="takes the whole of the largest"),
+        pytest.param(
+            lambda space: space.take(3 * PAGE - 4000), id="takes the whole of the largest"
+        ),
         pytest.param(lambda space: space.take_most(12 * PAGE), id="takes most"),
         pytest.param(lambda space: space.take(1), id="takes the smallest"),
         pytest.param(lambda space: space.reserve(5 * PAGE, PAGE), id="takes out of the middle"),
@@ -186,7 +200,9 @@ def free_pieces(space: SpaceMap) -> list[tuple[int, int]]:
         pytest.param(lambda space: space.give(2 * PAGE, 2 * PAGE), id="gives between two"),
     ],
 )
-def test_what_is_interrupted_anywhere_has_not_happened_or_happens_wholly(act: Callable[[SpaceMap], object]) -> None:
+def test_what_is_interrupted_anywhere_has_not_happened_or_happens_wholly(
+    act: Callable[[SpaceMap], object],
+) -> None:
     done = space_in_pieces()
     act(done)
     either = (free_pieces(space_in_pieces()), free_pieces(done))
@@ -205,7 +221,7 @@ def test_what_is_interrupted_anywhere_has_not_happened_or_happens_wholly(act: Ca
         assert free_pieces(space) in either
 
 
-# --- extents -----------------------------------------------------------------------------------------------------
+# --- extents --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fields", [(-1, 0, 1), (0, -PAGE, 1), (0, 1, 1), (0, PAGE, 0)])
@@ -221,7 +237,9 @@ def test_an_extent_ends_with_its_last_page() -> None:
 
 @given(st.data())
 def test_a_slice_is_where_its_bytes_lie(data: st.DataObject) -> None:
-    sizes = [PAGE * count for count in data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))]
+    sizes = [
+        PAGE * count for count in data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    ]
     sizes[-1] -= data.draw(st.integers(0, PAGE - 1))
     extents = [Extent(index, (1 + 10 * index) * PAGE, nbytes) for index, nbytes in enumerate(sizes)]
     start = PAGE * data.draw(st.integers(0, (sum(sizes) - 1) // PAGE))

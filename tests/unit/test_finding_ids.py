@@ -1,4 +1,7 @@
-"""The ids by which scripts know findings. Frozen: a new finding adds its id here, and an id is never used again."""
+"""The ids by which scripts know findings.
+
+Frozen: a new finding adds its id here, and an id is never used again.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +57,14 @@ SUBJECTS = {"python-liburing"}  # written like an id, and none
 @pytest.mark.parametrize(("module", "ids"), [(diagnosis, STORAGE), (diagnose, ENGINE)])
 def test_the_ids_of_findings_are_the_frozen_ones(module: ModuleType, ids: set[str]) -> None:
     constants = {
-        node.value for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Constant)
+        node.value
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Constant)
     }
 
-    assert {text for text in constants if re.fullmatch(r"[a-z]+(-[a-z]+)+", str(text))} - SUBJECTS == ids
+    assert {
+        text for text in constants if re.fullmatch(r"[a-z]+(-[a-z]+)+", str(text))
+    } - SUBJECTS == ids
 
 
 def test_no_id_means_two_things() -> None:

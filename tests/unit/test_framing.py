@@ -1,4 +1,6 @@
-"""The frame around headers and manifests: what was framed comes back, and nothing else is believed."""
+"""The frame around headers and manifests: what was framed comes back, and nothing else is
+believed.
+"""
 
 from __future__ import annotations
 

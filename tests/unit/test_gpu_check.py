@@ -1,4 +1,6 @@
-"""scripts/gpu_check without a GPU: its driver, with a fake runner in place of pip, pytest and the benches."""
+"""scripts/gpu_check without a GPU: its driver, with a fake runner in place of pip, pytest and the
+benches.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,12 @@ from support.scripts import load_script
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check"
 TESTS_PASSED = (
-    '<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase></testsuite></testsuites>'
+    '<testsuites><testsuite><testcase name="a"/><testcase '
+    'name="b"><skipped/></testcase></testsuite></testsuites>'
 )
-TESTS_SKIPPED = '<testsuites><testsuite><testcase name="a"><skipped/></testcase></testsuite></testsuites>'
+TESTS_SKIPPED = (
+    '<testsuites><testsuite><testcase name="a"><skipped/></testcase></testsuite></testsuites>'
+)
 DOCUMENT = {
     "bench": "startup",
     "date": "2026-11-21T12:30:00+00:00",
@@ -30,8 +35,23 @@ DOCUMENT = {
     "versions": {"python": "3.12.3"},
     "rounds": [{"ours": 0.5}],
     "figures": [
-        {"name": "fast", "value": 0.5, "unit": "s", "target": "<= 1", "holds": True, "rounds": [0.5]},
-        {"name": "small", "value": None, "unit": "B", "target": "<= 1", "holds": False, "rounds": [], "reason": "no"},
+        {
+            "name": "fast",
+            "value": 0.5,
+            "unit": "s",
+            "target": "<= 1",
+            "holds": True,
+            "rounds": [0.5],
+        },
+        {
+            "name": "small",
+            "value": None,
+            "unit": "B",
+            "target": "<= 1",
+            "holds": False,
+            "rounds": [],
+            "reason": "no",
+        },
     ],
 }
 
@@ -48,7 +68,9 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @dataclass
 class FakeRunner:
-    """Stands for running commands: each step takes a minute and ends as told, status 0 where nothing is told."""
+    """Stands for running commands: each step takes a minute and ends as told, status 0 where
+    nothing is told.
+    """
 
     check: Any
     endings: dict[str, int | None] = field(default_factory=dict)
@@ -59,7 +81,9 @@ class FakeRunner:
     environments: list[Mapping[str, str]] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
 
-    def __call__(self, command: Sequence[str], environ: Mapping[str, str], log: Path, limit_s: float) -> int | None:
+    def __call__(
+        self, command: Sequence[str], environ: Mapping[str, str], log: Path, limit_s: float
+    ) -> int | None:
         step = log.stem
         self.started.append(step)
         self.commands.append(command)
@@ -83,7 +107,10 @@ def run(runner: FakeRunner, out: Path, minutes: float = 9) -> int:
 
 
 def endings(out: Path) -> dict[str, str]:
-    return {step["step"]: step["ended"] for step in json.loads((out / "report.json").read_text())["steps"]}
+    return {
+        step["step"]: step["ended"]
+        for step in json.loads((out / "report.json").read_text())["steps"]
+    }
 
 
 def test_all_steps_run_in_order_and_the_status_is_0(check: Any, tmp_path: Path) -> None:
@@ -121,7 +148,9 @@ def test_a_report_a_page_and_a_log_per_step_are_left(check: Any, tmp_path: Path)
     assert report["benches"] == [DOCUMENT]
 
 
-def test_the_build_asks_no_network_and_installs_into_its_own_folder(check: Any, tmp_path: Path) -> None:
+def test_the_build_asks_no_network_and_installs_into_its_own_folder(
+    check: Any, tmp_path: Path
+) -> None:
     runner = FakeRunner(check)
     (tmp_path / "work" / "site").mkdir(parents=True)
     (tmp_path / "work" / "site" / "stale.py").touch()
@@ -139,7 +168,9 @@ def test_what_was_built_is_what_is_tested(check: Any, tmp_path: Path) -> None:
 
     run(runner, tmp_path / "out")
 
-    assert {environ["PYTHONPATH"] for environ in runner.environments} == {str(tmp_path / "work" / "site")}
+    assert {environ["PYTHONPATH"] for environ in runner.environments} == {
+        str(tmp_path / "work" / "site")
+    }
     assert {environ["INFINITY_THIS_PYTHON"] for environ in runner.environments} == {"1"}
 
 
@@ -161,7 +192,9 @@ def test_a_failed_test_run_fails_the_check_but_the_benches_still_run(
 
 
 @pytest.mark.parametrize("broken", ["build", "import"])
-def test_nothing_runs_after_a_failed_build_or_one_that_is_not_found(check: Any, broken: str, tmp_path: Path) -> None:
+def test_nothing_runs_after_a_failed_build_or_one_that_is_not_found(
+    check: Any, broken: str, tmp_path: Path
+) -> None:
     runner = FakeRunner(check, {broken: 1})
 
     assert run(runner, tmp_path / "out") == 1
@@ -198,19 +231,25 @@ def test_a_bench_is_not_started_in_less_time_than_it_takes(check: Any, tmp_path:
 
     assert run(runner, tmp_path / "out", minutes=3.25) == 1
     assert runner.started == ["build", "import", "tests"]
-    assert "15 s left of 3.25 minutes, it takes 20 s" in (tmp_path / "out" / "table.txt").read_text()
+    assert (
+        "15 s left of 3.25 minutes, it takes 20 s" in (tmp_path / "out" / "table.txt").read_text()
+    )
 
 
 def test_what_is_asked_for_alone_is_built_first(check: Any, tmp_path: Path) -> None:
     runner = FakeRunner(check)
 
-    check.main(["--out", str(tmp_path), "--only", "startup"], runner, lambda: ["Fake GPU"], runner.clock)
+    check.main(
+        ["--out", str(tmp_path), "--only", "startup"], runner, lambda: ["Fake GPU"], runner.clock
+    )
 
     assert runner.started == ["build", "import", "startup"]
 
 
 @pytest.mark.parametrize("tests", [TESTS_SKIPPED, "<testsuites/>", "not a report"])
-def test_a_run_in_which_no_test_passed_proves_nothing(check: Any, tests: str, tmp_path: Path) -> None:
+def test_a_run_in_which_no_test_passed_proves_nothing(
+    check: Any, tests: str, tmp_path: Path
+) -> None:
     assert run(FakeRunner(check, tests=tests), tmp_path / "out") == 1
     assert endings(tmp_path / "out")["tests"] == "failed"
 
@@ -232,14 +271,24 @@ def test_without_a_gpu_nothing_is_built_and_the_status_is_2(
     assert check.main(["--out", str(tmp_path / "out")], runner, none, runner.clock) == 2
     assert runner.started == []
     assert not (tmp_path / "out").exists()
-    assert "No GPU to check: the CUDA driver cannot be loaded.\nNothing was built." in capsys.readouterr().out
+    assert (
+        "No GPU to check: the CUDA driver cannot be loaded.\nNothing was built."
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("int cuInit(unsigned f) { return 100; }", r"cuInit of the CUDA driver returned 100 \(no device\)"),
-        ("int cuInit(unsigned f) { return 0; } int cuDeviceGetCount(int *n) { *n = 0; return 0; }", "no device"),
+        (
+            "int cuInit(unsigned f) { return 100; }",
+            r"cuInit of the CUDA driver returned 100 \(no device\)",
+        ),
+        (
+            "int cuInit(unsigned f) { return 0; } int cuDeviceGetCount(int *n) { *n = 0; return 0; "
+            "}",
+            "no device",
+        ),
     ],
 )
 def test_a_driver_without_a_device_is_no_gpu(
@@ -278,13 +327,17 @@ def fake_driver(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     library = folder / "libcuda.so.1"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, folder / "fake.c"], check=True)
     real = ctypes.CDLL
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: real(str(library) if name == "libcuda.so.1" else name))
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda name: real(str(library) if name == "libcuda.so.1" else name)
+    )
 
 
-# --- running real commands ---------------------------------------------------------------------------------------
+# --- running real commands ------------------------------------------------------------------------
 
 
-def test_a_command_runs_away_from_the_sources_and_its_output_goes_to_the_log(check: Any, tmp_path: Path) -> None:
+def test_a_command_runs_away_from_the_sources_and_its_output_goes_to_the_log(
+    check: Any, tmp_path: Path
+) -> None:
     source = "import os, sys; print(os.getcwd(), os.environ['SAID']); sys.exit('to stderr')"
     environ = {**os.environ, "SAID": "hello"}
     check.prepare()
@@ -292,11 +345,14 @@ def test_a_command_runs_away_from_the_sources_and_its_output_goes_to_the_log(che
     status = check.bounded([sys.executable, "-c", source], environ, tmp_path / "log", 60.0)
 
     assert status == 1
-    said = set((tmp_path / "log").read_text().splitlines())  # in either order: only one of the two is buffered
+    # in either order: only one of the two is buffered
+    said = set((tmp_path / "log").read_text().splitlines())
     assert said >= {f"{tmp_path / 'work' / 'elsewhere'} hello", "to stderr"}
 
 
-def test_a_command_past_its_limit_is_ended_with_all_that_it_started(check: Any, tmp_path: Path) -> None:
+def test_a_command_past_its_limit_is_ended_with_all_that_it_started(
+    check: Any, tmp_path: Path
+) -> None:
     source = "sleep 600 & echo $!; wait"
     check.prepare()
 
@@ -309,7 +365,9 @@ def test_a_command_past_its_limit_is_ended_with_all_that_it_started(check: Any, 
 def test_what_a_command_leaves_running_is_ended_too(check: Any, tmp_path: Path) -> None:
     check.prepare()
 
-    status = check.bounded(["/bin/sh", "-c", "sleep 600 & echo $!"], os.environ, tmp_path / "log", 60.0)
+    status = check.bounded(
+        ["/bin/sh", "-c", "sleep 600 & echo $!"], os.environ, tmp_path / "log", 60.0
+    )
 
     assert status == 0
     assert ends(int((tmp_path / "log").read_text()))

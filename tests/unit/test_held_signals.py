@@ -1,4 +1,6 @@
-"""Signals are held back in a body, act at its end, Ctrl-C at a safe point too, and go where they went before it."""
+"""Signals are held back in a body, act at its end, Ctrl-C at a safe point too, and go where they
+went before it.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_what_comes_within_a_hold_acts_when_it_has_ended(handlers: dict[int, Han
     assert in_place(handlers)
 
 
-def test_what_came_behind_one_whose_handler_raises_acts_as_well(handlers: dict[int, Handler]) -> None:
+def test_what_came_behind_one_whose_handler_raises_acts_as_well(
+    handlers: dict[int, Handler],
+) -> None:
     def body() -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
@@ -146,7 +150,9 @@ def test_a_handler_is_not_held_itself() -> None:
     assert came == ["Ctrl-C within the handler"]
 
 
-def test_what_the_body_raises_comes_with_what_the_handler_raises(handlers: dict[int, Handler]) -> None:
+def test_what_the_body_raises_comes_with_what_the_handler_raises(
+    handlers: dict[int, Handler],
+) -> None:
     def body() -> None:
         signal.raise_signal(signal.SIGINT)
         raise ValueError("of the body")
@@ -157,7 +163,9 @@ def test_what_the_body_raises_comes_with_what_the_handler_raises(handlers: dict[
     assert in_place(handlers)
 
 
-def test_while_somebody_watches_signals_act_at_once_but_in_holds(handlers: dict[int, Handler]) -> None:
+def test_while_somebody_watches_signals_act_at_once_but_in_holds(
+    handlers: dict[int, Handler],
+) -> None:
     held = HeldSignals()
     end = HeldEnd(held)
     with end as stack, end:
@@ -181,7 +189,9 @@ def test_a_handler_that_somebody_sets_within_a_hold_stays(handlers: dict[int, Ha
 
 
 @pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])
-def test_what_python_does_not_handle_is_left_alone(ignored: signal.Handlers, handlers: dict[int, Handler]) -> None:
+def test_what_python_does_not_handle_is_left_alone(
+    ignored: signal.Handlers, handlers: dict[int, Handler]
+) -> None:
     signal.signal(signal.SIGTERM, ignored)
     with HeldSignals():
         assert signal.getsignal(signal.SIGTERM) is ignored

@@ -11,7 +11,9 @@ from infinity_engine.errors import MissingDependencyError
 
 
 def pretend_installed(folder: Path, name: str, version: str) -> None:
-    """Write what the import system needs to believe that a package of this version is installed in `folder`."""
+    """Write what the import system needs to believe that a package of this version is installed in
+    `folder`.
+    """
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -22,10 +24,14 @@ def test_both_ways_of_importing_the_engine_give_the_same_names() -> None:
     assert all(getattr(engine, name) is getattr(infinity_engine, name) for name in engine.__all__)
 
 
-def test_a_torch_too_old_is_named_with_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_too_old_is_named_with_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend_installed(tmp_path, "torch", "2.5.1")
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    with pytest.raises(MissingDependencyError, match=r"PyTorch >= 2\.6.*2\.5\.1.*infinity-engine\[torch\]"):
+    with pytest.raises(
+        MissingDependencyError, match=r"PyTorch >= 2\.6.*2\.5\.1.*infinity-engine\[torch\]"
+    ):
         require_torch("something")
 
 
@@ -35,7 +41,9 @@ def test_a_new_enough_torch_is_accepted(tmp_path: Path, monkeypatch: pytest.Monk
     require_torch("something")
 
 
-def test_initialize_without_torch_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialize_without_torch_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     with pytest.raises(MissingDependencyError, match=r"infinity-engine\[torch\]"):
         infinity_engine.initialize(object(), object())  # type: ignore[arg-type]

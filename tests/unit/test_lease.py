@@ -16,7 +16,15 @@ import torch
 
 from infinity_engine.accel import CpuAccelerator
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.memory import DeviceMemory, Freed, Lease, Ledger, PinnedPool, Reservation, Views
+from infinity_engine.memory import (
+    DeviceMemory,
+    Freed,
+    Lease,
+    Ledger,
+    PinnedPool,
+    Reservation,
+    Views,
+)
 from infinity_engine.plan import ResolvedBudget, Tier
 
 PAGE = 4096
@@ -67,7 +75,9 @@ class InterruptedEvent(ManualEvent):
 
 @dataclass
 class StuckEvent(ManualEvent):
-    """When it is `stuck`, whoever asks whether it has passed waits, with the pool's lock, until it `answers`."""
+    """When it is `stuck`, whoever asks whether it has passed waits, with the pool's lock, until it
+    `answers`.
+    """
 
     stuck: bool = False
     asked: threading.Event = field(default_factory=threading.Event)
@@ -135,7 +145,9 @@ class FragmentedDevice(CountingDevice):
 
 
 def in_pieces() -> CapacityError:
-    return CapacityError(tier="DEVICE", asked=60, free=90, limit=100, change="the device is in pieces")
+    return CapacityError(
+        tier="DEVICE", asked=60, free=90, limit=100, change="the device is in pieces"
+    )
 
 
 def test_a_lease_has_exactly_the_bytes_asked_for() -> None:
@@ -160,17 +172,26 @@ def test_a_view_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(-1,), (2, -3), (-2, -3)])
 def test_a_view_of_a_negative_length_is_refused(shape: tuple[int, ...]) -> None:
-    with pool().lease(64, holder="w") as lease, pytest.raises(ValueError, match="the lease of w has 64 B"):
+    with (
+        pool().lease(64, holder="w") as lease,
+        pytest.raises(ValueError, match="the lease of w has 64 B"),
+    ):
         lease.tensor(torch.float32, shape)
 
 
 def test_a_view_that_begins_behind_the_end_is_refused() -> None:
-    with pool().lease(64, holder="w") as lease, pytest.raises(ValueError, match="at offset 68 is not in it"):
+    with (
+        pool().lease(64, holder="w") as lease,
+        pytest.raises(ValueError, match="at offset 68 is not in it"),
+    ):
         lease.tensor(torch.float32, offset=68)
 
 
 def test_a_view_at_an_offset_within_an_element_is_refused() -> None:
-    with pool().lease(64, holder="w") as lease, pytest.raises(ValueError, match=r"multiple of 4 B .* got 6"):
+    with (
+        pool().lease(64, holder="w") as lease,
+        pytest.raises(ValueError, match=r"multiple of 4 B .* got 6"),
+    ):
         lease.tensor(torch.float32, (2,), offset=6)
 
 
@@ -340,7 +361,11 @@ def test_memory_stays_while_a_view_of_it_is_left() -> None:
 
 def test_a_full_pool_says_who_holds_what() -> None:
     memory = pool(pages=4)
-    with memory.lease(2 * PAGE, holder="a"), memory.lease(PAGE, holder="b"), memory.lease(1, holder="b"):
+    with (
+        memory.lease(2 * PAGE, holder="a"),
+        memory.lease(PAGE, holder="b"),
+        memory.lease(1, holder="b"),
+    ):
         with pytest.raises(CapacityError) as refused:
             memory.lease(1, holder="c")
 
@@ -434,7 +459,9 @@ def test_closing_a_pool_keeps_nobody_from_closing_the_leases_that_its_events_wai
 
 
 @pytest.mark.filterwarnings("ignore:the lease of:ResourceWarning")
-def test_a_collection_in_the_middle_of_the_ledgers_work_may_find_leases_that_nobody_closed() -> None:
+def test_a_collection_in_the_middle_of_the_ledgers_work_may_find_leases_that_nobody_closed() -> (
+    None
+):
     ledger = Ledger(ResolvedBudget(device=100, host=100))
     memory = DeviceMemory(CountingDevice(), ledger.reserve(Tier.DEVICE, 100, holder="the pool"))
 
@@ -525,7 +552,11 @@ def test_device_memory_stays_within_its_reservation() -> None:
 
     with pytest.raises(CapacityError) as refused:
         memory.lease(41, holder="b")
-    assert (refused.value.tier, refused.value.free, refused.value.holders) == ("DEVICE", 40, (("a", 60),))
+    assert (refused.value.tier, refused.value.free, refused.value.holders) == (
+        "DEVICE",
+        40,
+        (("a", 60),),
+    )
 
     lease.close()
     assert device.freed == [60]
@@ -566,7 +597,9 @@ def test_closing_device_memory_waits_for_events_and_gives_its_buffers_back() -> 
 
 
 def test_device_memory_that_cannot_be_had_gives_its_bytes_of_the_reservation_back() -> None:
-    memory = DeviceMemory(FragmentedDevice(RuntimeError("the device is lost")), reservation(100, Tier.DEVICE))
+    memory = DeviceMemory(
+        FragmentedDevice(RuntimeError("the device is lost")), reservation(100, Tier.DEVICE)
+    )
 
     with pytest.raises(RuntimeError, match="is lost"):
         memory.lease(60, holder="a")
@@ -639,7 +672,7 @@ def test_a_closed_lease_keeps_no_memory_alive_through_its_events() -> None:
     assert memory.reservation.held == 0
 
 
-# --- device memory that its views keep ---------------------------------------------------------------------------
+# --- device memory that its views keep ------------------------------------------------------------
 
 
 @contextmanager

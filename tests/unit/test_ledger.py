@@ -179,7 +179,9 @@ def test_bytes_can_be_released_soon_by_what_runs_in_the_middle_of_the_ledgers_wo
     books.reserve(Tier.HOST, Interrupting(1), holder="other")
 
     assert reservation.held < 10
-    assert next(usage for usage in books.usage() if usage.tier is Tier.HOST).held == reservation.held
+    assert (
+        next(usage for usage in books.usage() if usage.tier is Tier.HOST).held == reservation.held
+    )
 
 
 def test_peaks_are_those_of_each_tier_and_of_each_holder() -> None:
@@ -204,7 +206,9 @@ def test_a_promise_can_become_larger_within_the_limit_and_smaller_by_what_is_not
     with pytest.raises(CapacityError, match="raise the budget's host to at least"):
         promised.grow(1)
     promised.hold(50)
-    with pytest.raises(ValueError, match="first holds 50 B of 200 B: 151 B less cannot be promised"):
+    with pytest.raises(
+        ValueError, match="first holds 50 B of 200 B: 151 B less cannot be promised"
+    ):
         promised.shrink(151)
 
     promised.shrink(150)
@@ -263,7 +267,9 @@ def test_nobody_reserves_between_another_ones_look_at_the_limit_and_its_promise(
             refused.append("second")
 
     class Slow(int):
-        """Bytes that take their time to be added: long enough for somebody else, where nothing keeps that one out."""
+        """Bytes that take their time to be added: long enough for somebody else, where nothing
+        keeps that one out.
+        """
 
         def __radd__(self, other: int) -> int:
             if not thread.ident:

@@ -1,4 +1,6 @@
-"""What a machine has to give: on fake files of the kernel, on this machine, and in a real memory-limited group."""
+"""What a machine has to give: on fake files of the kernel, on this machine, and in a real
+memory-limited group.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from support.kernel_files import fake_roots, mount_line, write_tree
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with 64 GiB of memory, 40 GiB of them available, and 1000 bytes free in every directory."""
+    """A machine with 64 GiB of memory, 40 GiB of them available, and 1000 bytes free in every
+    directory.
+    """
     memory = SimpleNamespace(total=64 * GiB, available=40 * GiB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
@@ -38,18 +42,26 @@ def in_group(top: Path, files: Mapping[str, str]) -> SystemRoots:
 
 
 def on_drives(top: Path, devices: Mapping[str, str]) -> tuple[list[str], SystemRoots]:
-    """Make directories, each a mount of the device given, and return them with the roots that say so."""
+    """Make directories, each a mount of the device given, and return them with the roots that say
+    so.
+    """
     for name in devices:
         (top / name).mkdir()
-    mounts = "".join(mount_line((top / name).resolve(), "xfs", device=device) for name, device in devices.items())
-    return [str(top / name) for name in devices], fake_roots(top / "roots", proc={"self/mountinfo": mounts})
+    mounts = "".join(
+        mount_line((top / name).resolve(), "xfs", device=device) for name, device in devices.items()
+    )
+    return [str(top / name) for name in devices], fake_roots(
+        top / "roots", proc={"self/mountinfo": mounts}
+    )
 
 
 # --- host ---
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_tenth_of_the_available_memory_is_left_for_the_rest_of_the_process(tmp_path: Path) -> None:
+def test_a_tenth_of_the_available_memory_is_left_for_the_rest_of_the_process(
+    tmp_path: Path,
+) -> None:
     assert probe_capacity([], roots=fake_roots(tmp_path)).host == 36 * GiB
 
 
@@ -68,7 +80,9 @@ def test_a_control_group_gives_its_limit_less_what_it_uses(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_control_group_with_more_than_the_machine_has_available_changes_nothing(tmp_path: Path) -> None:
+def test_a_control_group_with_more_than_the_machine_has_available_changes_nothing(
+    tmp_path: Path,
+) -> None:
     roots = in_group(tmp_path, {"memory.max": str(60 * GiB), "memory.current": str(1 * GiB)})
 
     assert probe_capacity([], roots=roots).host == 36 * GiB
@@ -82,7 +96,9 @@ def test_a_control_group_with_more_than_the_machine_has_available_changes_nothin
         f"inactive_file 5\ntotal_cache 9\ntotal_inactive_file {16 * GiB}\n",
     ],
 )
-def test_file_cache_that_the_kernel_can_drop_does_not_count_as_used(stat: str, tmp_path: Path) -> None:
+def test_file_cache_that_the_kernel_can_drop_does_not_count_as_used(
+    stat: str, tmp_path: Path
+) -> None:
     files = {"memory.max": str(24 * GiB), "memory.current": str(20 * GiB), "memory.stat": stat}
 
     assert probe_capacity([], roots=in_group(tmp_path, files)).host == 18 * GiB
@@ -100,7 +116,9 @@ def test_a_larger_limit_above_that_others_have_used_up_counts(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("machine")
 def test_a_group_whose_usage_cannot_be_read_counts_as_unused(tmp_path: Path) -> None:
-    assert probe_capacity([], roots=in_group(tmp_path, {"memory.max": str(20 * GiB)})).host == 18 * GiB
+    assert (
+        probe_capacity([], roots=in_group(tmp_path, {"memory.max": str(20 * GiB)})).host == 18 * GiB
+    )
 
 
 @pytest.mark.usefixtures("machine")
@@ -112,11 +130,17 @@ def test_a_group_that_uses_more_than_its_limit_gives_nothing_and_no_less(tmp_pat
 
 def test_a_real_control_group_limits_the_capacity() -> None:
     limit = 3 * GiB
-    program = "from infinity_engine.machine.capacity import probe_capacity; print(probe_capacity([]).host)"
+    program = (
+        "from infinity_engine.machine.capacity import probe_capacity; "
+        "print(probe_capacity([]).host)"
+    )
     try:
         with memory_limited_group(limit) as group:
             done = subprocess.run(
-                [*group.launcher, sys.executable, "-c", program], capture_output=True, text=True, check=True
+                [*group.launcher, sys.executable, "-c", program],
+                capture_output=True,
+                text=True,
+                check=True,
             )
     except GroupUnavailableError as reason:
         pytest.skip(str(reason))
@@ -133,13 +157,17 @@ def test_a_real_control_group_limits_the_capacity() -> None:
     ("free", "capacity"),
     [(0, 0), (400 * MiB, 0), (512 * MiB, 0), (8 * GiB, 8 * GiB - 512 * MiB), (80 * GiB, 76 * GiB)],
 )
-def test_a_twentieth_of_the_device_and_at_least_512_mib_is_left(free: int, capacity: int, tmp_path: Path) -> None:
+def test_a_twentieth_of_the_device_and_at_least_512_mib_is_left(
+    free: int, capacity: int, tmp_path: Path
+) -> None:
     assert probe_capacity([], device_free_bytes=free, roots=fake_roots(tmp_path)).device == capacity
 
 
 @given(st.integers(0, 2**50), st.integers(0, 2**50))
 def test_more_free_memory_gives_no_less_and_never_all_of_it(free: int, more: int) -> None:
-    one, other = (probe_capacity([], device_free_bytes=nbytes).device for nbytes in (free, free + more))
+    one, other = (
+        probe_capacity([], device_free_bytes=nbytes).device for nbytes in (free, free + more)
+    )
 
     assert 0 <= one <= other
     assert other < max(free + more, 1)
@@ -152,7 +180,10 @@ def test_more_free_memory_gives_no_less_and_never_all_of_it(free: int, more: int
 def test_a_twentieth_of_a_drives_free_space_is_left(tmp_path: Path) -> None:
     directories, roots = on_drives(tmp_path, {"a": "259:1", "b": "259:2"})
 
-    assert probe_capacity(directories, roots=roots).nvme == {directories[0]: 950, directories[1]: 950}
+    assert probe_capacity(directories, roots=roots).nvme == {
+        directories[0]: 950,
+        directories[1]: 950,
+    }
 
 
 @pytest.mark.usefixtures("machine")
@@ -168,14 +199,20 @@ def test_a_link_to_a_directory_is_on_the_file_system_that_it_leads_to(tmp_path: 
     link = tmp_path / "b" / "link"
     link.symlink_to(tmp_path / "a")
 
-    assert probe_capacity([directories[0], str(link)], roots=roots).nvme == {directories[0]: 475, str(link): 475}
+    assert probe_capacity([directories[0], str(link)], roots=roots).nvme == {
+        directories[0]: 475,
+        str(link): 475,
+    }
 
 
 @pytest.mark.usefixtures("machine")
 def test_directories_on_no_known_mount_count_as_on_one_file_system(tmp_path: Path) -> None:
     directories, _ = on_drives(tmp_path, {"a": "259:1", "b": "259:2"})
 
-    assert list(probe_capacity(directories, roots=fake_roots(tmp_path / "none")).nvme.values()) == [475, 475]
+    assert list(probe_capacity(directories, roots=fake_roots(tmp_path / "none")).nvme.values()) == [
+        475,
+        475,
+    ]
 
 
 def test_two_directories_here_do_not_give_more_than_is_free(tmp_path: Path) -> None:
@@ -190,7 +227,10 @@ def test_two_directories_here_do_not_give_more_than_is_free(tmp_path: Path) -> N
 def test_a_directory_that_is_not_there_is_refused_with_what_to_do(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
 
-    with pytest.raises(ConfigError, match=r"Budget\.nvme: expected a directory to use \(No such file.*make it, or mou"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Budget\.nvme: expected a directory to use \(No such file.*make it, or mou",
+    ):
         probe_capacity([missing])
 
 

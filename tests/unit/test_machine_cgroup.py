@@ -1,4 +1,6 @@
-"""Limits of control groups, version 1 and 2, on trees of files that stand for /proc and for the mounted groups."""
+"""Limits of control groups, version 1 and 2, on trees of files that stand for /proc and for the
+mounted groups.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ from support.kernel_files import fake_roots, mount_line, write_tree
 NO_LIMIT_V1 = str(0x7FFFFFFFFFFFF000)
 
 
-def version_1(top: Path, group: str, files: Mapping[str, str], *, mounted: str = "/") -> SystemRoots:
-    """Mount version 1's memory and cpu controllers, `mounted` of the hierarchy, for a process in `group`."""
+def version_1(
+    top: Path, group: str, files: Mapping[str, str], *, mounted: str = "/"
+) -> SystemRoots:
+    """Mount version 1's memory and cpu controllers, `mounted` of the hierarchy, for a process in
+    `group`.
+    """
     for controller in ("memory", "cpu,cpuacct"):
         (top / controller).mkdir(parents=True)
     mounts = "".join(
@@ -32,12 +38,16 @@ def version_1(top: Path, group: str, files: Mapping[str, str], *, mounted: str =
     return fake_roots(top / "roots", proc={"self/mountinfo": mounts, "self/cgroup": groups})
 
 
-def version_2(top: Path, group: str, files: Mapping[str, str], *, mounted: str = "/") -> SystemRoots:
+def version_2(
+    top: Path, group: str, files: Mapping[str, str], *, mounted: str = "/"
+) -> SystemRoots:
     """Mount version 2's one hierarchy, `mounted` of it, for a process in `group`."""
     (top / "unified").mkdir(parents=True)
     write_tree(top / "unified", files)
     mounts = mount_line(top / "unified", "cgroup2", root=mounted)
-    return fake_roots(top / "roots", proc={"self/mountinfo": mounts, "self/cgroup": f"0::{group}\n"})
+    return fake_roots(
+        top / "roots", proc={"self/mountinfo": mounts, "self/cgroup": f"0::{group}\n"}
+    )
 
 
 def test_version_1_limits_the_process_by_its_own_group(tmp_path: Path) -> None:
@@ -63,7 +73,9 @@ def test_version_1_writes_no_limit_as_a_huge_number(tmp_path: Path) -> None:
 
 
 def test_version_2_limits_the_process_by_its_own_group(tmp_path: Path) -> None:
-    roots = version_2(tmp_path, "/job", {"job/memory.max": str(3 * GiB), "job/memory.current": "8192"})
+    roots = version_2(
+        tmp_path, "/job", {"job/memory.max": str(3 * GiB), "job/memory.current": "8192"}
+    )
 
     assert probe_cgroup_memory(roots) == CgroupMemory(
         limit_bytes=3 * GiB, used_bytes=8192, directory=str(tmp_path / "unified/job")
@@ -87,7 +99,9 @@ def test_version_2_writes_no_limit_as_max(tmp_path: Path) -> None:
 
 
 def test_version_2s_throttling_limit_counts_as_a_limit(tmp_path: Path) -> None:
-    roots = version_2(tmp_path, "/job", {"job/memory.max": str(4 * GiB), "job/memory.high": str(3 * GiB)})
+    roots = version_2(
+        tmp_path, "/job", {"job/memory.max": str(4 * GiB), "job/memory.high": str(3 * GiB)}
+    )
 
     limit = probe_cgroup_memory(roots)
 
@@ -109,7 +123,9 @@ def test_a_group_above_can_be_the_tightest(tmp_path: Path) -> None:
 
     limit = probe_cgroup_memory(roots)
 
-    assert limit == CgroupMemory(limit_bytes=1 * GiB, used_bytes=77, directory=str(tmp_path / "unified/pod"))
+    assert limit == CgroupMemory(
+        limit_bytes=1 * GiB, used_bytes=77, directory=str(tmp_path / "unified/pod")
+    )
 
 
 @given(limits=st.lists(st.one_of(st.none(), st.integers(1, 1 << 50)), min_size=1, max_size=5))
@@ -127,7 +143,12 @@ def test_the_tightest_limit_of_all_groups_above_holds(limits: list[int | None]) 
 
 
 def test_in_a_container_the_mount_is_the_containers_group(tmp_path: Path) -> None:
-    roots = version_1(tmp_path, "/docker/1f2e", {"memory/memory.limit_in_bytes": str(2 * GiB)}, mounted="/docker/1f2e")
+    roots = version_1(
+        tmp_path,
+        "/docker/1f2e",
+        {"memory/memory.limit_in_bytes": str(2 * GiB)},
+        mounted="/docker/1f2e",
+    )
 
     limit = probe_cgroup_memory(roots)
 
@@ -139,7 +160,10 @@ def test_a_group_below_the_containers_is_found_in_the_mount(tmp_path: Path) -> N
     roots = version_1(
         tmp_path,
         "/docker/1f2e/job",
-        {"memory/memory.limit_in_bytes": str(2 * GiB), "memory/job/memory.limit_in_bytes": str(1 * GiB)},
+        {
+            "memory/memory.limit_in_bytes": str(2 * GiB),
+            "memory/job/memory.limit_in_bytes": str(1 * GiB),
+        },
         mounted="/docker/1f2e",
     )
 
@@ -150,7 +174,9 @@ def test_a_group_below_the_containers_is_found_in_the_mount(tmp_path: Path) -> N
 
 
 def test_a_mount_of_another_group_holds_by_itself(tmp_path: Path) -> None:
-    roots = version_1(tmp_path, "/", {"memory/memory.limit_in_bytes": str(2 * GiB)}, mounted="/docker/1f2e")
+    roots = version_1(
+        tmp_path, "/", {"memory/memory.limit_in_bytes": str(2 * GiB)}, mounted="/docker/1f2e"
+    )
 
     limit = probe_cgroup_memory(roots)
 
@@ -195,7 +221,10 @@ def test_version_1_grants_a_share_of_time(tmp_path: Path) -> None:
     roots = version_1(
         tmp_path,
         "/job",
-        {"cpu,cpuacct/job/cpu.cfs_quota_us": "50000\n", "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n"},
+        {
+            "cpu,cpuacct/job/cpu.cfs_quota_us": "50000\n",
+            "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+        },
     )
 
     assert probe_cpu_quota(roots) == 0.5
@@ -207,12 +236,17 @@ def test_version_2_without_a_quota_grants_all_time(quota: str, tmp_path: Path) -
 
 
 def test_version_1_without_a_quota_grants_all_time(tmp_path: Path) -> None:
-    files = {"cpu,cpuacct/job/cpu.cfs_quota_us": "-1\n", "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n"}
+    files = {
+        "cpu,cpuacct/job/cpu.cfs_quota_us": "-1\n",
+        "cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+    }
 
     assert probe_cpu_quota(version_1(tmp_path, "/job", files)) is None
 
 
 def test_the_smallest_quota_of_the_groups_above_holds(tmp_path: Path) -> None:
-    roots = version_2(tmp_path, "/pod/job", {"pod/cpu.max": "200000 100000", "pod/job/cpu.max": "400000 100000"})
+    roots = version_2(
+        tmp_path, "/pod/job", {"pod/cpu.max": "200000 100000", "pod/job/cpu.max": "400000 100000"}
+    )
 
     assert probe_cpu_quota(roots) == 2.0

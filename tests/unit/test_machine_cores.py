@@ -1,4 +1,6 @@
-"""Which cores each rank of a machine has: on made-up machines, and read from fake files of the kernel."""
+"""Which cores each rank of a machine has: on made-up machines, and read from fake files of the
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_a_core_that_a_rank_has_alone_is_used_by_no_other(
     for rank, share in enumerate(shares):
         assert share.cores
         assert allowed[rank].issuperset(share.cores)
-        of_others = {core for other, each in enumerate(shares) if other != rank for core in each.cores}
+        of_others = {
+            core for other, each in enumerate(shares) if other != rank for core in each.cores
+        }
         assert share.is_shared == bool(of_others.intersection(share.cores))
 
 
@@ -54,7 +58,8 @@ def test_no_rank_has_cores_of_two_nodes_where_nodes_can_be_divided_evenly(
 ) -> None:
     count = nodes * cores
     lie = [
-        range(each, count, nodes) if interleaved else range(each * cores, each * cores + cores) for each in range(nodes)
+        range(each, count, nodes) if interleaved else range(each * cores, each * cores + cores)
+        for each in range(nodes)
     ]
 
     shares = divide_cores([range(count)] * (nodes * ranks_of_each), lie)
@@ -63,18 +68,27 @@ def test_no_rank_has_cores_of_two_nodes_where_nodes_can_be_divided_evenly(
         assert all(any(set(node).issuperset(share.cores) for node in lie) for share in shares)
 
 
-@given(st.permutations(range(16)), st.lists(st.integers(1, 15), min_size=1, max_size=4, unique=True))
-def test_ranks_that_the_launcher_has_bound_apart_keep_their_cores(cores: list[int], cuts: list[int]) -> None:
+@given(
+    st.permutations(range(16)), st.lists(st.integers(1, 15), min_size=1, max_size=4, unique=True)
+)
+def test_ranks_that_the_launcher_has_bound_apart_keep_their_cores(
+    cores: list[int], cuts: list[int]
+) -> None:
     ends = [0, *sorted(cuts), 16]
     bound = [cores[start:end] for start, end in pairwise(ends)]
 
     shares = divide_cores(bound, TWO_NODES)
 
-    assert [(set(share.cores), share.is_shared) for share in shares] == [(set(each), False) for each in bound]
+    assert [(set(share.cores), share.is_shared) for share in shares] == [
+        (set(each), False) for each in bound
+    ]
 
 
 def test_cores_that_only_some_may_use_go_to_those_who_would_have_fewest() -> None:
-    assert [share.cores for share in divide_cores([range(8), range(4)], [range(8)])] == [(4, 5, 6, 7), (0, 1, 2, 3)]
+    assert [share.cores for share in divide_cores([range(8), range(4)], [range(8)])] == [
+        (4, 5, 6, 7),
+        (0, 1, 2, 3),
+    ]
 
 
 def test_a_rank_without_a_core_shares_only_with_those_that_it_meets() -> None:
@@ -87,16 +101,24 @@ def test_a_rank_without_a_core_shares_only_with_those_that_it_meets() -> None:
 
 def test_nodes_are_read_with_the_threads_of_a_core_next_to_each_other(tmp_path: Path) -> None:
     siblings = {core: f"{core % 4},{core % 4 + 4}\n" for core in range(8)}
-    of_cores = {f"devices/system/cpu/cpu{core}/topology/thread_siblings_list": text for core, text in siblings.items()}
+    of_cores = {
+        f"devices/system/cpu/cpu{core}/topology/thread_siblings_list": text
+        for core, text in siblings.items()
+    }
     of_nodes = {
         "devices/system/node/node0/cpulist": "0-1,4-5\n",
         "devices/system/node/node1/cpulist": "\n",  # memory only
         "devices/system/node/node10/cpulist": "2-3,6-7\n",
     }
 
-    assert read_nodes(fake_roots(tmp_path, sys={**of_cores, **of_nodes})) == ((0, 4, 1, 5), (2, 6, 3, 7))
+    assert read_nodes(fake_roots(tmp_path, sys={**of_cores, **of_nodes})) == (
+        (0, 4, 1, 5),
+        (2, 6, 3, 7),
+    )
 
 
-def test_a_machine_that_says_nothing_of_its_nodes_has_none_and_cores_go_by_their_numbers(tmp_path: Path) -> None:
+def test_a_machine_that_says_nothing_of_its_nodes_has_none_and_cores_go_by_their_numbers(
+    tmp_path: Path,
+) -> None:
     assert read_nodes(fake_roots(tmp_path)) == ()
     assert [share.cores for share in divide_cores([{3, 1, 2, 0}] * 2, ())] == [(0, 1), (2, 3)]

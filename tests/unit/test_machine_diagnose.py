@@ -1,4 +1,6 @@
-"""Each finding from the facts that lead to it, and no finding from a machine without a weak point."""
+"""Each finding from the facts that lead to it, and no finding from a machine without a weak
+point.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ def test_native_modules_that_do_not_load_block_and_the_loaders_words_are_kept() 
 
 @pytest.mark.parametrize(
     ("torch", "id", "said"),
-    [(None, "torch-missing", "not installed"), ("2.5.1", "torch-too-old", "2.5.1 is older than 2.6")],
+    [
+        (None, "torch-missing", "not installed"),
+        ("2.5.1", "torch-too-old", "2.5.1 is older than 2.6"),
+    ],
 )
 def test_a_missing_or_old_torch_blocks(torch: str | None, id: str, said: str) -> None:
     finding = the_finding(machine_with("packages", torch=torch))
@@ -82,7 +87,11 @@ def test_a_machine_without_a_gpu_is_weak_and_says_why_none_was_found() -> None:
 def test_a_torch_without_cuda_leaves_the_gpu_unused() -> None:
     finding = the_finding(machine_with("packages", torch_build=TorchBuild(cuda=None)))
 
-    assert (finding.id, finding.severity, finding.subject) == ("torch-without-cuda", Severity.WEAK, "torch")
+    assert (finding.id, finding.severity, finding.subject) == (
+        "torch-without-cuda",
+        Severity.WEAK,
+        "torch",
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +129,9 @@ def test_gpus_hidden_by_the_environment_are_weak_and_the_variable_is_named(said:
 
 
 def test_a_choice_among_the_gpus_is_no_finding() -> None:
-    machine = machine_with("gpus", devices=(good_gpu(), good_gpu()), visible_devices="0", visible_count=1)
+    machine = machine_with(
+        "gpus", devices=(good_gpu(), good_gpu()), visible_devices="0", visible_count=1
+    )
 
     assert diagnose(machine) == ()
 
@@ -142,7 +153,9 @@ def test_a_missing_cupy_is_weak_and_the_extra_fits_torchs_cuda(cuda: str, extra:
 
 def test_a_gpu_with_fewer_lanes_than_it_has_is_weak() -> None:
     link = PcieLink(generation=4, max_generation=4, width=8, max_width=16)
-    machine = machine_with("gpus", devices=(good_gpu(), replace(good_gpu(), bus_id="00000000:5E:00.0", link=link)))
+    machine = machine_with(
+        "gpus", devices=(good_gpu(), replace(good_gpu(), bus_id="00000000:5E:00.0", link=link))
+    )
 
     finding = the_finding(machine)
 
@@ -158,7 +171,9 @@ def test_an_idle_gpu_with_a_lowered_link_generation_is_not_weak() -> None:
 
 
 def test_an_impossible_simd_level_blocks() -> None:
-    simd = Simd(features=("avx2",), level=None, problem='INFINITY_SIMD must be one of: scalar; got "x"')
+    simd = Simd(
+        features=("avx2",), level=None, problem='INFINITY_SIMD must be one of: scalar; got "x"'
+    )
 
     finding = the_finding(machine_with("cpu", simd=simd))
 
@@ -171,7 +186,9 @@ def test_an_impossible_simd_level_blocks() -> None:
     [((), "simd-missing", "CPU with AVX2"), (("avx2",), "simd-lowered", "unset INFINITY_SIMD")],
 )
 def test_scalar_kernels_on_x86_are_weak(features: tuple[str, ...], id: str, remedy: str) -> None:
-    finding = the_finding(machine_with("cpu", simd=Simd(features=features, level="scalar", problem=None)))
+    finding = the_finding(
+        machine_with("cpu", simd=Simd(features=features, level="scalar", problem=None))
+    )
 
     assert (finding.id, finding.severity, finding.subject) == (id, Severity.WEAK, "SIMD")
     assert remedy in finding.remedy
@@ -179,7 +196,10 @@ def test_scalar_kernels_on_x86_are_weak(features: tuple[str, ...], id: str, reme
 
 def test_scalar_kernels_elsewhere_are_no_news() -> None:
     machine = machine_with("system", architecture="aarch64")
-    machine = replace(machine, cpu=replace(machine.cpu, simd=Simd(features=("neon",), level="scalar", problem=None)))
+    machine = replace(
+        machine,
+        cpu=replace(machine.cpu, simd=Simd(features=("neon",), level="scalar", problem=None)),
+    )
 
     assert diagnose(machine) == ()
 
@@ -198,11 +218,17 @@ def test_a_memory_limit_far_below_the_machine_is_weak(limit: int, ids: list[str]
     findings = diagnose(machine_with("memory", usable_bytes=limit, cgroup=cgroup))
 
     assert [finding.id for finding in findings] == ids
-    assert all("8 GiB of the machine's 64 GiB (/sys/fs/cgroup/job)" in finding.what for finding in findings)
+    assert all(
+        "8 GiB of the machine's 64 GiB (/sys/fs/cgroup/job)" in finding.what for finding in findings
+    )
 
 
 @pytest.mark.parametrize(
-    "facts", [{"huge_pages": "never"}, {"uring": replace(good_machine().storage.uring, defer_taskrun=False)}]
+    "facts",
+    [
+        {"huge_pages": "never"},
+        {"uring": replace(good_machine().storage.uring, defer_taskrun=False)},
+    ],
 )
 def test_what_is_found_about_storage_is_a_finding_here(facts: dict[str, Any]) -> None:
     machine = machine_with("storage", **facts)
@@ -223,11 +249,18 @@ def test_what_is_found_about_a_directory_is_a_finding_here(chosen: Chosen) -> No
 def test_findings_come_worst_first_and_one_blocker_is_enough_to_stop() -> None:
     machine = replace(
         machine_with("packages", torch=None),
-        directories=(replace(good_directory(), discard=True), replace(good_directory(), path="/b", in_memory=True)),
+        directories=(
+            replace(good_directory(), discard=True),
+            replace(good_directory(), path="/b", in_memory=True),
+        ),
     )
 
     findings = diagnose(machine)
 
-    assert [finding.severity for finding in findings] == [Severity.BLOCKER, Severity.WEAK, Severity.NOTE]
+    assert [finding.severity for finding in findings] == [
+        Severity.BLOCKER,
+        Severity.WEAK,
+        Severity.NOTE,
+    ]
     assert not can_work(findings)
     assert can_work(findings[1:])

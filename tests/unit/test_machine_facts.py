@@ -1,4 +1,6 @@
-"""Processor, memory, GPUs and packages: read from this machine, from fake trees and from a fake driver library."""
+"""Processor, memory, GPUs and packages: read from this machine, from fake trees and from a fake
+driver library.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from infinity_engine.units import GiB
 from support import fake_nvml
 from support.kernel_files import fake_roots, mount_line, write_tree
 
-needs_compiler = pytest.mark.skipif(fake_nvml.compiler() is None, reason="no C++ compiler to make a fake NVML with")
+needs_compiler = pytest.mark.skipif(
+    fake_nvml.compiler() is None, reason="no C++ compiler to make a fake NVML with"
+)
 
 
 def test_the_processor_is_the_one_that_the_system_reports() -> None:
@@ -108,7 +112,12 @@ def test_gpus_are_read_through_the_drivers_library(tmp_path: Path) -> None:
 
     gpus = probe_gpus([str(tmp_path / "missing.so"), str(library)], roots)
 
-    assert (gpus.driver, gpus.cuda, gpus.reason, len(gpus.devices)) == ("570.86.15", "12.8", None, 2)
+    assert (gpus.driver, gpus.cuda, gpus.reason, len(gpus.devices)) == (
+        "570.86.15",
+        "12.8",
+        None,
+        2,
+    )
     assert gpus.devices[1] == Gpu(
         name="Imaginary GPU 1",
         total_bytes=24 * GiB,
@@ -151,7 +160,9 @@ def test_gpus_that_the_environment_hides_are_listed_and_counted_as_hidden(
         ("0,1,2,3,0", 4),
     ],
 )
-def test_cuda_offers_what_the_list_names_up_to_the_first_entry_that_is_no_gpu(said: str | None, count: int) -> None:
+def test_cuda_offers_what_the_list_names_up_to_the_first_entry_that_is_no_gpu(
+    said: str | None, count: int
+) -> None:
     assert count_visible(said, 4) == count
 
 
@@ -195,7 +206,10 @@ def test_a_library_that_lacks_a_function_is_a_reason(tmp_path: Path) -> None:
 
 def installed(top: Path, name: str, version: str, files: dict[str, str] | None = None) -> str:
     """Make `top` look like a place where a package is installed, and return it."""
-    record = {f"{name.replace('-', '_')}-{version}.dist-info/METADATA": f"Name: {name}\nVersion: {version}\n"}
+    record = {
+        f"{name.replace('-', '_')}-{version}.dist-info/METADATA": f"Name: {name}\nVersion: "
+        f"{version}\n"
+    }
     return str(write_tree(top, {**record, **(files or {})}))
 
 
@@ -208,7 +222,12 @@ def test_installed_versions_are_those_of_the_metadata() -> None:
 def test_packages_that_are_not_installed_are_none(tmp_path: Path) -> None:
     packages = probe_packages([str(tmp_path)])
 
-    assert (packages.torch, packages.torch_build, packages.cupy, packages.safetensors) == (None, None, None, None)
+    assert (packages.torch, packages.torch_build, packages.cupy, packages.safetensors) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +240,9 @@ def test_packages_that_are_not_installed_are_none(tmp_path: Path) -> None:
         ("cuda = (", None),
     ],
 )
-def test_torchs_cuda_version_is_read_from_its_text(text: str, build: TorchBuild | None, tmp_path: Path) -> None:
+def test_torchs_cuda_version_is_read_from_its_text(
+    text: str, build: TorchBuild | None, tmp_path: Path
+) -> None:
     path = installed(tmp_path, "torch", "2.6.0", {"torch/version.py": text})
 
     packages = probe_packages([path])
@@ -234,17 +255,30 @@ def test_cupy_is_found_under_the_name_of_its_cuda_build(tmp_path: Path) -> None:
 
 
 def test_looking_for_packages_imports_none_of_them(tmp_path: Path) -> None:
-    raises = {"torch/version.py": "cuda = None\n", "torch/__init__.py": "raise SystemExit('imported')\n"}
+    raises = {
+        "torch/version.py": "cuda = None\n",
+        "torch/__init__.py": "raise SystemExit('imported')\n",
+    }
     before = set(sys.modules)
 
     probe_packages([installed(tmp_path, "torch", "2.6.0", raises)])
 
-    assert {name for name in set(sys.modules) - before if name.split(".")[0] in ("torch", "cupy", "liburing")} == set()
+    assert {
+        name
+        for name in set(sys.modules) - before
+        if name.split(".")[0] in ("torch", "cupy", "liburing")
+    } == set()
 
 
 @pytest.mark.parametrize(
     ("version", "enough"),
-    [("2.6.0", True), ("2.13.0a0+git1234", True), ("3.0", True), ("2.5.1+cu124", False), ("nonsense", False)],
+    [
+        ("2.6.0", True),
+        ("2.13.0a0+git1234", True),
+        ("3.0", True),
+        ("2.5.1+cu124", False),
+        ("nonsense", False),
+    ],
 )
 def test_a_torch_is_new_enough_from_2_6_on(version: str, enough: bool) -> None:
     assert is_torch_new_enough(version) is enough

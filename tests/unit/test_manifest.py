@@ -1,4 +1,6 @@
-"""deepnvme.manifest: what is encoded is parsed again, and whatever else the bytes are is refused by a ManifestError."""
+"""deepnvme.manifest: what is encoded is parsed again, and whatever else the bytes are is refused by
+a ManifestError.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from deepnvme.manifest import Manifest, ManifestError, Record, check_name, encod
 
 VOLUME = "5f1c0f6e2f0b4d8ea3a1c2d3e4f50617"
 CAPACITIES = (1 << 30, 1 << 32)
-WEIGHT = Record("F32", (1000, 700), (Extent(0, 4096, 1_400_832), Extent(1, 8192, 1_399_168)), (1, 0xFFFFFFFF, 0xABC))
+WEIGHT = Record(
+    "F32",
+    (1000, 700),
+    (Extent(0, 4096, 1_400_832), Extent(1, 8192, 1_399_168)),
+    (1, 0xFFFFFFFF, 0xABC),
+)
 EXAMPLE = Manifest(
     VOLUME,
     7,
@@ -63,7 +70,7 @@ def changed(path: tuple[Any, ...], value: Any) -> bytes:
     return framed(content)
 
 
-# --- what is encoded is parsed -----------------------------------------------------------------------------------
+# --- what is encoded is parsed --------------------------------------------------------------------
 
 
 def test_a_manifest_is_parsed_as_it_was_encoded() -> None:
@@ -93,7 +100,10 @@ def test_a_manifest_is_compact_text_and_a_checksum_eight_digits() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 1000])
 def test_a_manifest_is_the_json_of_its_content_however_many_tensors_it_has(count: int) -> None:
-    tensors = {f'"{n}"': Record("F32", (64,), (Extent(0, PAGE * (n + 1), 256),), (n,)) for n in range(count)}
+    tensors = {
+        f'"{n}"': Record("F32", (64,), (Extent(0, PAGE * (n + 1), 256),), (n,))
+        for n in range(count)
+    }
 
     data = encode(Manifest(VOLUME, 3, tensors, EXAMPLE.trees))
 
@@ -101,12 +111,20 @@ def test_a_manifest_is_the_json_of_its_content_however_many_tensors_it_has(count
         "volume": VOLUME,
         "generation": 3,
         "tensors": {
-            name: {"dtype": "F32", "shape": [64], "extents": [[0, PAGE * (n + 1), 256]], "crc32c": f"{n:08x}"}
+            name: {
+                "dtype": "F32",
+                "shape": [64],
+                "extents": [[0, PAGE * (n + 1), 256]],
+                "crc32c": f"{n:08x}",
+            }
             for n, name in enumerate(tensors)
         },
         "trees": EXAMPLE.trees,
     }
-    assert data.split(b"\n", 1)[1] == json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    assert (
+        data.split(b"\n", 1)[1]
+        == json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    )
 
 
 def test_a_record_knows_its_bytes_and_where_they_are() -> None:
@@ -122,7 +140,10 @@ def test_of_many_records_the_garbage_collector_looks_after_little() -> None:
 
 
 def test_many_tensors_take_little_room() -> None:
-    tensors = {f"layers.{n}.weight": Record("F32", (64,), (Extent(0, 4096 * (n + 1), 256),), (n,)) for n in range(5000)}
+    tensors = {
+        f"layers.{n}.weight": Record("F32", (64,), (Extent(0, 4096 * (n + 1), 256),), (n,))
+        for n in range(5000)
+    }
     manifest = Manifest(VOLUME, 1, tensors, {})
 
     data = encode(manifest)
@@ -132,15 +153,24 @@ def test_many_tensors_take_little_room() -> None:
 
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-plain = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False)
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
 trees = st.recursive(
-    plain | names, lambda node: st.lists(node, max_size=3) | st.dictionaries(names, node, max_size=3), max_leaves=8
+    plain | names,
+    lambda node: st.lists(node, max_size=3) | st.dictionaries(names, node, max_size=3),
+    max_leaves=8,
 )
 
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """Tensors that follow one another in their members, in one to three pieces, some with checksums."""
+    """Tensors that follow one another in their members, in one to three pieces, some with
+    checksums.
+    """
     ends = [PAGE] * len(CAPACITIES)
     tensors = {}
     for name in draw(st.lists(names, unique=True, max_size=5)):
@@ -156,9 +186,17 @@ def manifests(draw: st.DrawFn) -> Manifest:
             extents.append(Extent(member, offset, last - first))
             ends[member] = extents[-1].end
         count = -(-nbytes // CHECKSUM_BYTES)
-        sums = draw(st.none() | st.lists(st.integers(0, 2**32 - 1), min_size=count, max_size=count).map(tuple))
+        sums = draw(
+            st.none()
+            | st.lists(st.integers(0, 2**32 - 1), min_size=count, max_size=count).map(tuple)
+        )
         tensors[name] = Record(dtype, shape, tuple(extents), sums)
-    return Manifest(VOLUME, draw(st.integers(1, 2**63 - 1)), tensors, draw(st.dictionaries(names, trees, max_size=2)))
+    return Manifest(
+        VOLUME,
+        draw(st.integers(1, 2**63 - 1)),
+        tensors,
+        draw(st.dictionaries(names, trees, max_size=2)),
+    )
 
 
 @given(manifests())
@@ -166,7 +204,7 @@ def test_every_manifest_is_parsed_as_it_was_encoded(manifest: Manifest) -> None:
     assert read(encode(manifest)) == manifest
 
 
-# --- damage ------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 @given(manifests(), st.data())
@@ -194,7 +232,9 @@ def test_every_flipped_bit_of_the_example_is_refused() -> None:
 
 
 @given(manifests(), st.data())
-def test_a_manifest_that_was_cut_or_added_to_is_refused(manifest: Manifest, data: st.DataObject) -> None:
+def test_a_manifest_that_was_cut_or_added_to_is_refused(
+    manifest: Manifest, data: st.DataObject
+) -> None:
     whole = encode(manifest)
     shorter = whole[: data.draw(st.integers(0, len(whole) - 1))]
 
@@ -234,7 +274,13 @@ def test_a_frame_around_any_bytes_is_refused(payload: bytes) -> None:
 
 def nodes(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path of everything in a JSON value."""
-    inner: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner: Any = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(found for key, each in inner for found in nodes(each, (*path, key)))]
 
 
@@ -262,7 +308,9 @@ def mutate(content: Any, data: st.DataObject) -> Any:
     elif kind == "double":
         place[f"{path[-1]}'"] = copy.deepcopy(place[path[-1]])
     else:
-        value: Any = content_of(EXAMPLE) if kind == "other" else data.draw(st.sampled_from(STRANGE) | trees)
+        value: Any = (
+            content_of(EXAMPLE) if kind == "other" else data.draw(st.sampled_from(STRANGE) | trees)
+        )
         for step in data.draw(st.sampled_from(nodes(value))):
             value = value[step]
         place[path[-1]] = value
@@ -270,7 +318,9 @@ def mutate(content: Any, data: st.DataObject) -> Any:
 
 
 def check_sound(manifest: Manifest) -> None:
-    """State, in other words than the parser's, what a manifest promises whoever reads tensors by it."""
+    """State, in other words than the parser's, what a manifest promises whoever reads tensors by
+    it.
+    """
     pages: set[tuple[int, int]] = set()
     for record in manifest.tensors.values():
         elements = 1
@@ -280,12 +330,17 @@ def check_sound(manifest: Manifest) -> None:
             elements *= size
         nbytes = elements * ITEMSIZES[record.dtype]
         assert record.nbytes == nbytes
-        assert record.checksums is None or len(record.checksums) == (nbytes + CHECKSUM_BYTES - 1) // CHECKSUM_BYTES
+        assert (
+            record.checksums is None
+            or len(record.checksums) == (nbytes + CHECKSUM_BYTES - 1) // CHECKSUM_BYTES
+        )
         for extent in record.extents:
             assert extent.offset >= PAGE
             assert extent.offset % PAGE == 0
             assert extent.offset + extent.nbytes <= PAGE + CAPACITIES[extent.member]
-            own = {(extent.member, page) for page in range(extent.offset // PAGE, extent.end // PAGE)}
+            own = {
+                (extent.member, page) for page in range(extent.offset // PAGE, extent.end // PAGE)
+            }
             assert not own & pages
             pages |= own
     assert manifest.volume == VOLUME
@@ -308,7 +363,7 @@ def test_a_forged_manifest_is_sound_or_refused(manifest: Manifest, data: st.Data
     assert read(encode(parsed)) == parsed
 
 
-# --- what is refused, and with which words -----------------------------------------------------------------------
+# --- what is refused, and with which words --------------------------------------------------------
 
 Change = tuple[tuple[Any, ...], Any, str]
 WEIGHT_AT = ("tensors", "weight")
@@ -327,7 +382,11 @@ CHANGES: tuple[Change, ...] = (
     (("tensors", "a\ud800"), {}, "half of a surrogate pair"),
     (("trees", "a\ud800"), {}, "half of a surrogate pair"),
     (("trees", "model"), {"dict": [["\udfff", 1]]}, "tree 'model': .* half of a surrogate pair"),
-    ((*WEIGHT_AT, "more"), 1, "tensor 'weight': expected an object with dtype, shape, extents, crc32c"),
+    (
+        (*WEIGHT_AT, "more"),
+        1,
+        "tensor 'weight': expected an object with dtype, shape, extents, crc32c",
+    ),
     (WEIGHT_AT, [], "tensor 'weight'"),
     ((*WEIGHT_AT, "dtype"), "F33", "one of the dtypes .* got 'F33'"),
     ((*WEIGHT_AT, "dtype"), ["F32"], r"dtype as text, got \['F32'\]"),
@@ -351,13 +410,25 @@ CHANGES: tuple[Change, ...] = (
     ((*WEIGHT_AT, "extents", 0, 2), 0, "bytes as a whole number from 1"),
     ((*WEIGHT_AT, "extents", 0, 2), 1_400_832 + PAGE, "extents hold 2804096 B"),
     ((*WEIGHT_AT, "extents", 0, 2), 1_400_833, "all its extents but the last must be whole pages"),
-    ((*WEIGHT_AT, "crc32c"), "00000001ffffffff", "3 checksums of 8 hexadecimal digits each for 2800000 B"),
+    (
+        (*WEIGHT_AT, "crc32c"),
+        "00000001ffffffff",
+        "3 checksums of 8 hexadecimal digits each for 2800000 B",
+    ),
     ((*WEIGHT_AT, "crc32c"), "00000001FFFFFFFF00000abc", "hexadecimal digits"),
     ((*WEIGHT_AT, "crc32c"), " 0000001ffffffff00000abc", "hexadecimal digits"),
     ((*WEIGHT_AT, "crc32c"), [1, 2, 3], "hexadecimal digits"),
-    (("tensors", "bias", "extents", 0, 1), 1_400_832, "tensors 'weight' and 'bias' overlap: in member 0"),
+    (
+        ("tensors", "bias", "extents", 0, 1),
+        1_400_832,
+        "tensors 'weight' and 'bias' overlap: in member 0",
+    ),
     (("tensors", "bias", "extents", 0, 1), 4096, "overlap"),
-    (("tensors", "weight", "extents", 1), [0, 4096, 1_399_168], "tensors 'weight' and 'weight' overlap"),
+    (
+        ("tensors", "weight", "extents", 1),
+        [0, 4096, 1_399_168],
+        "tensors 'weight' and 'weight' overlap",
+    ),
 )
 
 
@@ -410,7 +481,9 @@ def test_half_a_surrogate_pair_is_refused_and_a_whole_one_is_text() -> None:
 
 
 def test_another_version_of_the_format_is_told_apart_from_damage() -> None:
-    with pytest.raises(ManifestError, match="version 2 of the format, this deepnvme reads 1: use a newer one"):
+    with pytest.raises(
+        ManifestError, match="version 2 of the format, this deepnvme reads 1: use a newer one"
+    ):
         read(b"deepnvme-store 2 whatever comes then")
 
 
@@ -423,7 +496,10 @@ def test_another_version_of_the_format_is_told_apart_from_damage() -> None:
         (b"deepnvme-store 1 02 00000000\n{}", "length, a checksum"),
         (b"deepnvme-store 1 2 0000000G\n{}", "length, a checksum"),
         (b"deepnvme-store 1 3 00000000\n{}", "announces 3 B, 2 follow: it was cut or added to"),
-        (b"deepnvme-store 1 2 00000000\n{}", "checksum is [0-9a-f]{8}, its first line says 00000000: it is damaged"),
+        (
+            b"deepnvme-store 1 2 00000000\n{}",
+            "checksum is [0-9a-f]{8}, its first line says 00000000: it is damaged",
+        ),
     ],
 )
 def test_a_damaged_frame_says_what_is_wrong(data: bytes, message: str) -> None:
@@ -441,7 +517,9 @@ def nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
 def test_a_tree_nested_deeper_than_any_state_is_refused() -> None:
     wrap: Callable[[Any], Any] = lambda value: [value]  # noqa: E731 - as an argument it would need no name
 
-    assert read(framed({**content_of(EXAMPLE), "trees": {"t": nested(300, wrap)}})).trees["t"] == nested(300, wrap)
+    assert read(framed({**content_of(EXAMPLE), "trees": {"t": nested(300, wrap)}})).trees[
+        "t"
+    ] == nested(300, wrap)
     with pytest.raises(ManifestError, match="tree 't': it is nested more than"):
         read(framed({**content_of(EXAMPLE), "trees": {"t": nested(450, wrap)}}))
 
@@ -458,7 +536,7 @@ def test_a_message_stays_short_whatever_was_stored() -> None:
     assert len(str(refusal.value)) < 1000
 
 
-# --- the error and the names -------------------------------------------------------------------------------------
+# --- the error and the names ----------------------------------------------------------------------
 
 
 def test_the_error_names_the_file_and_is_a_store_error_and_a_value_error() -> None:

@@ -26,14 +26,18 @@ def test_a_directory_is_found_under_any_spelling(spelling: str) -> None:
     assert Directories({spelling: 1}, field="nvme") == {"/mnt/a": 1}
 
 
-@pytest.mark.parametrize(("given", "kept"), [("/", "/"), ("//", "/"), ("./swap/", "swap"), (".", ".")])
+@pytest.mark.parametrize(
+    ("given", "kept"), [("/", "/"), ("//", "/"), ("./swap/", "swap"), (".", ".")]
+)
 def test_a_directory_is_kept_under_its_plainest_spelling(given: str, kept: str) -> None:
     assert list(Directories({given: 1}, field="nvme")) == [kept]
 
 
 @pytest.mark.parametrize("again", ["/mnt/a/", "/mnt//a", "//mnt/a", "/mnt/./a"])
 def test_a_directory_given_twice_under_two_spellings_is_refused(again: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^nvme: expected each directory once; '/mnt/a' is given, got '{again}'"):
+    with pytest.raises(
+        ConfigError, match=rf"^nvme: expected each directory once; '/mnt/a' is given, got '{again}'"
+    ):
         Directories({"/mnt/a": 1, again: 2}, field="nvme")
 
 
@@ -80,5 +84,7 @@ def test_an_unknown_key_of_the_outermost_mapping_is_named_alone() -> None:
 
 
 def test_the_outermost_value_has_a_name_when_it_is_no_mapping() -> None:
-    with pytest.raises(ConfigError, match=r"^settings: expected a mapping with keys out of even, got 5"):
+    with pytest.raises(
+        ConfigError, match=r"^settings: expected a mapping with keys out of even, got 5"
+    ):
         known_mapping(5, field="", known=("even",))

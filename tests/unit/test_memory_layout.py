@@ -1,4 +1,6 @@
-"""Places by lifetimes: that no two buffers meet, how few bytes are taken, and both on the shapes of real models."""
+"""Places by lifetimes: that no two buffers meet, how few bytes are taken, and both on the shapes of
+real models.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,24 @@ from support.model_traces import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-layout_module: Any = sys.modules["infinity_engine.memory.layout"]  # the name is the function's in the package
+# the name is the function's in the package
+layout_module: Any = sys.modules["infinity_engine.memory.layout"]
 STEPS = st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted)
 BUFFERS = st.lists(st.tuples(st.one_of(st.just(0), st.integers(1, 100_000)), STEPS), max_size=40)
-SETS = BUFFERS.map(lambda given: [Request(f"b{n}", size, *steps) for n, (size, steps) in enumerate(given)])
+SETS = BUFFERS.map(
+    lambda given: [Request(f"b{n}", size, *steps) for n, (size, steps) in enumerate(given)]
+)
 ALIGNMENTS = st.sampled_from([1, 512, 4096, 3000])
 
 MODELS = (gpt2_xl, llama_3_8b, mixtral_8x7b)
 # Mixtral's two layers ahead take seconds: scripts/bench/pinned_pool has them.
 PLANNED = [
     *itertools.product(MODELS, Gradients, [LOAD_AHEAD]),
-    *((model, gradients, 2 * model().per_layer) for model in (gpt2_xl, llama_3_8b) for gradients in Gradients),
+    *(
+        (model, gradients, 2 * model().per_layer)
+        for model in (gpt2_xl, llama_3_8b)
+        for gradients in Gradients
+    ),
 ]
 
 
@@ -62,23 +71,34 @@ def meeting(requests: list[Request], placed: Layout) -> list[tuple[str, str]]:
 def peak(requests: list[Request]) -> int:
     """Return the most bytes that are live in one step, by counting in every step."""
     ends = max((request.last for request in requests), default=0)
-    return max(sum(r.nbytes for r in requests if r.first <= step <= r.last) for step in range(ends + 1))
+    return max(
+        sum(r.nbytes for r in requests if r.first <= step <= r.last) for step in range(ends + 1)
+    )
 
 
 # --- what holds for all layouts ---
 
 
 @given(SETS, ALIGNMENTS)
-def test_buffers_that_are_live_in_the_same_step_share_no_byte(requests: list[Request], alignment: int) -> None:
+def test_buffers_that_are_live_in_the_same_step_share_no_byte(
+    requests: list[Request], alignment: int
+) -> None:
     assert meeting(requests, layout(requests, alignment=alignment)) == []
 
 
 @given(SETS, ALIGNMENTS)
-def test_every_place_has_its_requests_bytes_aligned_and_inside(requests: list[Request], alignment: int) -> None:
+def test_every_place_has_its_requests_bytes_aligned_and_inside(
+    requests: list[Request], alignment: int
+) -> None:
     placed = layout(requests, alignment=alignment)
 
-    assert {name: place.nbytes for name, place in placed.places.items()} == {r.name: r.nbytes for r in requests}
-    assert all(place.offset % alignment == 0 and place.end <= placed.nbytes for place in placed.places.values())
+    assert {name: place.nbytes for name, place in placed.places.items()} == {
+        r.name: r.nbytes for r in requests
+    }
+    assert all(
+        place.offset % alignment == 0 and place.end <= placed.nbytes
+        for place in placed.places.values()
+    )
     assert placed.nbytes % alignment == 0
 
 
@@ -89,11 +109,17 @@ def test_a_layout_takes_at_least_the_peak_and_no_more_than_everything_side_by_si
     placed = layout(requests, alignment=alignment)
 
     assert placed.peak_bytes == peak(requests)
-    assert placed.peak_bytes <= placed.nbytes <= sum(align_up(request.nbytes, alignment) for request in requests)
+    assert (
+        placed.peak_bytes
+        <= placed.nbytes
+        <= sum(align_up(request.nbytes, alignment) for request in requests)
+    )
 
 
 @given(SETS, st.randoms(use_true_random=False))
-def test_the_order_of_the_requests_does_not_matter(requests: list[Request], shuffling: random.Random) -> None:
+def test_the_order_of_the_requests_does_not_matter(
+    requests: list[Request], shuffling: random.Random
+) -> None:
     shuffled = list(requests)
     shuffling.shuffle(shuffled)
 
@@ -104,8 +130,12 @@ def test_the_order_of_the_requests_does_not_matter(requests: list[Request], shuf
 
 
 @given(SETS, st.integers(1, 10**9))
-def test_only_the_order_of_the_steps_matters_and_not_their_numbers(requests: list[Request], scale: int) -> None:
-    stretched = [Request(r.name, r.nbytes, r.first * scale, r.last * scale + scale - 1) for r in requests]
+def test_only_the_order_of_the_steps_matters_and_not_their_numbers(
+    requests: list[Request], scale: int
+) -> None:
+    stretched = [
+        Request(r.name, r.nbytes, r.first * scale, r.last * scale + scale - 1) for r in requests
+    ]
 
     assert layout(stretched) == layout(requests)
 
@@ -116,7 +146,12 @@ def test_only_the_order_of_the_steps_matters_and_not_their_numbers(requests: lis
 def test_no_requests_take_nothing() -> None:
     placed = layout([])
 
-    assert (dict(placed.places), placed.nbytes, placed.peak_bytes, placed.overhead) == ({}, 0, 0, 1.0)
+    assert (dict(placed.places), placed.nbytes, placed.peak_bytes, placed.overhead) == (
+        {},
+        0,
+        0,
+        1.0,
+    )
 
 
 def test_buffers_without_bytes_have_places_and_take_nothing() -> None:
@@ -146,7 +181,9 @@ def test_the_overhead_is_the_bytes_taken_for_each_of_the_peak() -> None:
 
 
 def test_lifetimes_that_nest_take_the_peak() -> None:
-    stack = [Request(f"b{depth}", (1 + depth % 5) * MiB, depth, 200 - depth) for depth in range(100)]
+    stack = [
+        Request(f"b{depth}", (1 + depth % 5) * MiB, depth, 200 - depth) for depth in range(100)
+    ]
 
     assert layout(stack).overhead == 1.0
 
@@ -159,7 +196,8 @@ def test_a_window_that_moves_over_layers_of_mixed_sizes_takes_the_peak() -> None
 
 
 def test_a_buffer_that_sticks_out_is_placed_earlier_the_next_time() -> None:
-    # None of the orders packs this into its peak at first: where forward turns to backward, 1.2% are missing.
+    # None of the orders packs this into its peak at first: where forward turns to backward, 1.2%
+    # are missing.
     step = planned_step(llama_3_8b(), gradients=Gradients.STREAMED, ahead=27)
 
     assert layout(step).overhead == 1.0
@@ -170,7 +208,9 @@ def test_the_search_for_thousands_of_buffers_that_have_little_to_do_with_one_ano
 ) -> None:
     chance = random.Random(0)
     lives = [sorted((chance.randrange(1000), chance.randrange(1000))) for _ in range(5000)]
-    requests = [Request(f"b{n}", chance.randrange(1, 10**7), *steps) for n, steps in enumerate(lives)]
+    requests = [
+        Request(f"b{n}", chance.randrange(1, 10**7), *steps) for n, steps in enumerate(lives)
+    ]
     placed = []
     place: Callable[..., int] = layout_module._place
 
@@ -196,7 +236,9 @@ def test_the_places_of_a_models_step_do_not_meet(model: Callable[[], Model]) -> 
 
 
 def meeting_by_sweep(requests: list[Request], placed: Layout) -> list[tuple[str, str]]:
-    """Return what `meeting` does of neighbours, for thousands of requests: in every step, by offset."""
+    """Return what `meeting` does of neighbours, for thousands of requests: in every step, by
+    offset.
+    """
     starting: dict[int, list[Request]] = {}
     for request in requests:
         starting.setdefault(request.first, []).append(request)
@@ -220,7 +262,9 @@ def test_a_planned_step_takes_at_most_two_percent_more_than_its_peak(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_whole_pages_are_at_most_two_percent_more_than_the_bytes_asked(model: Callable[[], Model]) -> None:
+def test_whole_pages_are_at_most_two_percent_more_than_the_bytes_asked(
+    model: Callable[[], Model],
+) -> None:
     events = events_of(planned_step(model(), gradients=Gradients.STREAMED), seed=1)
     asked = [event.nbytes for event in events if event.act is Act.LEASE]
 
@@ -228,9 +272,12 @@ def test_whole_pages_are_at_most_two_percent_more_than_the_bytes_asked(model: Ca
 
 
 @pytest.mark.parametrize(
-    ("model", "parameters"), [(gpt2_xl, 1_557_611_200), (llama_3_8b, 8_030_261_248), (mixtral_8x7b, 46_702_792_704)]
+    ("model", "parameters"),
+    [(gpt2_xl, 1_557_611_200), (llama_3_8b, 8_030_261_248), (mixtral_8x7b, 46_702_792_704)],
 )
-def test_the_models_have_as_many_parameters_as_published(model: Callable[[], Model], parameters: int) -> None:
+def test_the_models_have_as_many_parameters_as_published(
+    model: Callable[[], Model], parameters: int
+) -> None:
     assert model().parameters == parameters
 
 
@@ -247,7 +294,11 @@ def test_the_leases_of_a_trace_are_those_of_its_requests_whatever_the_seed(seed:
         else:
             assert live.pop(event.name) == event.nbytes
 
-    assert (live, leased, most) == ({}, {request.name for request in requests}, layout(requests).peak_bytes)
+    assert (live, leased, most) == (
+        {},
+        {request.name for request in requests},
+        layout(requests).peak_bytes,
+    )
 
 
 # --- what is refused ---
@@ -258,10 +309,17 @@ def test_the_leases_of_a_trace_are_those_of_its_requests_whatever_the_seed(seed:
     [
         (-1, 0, 0, r"Request\('b'\)\.nbytes: expected 0 or more, got -1"),
         (1, -1, 0, r"Request\('b'\)\.first: expected 0 or more, got -1"),
-        (1, 5, 4, r"Request\('b'\)\.last: expected a step that is not before the first one, 5, got 4"),
+        (
+            1,
+            5,
+            4,
+            r"Request\('b'\)\.last: expected a step that is not before the first one, 5, got 4",
+        ),
     ],
 )
-def test_a_request_of_impossible_bytes_or_steps_is_refused(nbytes: int, first: int, last: int, said: str) -> None:
+def test_a_request_of_impossible_bytes_or_steps_is_refused(
+    nbytes: int, first: int, last: int, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         Request("b", nbytes, first, last)
 

@@ -1,4 +1,6 @@
-"""What a process really has in RAM, in a process of its own: no more than its baseline and the host's limit."""
+"""What a process really has in RAM, in a process of its own: no more than its baseline and the
+host's limit.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from support.nvme_programs import output_of, run_program
 
 MiB = 1 << 20
 
-# HOST's limit is that of DEVICE as well. The rest of it is for what Python and torch take for themselves.
-# Leases on the device are larger than 32 MiB: malloc keeps smaller pieces for later, and no account can know that.
+# HOST's limit is that of DEVICE as well. The rest of it is for what Python and torch take for
+# themselves. Leases on the device are larger than 32 MiB: malloc keeps smaller pieces for later,
+# and no account can know that.
 PROGRAM = """
 import torch
 
@@ -57,13 +60,17 @@ print(resident.above_baseline())
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """Return the MiB above the baseline: those seen after every lease, and what is left when all is closed."""
+    """Return the MiB above the baseline: those seen after every lease, and what is left when all is
+    closed.
+    """
     pytest.importorskip("torch", reason="leases give tensors of torch")
     lines = output_of(run_program(PROGRAM, folder=tmp_path_factory.mktemp("resident"))).splitlines()
     return [[int(nbytes) // MiB for nbytes in line.split()] for line in lines]
 
 
-def test_the_process_stays_under_its_baseline_and_the_hosts_limit_whoever_keeps_views(printed: list[list[int]]) -> None:
+def test_the_process_stays_under_its_baseline_and_the_hosts_limit_whoever_keeps_views(
+    printed: list[list[int]],
+) -> None:
     seen, _ = printed
 
     assert len(seen) == 41
@@ -91,7 +98,9 @@ print((before - resident.above_baseline()) >> 20)
 """
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library has no malloc_trim")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library has no malloc_trim"
+)
 def test_memory_that_was_freed_goes_back_to_the_system(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="it is tensors that are freed")
 

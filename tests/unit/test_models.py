@@ -1,4 +1,6 @@
-"""Models in numbers: parameters to the published count, arithmetic by hand, activations against what autograd saves."""
+"""Models in numbers: parameters to the published count, arithmetic by hand, activations against
+what autograd saves.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,8 @@ def test_a_forward_takes_two_operations_for_each_parameter_that_multiplies(name:
     model = preset(name)
     products = [module.numel for module in model.modules if module.flops_per_token]
 
-    assert model.forward_flops_per_token(0) == pytest.approx(2 * sum(products), rel=0.12)  # biases, and a tied head
+    # biases, and a tied head
+    assert model.forward_flops_per_token(0) == pytest.approx(2 * sum(products), rel=0.12)
 
 
 def test_attention_adds_four_operations_for_each_token_and_element() -> None:
@@ -111,7 +114,8 @@ def test_attention_adds_four_operations_for_each_token_and_element() -> None:
 
 @pytest.mark.parametrize(("name", "active"), [("mixtral-8x7b", 12.75e9), ("qwen3-30b-a3b", 3.03e9)])
 def test_of_a_mixture_of_experts_only_the_chosen_ones_compute(name: str, active: float) -> None:
-    assert preset(name).forward_flops_per_token(0) / 2 == pytest.approx(active, rel=0.01)  # of 46.7 and 30.5 billion
+    # of 46.7 and 30.5 billion
+    assert preset(name).forward_flops_per_token(0) / 2 == pytest.approx(active, rel=0.01)
 
 
 def test_the_experts_of_a_layer_are_needed_at_once() -> None:
@@ -170,7 +174,9 @@ def test_the_deepest_need_is_that_of_the_largest_module() -> None:
 
 def test_a_bias_is_counted_where_the_config_has_one() -> None:
     without = model_of_config(LLAMA, name="small").numel
-    with_bias = model_of_config({**LLAMA, "attention_bias": True, "mlp_bias": True}, name="small").numel
+    with_bias = model_of_config(
+        {**LLAMA, "attention_bias": True, "mlp_bias": True}, name="small"
+    ).numel
 
     assert with_bias - without == 2 * (64 + 32 + 32 + 64 + 160 + 160 + 64)
 
@@ -183,7 +189,7 @@ def test_a_head_dim_of_its_own_is_taken() -> None:
     assert sizes["model.layers.0.self_attn.k_proj.weight"] == 2 * 32 * 64
 
 
-# --- activations -------------------------------------------------------------------------------------------------
+# --- activations ----------------------------------------------------------------------------------
 
 
 def test_checkpointing_keeps_the_inputs_of_blocks_and_one_block() -> None:
@@ -225,10 +231,17 @@ def test_the_estimate_for_a_block_is_what_autograd_saves_of_it() -> None:
 
     def norm(x: object, scale: object) -> object:
         wide = x.float()  # type: ignore[attr-defined]
-        return scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(torch.bfloat16)
+        return scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(
+            torch.bfloat16
+        )
 
     width = hidden // heads
-    shapes = [(hidden, hidden), (groups * width, hidden), (groups * width, hidden), (hidden, hidden)]
+    shapes = [
+        (hidden, hidden),
+        (groups * width, hidden),
+        (groups * width, hidden),
+        (hidden, hidden),
+    ]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
     q, k, v, o, gate, up, down = (weight(*shape) for shape in shapes)
     scales = [torch.nn.Parameter(torch.ones(hidden, dtype=torch.bfloat16)) for _ in range(2)]
@@ -238,8 +251,12 @@ def test_the_estimate_for_a_block_is_what_autograd_saves_of_it() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         normal = norm(x, scales[0])
         linear = torch.nn.functional.linear
-        parts = [linear(normal, each).view(1, tokens, -1, width).transpose(1, 2) for each in (q, k, v)]
-        mixed = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        parts = [
+            linear(normal, each).view(1, tokens, -1, width).transpose(1, 2) for each in (q, k, v)
+        ]
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            *parts, is_causal=True, enable_gqa=True
+        )
         x = x + linear(mixed.transpose(1, 2).reshape(1, tokens, hidden), o)
         normal = norm(x, scales[1])
         x = x + linear(torch.nn.functional.silu(linear(normal, gate)) * linear(normal, up), down)
@@ -250,7 +267,7 @@ def test_the_estimate_for_a_block_is_what_autograd_saves_of_it() -> None:
     assert sum(saved.values()) == pytest.approx(estimate, rel=0.25)
 
 
-# --- configs -----------------------------------------------------------------------------------------------------
+# --- configs --------------------------------------------------------------------------------------
 
 
 def test_a_config_is_read_from_its_file_or_its_directory(tmp_path: Path) -> None:
@@ -264,14 +281,21 @@ def test_a_config_is_read_from_its_file_or_its_directory(tmp_path: Path) -> None
 
 
 def test_an_unknown_type_of_model_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"config\.model_type: expected one of gemma3_text, .*qwen2.*got 'mamba'"):
+    with pytest.raises(
+        ConfigError, match=r"config\.model_type: expected one of gemma3_text, .*qwen2.*got 'mamba'"
+    ):
         model_of_config({**LLAMA, "model_type": "mamba"}, name="small")
 
 
 def test_a_quantized_model_is_refused_with_what_to_do() -> None:
-    given = {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    given = {
+        **LLAMA,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
 
-    with pytest.raises(ConfigError, match=r"quantization_config: expected none.*without it.*whole ones, got 'fp8'"):
+    with pytest.raises(
+        ConfigError, match=r"quantization_config: expected none.*without it.*whole ones, got 'fp8'"
+    ):
         model_of_config(given, name="small")
 
 
@@ -279,8 +303,14 @@ def test_a_quantized_model_is_refused_with_what_to_do() -> None:
     ("changed", "said"),
     [
         ({"num_attention_heads": 5}, r"num_attention_heads: .*divides hidden_size \(64\), got 5"),
-        ({"num_key_value_heads": 3}, r"num_key_value_heads: .*divides num_attention_heads \(4\), got 3"),
-        ({"model_type": "gpt_neox", "num_attention_heads": 7}, r"num_attention_heads: .*divides hidden_size \(64\)"),
+        (
+            {"num_key_value_heads": 3},
+            r"num_key_value_heads: .*divides num_attention_heads \(4\), got 3",
+        ),
+        (
+            {"model_type": "gpt_neox", "num_attention_heads": 7},
+            r"num_attention_heads: .*divides hidden_size \(64\)",
+        ),
     ],
 )
 def test_heads_that_do_not_come_out_even_are_refused(changed: dict[str, object], said: str) -> None:
@@ -290,7 +320,9 @@ def test_heads_that_do_not_come_out_even_are_refused(changed: dict[str, object],
 
 @pytest.mark.parametrize("value", ["3", [1.5], [True], {"3": 1}])
 def test_a_list_of_layers_that_is_none_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"config\.mlp_only_layers: expected a list of whole numbers"):
+    with pytest.raises(
+        ConfigError, match=r"config\.mlp_only_layers: expected a list of whole numbers"
+    ):
         model_of_config({**EXPERTS, "mlp_only_layers": value}, name="small")
 
 
@@ -307,7 +339,11 @@ def test_a_wrong_or_missing_size_is_refused_by_name(value: object) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "most"),
-    [("hidden_size", 2**40, "16,777,216"), ("num_hidden_layers", 10**9, "1,000"), ("vocab_size", 2**31, "16,777,216")],
+    [
+        ("hidden_size", 2**40, "16,777,216"),
+        ("num_hidden_layers", 10**9, "1,000"),
+        ("vocab_size", 2**31, "16,777,216"),
+    ],
 )
 def test_a_size_that_no_model_has_is_refused_at_once(name: str, value: int, most: str) -> None:
     with pytest.raises(ConfigError, match=rf"config\.{name}: expected at most {most}, got {value}"):

@@ -1,4 +1,6 @@
-"""cupy's streams for those of other libraries, with the cupy of today and the one before, which are not there."""
+"""cupy's streams for those of other libraries, with the cupy of today and the one before, which are
+not there.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,18 @@ def test_cupy_is_told_the_stream_by_the_protocol_where_it_knows_that() -> None:
     def from_external(stream: Any) -> object:
         return "adopted", stream.__cuda_stream__()
 
-    cupy = SimpleNamespace(cuda=SimpleNamespace(Stream=SimpleNamespace(from_external=from_external)))
+    cupy = SimpleNamespace(
+        cuda=SimpleNamespace(Stream=SimpleNamespace(from_external=from_external))
+    )
 
     assert stream_of_others(cupy, HANDLE, DEVICE) == ("adopted", (0, HANDLE))
 
 
 def test_an_older_cupy_is_told_its_address() -> None:
     cupy = SimpleNamespace(
-        cuda=SimpleNamespace(Stream=object, ExternalStream=lambda handle, device: ("external", handle, device))
+        cuda=SimpleNamespace(
+            Stream=object, ExternalStream=lambda handle, device: ("external", handle, device)
+        )
     )
 
     assert stream_of_others(cupy, HANDLE, DEVICE) == ("external", HANDLE, DEVICE)

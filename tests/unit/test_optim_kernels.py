@@ -1,4 +1,6 @@
-"""The CPU kernels: one result in every home, with any number of threads, for every class of float and form."""
+"""The CPU kernels: one result in every home, with any number of threads, for every class of float
+and form.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ FORMATS = (
     Formats(parameter=FloatFormat.FP16),
     Formats(parameter=FloatFormat.BF16, master=Master.SPLIT),
     Formats(moments=Moments.BF16),
-    Formats(parameter=FloatFormat.BF16, master=Master.SPLIT, moments=Moments.BF16_STOCHASTIC, seed=5),
+    Formats(
+        parameter=FloatFormat.BF16, master=Master.SPLIT, moments=Moments.BF16_STOCHASTIC, seed=5
+    ),
 )
 
 words = st.one_of(
@@ -61,7 +65,9 @@ words = st.one_of(
 
 @st.composite
 def arrays(draw: st.DrawFn) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Two arrays of one length: a few drawn words, repeated in a drawn order so that they meet in all lanes."""
+    """Two arrays of one length: a few drawn words, repeated in a drawn order so that they meet in
+    all lanes.
+    """
     length = draw(st.integers(1, 300))
     pool = np.array(draw(st.lists(words, min_size=4, max_size=40)), np.uint32)
     order = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -108,7 +114,9 @@ def test_every_home_gives_the_scalar_bits(
     master, gradient = data
     gradients = [narrow(gradient, format_), narrow(gradient[::-1].copy(), format_)]
 
-    found = bits_after(rule, formats, master, gradients, format_, HostKernels(threads(2), home=home))
+    found = bits_after(
+        rule, formats, master, gradients, format_, HostKernels(threads(2), home=home)
+    )
 
     assert found == bits_after(rule, formats, master, gradients, format_, scalar)
 
@@ -119,7 +127,9 @@ def test_the_number_of_threads_changes_no_bit(count: int, scalar: HostKernels) -
     gradients = [narrow(values[1], FloatFormat.BF16)] * 2
     formats = Formats(parameter=FloatFormat.BF16, moments=Moments.BF16_STOCHASTIC)
 
-    found = bits_after(AdamW(), formats, values[0], gradients, FloatFormat.BF16, HostKernels(threads(count)))
+    found = bits_after(
+        AdamW(), formats, values[0], gradients, FloatFormat.BF16, HostKernels(threads(count))
+    )
 
     assert found == bits_after(AdamW(), formats, values[0], gradients, FloatFormat.BF16, scalar)
 
@@ -128,7 +138,9 @@ def test_the_number_of_threads_changes_no_bit(count: int, scalar: HostKernels) -
 def test_where_a_parameter_is_cut_changes_no_bit(formats: Formats, scalar: HostKernels) -> None:
     values = np.random.default_rng(2).standard_normal((2, 10_000)).astype(np.float32)
 
-    cut = bits_after(Adam(), formats, values[0], [values[1]] * 2, FloatFormat.FP32, scalar, pieces=(4096, 8192))
+    cut = bits_after(
+        Adam(), formats, values[0], [values[1]] * 2, FloatFormat.FP32, scalar, pieces=(4096, 8192)
+    )
 
     assert cut == bits_after(Adam(), formats, values[0], [values[1]] * 2, FloatFormat.FP32, scalar)
 
@@ -146,7 +158,9 @@ def test_a_split_master_gives_the_bits_of_a_whole_one(rule: Rule, scalar: HostKe
     assert (bits_of(split.whole_master()) == bits_of(whole.master)).all()
 
 
-def test_a_factor_of_one_and_a_plain_gradient_leave_a_subnormal_update_exact(scalar: HostKernels) -> None:
+def test_a_factor_of_one_and_a_plain_gradient_leave_a_subnormal_update_exact(
+    scalar: HostKernels,
+) -> None:
     tiny = np.array([1e-40, -3e-45], np.float32)
     model = Model(SGD(lr=1.0), np.zeros(2, np.float32))
 
@@ -175,7 +189,10 @@ def test_another_seed_gives_other_bits() -> None:
     values = np.random.default_rng(4).standard_normal((2, 500)).astype(np.float32)
 
     forms = [Formats(moments=Moments.BF16_STOCHASTIC, seed=seed) for seed in (1, 1, 2)]
-    found = [bits_after(Adam(), form, values[0], [values[1]], FloatFormat.FP32, kernels) for form in forms]
+    found = [
+        bits_after(Adam(), form, values[0], [values[1]], FloatFormat.FP32, kernels)
+        for form in forms
+    ]
 
     assert found[0] == found[1] != found[2]
 
@@ -197,7 +214,9 @@ def test_sums_of_gradients_are_fp32_in_order_of_arrival() -> None:
     into = np.empty(9000, np.float32)
 
     kernels.begin_sum(Stream.of(first[0]), Stream.of(into))
-    sums = kernels.add_to_sum(Stream.of(narrow(first[1], FloatFormat.BF16), format=FloatFormat.BF16), Stream.of(into))
+    sums = kernels.add_to_sum(
+        Stream.of(narrow(first[1], FloatFormat.BF16), format=FloatFormat.BF16), Stream.of(into)
+    )
 
     widened = (narrow(first[1], FloatFormat.BF16).astype(np.uint32) << 16).view(np.float32)
     assert (into == first[0] + widened).all()

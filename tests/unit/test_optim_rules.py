@@ -33,7 +33,11 @@ def test_adam_gets_its_bias_corrections_in_double() -> None:
 
     assert constants.step == -(0.1 / (1 - 0.9 * 0.9))
     assert constants.root == math.sqrt(1 - 0.999 * 0.999)
-    assert (constants.rule, constants.flags, constants.gradient_factor) == (RuleNumber.ADAM, RuleFlag(0), 0.5)
+    assert (constants.rule, constants.flags, constants.gradient_factor) == (
+        RuleNumber.ADAM,
+        RuleFlag(0),
+        0.5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,9 @@ def test_a_step_before_the_first_is_refused() -> None:
         (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused(rule: type[Rule], options: dict[str, Any]) -> None:
+def test_an_option_that_cannot_be_right_is_refused(
+    rule: type[Rule], options: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=rule.__name__):
         rule(**options)
 

@@ -1,4 +1,6 @@
-"""The gradient norm: one value whoever computed which block, overflow seen, clipping as torch does it."""
+"""The gradient norm: one value whoever computed which block, overflow seen, clipping as torch does
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from hypothesis import strategies as st
 
 from infinity_engine import _native
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim import NORM_BLOCK, GradientNorm, GradientSums, HostKernels, Stream, gradient_factor
+from infinity_engine.optim import (
+    NORM_BLOCK,
+    GradientNorm,
+    GradientSums,
+    HostKernels,
+    Stream,
+    gradient_factor,
+)
 from support.optim import threads
 
 NUMELS = (5 * NORM_BLOCK + 17, 3, NORM_BLOCK, 1000)
@@ -30,12 +39,16 @@ def gradients(seed: int) -> list[np.ndarray[tuple[int], np.dtype[np.float32]]]:
     count=st.sampled_from([1, 2, 8]),
     home=st.sampled_from(_native.homes()),
 )
-def test_the_norm_has_the_same_bits_whoever_sums_which_piece(cuts: list[int], count: int, home: str) -> None:
+def test_the_norm_has_the_same_bits_whoever_sums_which_piece(
+    cuts: list[int], count: int, home: str
+) -> None:
     kernels = HostKernels(threads(count), home=home)
     whole, pieces = GradientSums(NUMELS), GradientSums(NUMELS)
     bounds = [0, *(cut * NORM_BLOCK for cut in cuts), NUMELS[0]]
     for parameter, gradient in enumerate(gradients(1)):
-        whole.put(parameter, 0, HostKernels(threads(1), home="scalar").block_sums(Stream.of(gradient)))
+        whole.put(
+            parameter, 0, HostKernels(threads(1), home="scalar").block_sums(Stream.of(gradient))
+        )
         starts = bounds if parameter == 0 else [0, len(gradient)]
         for first, end in reversed(list(pairwise(starts))):
             pieces.put(parameter, first, kernels.block_sums(Stream.of(gradient[first:end])))

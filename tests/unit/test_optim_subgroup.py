@@ -41,18 +41,24 @@ limits = st.integers(NORM_BLOCK, 4 * NORM_BLOCK)
 
 @given(numels=sizes, limit=limits)
 def test_every_element_is_in_one_segment(numels: list[int], limit: int) -> None:
-    segments = [segment for group in cut_into_subgroups(numels, limit) for segment in group.segments]
+    segments = [
+        segment for group in cut_into_subgroups(numels, limit) for segment in group.segments
+    ]
 
     for parameter, numel in enumerate(numels):
         mine = [segment for segment in segments if segment.parameter == parameter]
         ends = [segment.first_element + segment.numel for segment in mine]
         assert [0, *ends][:-1] == [segment.first_element for segment in mine] or not mine
         assert sum(segment.numel for segment in mine) == numel
-    assert [segment.parameter for segment in segments] == sorted(segment.parameter for segment in segments)
+    assert [segment.parameter for segment in segments] == sorted(
+        segment.parameter for segment in segments
+    )
 
 
 @given(numels=sizes, limit=limits)
-def test_a_subgroup_is_contiguous_and_at_most_as_long_as_asked(numels: list[int], limit: int) -> None:
+def test_a_subgroup_is_contiguous_and_at_most_as_long_as_asked(
+    numels: list[int], limit: int
+) -> None:
     for index, group in enumerate(cut_into_subgroups(numels, limit)):
         ends = [segment.offset + segment.numel for segment in group.segments]
         assert [segment.offset for segment in group.segments] == [0, *ends][:-1]
@@ -67,7 +73,9 @@ def test_a_parameter_is_cut_at_blocks_of_the_norm_alone(numels: list[int], limit
 
 
 @given(numels=sizes, limit=limits)
-def test_a_subgroup_ends_only_where_the_next_block_has_no_room(numels: list[int], limit: int) -> None:
+def test_a_subgroup_ends_only_where_the_next_block_has_no_room(
+    numels: list[int], limit: int
+) -> None:
     for group, after in pairwise(cut_into_subgroups(numels, limit)):
         assert group.numel + min(NORM_BLOCK, after.segments[0].numel) > limit
 
@@ -115,7 +123,10 @@ def test_each_segment_has_the_rule_of_its_group_and_its_own_bias_correction() ->
     state.steps = [9, 0]
 
     records = update_records(
-        state, rules=[Adam(lr=0.1), AdamW(lr=0.2)], gradients=[ones(5), ones(3)], parameters=[None] * 2
+        state,
+        rules=[Adam(lr=0.1), AdamW(lr=0.2)],
+        gradients=[ones(5), ones(3)],
+        parameters=[None] * 2,
     ).records
 
     assert records["step"].tolist() == [
@@ -127,7 +138,9 @@ def test_each_segment_has_the_rule_of_its_group_and_its_own_bias_correction() ->
 def test_records_point_at_the_segments_places_in_the_subgroup() -> None:
     state = two_segments()
 
-    records = update_records(state, rules=[Adam()] * 2, gradients=[None, ones(3)], parameters=[None] * 2).records
+    records = update_records(
+        state, rules=[Adam()] * 2, gradients=[None, ones(3)], parameters=[None] * 2
+    ).records
 
     assert isinstance(state.master, Stream)
     assert records["numel"].tolist() == [3]
@@ -169,7 +182,9 @@ def test_masters_that_lie_apart_get_the_bits_of_masters_in_one_piece(formats: Fo
                 state,
                 rules=[AdamW(lr=0.1), SGD(lr=0.3)],
                 gradients=[Stream.of(np.full(numel, 1.7 + step, np.float32)) for numel in (5, 3)],
-                parameters=[None if formats.parameter is None else stream_of(each) for each in parameters],
+                parameters=[
+                    None if formats.parameter is None else stream_of(each) for each in parameters
+                ],
             )
             HostKernels(threads(1)).update(update)
             state.steps = update.steps
@@ -188,7 +203,10 @@ def test_a_segment_without_a_gradient_leaves_its_master_that_lies_apart() -> Non
     first, second = masters_of(Formats(), 5, 3)
 
     update = update_records(
-        apart([first, second]), rules=[SGD(lr=1.0)] * 2, gradients=[None, ones(3)], parameters=[None] * 2
+        apart([first, second]),
+        rules=[SGD(lr=1.0)] * 2,
+        gradients=[None, ones(3)],
+        parameters=[None] * 2,
     )
     HostKernels(threads(1)).update(update)
 
@@ -199,7 +217,9 @@ def test_a_segment_without_a_gradient_leaves_its_master_that_lies_apart() -> Non
 def test_an_update_keeps_masters_that_lie_apart_alive() -> None:
     masters = masters_of(Formats(), 5, 3)
 
-    update = update_records(apart(masters), rules=[Adam()] * 2, gradients=[ones(5), None], parameters=[None] * 2)
+    update = update_records(
+        apart(masters), rules=[Adam()] * 2, gradients=[ones(5), None], parameters=[None] * 2
+    )
 
     kept = [id(stream.owner) for stream in update.keeps]
     assert all(id(master) in kept for master in masters)
@@ -207,14 +227,20 @@ def test_an_update_keeps_masters_that_lie_apart_alive() -> None:
 
 @pytest.mark.parametrize("numels", [(), (5,), (5, 3, 1)])
 def test_another_number_of_masters_than_segments_is_refused(numels: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=f"master: .*one for each of its segments, got '{len(numels)} streams'"):
+    with pytest.raises(
+        ConfigError, match=f"master: .*one for each of its segments, got '{len(numels)} streams'"
+    ):
         apart(masters_of(Formats(), *numels))
 
 
 def test_a_master_of_another_size_or_format_than_its_segment_is_refused_and_named() -> None:
-    with pytest.raises(ConfigError, match=r"master\[1\]: expected 3 values of 4 bytes.*got '4 values of 4 bytes'"):
+    with pytest.raises(
+        ConfigError, match=r"master\[1\]: expected 3 values of 4 bytes.*got '4 values of 4 bytes'"
+    ):
         apart(masters_of(Formats(), 5, 4))
-    with pytest.raises(ConfigError, match=r"master\[0\]: expected 5 values of 4 bytes.*got '5 values of 2 bytes'"):
+    with pytest.raises(
+        ConfigError, match=r"master\[0\]: expected 5 values of 4 bytes.*got '5 values of 2 bytes'"
+    ):
         apart([np.zeros(5, np.float16), np.zeros(3, np.float32)])
 
 
@@ -234,9 +260,13 @@ def test_what_does_not_fit_is_refused_with_its_parameter_named() -> None:
     with pytest.raises(ConfigError, match="gradient of parameter 0"):
         update_records(state, rules=[Adam()] * 2, gradients=[ones(4), None], parameters=[None] * 2)
     with pytest.raises(ConfigError, match="states exp_avg, exp_avg_sq, max_exp_avg_sq"):
-        update_records(state, rules=[Adam(amsgrad=True)] * 2, gradients=[ones(5), None], parameters=[None] * 2)
+        update_records(
+            state, rules=[Adam(amsgrad=True)] * 2, gradients=[ones(5), None], parameters=[None] * 2
+        )
     with pytest.raises(ConfigError, match="values of parameter 0"):
-        update_records(state, rules=[Adam()] * 2, gradients=[ones(5), None], parameters=[copy, None])
+        update_records(
+            state, rules=[Adam()] * 2, gradients=[ones(5), None], parameters=[copy, None]
+        )
     with pytest.raises(ConfigError, match="values of parameter 1"):
         update_records(
             two_segments(Formats(parameter=FloatFormat.BF16)),
@@ -274,9 +304,14 @@ def test_a_stream_knows_arrays_by_dtype_and_refuses_others() -> None:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 1000), st.integers(1, 1000))
-def test_the_key_of_stochastic_rounding_differs_with_each_of_its_parts(seed: int, parameter: int, step: int) -> None:
+def test_the_key_of_stochastic_rounding_differs_with_each_of_its_parts(
+    seed: int, parameter: int, step: int
+) -> None:
     key = rounding_key(seed, parameter, step)
 
     assert 0 <= key < 2**64
-    assert key not in {rounding_key(seed ^ 1, parameter, step), rounding_key(seed, parameter + 1, step)}
+    assert key not in {
+        rounding_key(seed ^ 1, parameter, step),
+        rounding_key(seed, parameter + 1, step),
+    }
     assert key != rounding_key(seed, parameter, step + 1)

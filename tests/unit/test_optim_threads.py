@@ -1,4 +1,6 @@
-"""The threads of the update kernels: where they run, how many are worth their core, what is refused."""
+"""The threads of the update kernels: where they run, how many are worth their core, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import pytest
 
 from infinity_engine import _native
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim import AdamW, FloatFormat, HostKernels, UpdateThreads, bandwidth_by_threads, knee
+from infinity_engine.optim import (
+    AdamW,
+    FloatFormat,
+    HostKernels,
+    UpdateThreads,
+    bandwidth_by_threads,
+    knee,
+)
 from support.optim import Model, threads
 
 

@@ -1,4 +1,6 @@
-"""The README's picture is that of the newest measurement, and its bars are as long as what they stand for."""
+"""The README's picture is that of the newest measurement, and its bars are as long as what they
+stand for.
+"""
 
 from __future__ import annotations
 

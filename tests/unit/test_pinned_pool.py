@@ -1,4 +1,6 @@
-"""A real pool: planned places, what is told where one is taken, its end, and the two limits of 2% on real shapes."""
+"""A real pool: planned places, what is told where one is taken, its end, and the two limits of 2%
+on real shapes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ import pytest
 
 from deepnvme import IOQueue, Pool
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.memory import Layout, Lease, Ledger, PinnedPool, PoolStats, Request, Reservation, layout
+from infinity_engine.memory import (
+    Layout,
+    Lease,
+    Ledger,
+    PinnedPool,
+    PoolStats,
+    Request,
+    Reservation,
+    layout,
+)
 from infinity_engine.plan import Extent, ResolvedBudget, Tier
 from support.model_traces import (
     Act,
@@ -30,9 +41,14 @@ import torch
 
 PAGE = 4096
 SCALE = 16  # of all sizes, so that a test can have the memory
-# Models, and how many steps of them. The largest has tens of thousands of leases in the first one alone; that a second
-# one can follow the others show.
-STEPS = [(gpt2_xl, 2), (llama_3_8b, 2), (mixtral_8x7b, 1), pytest.param(mixtral_8x7b, 2, marks=pytest.mark.slow)]
+# Models, and how many steps of them. The largest has tens of thousands of leases in the first one
+# alone; that a second one can follow the others show.
+STEPS = [
+    (gpt2_xl, 2),
+    (llama_3_8b, 2),
+    (mixtral_8x7b, 1),
+    pytest.param(mixtral_8x7b, 2, marks=pytest.mark.slow),
+]
 
 # `a` lives throughout, `b` and `c` have one place, one after the other.
 PLAN = layout([Request("a", 2 * PAGE, 0, 3), Request("b", PAGE, 0, 1), Request("c", PAGE, 2, 3)])
@@ -55,7 +71,9 @@ class ManualEvent:
 
 @dataclass
 class RecordingQueue:
-    """An IOQueue as far as pools know it, which remembers the bytes of the pools that it was told of."""
+    """An IOQueue as far as pools know it, which remembers the bytes of the pools that it was told
+    of.
+    """
 
     closed: bool = False
     has: list[int] = field(default_factory=list)
@@ -68,7 +86,9 @@ class RecordingQueue:
 
 
 def reservation(nbytes: int) -> Reservation:
-    return Ledger(ResolvedBudget(device=0, host=nbytes)).reserve(Tier.HOST, nbytes, holder="the pool")
+    return Ledger(ResolvedBudget(device=0, host=nbytes)).reserve(
+        Tier.HOST, nbytes, holder="the pool"
+    )
 
 
 def planned_pool(*, pages: int = 0, plan: Layout = PLAN) -> PinnedPool:
@@ -116,10 +136,15 @@ def test_a_slot_whose_place_is_closing_is_waited_for() -> None:
     assert (event.waits, memory.stats().waits) == (1, 1)
 
 
-def test_a_slot_that_is_held_is_refused_with_who_has_it_and_that_the_run_is_not_as_planned() -> None:
+def test_a_slot_that_is_held_is_refused_with_who_has_it_and_that_the_run_is_not_as_planned() -> (
+    None
+):
     memory = planned_pool(pages=8)
 
-    with memory.lease_planned("b", holder="layers.3.gradient"), pytest.raises(CapacityError) as refused:
+    with (
+        memory.lease_planned("b", holder="layers.3.gradient"),
+        pytest.raises(CapacityError) as refused,
+    ):
         memory.lease_planned("c")
 
     error = refused.value
@@ -129,10 +154,18 @@ def test_a_slot_that_is_held_is_refused_with_who_has_it_and_that_the_run_is_not_
 
 
 def test_the_refusal_of_a_slot_counts_what_of_it_is_free_and_names_nobody_else() -> None:
-    places = {"small": Extent(0, PAGE), "other": Extent(2 * PAGE, PAGE), "large": Extent(0, 2 * PAGE)}
+    places = {
+        "small": Extent(0, PAGE),
+        "other": Extent(2 * PAGE, PAGE),
+        "large": Extent(0, 2 * PAGE),
+    }
     memory = planned_pool(plan=Layout(places, 3 * PAGE, 3 * PAGE))
 
-    with memory.lease_planned("small"), memory.lease_planned("other"), pytest.raises(CapacityError) as refused:
+    with (
+        memory.lease_planned("small"),
+        memory.lease_planned("other"),
+        pytest.raises(CapacityError) as refused,
+    ):
         memory.lease_planned("large")
 
     assert (refused.value.free, refused.value.holders) == (PAGE, (("small", PAGE),))
@@ -153,7 +186,9 @@ def test_a_slot_of_which_a_view_is_left_is_refused_and_says_so() -> None:
 def test_a_slot_that_is_held_is_refused_without_waiting_for_events_elsewhere() -> None:
     memory = planned_pool(pages=1)
     elsewhere = [ManualEvent(), ManualEvent()]
-    for event, lease in zip(elsewhere, (memory.lease_planned("a"), memory.lease(1, holder="w")), strict=True):
+    for event, lease in zip(
+        elsewhere, (memory.lease_planned("a"), memory.lease(1, holder="w")), strict=True
+    ):
         lease.until(event)
         lease.close()
 
@@ -178,8 +213,14 @@ def test_what_no_plan_knows_of_does_not_wait_for_planned_places() -> None:
 @pytest.mark.parametrize(
     ("places", "said"),
     [
-        ({"a": Extent(512, 100)}, r"offset of 'a' in the layout: expected a multiple of 4096 B.*got 512"),
-        ({"a": Extent(4096, 4097)}, r"place of 'a' in the layout: expected an end within the layout's 8192 B"),
+        (
+            {"a": Extent(512, 100)},
+            r"offset of 'a' in the layout: expected a multiple of 4096 B.*got 512",
+        ),
+        (
+            {"a": Extent(4096, 4097)},
+            r"place of 'a' in the layout: expected an end within the layout's 8192 B",
+        ),
     ],
 )
 def test_a_layout_that_a_pool_cannot_serve_is_refused_when_the_pool_is_made(
@@ -238,7 +279,9 @@ def test_a_closed_pool_serves_no_queue_and_is_not_pinned() -> None:
     assert not memory.pinned
 
 
-def test_the_memory_of_a_view_counts_as_held_after_the_pool_is_closed_and_until_the_view_is_gone() -> None:
+def test_the_memory_of_a_view_counts_as_held_after_the_pool_is_closed_and_until_the_view_is_gone() -> (
+    None
+):
     promised = reservation(4 * PAGE)
     memory = PinnedPool(promised)
     with memory.lease(100, holder="layers.7.gradient") as lease:
@@ -272,10 +315,14 @@ def test_only_the_region_that_somebody_still_has_a_piece_of_counts_as_held_after
 def small_step(model: Callable[[], Model]) -> tuple[Request, ...]:
     """Return the buffers of a step with smaller sizes."""
     step = planned_step(model(), gradients=Gradients.STREAMED)
-    return tuple(Request(each.name, -(-each.nbytes // SCALE), each.first, each.last) for each in step)
+    return tuple(
+        Request(each.name, -(-each.nbytes // SCALE), each.first, each.last) for each in step
+    )
 
 
-def replay(memory: PinnedPool, requests: Sequence[Request], steps: int, lease: Callable[[Request], Lease]) -> PoolStats:
+def replay(
+    memory: PinnedPool, requests: Sequence[Request], steps: int, lease: Callable[[Request], Lease]
+) -> PoolStats:
     """Take and close the leases of some steps; every one has its own bytes at its end."""
     by_name = {request.name: (number % 251, request) for number, request in enumerate(requests)}
     held: dict[str, Lease] = {}
@@ -295,12 +342,16 @@ def replay(memory: PinnedPool, requests: Sequence[Request], steps: int, lease: C
 
 
 def samples_of(lease: Lease) -> torch.Tensor:
-    """Return the first byte of each of a lease's pages, in which another one would begin or lie if they overlapped."""
+    """Return the first byte of each of a lease's pages, in which another one would begin or lie if
+    they overlapped.
+    """
     return lease.flat()[::PAGE]
 
 
 @pytest.mark.parametrize(("model", "steps"), STEPS)
-def test_planned_steps_run_in_at_most_two_percent_more_than_their_peak(model: Callable[[], Model], steps: int) -> None:
+def test_planned_steps_run_in_at_most_two_percent_more_than_their_peak(
+    model: Callable[[], Model], steps: int
+) -> None:
     requests = small_step(model)
     placed = layout(requests)
     promised = reservation(placed.nbytes)
@@ -320,7 +371,9 @@ def test_the_leases_of_steps_take_at_most_two_percent_more_in_whole_pages(
     requests = small_step(model)
     memory = PinnedPool(reservation(2 * layout(requests).peak_bytes))
 
-    stats = replay(memory, requests, steps, lambda request: memory.lease(request.nbytes, holder=request.name))
+    stats = replay(
+        memory, requests, steps, lambda request: memory.lease(request.nbytes, holder=request.name)
+    )
 
     assert stats.peak_held <= stats.peak_pages_bytes <= 1.02 * stats.peak_held
     assert stats.held == 0

@@ -1,4 +1,6 @@
-"""Random leases of one pool, planned and not, with events and views that outlive them, against a model of it."""
+"""Random leases of one pool, planned and not, with events and views that outlive them, against a
+model of it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ STEPS = st.lists(st.tuples(SIZES, LIVES), min_size=1, max_size=8)
 
 @dataclass
 class Work:
-    """What is done with a buffer after its lease was closed; ends when the test says so, or when somebody waits."""
+    """What is done with a buffer after its lease was closed; ends when the test says so, or when
+    somebody waits.
+    """
 
     ended: bool = False
     waits: int = 0
@@ -77,9 +81,13 @@ class Leases(RuleBasedStateMachine):
 
     @initialize(steps=STEPS)
     def begin(self, steps: list[tuple[int, list[int]]]) -> None:
-        self.plan = layout([Request(f"slot {n}", size, *lives) for n, (size, lives) in enumerate(steps)])
+        self.plan = layout(
+            [Request(f"slot {n}", size, *lives) for n, (size, lives) in enumerate(steps)]
+        )
         nbytes = self.plan.nbytes + UNPLANNED_PAGES * PAGE
-        self.reservation = Ledger(ResolvedBudget(device=0, host=nbytes)).reserve(Tier.HOST, nbytes, holder="pool")
+        self.reservation = Ledger(ResolvedBudget(device=0, host=nbytes)).reserve(
+            Tier.HOST, nbytes, holder="pool"
+        )
         self.pool = PinnedPool(self.reservation, layout=self.plan)
 
     # --- leases ---
@@ -101,7 +109,11 @@ class Leases(RuleBasedStateMachine):
     def lease_planned(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.plan.places)))
         place = self.plan.places[slot]
-        rivals = [buffer for buffer in self.buffers if buffer.place is not None and buffer.place.overlaps(place)]
+        rivals = [
+            buffer
+            for buffer in self.buffers
+            if buffer.place is not None and buffer.place.overlaps(place)
+        ]
         waits = self.waits_elsewhere(rivals)
         try:
             lease = self.pool.lease_planned(slot)
@@ -191,7 +203,9 @@ class Leases(RuleBasedStateMachine):
         self.pool.settle()
 
         assert self.pool.stats().held == self.bytes_in_use()
-        assert self.pool.stats().closing_leases == len([b for b in self.buffers if b.nbytes and self.waits_for_work(b)])
+        assert self.pool.stats().closing_leases == len(
+            [b for b in self.buffers if b.nbytes and self.waits_for_work(b)]
+        )
 
     def waits_for_work(self, buffer: Buffer) -> bool:
         return buffer.lease is None and not all(work.ended for work in buffer.works)
@@ -205,7 +219,10 @@ class Leases(RuleBasedStateMachine):
     def every_buffer_in_use_has_its_own_bytes(self) -> None:
         for buffer in self.buffers:
             if buffer.in_use:
-                assert ctypes.string_at(buffer.address, buffer.nbytes) == bytes([buffer.byte]) * buffer.nbytes
+                assert (
+                    ctypes.string_at(buffer.address, buffer.nbytes)
+                    == bytes([buffer.byte]) * buffer.nbytes
+                )
 
     @invariant()
     def nothing_in_use_is_taken_for_free(self) -> None:

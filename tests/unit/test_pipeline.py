@@ -1,4 +1,6 @@
-"""Small pieces share operations, a bounded number of bytes travels at once, and no memory is let go too early."""
+"""Small pieces share operations, a bounded number of bytes travels at once, and no memory is let go
+too early.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,17 @@ def in_order(pieces: list[Piece[int]]) -> list[Piece[int]]:
     return sorted(pieces, key=lambda piece: (piece.file, piece.offset))
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 64 * MIB), st.integers(1, SMALL_BYTES))))
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 64 * MIB), st.integers(1, SMALL_BYTES)))
+)
 def test_every_piece_lies_in_one_stretch_of_whole_pages_that_fits_into_staging_memory(
     places: list[tuple[int, int, int]],
 ) -> None:
     pieces = [Piece(*place, number) for number, place in enumerate(places)]
     stretches = list(together(in_order(pieces)))
-    assert sorted(piece.what for stretch in stretches for piece in stretch.pieces) == list(range(len(pieces)))
+    assert sorted(piece.what for stretch in stretches for piece in stretch.pieces) == list(
+        range(len(pieces))
+    )
     for stretch in stretches:
         assert stretch.start % PAGE == stretch.nbytes % PAGE == 0
         assert stretch.nbytes <= RUN_BYTES
@@ -47,14 +53,20 @@ def test_every_piece_lies_in_one_stretch_of_whole_pages_that_fits_into_staging_m
 
 
 def test_neighbours_share_a_stretch_and_what_is_far_does_not() -> None:
-    near, gap = [Piece(0, at * PAGE, 100, at) for at in range(5)], Piece(0, 5 * PAGE + 200 * 1024, 100, 5)
+    near, gap = (
+        [Piece(0, at * PAGE, 100, at) for at in range(5)],
+        Piece(0, 5 * PAGE + 200 * 1024, 100, 5),
+    )
     other = Piece(1, PAGE, 100, 6)
     found = [[piece.what for piece in stretch.pieces] for stretch in together([*near, gap, other])]
     assert found == [[0, 1, 2, 3, 4], [5], [6]]
 
 
 def test_pieces_that_are_not_in_order_are_refused() -> None:
-    for pieces in ([Piece(0, PAGE, 1, 0), Piece(0, 0, 1, 1)], [Piece(1, 0, 1, 0), Piece(0, PAGE, 1, 1)]):
+    for pieces in (
+        [Piece(0, PAGE, 1, 0), Piece(0, 0, 1, 1)],
+        [Piece(1, 0, 1, 0), Piece(0, PAGE, 1, 1)],
+    ):
         with pytest.raises(ValueError, match="in the order of their bytes"):
             list(together(pieces))
 
@@ -77,7 +89,9 @@ def test_after_a_failure_what_is_under_way_is_released_and_does_not_land() -> No
 
     def fail() -> None:
         with Pipeline() as pipeline:
-            pipeline.start(1, land=lambda: told.append("land"), release=lambda: told.append("release"))
+            pipeline.start(
+                1, land=lambda: told.append("land"), release=lambda: told.append("release")
+            )
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -126,7 +140,9 @@ def staged(queue: Registrations) -> Staged:
     return staged_by(queue)
 
 
-def test_one_operation_takes_the_staging_memory_of_one(queue: Registrations, staged: Staged) -> None:
+def test_one_operation_takes_the_staging_memory_of_one(
+    queue: Registrations, staged: Staged
+) -> None:
     assert not queue.pools
     with Pipeline() as pipeline:
         for _ in range(3):
@@ -134,7 +150,9 @@ def test_one_operation_takes_the_staging_memory_of_one(queue: Registrations, sta
     assert [pool.capacity for pool in queue.pools] == [2 * PAGE]
 
 
-def test_a_second_operation_beside_it_makes_the_rest_at_once(queue: Registrations, staged: Staged) -> None:
+def test_a_second_operation_beside_it_makes_the_rest_at_once(
+    queue: Registrations, staged: Staged
+) -> None:
     with Pipeline() as pipeline:
         taken = [staged.take(pipeline) for _ in range(4)]
     assert [pool.capacity for pool in queue.pools] == [2 * PAGE, 3 * 2 * PAGE]
@@ -207,7 +225,9 @@ def test_no_staging_memory_is_lost_wherever_it_is_interrupted(queue: Registratio
         assert not queue.pools
 
 
-def test_memory_of_an_operation_that_nobody_noted_is_not_used_again_before_it_ends(staged: Staged) -> None:
+def test_memory_of_an_operation_that_nobody_noted_is_not_used_again_before_it_ends(
+    staged: Staged,
+) -> None:
     under_way: list[Memory] = []
 
     def interrupted_put() -> None:

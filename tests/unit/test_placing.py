@@ -40,7 +40,9 @@ def test_a_policy_that_says_where_it_updates_gets_the_plan_of_one_that_does_not(
             training = replace(training, state_names=(), formats=Formats(), in_memory=True)
         if not means.budget.nvme or (means.unified and tier is Tier.HOST):
             continue
-        says: OffloadPolicy = chance.choice([HOST_ONLY, static_split(0.1), interleaved(Fraction(1, 3), resident=0.05)])
+        says: OffloadPolicy = chance.choice(
+            [HOST_ONLY, static_split(0.1), interleaved(Fraction(1, 3), resident=0.05)]
+        )
         wish = Wish(
             strategy=NvmeStreamed(),
             tiers=(tier,),
@@ -62,6 +64,10 @@ def test_a_policy_that_says_where_it_updates_gets_the_plan_of_one_that_does_not(
                 break
             assert str(one) == str(other)
             short_of_host = one.tier == "HOST"  # then with no room to spare, where a mistake shows
-            budget = replace(budget, host=one.asked) if short_of_host else replace(budget, device=one.asked)
+            budget = (
+                replace(budget, host=one.asked)
+                if short_of_host
+                else replace(budget, device=one.asked)
+            )
 
     assert fitting > 10

@@ -1,4 +1,6 @@
-"""`infinity plan`, as a new user would try it: tables, JSON, a page, and what is said of wrong or missing input."""
+"""`infinity plan`, as a new user would try it: tables, JSON, a page, and what is said of wrong or
+missing input.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ CONFIG = {
 
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that runs `infinity plan`, and returns its exit status, output and errors."""
+    """Return a function that runs `infinity plan`, and returns its exit status, output and
+    errors.
+    """
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setenv("COLUMNS", "200")
@@ -78,7 +82,9 @@ def test_the_answer_needs_no_torch_and_little_time() -> None:
         "print('seconds', time.process_time())\n"
         "sys.exit(status)\n"
     )
-    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False
+    )
 
     assert run.returncode == 0, run.stderr
     assert float(run.stdout.split()[-1]) < 4  # of processor time, on whatever runs the tests
@@ -99,7 +105,9 @@ def test_in_json_it_is_one_object_with_the_plan(plan: Any) -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would_do(plan: Any) -> None:
-    status, out, _ = plan("--model", "llama-3-8b", "--gpus", "1", "--gpu-mem", "8GiB", "--ram", "16GiB")
+    status, out, _ = plan(
+        "--model", "llama-3-8b", "--gpus", "1", "--gpu-mem", "8GiB", "--ram", "16GiB"
+    )
 
     assert status == 1
     assert "llama-3-8b does not fit" in out
@@ -112,7 +120,14 @@ def test_what_does_not_fit_is_refused_with_what_would_do(plan: Any) -> None:
     [
         ("--gpu-mem", "8GiB", "--ram", "16GiB"),
         ("--gpu-mem", "24GiB", "--ram", "64GiB", "--strategy", "device_only"),
-        ("--gpu-mem", "24GiB", "--ram", "400GiB", "--strategy", '{"name": "static_split", "ratio": 0.9}'),
+        (
+            "--gpu-mem",
+            "24GiB",
+            "--ram",
+            "400GiB",
+            "--strategy",
+            '{"name": "static_split", "ratio": 0.9}',
+        ),
         ("--gpus", "4", "--gpu-mem", "16GiB", "--ram", "64GiB"),
         ("--gpus", "0", "--ram", "64GiB"),
     ],
@@ -132,8 +147,12 @@ def test_what_a_remedy_says_fits_when_it_is_given(plan: Any, arguments: tuple[st
 
 def test_what_was_asked_for_can_be_left_to_the_planner(plan: Any) -> None:
     roomy = ("--gpu-mem", "24GiB", "--ram", "64GiB", "--nvme", "500GB")
-    status, out, _ = plan("--model", "llama-3-8b", *roomy, "--strategy", "host_only", "--subgroup", "2000000000")
-    _, both, _ = plan("--model", "llama-3-8b", *roomy, "--strategy", "nvme_streamed", "--subgroup", "8000000000")
+    status, out, _ = plan(
+        "--model", "llama-3-8b", *roomy, "--strategy", "host_only", "--subgroup", "2000000000"
+    )
+    _, both, _ = plan(
+        "--model", "llama-3-8b", *roomy, "--strategy", "nvme_streamed", "--subgroup", "8000000000"
+    )
 
     assert status == 1
     assert re.search(r"1\.\s+what is best, left to the planner \(--strategy auto\)", out)
@@ -156,7 +175,9 @@ def test_the_page_stands_by_itself(plan: Any, tmp_path: Path) -> None:
     text = file.read_text()
     assert status == 0
     assert not re.search(r"<script|<link|src=|href=|https?://(?!www\.w3\.org)", text)
-    charts = [ElementTree.fromstring(each) for each in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+    charts = [
+        ElementTree.fromstring(each) for each in re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    ]
     assert len(charts) >= 3
     labels = [chart.get("aria-label") for chart in charts]
     assert "memory of the device over the step" in labels
@@ -171,7 +192,9 @@ def test_the_page_stands_by_itself(plan: Any, tmp_path: Path) -> None:
 
 def test_without_a_plan_there_is_no_page_and_it_is_said(plan: Any, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    status, _, err = plan("--model", "llama-3-8b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--html", str(file))
+    status, _, err = plan(
+        "--model", "llama-3-8b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--html", str(file)
+    )
 
     assert status == 1
     assert not file.exists()
@@ -221,7 +244,9 @@ def test_precision_model_is_what_the_config_states(
     assert out == plan("--model", str(tmp_path), *DESKTOP, "--precision", as_if)[1]
 
 
-@pytest.mark.parametrize(("stated", "said"), [({}, "states no dtype"), ({"dtype": "float8"}, "states float8")])
+@pytest.mark.parametrize(
+    ("stated", "said"), [({}, "states no dtype"), ({"dtype": "float8"}, "states float8")]
+)
 def test_precision_model_is_refused_where_no_known_dtype_is_stated(
     plan: Any, tmp_path: Path, stated: dict[str, str], said: str
 ) -> None:
@@ -250,7 +275,9 @@ def test_an_update_can_be_asked_to_end_before_the_forward_begins(plan: Any) -> N
     assert [each["name"] for each in after["phases"]] == ["update", "forward", "backward"]
     assert "overlap" not in beside["settings"]
     assert after["settings"]["overlap"] == "off"
-    assert json.loads(plan(*arguments, "auto")[1])["step_s"] <= min(beside["step_s"], after["step_s"])
+    assert json.loads(plan(*arguments, "auto")[1])["step_s"] <= min(
+        beside["step_s"], after["step_s"]
+    )
 
 
 def test_without_a_gpu_there_is_one_memory(plan: Any) -> None:
@@ -270,11 +297,15 @@ def test_models_and_machines_are_listed(plan: Any) -> None:
     assert "desktop_4090" in out
 
 
-def test_the_program_of_the_page_runs_without_torch_and_commands_of_the_page_are_understood(plan: Any) -> None:
+def test_the_program_of_the_page_runs_without_torch_and_commands_of_the_page_are_understood(
+    plan: Any,
+) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/planner.md").read_text()
     [program] = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     source = f"import sys\nsys.modules['torch'] = None\n{program}"
-    run = subprocess.run([sys.executable, "-W", "error", "-c", source], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", source], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert "is bound by" in run.stdout
 
@@ -283,7 +314,7 @@ def test_the_program_of_the_page_runs_without_torch_and_commands_of_the_page_are
     assert f"its directory: {', '.join(FAMILIES)} |" in page
 
 
-# --- rates -------------------------------------------------------------------------------------------------------
+# --- rates ----------------------------------------------------------------------------------------
 
 
 def rates_file(folder: Path, **more: float | None) -> Path:
@@ -300,7 +331,9 @@ def rates_file(folder: Path, **more: float | None) -> Path:
 
 
 def test_rates_of_a_file_are_used(plan: Any, tmp_path: Path) -> None:
-    _, slow, _ = plan("--model", "llama-3-8b", *DESKTOP, "--rates", str(rates_file(tmp_path)), "--json")
+    _, slow, _ = plan(
+        "--model", "llama-3-8b", *DESKTOP, "--rates", str(rates_file(tmp_path)), "--json"
+    )
     _, fast, _ = plan("--model", "llama-3-8b", *DESKTOP, "--json")
 
     assert json.loads(slow)["step_s"] > 1.5 * json.loads(fast)["step_s"]
@@ -311,7 +344,9 @@ def test_a_calibration_is_a_file_of_rates(plan: Any, tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     file.write_text(json.dumps(calibration().to_mapping()))
 
-    status, out, err = plan("--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--rates", str(file), "--json")
+    status, out, err = plan(
+        "--model", "gpt2", "--gpus", "0", "--ram", "16GiB", "--rates", str(file), "--json"
+    )
 
     assert status == 0, err
     assert any("rates were measured" in note for note in json.loads(out)["notes"])
@@ -324,7 +359,18 @@ def measured_file(folder: Path) -> str:
 
 
 def test_ranks_divide_what_a_calibration_measured_of_one_process(plan: Any, tmp_path: Path) -> None:
-    small = ("--model", "llama-3.2-1b", "--gpu-mem", "8GiB", "--ram", "16GiB", "--nvme", "100GB", "--overlap", "off")
+    small = (
+        "--model",
+        "llama-3.2-1b",
+        "--gpu-mem",
+        "8GiB",
+        "--ram",
+        "16GiB",
+        "--nvme",
+        "100GB",
+        "--overlap",
+        "off",
+    )
     streamed = (*small, "--strategy", "nvme_streamed", "--rates", measured_file(tmp_path), "--json")
     one, four = (json.loads(plan(*streamed, "--gpus", ranks)[1]) for ranks in ("1", "4"))
 
@@ -335,7 +381,17 @@ def test_ranks_divide_what_a_calibration_measured_of_one_process(plan: Any, tmp_
 
 
 def test_how_fast_modules_compute_changes_nothing_of_updates(plan: Any, tmp_path: Path) -> None:
-    there = ("--gpu-mem", "8GiB", "--ram", "16GiB", "--strategy", "nvme_streamed", "--overlap", "off", "--json")
+    there = (
+        "--gpu-mem",
+        "8GiB",
+        "--ram",
+        "16GiB",
+        "--strategy",
+        "nvme_streamed",
+        "--overlap",
+        "off",
+        "--json",
+    )
     asked = ("--model", "llama-3.2-1b", *there, "--nvme", "2TB", "--rates", measured_file(tmp_path))
     measured, given = (json.loads(plan(*asked, *more)[1]) for more in ((), ("--tflops", "50")))
 
@@ -346,15 +402,30 @@ def test_how_fast_modules_compute_changes_nothing_of_updates(plan: Any, tmp_path
 def test_the_host_holds_what_drives_need_to_be_used(plan: Any) -> None:
     _, out, _ = plan("--model", "llama-3-8b", *DESKTOP, "--json")
 
-    holdings = {each["what"]: each["bytes"] for each in json.loads(out)["memory"]["host"]["holdings"]}
+    holdings = {
+        each["what"]: each["bytes"] for each in json.loads(out)["memory"]["host"]["holdings"]
+    }
     assert holdings["the I/O queue's own"] == 16 << 20
 
 
-def test_what_updates_take_from_drives_is_in_the_rates_of_a_known_machine_as_well(plan: Any, tmp_path: Path) -> None:
-    there = ("--gpu-mem", "8GiB", "--ram", "16GiB", "--strategy", "nvme_streamed", "--overlap", "off", "--json")
+def test_what_updates_take_from_drives_is_in_the_rates_of_a_known_machine_as_well(
+    plan: Any, tmp_path: Path
+) -> None:
+    there = (
+        "--gpu-mem",
+        "8GiB",
+        "--ram",
+        "16GiB",
+        "--strategy",
+        "nvme_streamed",
+        "--overlap",
+        "off",
+        "--json",
+    )
     asked = ("--model", "llama-3.2-1b", *there, "--rates", measured_file(tmp_path))
     known, given = (
-        json.loads(plan(*asked, *more)[1])["update_s"] for more in (("--machine", "desktop_4090"), ("--nvme", "2TB"))
+        json.loads(plan(*asked, *more)[1])["update_s"]
+        for more in (("--machine", "desktop_4090"), ("--nvme", "2TB"))
     )
 
     assert known == pytest.approx(given, rel=0.01)
@@ -363,15 +434,22 @@ def test_what_updates_take_from_drives_is_in_the_rates_of_a_known_machine_as_wel
 @pytest.mark.parametrize(
     "more", [("--gpu-mem", "8GiB"), ("--gpus", "0", "--nvme", "2TB", "--strategy", "nvme_streamed")]
 )
-def test_a_rate_that_is_missing_is_told_with_how_to_get_it(plan: Any, tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_a_rate_that_is_missing_is_told_with_how_to_get_it(
+    plan: Any, tmp_path: Path, more: tuple[str, ...]
+) -> None:
     file = tmp_path / "rates.json"
-    file.write_text(json.dumps(Rates(host_update_params_per_s=1e9, device_update_params_per_s=1e10).to_mapping()))
+    file.write_text(
+        json.dumps(
+            Rates(host_update_params_per_s=1e9, device_update_params_per_s=1e10).to_mapping()
+        )
+    )
 
     status, _, err = plan("--model", "llama-3.2-1b", "--ram", "32GiB", *more, "--rates", str(file))
 
     assert status == 2
     assert re.search(
-        r"--rates: expected a file with Rates\.[\w.]+, which this plan uses: `infinity calibrate DIR`", err
+        r"--rates: expected a file with Rates\.[\w.]+, which this plan uses: `infinity calibrate DIR`",
+        err,
     )
 
 
@@ -395,7 +473,7 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
     assert re.search(said, err)
 
 
-# --- wrong input -------------------------------------------------------------------------------------------------
+# --- wrong input ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -417,13 +495,25 @@ def test_a_file_without_rates_is_refused(plan: Any, tmp_path: Path, text: str, s
         (("--model", "gpt2", *DESKTOP, "--tflops", "0"), "--tflops: expected a positive number"),
         (("--model", "gpt2", *DESKTOP, "--tflops", "nan"), "--tflops: expected a positive number"),
         (("--model", "gpt2", *DESKTOP, "--tflops", "inf"), "--tflops: expected a positive number"),
-        (("--model", "gpt2", *DESKTOP, "--tflops", "1e-300"), "--tflops: expected a positive number"),
-        (("--model", "gpt2", "--gpus", "0", "--gpu-mem", "8GiB", "--ram", "64GiB"), "--gpu-mem: expected none"),
-        (("--model", "gpt2", *DESKTOP[:6], "--strategy", "nvme_streamed"), "--nvme: expected a size"),
+        (
+            ("--model", "gpt2", *DESKTOP, "--tflops", "1e-300"),
+            "--tflops: expected a positive number",
+        ),
+        (
+            ("--model", "gpt2", "--gpus", "0", "--gpu-mem", "8GiB", "--ram", "64GiB"),
+            "--gpu-mem: expected none",
+        ),
+        (
+            ("--model", "gpt2", *DESKTOP[:6], "--strategy", "nvme_streamed"),
+            "--nvme: expected a size",
+        ),
         (("--model", "gpt2", *DESKTOP[:6], "--parameters", "nvme"), "--nvme: expected a size"),
         (("--model", "gpt2", *DESKTOP, "--subgroup", "10"), "--subgroup: expected at least"),
         (("--model", "gpt2", *DESKTOP, "--rates", "/absent.json"), "--rates: expected a file"),
-        (("--model", "gpt2", *DESKTOP, "--html", "/absent/plan.html"), "--html: expected a file that can be written"),
+        (
+            ("--model", "gpt2", *DESKTOP, "--html", "/absent/plan.html"),
+            "--html: expected a file that can be written",
+        ),
     ],
 )
 def test_wrong_or_missing_input_is_told_by_the_name_of_its_option(

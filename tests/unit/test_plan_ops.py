@@ -23,7 +23,12 @@ from infinity_engine.plan import (
 )
 
 # A parameter takes 2 ns on the host and 1 ns on the device; a byte 1 ns up and 3 1/3 ns down.
-RATES = Rates(host_update_params_per_s=5e8, device_update_params_per_s=1e9, h2d_bytes_per_s=1e9, d2h_bytes_per_s=3e8)
+RATES = Rates(
+    host_update_params_per_s=5e8,
+    device_update_params_per_s=1e9,
+    h2d_bytes_per_s=1e9,
+    d2h_bytes_per_s=3e8,
+)
 ALL: tuple[tuple[Op, Lane], ...] = (
     (UpdateOnHost(subgroup=0, params=10), Lane.HOST),
     (UpdateOnDevice(subgroup=0, params=10), Lane.DEVICE),
@@ -46,7 +51,11 @@ def test_an_op_cannot_be_changed(op: Op) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "amount"),
-    [(UpdateOnHost, {"params": 0}), (UpdateOnDevice, {"params": -1}), (UploadParameters, {"nbytes": 0})],
+    [
+        (UpdateOnHost, {"params": 0}),
+        (UpdateOnDevice, {"params": -1}),
+        (UploadParameters, {"nbytes": 0}),
+    ],
 )
 def test_an_op_that_does_nothing_is_refused(kind: Any, amount: dict[str, int]) -> None:
     [name] = amount
@@ -70,7 +79,11 @@ def test_an_op_takes_its_amount_over_the_rate_of_its_lane_rounded_up(op: Op, ns:
 
 def test_the_ops_of_a_lane_follow_one_another_and_lanes_do_not_wait() -> None:
     clocks = LaneClocks(RATES)
-    ops = [UpdateOnHost(subgroup=0, params=5), UpdateOnHost(subgroup=1, params=5), UpdateOnDevice(subgroup=2, params=5)]
+    ops = [
+        UpdateOnHost(subgroup=0, params=5),
+        UpdateOnHost(subgroup=1, params=5),
+        UpdateOnDevice(subgroup=2, params=5),
+    ]
 
     assert [clocks.run(op) for op in ops] == [(0, 10), (10, 20), (0, 5)]
 

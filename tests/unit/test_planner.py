@@ -1,4 +1,6 @@
-"""The planner: what it picks is the best there is, fits, and takes the bytes and the time that it says."""
+"""The planner: what it picks is the best there is, fits, and takes the bytes and the time that it
+says.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def means(device: float, host: float, nvme: float = 0, **more: object) -> Means:
 PLENTY = means(100, 100)
 
 
-# --- what it picks -----------------------------------------------------------------------------------------------
+# --- what it picks --------------------------------------------------------------------------------
 
 
 def test_what_fits_on_the_device_stays_there() -> None:
@@ -89,7 +91,9 @@ def test_what_the_host_cannot_hold_rests_on_drives() -> None:
 
 def test_the_host_takes_its_part_of_the_updates_where_all_fits_and_it_is_fast() -> None:
     there = means(100, 100)
-    fast = replace(there, rates=replace(there.rates, host_update_params_per_s=3e10, h2d_bytes_per_s=1e12))
+    fast = replace(
+        there, rates=replace(there.rates, host_update_params_per_s=3e10, h2d_bytes_per_s=1e12)
+    )
 
     chosen = decide(training_of(SMALL), fast).best.choice.strategy
     assert isinstance(chosen, StaticSplit | Interleaved)
@@ -122,7 +126,9 @@ def test_measured_blocks_go_before_one_rate_of_computing() -> None:
     slow = decide(training, replace(there, blocks=blocks)).best.timeline
 
     flops = SMALL.forward_flops_per_token(2048) * 2048
-    assert [phase.ns for phase in slow.phases[1:]] == pytest.approx([flops / 1e3, 2 * flops / 500], rel=1e-6)
+    assert [phase.ns for phase in slow.phases[1:]] == pytest.approx(
+        [flops / 1e3, 2 * flops / 500], rel=1e-6
+    )
     assert slow.ns > plain.ns
 
 
@@ -155,10 +161,16 @@ def test_on_one_memory_computing_beside_an_update_from_drives_is_disturbed_as_we
 
 def test_what_is_asked_for_is_kept_to() -> None:
     found = decide(
-        training_of(SMALL), PLENTY, strategy=Interleaved(share=0.5), parameters=Tier.HOST, subgroup_numel=2**22
+        training_of(SMALL),
+        PLENTY,
+        strategy=Interleaved(share=0.5),
+        parameters=Tier.HOST,
+        subgroup_numel=2**22,
     ).best
 
-    assert found.choice == Choice(strategy=Interleaved(share=0.5), parameters=Tier.HOST, subgroup_numel=2**22)
+    assert found.choice == Choice(
+        strategy=Interleaved(share=0.5), parameters=Tier.HOST, subgroup_numel=2**22
+    )
 
 
 def test_there_are_enough_subgroups_for_the_bound() -> None:
@@ -174,7 +186,8 @@ def test_a_plan_is_the_same_whenever_it_is_made() -> None:
 
 
 def slower_than_the_best(seed: int) -> float:
-    """Return how many times as long the planner's pick takes as the best of all strategies, tiers and settings.
+    """Return how many times as long the planner's pick takes as the best of all strategies, tiers
+    and settings.
 
     1.0 where none of these is faster. What it picks fits, and where it refuses, nothing does.
     """
@@ -185,7 +198,9 @@ def slower_than_the_best(seed: int) -> float:
     except CapacityError:
         assert best_of_all(planner) is None
         return 1.0
-    held = best.sizing.held_on_host(best.plan.demand) + (there.io_bytes if best.plan.demand.nvme else 0)
+    held = best.sizing.held_on_host(best.plan.demand) + (
+        there.io_bytes if best.plan.demand.nvme else 0
+    )
     assert held + (planner.making(best.sizing) if there.unified else 0) <= there.budget.host
     assert there.unified or best.plan.demand.device + best.beside <= there.budget.device
     assert best.plan.demand.nvme <= sum(there.budget.nvme.values())
@@ -194,14 +209,17 @@ def slower_than_the_best(seed: int) -> float:
 
 
 @pytest.mark.parametrize("seed", [*range(4), 21, 48, 111, 201, 918])
-def test_it_picks_what_is_within_3_percent_of_the_best_of_all_and_keeps_the_budgets(seed: int) -> None:
+def test_it_picks_what_is_within_3_percent_of_the_best_of_all_and_keeps_the_budgets(
+    seed: int,
+) -> None:
     assert slower_than_the_best(seed) <= 1.03
 
 
 @pytest.mark.parametrize(
     ("seed", "tier", "strategy"),
     [
-        # As many visit as leaves room for two modules at once: one more, and nothing is fetched ahead.
+        # As many visit as leaves room for two modules at once: one more, and nothing is fetched
+        # ahead.
         (250, Tier.HOST, Interleaved(share=0.5, resident=0.25)),
         # Most visit, as the host has no room for more gradients.
         (201, Tier.DEVICE, Interleaved(share=1.0, resident=0.1)),
@@ -212,20 +230,32 @@ def test_it_picks_what_is_within_3_percent_of_the_best_of_all_and_keeps_the_budg
         (199, Tier.HOST, NvmeStreamed(update=Interleaved(share=0.25, resident=0.1))),
     ],
 )
-def test_what_lies_at_an_edge_of_some_memory_is_found(seed: int, tier: Tier, strategy: Strategy) -> None:
+def test_what_lies_at_an_edge_of_some_memory_is_found(
+    seed: int, tier: Tier, strategy: Strategy
+) -> None:
     training, there = random_case(seed)
     choice = Choice(strategy=strategy, parameters=tier, subgroup_numel=training.model.numel // 64)
 
-    assert decide(training, there).best.timeline.ns <= 1.03 * Planner(training, there).candidate(choice).timeline.ns
+    assert (
+        decide(training, there).best.timeline.ns
+        <= 1.03 * Planner(training, there).candidate(choice).timeline.ns
+    )
 
 
 def test_residents_leave_room_for_fewer_staging_sets_rather_than_none() -> None:
     choice = Choice(
-        strategy=Interleaved(share=0.5, resident=0.25), parameters=Tier.DEVICE, subgroup_numel=SMALL.numel // 64
+        strategy=Interleaved(share=0.5, resident=0.25),
+        parameters=Tier.DEVICE,
+        subgroup_numel=SMALL.numel // 64,
     )
-    # Parameters 0.64 GB, residents 0.9, gradients that stay 0.4 and those on their way 0.1; a set is 0.06.
+    # Parameters 0.64 GB, residents 0.9, gradients that stay 0.4 and those on their way 0.1; a set
+    # is 0.06.
     sets = [
-        len(Planner(training_of(SMALL), means(device, 20)).candidate(choice).plan.steps.staging_bytes)
+        len(
+            Planner(training_of(SMALL), means(device, 20))
+            .candidate(choice)
+            .plan.steps.staging_bytes
+        )
         for device in (2.11, 2.17, 2.23)
     ]
 
@@ -235,28 +265,42 @@ def test_residents_leave_room_for_fewer_staging_sets_rather_than_none() -> None:
 @pytest.mark.parametrize(
     ("seed", "tier", "strategy"),
     [
-        # With large subgroups the host has room for one buffer only, and this looks slow until they are small.
+        # With large subgroups the host has room for one buffer only, and this looks slow until they
+        # are small.
         (369, Tier.HOST, NvmeStreamed(update=Interleaved(share=0.0, resident=0.1))),
-        # The device has room for all parameters only beside gradients of the smallest subgroups on their way.
+        # The device has room for all parameters only beside gradients of the smallest subgroups on
+        # their way.
         (751, Tier.DEVICE, HostOnly()),
         # Some stay and some visit, between the corners of what the device holds.
         (462, Tier.DEVICE, NvmeStreamed(update=Interleaved(share=0.6, resident=0.3))),
         # The staging sets of large subgroups leave no room for as many residents.
         (334, Tier.DEVICE, NvmeStreamed(update=Interleaved(share=0.75, resident=0.1))),
-        # Along the edge of what the device holds, where seven that visit take as much room as one that stays.
+        # Along the edge of what the device holds, where seven that visit take as much room as one
+        # that stays.
         (698, Tier.DEVICE, NvmeStreamed(update=Interleaved(share=0.875, resident=0.05))),
     ],
 )
-def test_what_small_subgroups_make_room_for_is_found(seed: int, tier: Tier, strategy: Strategy) -> None:
+def test_what_small_subgroups_make_room_for_is_found(
+    seed: int, tier: Tier, strategy: Strategy
+) -> None:
     training, there = random_case(seed)
-    choice = Choice(strategy=strategy, parameters=tier, subgroup_numel=training.model.numel // 256 // 4096 * 4096)
+    choice = Choice(
+        strategy=strategy,
+        parameters=tier,
+        subgroup_numel=training.model.numel // 256 // 4096 * 4096,
+    )
 
-    assert decide(training, there).best.timeline.ns <= 1.03 * Planner(training, there).candidate(choice).timeline.ns
+    assert (
+        decide(training, there).best.timeline.ns
+        <= 1.03 * Planner(training, there).candidate(choice).timeline.ns
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 1000, 50))
-def test_it_does_so_on_a_thousand_machines(first: int, record_property: Callable[[str, object], None]) -> None:
+def test_it_does_so_on_a_thousand_machines(
+    first: int, record_property: Callable[[str, object], None]
+) -> None:
     found = {seed: slower_than_the_best(seed) for seed in range(first, first + 50)}
 
     record_property("times the time of the best, by seed", found)
@@ -287,23 +331,32 @@ def check_what_is_skipped(seed: int) -> None:
 
 def test_the_comparison_finds_what_is_faster_than_a_poor_plan() -> None:
     planner = Planner(training_of(SMALL), means(3.0, 20))
-    poor = planner.candidate(Choice(strategy=HostOnly(), parameters=Tier.HOST, subgroup_numel=SMALL.numel // 64))
+    poor = planner.candidate(
+        Choice(strategy=HostOnly(), parameters=Tier.HOST, subgroup_numel=SMALL.numel // 64)
+    )
 
     faster = best_of_all(planner, below_ns=poor.timeline.ns)
     assert faster is not None
     assert poor.timeline.ns > 1.03 * faster.timeline.ns
 
 
-# --- the update phase --------------------------------------------------------------------------------------------
+# --- the update phase -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("h2d", [4e9, 25e9, 55e9])
 @pytest.mark.parametrize("cpu", [0.5e9, 2e9])
-def test_no_reference_updates_faster_than_the_plan_and_the_bound_is_5_percent_away(h2d: float, cpu: float) -> None:
-    rates = replace(DESKTOP, h2d_bytes_per_s=h2d, d2h_bytes_per_s=h2d, host_update_params_per_s=cpu, nvme={})
+def test_no_reference_updates_faster_than_the_plan_and_the_bound_is_5_percent_away(
+    h2d: float, cpu: float
+) -> None:
+    rates = replace(
+        DESKTOP, h2d_bytes_per_s=h2d, d2h_bytes_per_s=h2d, host_update_params_per_s=cpu, nvme={}
+    )
     training = training_of(model_of(*([400_000_000] * 8)))
     there = Means(
-        budget=ResolvedBudget(device=16 * 10**9, host=200 * 10**9), rates=rates, flops_per_s=None, for_all=False
+        budget=ResolvedBudget(device=16 * 10**9, host=200 * 10**9),
+        rates=rates,
+        flops_per_s=None,
+        for_all=False,
     )
     decision = decide(training, there)
 
@@ -327,7 +380,9 @@ def test_no_reference_updates_faster_than_the_plan_and_the_bound_is_5_percent_aw
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([None, 2.0]))
 def test_the_least_update_is_none_that_a_plan_ends_before(seed: int, alone: float | None) -> None:
-    """Whatever the machine and the model; `alone`: so much faster is everything while nothing disturbs it."""
+    """Whatever the machine and the model; `alone`: so much faster is everything while nothing
+    disturbs it.
+    """
     training, there = random_case(seed)
     there = replace(there, rates=replace(there.rates, dram_bytes_per_s=50e9))
     if alone is not None:
@@ -362,7 +417,11 @@ def test_the_least_update_of_parameters_at_home_uploads_nothing() -> None:
     there = replace(means(0.55, 100), rates=slow)
 
     decision = decide(
-        training_of(SMALL), there, strategy=choice.strategy, parameters=Tier.HOST, subgroup_numel=choice.subgroup_numel
+        training_of(SMALL),
+        there,
+        strategy=choice.strategy,
+        parameters=Tier.HOST,
+        subgroup_numel=choice.subgroup_numel,
     )
 
     assert decision.least_update_ns is not None
@@ -385,10 +444,12 @@ def test_the_update_of_the_timeline_is_the_simulated_plan() -> None:
     assert best.timeline.update_ns == simulate(best.plan.steps, rates_of_update(DESKTOP)).end_ns
 
 
-# --- a step ------------------------------------------------------------------------------------------------------
+# --- a step ---------------------------------------------------------------------------------------
 
 
-def timed(there: Means, choice: Choice, training: Training) -> tuple[dict[str, int], dict[Lane, int]]:
+def timed(
+    there: Means, choice: Choice, training: Training
+) -> tuple[dict[str, int], dict[Lane, int]]:
     candidate = Planner(training, there).candidate(choice)
     timeline = time_step(candidate.plan, candidate.sizing, training, there)
     return {phase.name: phase.ns for phase in timeline.phases}, dict(timeline.moved)
@@ -406,7 +467,9 @@ def test_computing_takes_the_operations_over_their_rate() -> None:
     assert moved == {}
 
 
-def test_parameters_at_home_cross_the_link_for_forward_and_backward_and_gradients_come_back() -> None:
+def test_parameters_at_home_cross_the_link_for_forward_and_backward_and_gradients_come_back() -> (
+    None
+):
     there = means(0.55, 100)
     choice = Choice(strategy=HostOnly(), parameters=Tier.HOST, subgroup_numel=2**23)
 
@@ -434,9 +497,14 @@ def test_all_on_drives_moves_the_bytes_that_decision_0010_counts() -> None:
     candidate = Planner(training_of(SMALL), there).candidate(choice)
     _, moved = timed(there, choice, training_of(SMALL))
 
-    rests = sum(each.numel for each in candidate.sizing.subgroups if each.index in candidate.plan.resting.states)
+    rests = sum(
+        each.numel
+        for each in candidate.sizing.subgroups
+        if each.index in candidate.plan.resting.states
+    )
     assert candidate.plan.resting.gradients == 1
-    # 12 B of states, 2 of gradients; parameters twice, less what stays between forward and backward.
+    # 12 B of states, 2 of gradients; parameters twice, less what stays between forward and
+    # backward.
     least = 14 * rests + 2 * SMALL.numel
     assert least <= moved[Lane.NVME_READ] <= least + 2 * SMALL.numel
     assert moved[Lane.NVME_WRITE] == pytest.approx(14 * rests + 2 * SMALL.numel, rel=1e-6)
@@ -465,9 +533,13 @@ def test_an_update_in_memory_hides_behind_the_next_forward_on_a_device_of_its_ow
     assert beside.moved == after.moved
 
 
-def test_where_an_update_is_better_ended_first_the_plan_says_so_and_not_where_nothing_is_known_of_computing() -> None:
+def test_where_an_update_is_better_ended_first_the_plan_says_so_and_not_where_nothing_is_known_of_computing() -> (
+    None
+):
     choice = Choice(
-        strategy=Interleaved(share=0.5, resident=0.2), parameters=Tier.HOST, subgroup_numel=SMALL.numel // 64
+        strategy=Interleaved(share=0.5, resident=0.2),
+        parameters=Tier.HOST,
+        subgroup_numel=SMALL.numel // 64,
     )
     there = replace(means(100, 100), flops_per_s=1e16)  # a short forward
     found = {
@@ -482,7 +554,9 @@ def test_where_an_update_is_better_ended_first_the_plan_says_so_and_not_where_no
 
 
 @pytest.mark.parametrize("unified", [True, False])
-def test_it_does_not_where_that_is_one_memory_or_where_ranks_gather_what_stays_on_the_device(unified: bool) -> None:
+def test_it_does_not_where_that_is_one_memory_or_where_ranks_gather_what_stays_on_the_device(
+    unified: bool,
+) -> None:
     there = means(0 if unified else 100, 100, unified=unified, ranks=1 if unified else 2)
     choice = Choice(strategy=HostOnly(), parameters=Tier.DEVICE, subgroup_numel=2**23)
 
@@ -519,13 +593,15 @@ def test_a_rate_that_the_plan_needs_is_asked_for() -> None:
         decide(training_of(SMALL), there)
 
 
-# --- the report --------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize(("host", "nvme"), [(30.0, 0.0), (30.0, 100.0), (4.0, 100.0), (2.6, 100.0)])
-def test_every_byte_of_a_tier_is_for_something(bits: int, unified: bool, host: float, nvme: float) -> None:
+def test_every_byte_of_a_tier_is_for_something(
+    bits: int, unified: bool, host: float, nvme: float
+) -> None:
     training = training_of(SMALL, bits=bits)
     decision = decide(training, means(0 if unified else 3.0, host, nvme, unified=unified))
     report = report_of(decision)
@@ -569,7 +645,10 @@ def test_all_ranks_wear_the_drives() -> None:
 
 
 def test_a_phase_names_what_binds_it() -> None:
-    phases = {each.name: each for each in report_of(decide(training_of(SMALL), means(2.0, 2.5, 100))).phases}
+    phases = {
+        each.name: each
+        for each in report_of(decide(training_of(SMALL), means(2.0, 2.5, 100))).phases
+    }
 
     update = next(each for name, each in phases.items() if name.startswith("update"))
     assert update.binding in {"reads of the drives", "writes to the drives"}
@@ -595,7 +674,7 @@ def test_a_report_in_json_has_the_plan_and_settings_that_the_engine_takes() -> N
     assert settings["strategy"] == decision.best.choice.strategy.to_plain()
 
 
-# --- ranks -------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 def test_ranks_divide_the_host_the_drives_and_the_model() -> None:
@@ -610,13 +689,20 @@ def test_ranks_divide_the_host_the_drives_and_the_model() -> None:
 def test_gradients_of_several_ranks_are_sums_in_fp32() -> None:
     choice = Choice(strategy=HostOnly(), parameters=Tier.DEVICE, subgroup_numel=2**22)
     one, two = (
-        decide(training_of(SMALL), means(5.0, 40, ranks=ranks), strategy=choice.strategy, parameters=Tier.DEVICE)
+        decide(
+            training_of(SMALL),
+            means(5.0, 40, ranks=ranks),
+            strategy=choice.strategy,
+            parameters=Tier.DEVICE,
+        )
         for ranks in (1, 2)
     )
 
     kept = [{each.what: each.nbytes for each in report_of(found).holdings} for found in (one, two)]
     assert [each["gradients"] for each in kept] == [2 * SMALL.numel, 4 * SMALL.numel // 2]
-    assert [found.best.timeline.moved[Lane.D2H] for found in (one, two)] == [each["gradients"] for each in kept]
+    assert [found.best.timeline.moved[Lane.D2H] for found in (one, two)] == [
+        each["gradients"] for each in kept
+    ]
 
 
 def test_of_several_ranks_the_output_says_what_is_not_timed() -> None:
@@ -625,10 +711,12 @@ def test_of_several_ranks_the_output_says_what_is_not_timed() -> None:
     assert any("gathers between devices are not timed" in note for note in notes)
 
 
-# --- what does not fit -------------------------------------------------------------------------------------------
+# --- what does not fit ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("device", "host", "nvme"), [(1.2, 1.0, 0.0), (1.2, 1.5, 1.0), (0.05, 50.0, 0.0)])
+@pytest.mark.parametrize(
+    ("device", "host", "nvme"), [(1.2, 1.0, 0.0), (1.2, 1.5, 1.0), (0.05, 50.0, 0.0)]
+)
 def test_every_remedy_is_enough(device: float, host: float, nvme: float) -> None:
     training, there = training_of(SMALL), means(device, host, nvme)
     with pytest.raises(CapacityError):
@@ -645,7 +733,8 @@ def test_every_remedy_is_enough(device: float, host: float, nvme: float) -> None
             host=budget.host + more.host,
             nvme={"a": sum(budget.nvme.values()) + more.nvme} if budget.nvme or more.nvme else {},
         )
-        decide(training, replace(there, budget=raised, rates=DESKTOP))  # raises where it does not fit
+        # raises where it does not fit
+        decide(training, replace(there, budget=raised, rates=DESKTOP))
 
 
 def test_checkpointing_is_a_remedy_where_activations_are_too_many() -> None:

@@ -1,4 +1,6 @@
-"""The policies: sound plans within their limits for any sizes, rates and budgets, and ends that come early."""
+"""The policies: sound plans within their limits for any sizes, rates and budgets, and ends that
+come early.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from infinity_engine.optim.policies import (
     two_ended,
 )
 from infinity_engine.optim.policies.interleaved import spread
-from infinity_engine.optim.policy import Limits, OffloadPolicy, PlanDraft, PolicyRegistry, offload_policy
+from infinity_engine.optim.policy import (
+    Limits,
+    OffloadPolicy,
+    PlanDraft,
+    PolicyRegistry,
+    offload_policy,
+)
 from infinity_engine.plan import (
     Auto,
     BytesPerParameter,
@@ -48,13 +56,25 @@ from infinity_engine.plan import (
 )
 from infinity_engine.sim import Simulation, simulate, update_bound
 
-H100 = Rates(h2d_bytes_per_s=55e9, d2h_bytes_per_s=55e9, host_update_params_per_s=2e9, device_update_params_per_s=25e9)
-V100 = Rates(h2d_bytes_per_s=12e9, d2h_bytes_per_s=12e9, host_update_params_per_s=2e9, device_update_params_per_s=35e9)
+H100 = Rates(
+    h2d_bytes_per_s=55e9,
+    d2h_bytes_per_s=55e9,
+    host_update_params_per_s=2e9,
+    device_update_params_per_s=25e9,
+)
+V100 = Rates(
+    h2d_bytes_per_s=12e9,
+    d2h_bytes_per_s=12e9,
+    host_update_params_per_s=2e9,
+    device_update_params_per_s=35e9,
+)
 PLENTY = Limits(resident_bytes=1 << 50, staging_bytes=1 << 50)
 
 
 def specs(sizes: Sequence[int]) -> tuple[SubgroupSpec, ...]:
-    return tuple(SubgroupSpec(index=at, numel=numel, first_use=at) for at, numel in enumerate(sizes))
+    return tuple(
+        SubgroupSpec(index=at, numel=numel, first_use=at) for at, numel in enumerate(sizes)
+    )
 
 
 EQUAL = specs([100_000_000] * 46)
@@ -64,19 +84,25 @@ def where(plan: StepPlan, home: Home) -> list[int]:
     return sorted(index for index, its in plan.homes().items() if its is home)
 
 
-# --- any policy, any sizes, rates and limits ---------------------------------------------------------------------
+# --- any policy, any sizes, rates and limits ------------------------------------------------------
 
 SIZES = st.lists(st.integers(1, 10**9), min_size=0, max_size=20)
 RATE = st.floats(1e6, 1e12)
 RATES = st.builds(
-    Rates, host_update_params_per_s=RATE, device_update_params_per_s=RATE, h2d_bytes_per_s=RATE, d2h_bytes_per_s=RATE
+    Rates,
+    host_update_params_per_s=RATE,
+    device_update_params_per_s=RATE,
+    h2d_bytes_per_s=RATE,
+    d2h_bytes_per_s=RATE,
 )
 LIMITS = st.builds(
     Limits,
     resident_bytes=st.integers(0, 10**11),
     staging_bytes=st.integers(0, 10**11),
     staging_sets=st.integers(0, 5),
-    per_parameter=st.builds(BytesPerParameter, states=st.integers(1, 20), parameter=st.integers(1, 4)),
+    per_parameter=st.builds(
+        BytesPerParameter, states=st.integers(1, 20), parameter=st.integers(1, 4)
+    ),
     parameters=st.sampled_from([Tier.DEVICE, Tier.HOST]),
     update_bytes=st.integers(0, 4),
 )
@@ -216,12 +242,16 @@ def test_where_a_policy_says_beforehand_that_updates_will_be_its_plans_have_them
         (algorithm1(2), False),
     ],
 )
-def test_a_policy_says_beforehand_where_updates_will_be_if_only_sizes_decide(policy: OffloadPolicy, says: bool) -> None:
+def test_a_policy_says_beforehand_where_updates_will_be_if_only_sizes_decide(
+    policy: OffloadPolicy, says: bool
+) -> None:
     assert (policy.homes_of(EQUAL) is not None) == says
 
 
 @given(SIZES, RATES, SHARE, PART)
-def test_no_plan_ends_before_the_bound(sizes: list[int], rates: Rates, share: Fraction, part: float) -> None:
+def test_no_plan_ends_before_the_bound(
+    sizes: list[int], rates: Rates, share: Fraction, part: float
+) -> None:
     subgroups = specs(sizes)
     assume(subgroups)
     plan = interleaved(share, resident=part)(subgroups, rates, PLENTY)
@@ -231,7 +261,7 @@ def test_no_plan_ends_before_the_bound(sizes: list[int], rates: Rates, share: Fr
     assert simulate(plan, rates).end_ns >= update_bound(rates, resident=resident).least_ns(total)
 
 
-# --- where subgroups are updated ---------------------------------------------------------------------------------
+# --- where subgroups are updated ------------------------------------------------------------------
 
 
 def test_device_only_keeps_everything_on_the_device() -> None:
@@ -242,20 +272,28 @@ def test_device_only_keeps_everything_on_the_device() -> None:
 
 def test_host_only_updates_everything_on_the_host_in_the_order_of_use() -> None:
     subgroups = [replace(subgroup, first_use=-subgroup.index) for subgroup in EQUAL[:3]]
-    plan = BUILT_IN["host_only"](subgroups, Rates(), replace(PLENTY, resident_bytes=0, staging_bytes=0))
+    plan = BUILT_IN["host_only"](
+        subgroups, Rates(), replace(PLENTY, resident_bytes=0, staging_bytes=0)
+    )
 
     assert [(type(op), op.subgroup) for op in plan.ops] == [
         (kind, index) for index in (2, 1, 0) for kind in (UpdateOnHost, UploadParameters)
     ]
 
 
-@pytest.mark.parametrize(("ratio", "resident"), [(0.0, []), (0.5, [2, 3]), (0.74, [2, 3]), (0.75, [1, 2, 3])])
-def test_static_split_keeps_whole_subgroups_that_are_needed_last(ratio: float, resident: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("ratio", "resident"), [(0.0, []), (0.5, [2, 3]), (0.74, [2, 3]), (0.75, [1, 2, 3])]
+)
+def test_static_split_keeps_whole_subgroups_that_are_needed_last(
+    ratio: float, resident: list[int]
+) -> None:
     plan = static_split(ratio)(specs([5, 5, 5, 5]), Rates(), PLENTY)
     assert where(plan, Home.RESIDENT) == resident
 
 
-def test_what_is_to_be_resident_and_does_not_fit_is_refused_with_the_bytes_that_are_missing() -> None:
+def test_what_is_to_be_resident_and_does_not_fit_is_refused_with_the_bytes_that_are_missing() -> (
+    None
+):
     with pytest.raises(CapacityError) as refused:
         static_split(0.5)(specs([5, 5]), Rates(), replace(PLENTY, resident_bytes=59))
 
@@ -263,7 +301,9 @@ def test_what_is_to_be_resident_and_does_not_fit_is_refused_with_the_bytes_that_
     assert "keep fewer subgroups resident" in str(refused.value)
 
 
-def test_what_is_to_visit_and_finds_no_staging_set_is_refused_with_the_bytes_that_are_missing() -> None:
+def test_what_is_to_visit_and_finds_no_staging_set_is_refused_with_the_bytes_that_are_missing() -> (
+    None
+):
     with pytest.raises(CapacityError) as refused:
         interleaved(Fraction(1))(specs([5, 5]), H100, replace(PLENTY, staging_bytes=59))
 
@@ -276,14 +316,21 @@ def test_visits_without_any_staging_set_are_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", [interleaved(), two_ended()])
-def test_where_nothing_can_visit_and_none_was_asked_for_all_stays_on_the_host(policy: OffloadPolicy) -> None:
+def test_where_nothing_can_visit_and_none_was_asked_for_all_stays_on_the_host(
+    policy: OffloadPolicy,
+) -> None:
     plan = policy(specs([5, 5]), H100, replace(PLENTY, staging_bytes=59))
     assert where(plan, Home.HOST) == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("share", "visiting"),
-    [(Fraction(0), []), (Fraction(1, 3), [1, 4]), (Fraction(1, 2), [0, 2, 4]), (Fraction(1), [0, 1, 2, 3, 4, 5])],
+    [
+        (Fraction(0), []),
+        (Fraction(1, 3), [1, 4]),
+        (Fraction(1, 2), [0, 2, 4]),
+        (Fraction(1), [0, 1, 2, 3, 4, 5]),
+    ],
 )
 def test_a_share_is_spread_evenly(share: Fraction, visiting: list[int]) -> None:
     plan = interleaved(share)(specs([7] * 6), H100, PLENTY)
@@ -291,7 +338,9 @@ def test_a_share_is_spread_evenly(share: Fraction, visiting: list[int]) -> None:
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=50), SHARE)
-def test_up_to_each_subgroup_the_share_is_kept_within_half_of_the_largest(sizes: list[int], share: Fraction) -> None:
+def test_up_to_each_subgroup_the_share_is_kept_within_half_of_the_largest(
+    sizes: list[int], share: Fraction
+) -> None:
     chosen = spread(specs(sizes), share)
     seen = visiting = 0
     for size, visits in zip(sizes, chosen, strict=True):
@@ -311,7 +360,15 @@ def test_two_ended_lets_the_device_take_from_the_back() -> None:
 def test_interleaved_uses_three_staging_sets_in_turn() -> None:
     plan = interleaved()(EQUAL, H100, PLENTY)
     assert len(plan.staging_bytes) == 3
-    assert [op.staging for op in plan.ops if isinstance(op, UploadStates)][:7] == [0, 1, 2, 0, 1, 2, 0]
+    assert [op.staging for op in plan.ops if isinstance(op, UploadStates)][:7] == [
+        0,
+        1,
+        2,
+        0,
+        1,
+        2,
+        0,
+    ]
 
 
 def test_residents_come_last_where_the_last_downloads_leave_room_for_them() -> None:
@@ -331,12 +388,18 @@ def test_residents_that_are_too_many_for_the_end_fill_the_gaps_before() -> None:
 
 def test_residents_take_their_turn_where_no_gap_is_long_enough_for_one() -> None:
     rates = Rates(
-        h2d_bytes_per_s=48e9, d2h_bytes_per_s=66e9, host_update_params_per_s=0.4e9, device_update_params_per_s=7.6e9
+        h2d_bytes_per_s=48e9,
+        d2h_bytes_per_s=66e9,
+        host_update_params_per_s=0.4e9,
+        device_update_params_per_s=7.6e9,
     )
     plan = interleaved(resident=0.5)(specs([10**8] * 100), rates, PLENTY)
 
-    # Were they to wait for gaps as long as their updates, these 50 would come last: 37% behind the bound.
-    assert simulate(plan, rates).end_ns <= 1.05 * update_bound(rates, resident=Fraction(1, 2)).least_ns(100 * 10**8)
+    # Were they to wait for gaps as long as their updates, these 50 would come last: 37% behind the
+    # bound.
+    assert simulate(plan, rates).end_ns <= 1.05 * update_bound(
+        rates, resident=Fraction(1, 2)
+    ).least_ns(100 * 10**8)
 
 
 def test_no_visitor_waits_for_a_resident_where_gaps_are_long() -> None:
@@ -348,7 +411,7 @@ def test_no_visitor_waits_for_a_resident_where_gaps_are_long() -> None:
             assert times[number].start_ns == times[op.after[0]].end_ns
 
 
-# --- how early they end ------------------------------------------------------------------------------------------
+# --- how early they end ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rates", [H100, V100])
@@ -359,7 +422,9 @@ def test_the_race_comes_near_the_bound(policy: OffloadPolicy, rates: Rates) -> N
 
 
 def distance_from_bound(seed: int) -> float:
-    """Return by which part it ends after the bound on a random machine, with 46 or more that are not resident."""
+    """Return by which part it ends after the bound on a random machine, with 46 or more that are
+    not resident.
+    """
     chance = random.Random(seed)
 
     def around(value: float, times: float) -> float:
@@ -372,7 +437,10 @@ def distance_from_bound(seed: int) -> float:
         host_update_params_per_s=around(1.5e9, 4),
         device_update_params_per_s=around(30e9, 4),
     )
-    others, part = chance.choice([46, 64, 100, 128]), chance.choice([0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95])
+    others, part = (
+        chance.choice([46, 64, 100, 128]),
+        chance.choice([0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95]),
+    )
     subgroups = specs([10**8] * round(others / (1 - part)))
     plan = interleaved(resident=part)(subgroups, rates, PLENTY)
     resident = Fraction(plan.params_at(Home.RESIDENT), len(subgroups) * 10**8)
@@ -380,9 +448,13 @@ def distance_from_bound(seed: int) -> float:
     return simulate(plan, rates).end_ns / float(least_ns) - 1
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(20, 500, 40))])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(20, 500, 40))]
+)
 def test_with_46_that_are_not_resident_the_race_ends_5_percent_from_the_bound(first: int) -> None:
-    distances = sorted(distance_from_bound(seed) for seed in range(first, first + (40 if first else 20)))
+    distances = sorted(
+        distance_from_bound(seed) for seed in range(first, first + (40 if first else 20))
+    )
 
     assert distances[-2] <= 0.05
     assert distances[-1] <= 0.06  # where 46 visitors' own way up and down is more than that
@@ -390,13 +462,20 @@ def test_with_46_that_are_not_resident_the_race_ends_5_percent_from_the_bound(fi
 
 @pytest.mark.parametrize("rates", [H100, V100])
 def test_the_race_is_ahead_of_algorithm1_with_stride_2(rates: Rates) -> None:
-    ours, theirs = (simulate(policy(EQUAL, rates, PLENTY), rates).end_ns for policy in (interleaved(), algorithm1(2)))
+    ours, theirs = (
+        simulate(policy(EQUAL, rates, PLENTY), rates).end_ns
+        for policy in (interleaved(), algorithm1(2))
+    )
     assert theirs / ours >= 1.5
 
 
 @pytest.mark.parametrize("rates", [H100, V100])
-def test_parameters_come_in_the_order_of_use_so_that_a_forward_can_begin_early(rates: Rates) -> None:
-    ours, two_ends = (simulate(policy(EQUAL, rates, PLENTY), rates) for policy in (interleaved(), two_ended()))
+def test_parameters_come_in_the_order_of_use_so_that_a_forward_can_begin_early(
+    rates: Rates,
+) -> None:
+    ours, two_ends = (
+        simulate(policy(EQUAL, rates, PLENTY), rates) for policy in (interleaved(), two_ended())
+    )
     forward_ns = ours.end_ns // 2
 
     assert two_ends.end_ns == ours.end_ns
@@ -414,8 +493,12 @@ def test_no_given_share_ends_much_before_the_one_that_is_found(rates: Rates, cou
         assert found <= given_share.end_ns * 1.01
 
 
-def any_plan(host: Sequence[SubgroupSpec], visiting: Sequence[SubgroupSpec], states_first: bool) -> StepPlan:
-    """Return a plan as plain as can be: either all states go up first, or one after each of the host's parameters."""
+def any_plan(
+    host: Sequence[SubgroupSpec], visiting: Sequence[SubgroupSpec], states_first: bool
+) -> StepPlan:
+    """Return a plan as plain as can be: either all states go up first, or one after each of the
+    host's parameters.
+    """
     draft = PlanDraft((*host, *visiting), PLENTY)
     left = list(visiting)
     for subgroup in host:
@@ -445,7 +528,9 @@ def best_by_brute_force(subgroups: Sequence[SubgroupSpec], rates: Rates) -> int:
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(10**6, 10**9), min_size=1, max_size=6), RATES)
-def test_the_race_ends_within_a_twentieth_of_the_best_that_brute_force_finds(sizes: list[int], rates: Rates) -> None:
+def test_the_race_ends_within_a_twentieth_of_the_best_that_brute_force_finds(
+    sizes: list[int], rates: Rates
+) -> None:
     subgroups = specs(sizes)
     found = simulate(interleaved()(subgroups, rates, PLENTY), rates).end_ns
 
@@ -454,14 +539,16 @@ def test_the_race_ends_within_a_twentieth_of_the_best_that_brute_force_finds(siz
 
 @settings(max_examples=5)
 @given(RATES, st.integers(9, 10))
-def test_beyond_a_few_subgroups_the_race_is_as_near_where_they_are_equal(rates: Rates, count: int) -> None:
+def test_beyond_a_few_subgroups_the_race_is_as_near_where_they_are_equal(
+    rates: Rates, count: int
+) -> None:
     subgroups = specs([10**8] * count)
     found = simulate(interleaved()(subgroups, rates, PLENTY), rates).end_ns
 
     assert found <= 1.05 * best_by_brute_force(subgroups, rates)
 
 
-# --- the published references ------------------------------------------------------------------------------------
+# --- the published references ---------------------------------------------------------------------
 
 
 def test_algorithm1_lets_one_in_so_many_visit() -> None:
@@ -509,7 +596,7 @@ def test_eq1_lets_its_share_visit() -> None:
     assert len(where(plan, Home.VISITING)) == round(46 * share) == 31
 
 
-# --- names, strategies, and policies of one's own ----------------------------------------------------------------
+# --- names, strategies, and policies of one's own -------------------------------------------------
 
 
 def plan_of(policy: OffloadPolicy) -> Simulation:
@@ -538,12 +625,21 @@ def test_a_strategy_that_says_not_where_updates_run_has_none() -> None:
 
 
 @pytest.mark.parametrize("update", [HostOnly(), Interleaved(share=0.5)])
-def test_states_that_rest_on_drives_are_updated_as_the_strategy_says(update: HostOnly | Interleaved) -> None:
+def test_states_that_rest_on_drives_are_updated_as_the_strategy_says(
+    update: HostOnly | Interleaved,
+) -> None:
     assert plan_of(policy_for(NvmeStreamed(update=update))) == plan_of(policy_for(update))
 
 
 def test_the_policies_that_are_there() -> None:
-    assert list(BUILT_IN) == ["device_only", "host_only", "interleaved", "two_ended", "eq1", "algorithm1"]
+    assert list(BUILT_IN) == [
+        "device_only",
+        "host_only",
+        "interleaved",
+        "two_ended",
+        "eq1",
+        "algorithm1",
+    ]
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
@@ -597,7 +693,9 @@ def test_a_policy_that_forgets_a_subgroup_is_told() -> None:
 def test_a_policy_that_plans_for_other_subgroups_is_told() -> None:
     other = offload_policy("other")(lambda subgroups, rates, limits: StepPlan(subgroups=(), ops=()))
 
-    with pytest.raises(ConfigError, match="policy 'other': expected a plan for the subgroups that it was given"):
+    with pytest.raises(
+        ConfigError, match="policy 'other': expected a plan for the subgroups that it was given"
+    ):
         other(specs([3]), Rates(), PLENTY)
 
 
@@ -609,9 +707,13 @@ def test_a_policy_that_returns_no_plan_is_told() -> None:
 
 
 def test_a_policy_that_updates_elsewhere_than_it_has_said_is_told() -> None:
-    said = OffloadPolicy("other", all_visit.decide, lambda subgroups: {each.index: Home.HOST for each in subgroups})
+    said = OffloadPolicy(
+        "other", all_visit.decide, lambda subgroups: {each.index: Home.HOST for each in subgroups}
+    )
 
-    with pytest.raises(ConfigError, match="policy 'other': expected a plan that updates each subgroup where"):
+    with pytest.raises(
+        ConfigError, match="policy 'other': expected a plan that updates each subgroup where"
+    ):
         said(specs([3, 4]), Rates(), PLENTY)
 
 

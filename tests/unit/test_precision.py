@@ -11,15 +11,30 @@ from infinity_engine.errors import ConfigError
 from infinity_engine.parameters.parameters import collect_frozen, collect_parameters
 from infinity_engine.parameters.precision import dtypes_of
 
-CASTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_autocast": torch.bfloat16}
-EVERY = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool)
+CASTS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "bf16_autocast": torch.bfloat16,
+}
+EVERY = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.bool,
+)
 
 
 def holding(*dtypes: torch.dtype) -> nn.Module:
     """Return a module with a frozen parameter of each of these."""
     module = nn.Module()
     for number, dtype in enumerate(dtypes):
-        module.register_parameter(f"p{number}", nn.Parameter(torch.ones(3).to(dtype), requires_grad=False))
+        module.register_parameter(
+            f"p{number}", nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
+        )
     return module
 
 
@@ -41,7 +56,11 @@ def test_a_model_that_is_all_fp32_is_cast(precision: str) -> None:
 def test_fp32_beside_16_bits_stays_unless_fp32_is_asked_for(precision: str, kept: bool) -> None:
     to = CASTS[precision]
     first = torch.float32 if kept else to
-    assert computed(holding(torch.float32, torch.bfloat16, torch.float16), precision) == [first, to, to]
+    assert computed(holding(torch.float32, torch.bfloat16, torch.float16), precision) == [
+        first,
+        to,
+        to,
+    ]
 
 
 @pytest.mark.parametrize("precision", CASTS)
@@ -52,21 +71,27 @@ def test_codes_that_mean_nothing_without_their_module_are_never_cast(precision: 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_batch_norm_stays_in_the_dtype_of_its_statistics(precision: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False))
+    model = nn.Sequential(
+        nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)
+    )
     to = CASTS[precision]
     assert computed(model, precision) == [to, torch.float32, torch.float32, to, to]
 
 
 @pytest.mark.parametrize("precision", ["model", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.complex64])
-def test_a_trained_parameter_of_another_dtype_is_refused_by_name(dtype: torch.dtype, precision: str) -> None:
+def test_a_trained_parameter_of_another_dtype_is_refused_by_name(
+    dtype: torch.dtype, precision: str
+) -> None:
     model = nn.Module()
     model.register_parameter("odd", nn.Parameter(torch.ones(3).to(dtype)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if (dtype, precision) == (torch.float64, "bf16"):
         assert collect_parameters(model, optimizer, Precision.BF16)[0].dtype == torch.bfloat16
         return
-    with pytest.raises(ConfigError, match=f"parameter odd: expected torch.float32, .*Cast .*freeze .*got '{dtype}'"):
+    with pytest.raises(
+        ConfigError, match=f"parameter odd: expected torch.float32, .*Cast .*freeze .*got '{dtype}'"
+    ):
         collect_parameters(model, optimizer, Precision(precision))
 
 

@@ -1,4 +1,6 @@
-"""What is fetched ahead and what makes room: in the order of need, within the room, nothing that is needed sooner."""
+"""What is fetched ahead and what makes room: in the order of need, within the room, nothing that is
+needed sooner.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def using(*parameters: int) -> Use:
 
 @dataclass
 class Situation:
-    """A moment of a step: what its trace is, what is on the device then, and how much more has room."""
+    """A moment of a step: what its trace is, what is on the device then, and how much more has
+    room.
+    """
 
     trace: Sequence[Use]
     cached: Mapping[int, None]
@@ -45,10 +49,14 @@ class Situation:
         )
 
 
-def situation(*trace: Use, cached: Sequence[int] = (), held: Sequence[int] = (), free: int = 0) -> Situation:
+def situation(
+    *trace: Use, cached: Sequence[int] = (), held: Sequence[int] = (), free: int = 0
+) -> Situation:
     """Parameters of 10 B each."""
     numbers = {number for use in trace for number in use.parameters} | set(cached)
-    return Situation(trace, dict.fromkeys(cached), frozenset(held), free, dict.fromkeys(numbers, 10))
+    return Situation(
+        trace, dict.fromkeys(cached), frozenset(held), free, dict.fromkeys(numbers, 10)
+    )
 
 
 def test_what_comes_next_is_fetched_as_far_as_there_is_room() -> None:
@@ -121,7 +129,7 @@ def test_farthest_first_begins_with_what_is_never_needed() -> None:
     assert farthest_first([1, 2, 3], positions.__getitem__) == [2, 3, 1]
 
 
-# --- whatever there is -------------------------------------------------------------------------------------------
+# --- whatever there is ----------------------------------------------------------------------------
 
 
 @st.composite
@@ -133,7 +141,9 @@ def situations(draw: st.DrawFn) -> Situation:
     held = draw(st.sets(st.sampled_from(cached))) if cached else set()
     nbytes = {number: draw(st.integers(1, 30)) for number in numbers}
     at = draw(st.integers(0, len(trace)))
-    return Situation(trace, dict.fromkeys(cached), frozenset(held), draw(st.integers(-20, 60)), nbytes, at)
+    return Situation(
+        trace, dict.fromkeys(cached), frozenset(held), draw(st.integers(-20, 60)), nbytes, at
+    )
 
 
 looks_ahead = st.integers(0, 15)
@@ -147,7 +157,9 @@ def uses_of(made: Situation, count: int) -> Iterator[tuple[int, int]]:
 
 
 @given(made=situations(), count=looks_ahead)
-def test_what_comes_never_takes_more_than_what_is_free_and_what_goes(made: Situation, count: int) -> None:
+def test_what_comes_never_takes_more_than_what_is_free_and_what_goes(
+    made: Situation, count: int
+) -> None:
     found = made.chosen(count)
 
     room = made.free + sum(made.nbytes[number] for number in found.evicted)
@@ -155,7 +167,9 @@ def test_what_comes_never_takes_more_than_what_is_free_and_what_goes(made: Situa
 
 
 @given(made=situations(), count=looks_ahead)
-def test_only_what_is_there_and_not_held_goes_and_only_what_is_not_there_comes(made: Situation, count: int) -> None:
+def test_only_what_is_there_and_not_held_goes_and_only_what_is_not_there_comes(
+    made: Situation, count: int
+) -> None:
     found = made.chosen(count)
 
     assert set(found.evicted) <= set(made.cached) - made.held
@@ -165,17 +179,27 @@ def test_only_what_is_there_and_not_held_goes_and_only_what_is_not_there_comes(m
 
 
 @given(made=situations(), count=looks_ahead)
-def test_nothing_goes_that_is_needed_sooner_than_what_comes_for_it(made: Situation, count: int) -> None:
+def test_nothing_goes_that_is_needed_sooner_than_what_comes_for_it(
+    made: Situation, count: int
+) -> None:
     found = made.chosen(count)
 
     latest = max((made.next_use(number) for number in found.fetched), default=-1)
     assert all(made.next_use(number) > made.next_use(found.fetched[0]) for number in found.evicted)
-    needed = {number for _, number in uses_of(made, latest - made.at)} if latest >= made.at else set()
+    needed = (
+        {number for _, number in uses_of(made, latest - made.at)} if latest >= made.at else set()
+    )
     assert not set(found.evicted) & needed
 
 
 @example(  # 3 makes room for 1, which leaves room for 3
-    made=Situation([using(0, 1), using(0, 3, 2)], dict.fromkeys([3, 0, 2]), frozenset(), 0, {0: 1, 1: 2, 2: 2, 3: 1}),
+    made=Situation(
+        [using(0, 1), using(0, 3, 2)],
+        dict.fromkeys([3, 0, 2]),
+        frozenset(),
+        0,
+        {0: 1, 1: 2, 2: 2, 3: 1},
+    ),
     count=2,
 )
 @given(made=situations(), count=looks_ahead)
@@ -183,7 +207,9 @@ def test_what_comes_comes_in_the_order_of_need(made: Situation, count: int) -> N
     found = made.chosen(count)
 
     there = set(made.cached) - set(found.evicted)
-    missing = list(dict.fromkeys(number for _, number in uses_of(made, count) if number not in there))
+    missing = list(
+        dict.fromkeys(number for _, number in uses_of(made, count) if number not in there)
+    )
     assert list(found.fetched) == missing[: len(found.fetched)]
 
 
@@ -191,7 +217,9 @@ def test_what_comes_comes_in_the_order_of_need(made: Situation, count: int) -> N
 def test_the_farthest_that_may_go_do(made: Situation, count: int) -> None:
     found = made.chosen(count)
 
-    stayed = [number for number in made.cached if number not in made.held and number not in found.evicted]
+    stayed = [
+        number for number in made.cached if number not in made.held and number not in found.evicted
+    ]
     nearest = min((made.next_use(number) for number in found.evicted), default=NEVER)
     assert all(made.next_use(number) <= nearest for number in stayed) or not found.evicted
 
@@ -210,7 +238,9 @@ def test_provided_counts_the_uses_that_have_all_they_need(made: Situation, count
 
 
 @given(made=situations(), count=looks_ahead)
-def test_who_goes_on_from_what_is_provided_for_has_nothing_more_to_do(made: Situation, count: int) -> None:
+def test_who_goes_on_from_what_is_provided_for_has_nothing_more_to_do(
+    made: Situation, count: int
+) -> None:
     found = made.chosen(count)
     freed = sum(made.nbytes[number] for number in found.evicted)
     taken = sum(made.nbytes[number] for number in found.fetched)

@@ -1,4 +1,6 @@
-"""What a refusal of io_uring means, which backend is best, what /proc and /sys say about limits and drives."""
+"""What a refusal of io_uring means, which backend is best, what /proc and /sys say about limits and
+drives.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ from deepnvme.probing import (
 from support.kernel_files import fake_roots, mount_line
 
 FREE = ProcessLimits(
-    kernel_release="6.8.0-generic", seccomp_mode=0, uring_disabled=0, uring_exempt=False, can_lock_memory=False
+    kernel_release="6.8.0-generic",
+    seccomp_mode=0,
+    uring_disabled=0,
+    uring_exempt=False,
+    can_lock_memory=False,
 )
 FILTERED = replace(FREE, seccomp_mode=2)
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
@@ -84,8 +90,14 @@ def test_an_error_without_a_known_cause_is_given_in_the_kernels_words() -> None:
     assert os.strerror(errno.EMFILE) in uring_refusal(errno.EMFILE, FREE).cause
 
 
-@given(error=st.sampled_from(sorted(errno.errorcode)), disabled=st.integers(0, 2), filtered=st.booleans())
-def test_every_refusal_has_a_cause_and_advice_without_gaps(error: int, disabled: int, filtered: bool) -> None:
+@given(
+    error=st.sampled_from(sorted(errno.errorcode)),
+    disabled=st.integers(0, 2),
+    filtered=st.booleans(),
+)
+def test_every_refusal_has_a_cause_and_advice_without_gaps(
+    error: int, disabled: int, filtered: bool
+) -> None:
     refusal = uring_refusal(error, replace(FILTERED if filtered else FREE, uring_disabled=disabled))
 
     assert refusal.cause
@@ -109,7 +121,8 @@ def test_the_best_backend_is_the_first_of_the_chain_that_works(
 
 
 @pytest.mark.parametrize(
-    ("release", "features", "available"), [("5.10.0", 0x3FF, False), ("5.12.19", 0x3FF, False), ("5.13.0", 0x7FF, True)]
+    ("release", "features", "available"),
+    [("5.10.0", 0x3FF, False), ("5.12.19", 0x3FF, False), ("5.13.0", 0x7FF, True)],
 )
 def test_a_ring_that_no_queue_can_use_is_not_the_best_backend_and_the_kernel_is_called_too_old(
     release: str, features: int, available: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,8 +162,12 @@ def test_a_python_liburing_on_a_cpu_without_avx_512_is_used_only_when_named() ->
 
 
 def test_the_cpu_is_read_from_the_kernel(tmp_path: Path) -> None:
-    wide = fake_roots(tmp_path / "wide", proc={"cpuinfo": f"processor : 0\nflags\t\t: sse2 {' '.join(AVX512)}\n"})
-    narrow = fake_roots(tmp_path / "narrow", proc={"cpuinfo": "processor : 0\nflags\t\t: sse2 avx2\n"})
+    wide = fake_roots(
+        tmp_path / "wide", proc={"cpuinfo": f"processor : 0\nflags\t\t: sse2 {' '.join(AVX512)}\n"}
+    )
+    narrow = fake_roots(
+        tmp_path / "narrow", proc={"cpuinfo": "processor : 0\nflags\t\t: sse2 avx2\n"}
+    )
     installed = find_liburing(wide).version is not None
 
     assert find_liburing(wide).fits_cpu == installed
@@ -166,7 +183,9 @@ def test_the_cpu_is_read_from_the_kernel(tmp_path: Path) -> None:
         ("2026.3.30", False, "2026.3.30 carries no shared library"),
     ],
 )
-def test_a_python_liburing_that_is_not_usable_says_why(version: str | None, present: bool, reason: str) -> None:
+def test_a_python_liburing_that_is_not_usable_says_why(
+    version: str | None, present: bool, reason: str
+) -> None:
     found = judge_liburing(version, library_present=present, cpu_flags=AVX512)
 
     assert not found.usable
@@ -176,7 +195,11 @@ def test_a_python_liburing_that_is_not_usable_says_why(version: str | None, pres
 
 @pytest.mark.parametrize(
     ("release", "version"),
-    [("6.1.0-28-amd64", (6, 1)), ("5.15.167.4-microsoft-standard-WSL2", (5, 15)), ("unheard of", (0, 0))],
+    [
+        ("6.1.0-28-amd64", (6, 1)),
+        ("5.15.167.4-microsoft-standard-WSL2", (5, 15)),
+        ("unheard of", (0, 0)),
+    ],
 )
 def test_a_kernel_release_starts_with_its_version(release: str, version: tuple[int, int]) -> None:
     assert kernel_version(release) == version
@@ -200,7 +223,11 @@ def test_limits_of_the_process_are_read_from_proc(tmp_path: Path) -> None:
     limits = read_process_limits(fake_roots(tmp_path, proc=files))
 
     assert limits == ProcessLimits(
-        kernel_release="6.6.1", seccomp_mode=2, uring_disabled=1, uring_exempt=False, can_lock_memory=True
+        kernel_release="6.6.1",
+        seccomp_mode=2,
+        uring_disabled=1,
+        uring_exempt=False,
+        can_lock_memory=True,
     )
 
 
@@ -212,7 +239,9 @@ def test_limits_of_the_process_are_read_from_proc(tmp_path: Path) -> None:
         (status_file(groups="4 27 9"), False),
     ],
 )
-def test_administrators_and_one_group_are_exempt_from_the_sysctl(status: str, exempt: bool, tmp_path: Path) -> None:
+def test_administrators_and_one_group_are_exempt_from_the_sysctl(
+    status: str, exempt: bool, tmp_path: Path
+) -> None:
     files = {"sys/kernel/io_uring_group": "977\n", "self/status": status}
 
     assert read_process_limits(fake_roots(tmp_path, proc=files)).uring_exempt is exempt
@@ -226,7 +255,9 @@ def test_a_kernel_without_these_files_imposes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_mount_is_read_with_its_escapes_undone_and_both_kinds_of_options(tmp_path: Path) -> None:
-    line = mount_line(r"/mnt/my\040drive", "xfs", device="259:2", source="/dev/nvme0n1p2", options="rw,discard")
+    line = mount_line(
+        r"/mnt/my\040drive", "xfs", device="259:2", source="/dev/nvme0n1p2", options="rw,discard"
+    )
 
     [mount] = read_mounts(fake_roots(tmp_path, proc={"self/mountinfo": line}))
 
@@ -256,7 +287,14 @@ def test_a_mount_point_may_have_any_bytes_in_its_name(name: bytes, tmp_path: Pat
 
 def mounts_at(*mount_points: str) -> tuple[Mount, ...]:
     return tuple(
-        Mount(device="0:1", root="/", mount_point=point, file_system="ext4", source=str(n), options=frozenset())
+        Mount(
+            device="0:1",
+            root="/",
+            mount_point=point,
+            file_system="ext4",
+            source=str(n),
+            options=frozenset(),
+        )
         for n, point in enumerate(mount_points)
     )
 
@@ -325,14 +363,18 @@ def test_a_source_that_is_no_block_device_leads_to_no_drive(tmp_path: Path) -> N
 
 
 def test_a_network_file_system_is_on_no_drive(tmp_path: Path) -> None:
-    roots = fake_roots(tmp_path, proc={"self/mountinfo": mount_line("/", "nfs4", source="server:/export")})
+    roots = fake_roots(
+        tmp_path, proc={"self/mountinfo": mount_line("/", "nfs4", source="server:/export")}
+    )
 
     assert probe_directory(tmp_path, roots).drive is None
 
 
 def test_memory_file_systems_and_discard_are_recognised(tmp_path: Path) -> None:
     in_memory = fake_roots(tmp_path / "1", proc={"self/mountinfo": mount_line("/", "tmpfs")})
-    trimmed = fake_roots(tmp_path / "2", proc={"self/mountinfo": mount_line("/", "ext4", options="rw,discard")})
+    trimmed = fake_roots(
+        tmp_path / "2", proc={"self/mountinfo": mount_line("/", "ext4", options="rw,discard")}
+    )
 
     assert probe_directory(tmp_path, in_memory).in_memory
     assert not probe_directory(tmp_path, in_memory).discard
@@ -411,7 +453,9 @@ def test_a_required_ring_is_refused_where_threads_do_its_work_and_the_refusal_sa
     kind = find_mount(read_mounts(), os.path.realpath(tmp_path))
     assert kind is not None
 
-    with pytest.raises(BackendUnavailableError, match=f"FUSE file system \\({kind.file_system}\\)") as caught:
+    with pytest.raises(
+        BackendUnavailableError, match=f"FUSE file system \\({kind.file_system}\\)"
+    ) as caught:
         refuse_where_threads_must("uring", require, str(tmp_path / "file"))
 
     assert (caught.value.errno, caught.value.path) == (errno.ENOTSUP, str(tmp_path / "file"))
@@ -420,10 +464,18 @@ def test_a_required_ring_is_refused_where_threads_do_its_work_and_the_refusal_sa
 
 @pytest.mark.parametrize(
     ("backend", "require"),
-    [("uring", None), ("uring", ("uring", "threads")), ("aio", ("io_uring", "aio")), ("threads", "threads")],
+    [
+        ("uring", None),
+        ("uring", ("uring", "threads")),
+        ("aio", ("io_uring", "aio")),
+        ("threads", "threads"),
+    ],
 )
 def test_what_no_ring_is_required_for_is_not_refused_where_threads_do_a_rings_work(
-    backend: str, require: str | tuple[str, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    require: str | tuple[str, ...] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_native, "on_fuse", lambda _: True)
 

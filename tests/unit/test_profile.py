@@ -1,4 +1,6 @@
-"""The settings of a drive: what wins, where the profile is, what becomes of a bad one, how a drive is known again."""
+"""The settings of a drive: what wins, where the profile is, what becomes of a bad one, how a drive
+is known again.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,13 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def written(file: Path, **changed: Any) -> Path:
     """Write a profile with one drive, with some of its fields changed."""
-    file.write_text(json.dumps({"version": PROFILE_VERSION, "drives": {"serial 1": GOOD_ENTRY}, **changed}))
+    file.write_text(
+        json.dumps({"version": PROFILE_VERSION, "drives": {"serial 1": GOOD_ENTRY}, **changed})
+    )
     return file
 
 
-# --- what wins ---------------------------------------------------------------------------------------------------
+# --- what wins ------------------------------------------------------------------------------------
 
 
 @given(measured=SETTINGS)
@@ -86,8 +90,12 @@ def test_what_is_asked_for_wins(measured: Settings | None, asked: Settings) -> N
 def test_chunk_and_bytes_in_flight_are_taken_together(measured: Settings) -> None:
     usual = Settings()
 
-    assert settle(measured, chunk_bytes=64 * KIB) == Settings(64 * KIB, usual.inflight_bytes, measured.user_memory)
-    assert settle(measured, inflight_bytes=64 * MIB) == Settings(usual.chunk_bytes, 64 * MIB, measured.user_memory)
+    assert settle(measured, chunk_bytes=64 * KIB) == Settings(
+        64 * KIB, usual.inflight_bytes, measured.user_memory
+    )
+    assert settle(measured, inflight_bytes=64 * MIB) == Settings(
+        usual.chunk_bytes, 64 * MIB, measured.user_memory
+    )
     assert settle(measured, user_memory=UserMemory.BOUNCE).chunk_bytes == measured.chunk_bytes
 
 
@@ -97,7 +105,7 @@ def test_settings_that_make_no_sense_are_refused(wrong: Settings) -> None:
         wrong.native()
 
 
-# --- where the file is -------------------------------------------------------------------------------------------
+# --- where the file is ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -105,7 +113,10 @@ def test_settings_that_make_no_sense_are_refused(wrong: Settings) -> None:
     [
         ({"HOME": "/home/ada"}, "/home/ada/.config/deepnvme/profile.json"),
         ({"HOME": "/home/ada", "XDG_CONFIG_HOME": "/etc/ada"}, "/etc/ada/deepnvme/profile.json"),
-        ({"HOME": "/home/ada", "XDG_CONFIG_HOME": "not/absolute"}, "/home/ada/.config/deepnvme/profile.json"),
+        (
+            {"HOME": "/home/ada", "XDG_CONFIG_HOME": "not/absolute"},
+            "/home/ada/.config/deepnvme/profile.json",
+        ),
         ({"HOME": "/home/ada", "XDG_CONFIG_HOME": ""}, "/home/ada/.config/deepnvme/profile.json"),
         ({"HOME": "/home/ada", "DEEPNVME_PROFILE": "/srv/drives.json"}, "/srv/drives.json"),
         ({"HOME": "/home/ada", "DEEPNVME_PROFILE": ""}, None),
@@ -131,7 +142,9 @@ def test_a_user_without_a_home_has_no_profile(monkeypatch: pytest.MonkeyPatch) -
     assert not load_profile().drives
 
 
-def test_no_file_in_the_usual_place_is_no_reason_to_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_in_the_usual_place_is_no_reason_to_warn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("DEEPNVME_PROFILE", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
@@ -143,12 +156,14 @@ def test_a_file_that_the_environment_names_and_that_is_missing_is_told(file: Pat
         load_profile()
 
 
-# --- written and read --------------------------------------------------------------------------------------------
+# --- written and read -----------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=30)  # each example waits for the drive
 @given(drives=st.dictionaries(st.text(max_size=20), SETTINGS, max_size=5))
-def test_what_is_written_is_read_again(drives: dict[str, Settings], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_is_written_is_read_again(
+    drives: dict[str, Settings], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     file = tmp_path_factory.mktemp("profile") / "new" / "profile.json"
     for key, wanted in drives.items():
         write_profile(file, key, wanted, {"date": "2026-11-21"})
@@ -162,10 +177,14 @@ def test_a_drive_measured_again_replaces_only_itself(file: Path) -> None:
     write_profile(file, "serial 2", SMALL, {})
 
     assert read_profile(file).drives == {"serial 1": Settings(), "serial 2": SMALL}
-    assert json.loads(file.read_text())["drives"]["serial 1"]["measured"] == {"note": "of the first"}
+    assert json.loads(file.read_text())["drives"]["serial 1"]["measured"] == {
+        "note": "of the first"
+    }
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = written(file).read_bytes()
 
     def full(_: int) -> None:
@@ -199,7 +218,7 @@ def test_a_file_that_is_no_profile_is_never_written_over(text: str, file: Path) 
     assert file.read_text() == text
 
 
-# --- a bad file --------------------------------------------------------------------------------------------------
+# --- a bad file -----------------------------------------------------------------------------------
 
 BAD = {
     "empty": "",
@@ -232,14 +251,18 @@ BAD_ENTRIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_file_is_one_line_of_warning_and_no_error(kind: str, file: Path, tmp_path: Path) -> None:
+def test_a_bad_file_is_one_line_of_warning_and_no_error(
+    kind: str, file: Path, tmp_path: Path
+) -> None:
     file.write_bytes(os.fsencode(BAD[kind]))
 
     assert_one_line_is_told_and_io_works(file, tmp_path)
 
 
 @pytest.mark.parametrize("kind", BAD_ENTRIES)
-def test_bad_settings_are_one_line_of_warning_and_no_error(kind: str, file: Path, tmp_path: Path) -> None:
+def test_bad_settings_are_one_line_of_warning_and_no_error(
+    kind: str, file: Path, tmp_path: Path
+) -> None:
     written(file, drives={"serial 1": GOOD_ENTRY, "serial 2": BAD_ENTRIES[kind]})
 
     told = assert_one_line_is_told_and_io_works(file, tmp_path)
@@ -247,7 +270,9 @@ def test_bad_settings_are_one_line_of_warning_and_no_error(kind: str, file: Path
     assert "'serial 2'" in told
 
 
-def test_a_file_that_cannot_be_read_is_one_line_of_warning_and_no_error(file: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_line_of_warning_and_no_error(
+    file: Path, tmp_path: Path
+) -> None:
     file.mkdir()
 
     assert "cannot be read" in assert_one_line_is_told_and_io_works(file, tmp_path)
@@ -270,7 +295,9 @@ def assert_one_line_is_told_and_io_works(file: Path, tmp_path: Path) -> str:
 def test_a_newer_file_says_what_to_do(file: Path) -> None:
     written(file, version=PROFILE_VERSION + 1)
 
-    with pytest.raises(ProfileError, match=r"of version 2, and this deepnvme reads up to 1; update deepnvme"):
+    with pytest.raises(
+        ProfileError, match=r"of version 2, and this deepnvme reads up to 1; update deepnvme"
+    ):
         read_profile(file)
 
 
@@ -280,16 +307,22 @@ def test_fields_of_no_meaning_are_left_alone(file: Path) -> None:
     assert read_profile(file).drives == {"serial 1": SMALL}
 
 
-# --- which drive -------------------------------------------------------------------------------------------------
+# --- which drive ----------------------------------------------------------------------------------
 
 NVME = "devices/pci/nvme/nvme0/nvme0n1"
 
 
-def roots_with(top: Path, place: Path, files: dict[str, str], *, device: str = "259:1", name: str = NVME) -> Any:
-    """Return a /proc and a /sys in which `place` is mounted from a block device that has these files."""
+def roots_with(
+    top: Path, place: Path, files: dict[str, str], *, device: str = "259:1", name: str = NVME
+) -> Any:
+    """Return a /proc and a /sys in which `place` is mounted from a block device that has these
+    files.
+    """
     lines = mount_line("/", "overlay") + mount_line(place, "ext4", device=device, source="/dev/x")
     roots = fake_roots(
-        top, proc={"self/mountinfo": lines}, sys={f"{name}/{file}": text for file, text in files.items()}
+        top,
+        proc={"self/mountinfo": lines},
+        sys={f"{name}/{file}": text for file, text in files.items()},
     )
     link = roots.sys / "dev/block" / device
     link.parent.mkdir(parents=True)
@@ -302,13 +335,18 @@ def roots_with(top: Path, place: Path, files: dict[str, str], *, device: str = "
     [
         ({"wwid": "eui.0025385\n", "device/serial": "S1\n"}, "wwid eui.0025385"),
         ({"device/wwid": "naa.5002538\n", "serial": ""}, "device/wwid naa.5002538"),
-        ({"device/wwid": "t10.ATA     Imaginary SSD       S2\n"}, "device/wwid t10.ATA Imaginary SSD S2"),
+        (
+            {"device/wwid": "t10.ATA     Imaginary SSD       S2\n"},
+            "device/wwid t10.ATA Imaginary SSD S2",
+        ),
         ({"serial": "vol0123\n"}, "serial vol0123"),
         ({"device/serial": "  S3 \n"}, "device/serial S3"),
         ({"dm/uuid": "LVM-abc\n"}, "dm/uuid LVM-abc"),
     ],
 )
-def test_a_drive_is_known_by_what_it_calls_itself(files: dict[str, str], key: str, tmp_path: Path) -> None:
+def test_a_drive_is_known_by_what_it_calls_itself(
+    files: dict[str, str], key: str, tmp_path: Path
+) -> None:
     roots = roots_with(tmp_path / "kernel", tmp_path, files)
 
     assert drive_key(tmp_path, roots) == key
@@ -326,13 +364,18 @@ def test_a_partition_is_known_as_its_drive(tmp_path: Path) -> None:
 def test_a_drive_without_a_name_is_known_by_its_file_system_and_mount_point(tmp_path: Path) -> None:
     roots = roots_with(tmp_path / "kernel", tmp_path, {"size": "2048\n"})
 
-    assert drive_key(tmp_path, roots) == f"file system {os.statvfs(tmp_path).f_fsid:016x} at {tmp_path}"
+    assert (
+        drive_key(tmp_path, roots)
+        == f"file system {os.statvfs(tmp_path).f_fsid:016x} at {tmp_path}"
+    )
 
 
 def test_a_file_and_one_to_be_made_are_on_the_drive_of_their_directory(tmp_path: Path) -> None:
     (tmp_path / "there").touch()
 
-    assert drive_key(tmp_path / "there") == drive_key(tmp_path / "to be made") == drive_key(tmp_path)
+    assert (
+        drive_key(tmp_path / "there") == drive_key(tmp_path / "to be made") == drive_key(tmp_path)
+    )
 
 
 def test_a_path_that_leads_nowhere_has_no_settings(tmp_path: Path) -> None:
@@ -346,7 +389,7 @@ def test_a_path_that_leads_nowhere_has_no_settings(tmp_path: Path) -> None:
     assert profile.for_path(loop) is None
 
 
-# --- a queue picks it up -----------------------------------------------------------------------------------------
+# --- a queue picks it up --------------------------------------------------------------------------
 
 
 def done_with(folder: Path, backend: str = "threads", **asked: Any) -> DriveStats:
@@ -388,7 +431,9 @@ def test_what_a_queue_is_told_wins_over_the_profile(file: Path, tmp_path: Path) 
     assert drive.bounced_bytes == 0
 
 
-def test_a_drive_may_have_more_in_flight_than_the_queue_by_default(file: Path, tmp_path: Path) -> None:
+def test_a_drive_may_have_more_in_flight_than_the_queue_by_default(
+    file: Path, tmp_path: Path
+) -> None:
     many = Settings(64 * KIB, 64 * MIB)
     write_profile(file, drive_key(tmp_path), many, {})
 
@@ -404,7 +449,9 @@ def test_files_in_memory_are_on_no_drive(file: Path, tmp_path: Path) -> None:
 def test_a_queue_that_is_told_everything_reads_no_profile(file: Path, tmp_path: Path) -> None:
     file.write_text("not a profile")
 
-    drive = done_with(tmp_path, chunk_bytes=64 * KIB, inflight_bytes=MIB, user_memory=UserMemory.ZERO_COPY)
+    drive = done_with(
+        tmp_path, chunk_bytes=64 * KIB, inflight_bytes=MIB, user_memory=UserMemory.ZERO_COPY
+    )
 
     assert drive.chunks == 16
 

@@ -21,7 +21,9 @@ class Clock:
 
 def test_work_is_told_of_once_a_second_at_most_and_at_the_end_of_each_part() -> None:
     clock, told = Clock(), []
-    teller = Teller(lambda progress: told.append((clock.now, progress.what, progress.done_bytes)), clock)
+    teller = Teller(
+        lambda progress: told.append((clock.now, progress.what, progress.done_bytes)), clock
+    )
 
     for what in ("first", "second"):
         with teller.part(what, 100) as more:
@@ -67,10 +69,15 @@ def test_without_anybody_to_tell_nothing_happens() -> None:
 
 
 def test_only_a_function_can_be_told() -> None:
-    with pytest.raises(ConfigError, match=r"^progress: expected a function that takes one argument, such as print"):
+    with pytest.raises(
+        ConfigError, match=r"^progress: expected a function that takes one argument, such as print"
+    ):
         Teller(True)
 
 
 def test_as_text_progress_is_one_line() -> None:
-    assert str(Progress(what="loading values", done_bytes=GiB, total_bytes=4 * GiB)) == "loading values: 1 GiB of 4 GiB"
+    assert (
+        str(Progress(what="loading values", done_bytes=GiB, total_bytes=4 * GiB))
+        == "loading values: 1 GiB of 4 GiB"
+    )
     assert str(Progress(what="building", done_bytes=3 * MiB, total_bytes=None)) == "building: 3 MiB"

@@ -1,4 +1,7 @@
-"""What a rank has of its machine, and how it meets the others or does not. What the others say is given."""
+"""What a rank has of its machine, and how it meets the others or does not.
+
+What the others say is given.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ GIB = 1 << 30
 
 
 class Told:
-    """The first of two ranks; the other says what `of_other` makes of what the first has, and agrees to all else."""
+    """The first of two ranks; the other says what `of_other` makes of what the first has, and
+    agrees to all else.
+    """
 
     rank, size = 0, 2
 
@@ -34,7 +39,9 @@ class Told:
 
     def share(self, _what: str, payload: bytes) -> tuple[bytes, ...]:
         said = json.loads(payload)
-        return payload, json.dumps(self._of_other(said)).encode() if isinstance(said, dict) else payload
+        return payload, json.dumps(self._of_other(said)).encode() if isinstance(
+            said, dict
+        ) else payload
 
     def beside(self) -> Told:
         raise ConnectionError("the second sequence of collectives could not be made")
@@ -51,7 +58,8 @@ class Paired(Told):
 
 
 def ranks_of(told: Told) -> Ranks:
-    return Ranks(told, RanksConfig())  # type: ignore[arg-type]  # as much of Collectives as is needed here
+    # as much of Collectives as is needed here
+    return Ranks(told, RanksConfig())  # type: ignore[arg-type]
 
 
 def test_ranks_that_name_one_directory_have_equal_parts_of_it(tmp_path: Path) -> None:
@@ -62,7 +70,9 @@ def test_ranks_that_name_one_directory_have_equal_parts_of_it(tmp_path: Path) ->
     assert (mine.device, mine.host, mine.nvme) == (GIB, 2 * GIB, {str(tmp_path): 1 << 19})
 
 
-def test_directories_of_one_file_system_have_no_more_together_than_is_free_there(tmp_path: Path) -> None:
+def test_directories_of_one_file_system_have_no_more_together_than_is_free_there(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine").mkdir()
     place = str((tmp_path / "mine").resolve())
     free = 0
@@ -87,7 +97,10 @@ def test_directories_that_have_room_beside_each_other_are_had_whole(tmp_path: Pa
 
     budget = ResolvedBudget(device=GIB, host=GIB, nvme={place: 1 << 20})
 
-    assert ranks_of(Paired(with_its_own)).share_budget(budget, device_is_shared=False).nvme[place] == 1 << 20
+    assert (
+        ranks_of(Paired(with_its_own)).share_budget(budget, device_is_shared=False).nvme[place]
+        == 1 << 20
+    )
 
 
 def test_ranks_on_other_cores_have_all_of_their_own() -> None:
@@ -104,7 +117,9 @@ def test_ranks_on_other_cores_have_all_of_their_own() -> None:
     assert crowded.cores.threads == max(1, (len(before.cores) + 1) // 2)
 
 
-def test_a_rank_that_cannot_go_on_after_it_met_the_others_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_go_on_after_it_met_the_others_leaves_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told = Told()
     monkeypatch.setattr(Collectives, "join", lambda timeout_s: told)
 
@@ -115,7 +130,12 @@ def test_a_rank_that_cannot_go_on_after_it_met_the_others_leaves_them(monkeypatc
 
 
 def test_a_process_that_is_to_train_alone_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
 
     assert Ranks.join(RanksConfig(stage=Stage.ALONE)) is None
@@ -124,5 +144,7 @@ def test_a_process_that_is_to_train_alone_meets_nobody(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, math.inf, math.nan, 1e300])
 def test_a_timeout_that_torch_cannot_wait_for_is_refused(timeout_s: float) -> None:
-    with pytest.raises(ConfigError, match=r"^timeout_s: expected more than 0 seconds, and at most 1e\+08"):
+    with pytest.raises(
+        ConfigError, match=r"^timeout_s: expected more than 0 seconds, and at most 1e\+08"
+    ):
         Collectives.join(timeout_s=timeout_s)

@@ -15,9 +15,13 @@ from infinity_engine.plan import DriveRates, Rates
 PATIENT = settings(deadline=None)
 SCALARS = tuple(field.name for field in dataclasses.fields(Rates) if field.name != "nvme")
 DRIVE_SCALARS = tuple(field.name for field in dataclasses.fields(DriveRates))
-RATE = st.one_of(st.none(), st.floats(0, exclude_min=True, allow_infinity=False), st.integers(1, 2**70))
+RATE = st.one_of(
+    st.none(), st.floats(0, exclude_min=True, allow_infinity=False), st.integers(1, 2**70)
+)
 DRIVES = st.builds(DriveRates, **dict.fromkeys(DRIVE_SCALARS, RATE))
-NVME = st.dictionaries(st.text("abc", min_size=1, max_size=5).map("/mnt/{}".format), DRIVES, max_size=3)
+NVME = st.dictionaries(
+    st.text("abc", min_size=1, max_size=5).map("/mnt/{}".format), DRIVES, max_size=3
+)
 RATES = st.builds(Rates, nvme=NVME, **dict.fromkeys(SCALARS, RATE))
 
 
@@ -33,9 +37,16 @@ def test_ranks_divide_the_host_and_each_drive_among_those_that_use_it_and_no_lin
 
     divided = alone.divided(4, users={"/a": 3, "/b": 1})
 
-    assert (divided.h2d_bytes_per_s, divided.d2h_bytes_per_s, divided.device_update_params_per_s) == (1e9, None, 3e9)
+    assert (
+        divided.h2d_bytes_per_s,
+        divided.d2h_bytes_per_s,
+        divided.device_update_params_per_s,
+    ) == (1e9, None, 3e9)
     assert (divided.dram_bytes_per_s, divided.host_update_params_per_s) == (2e9, 0.5e9)
-    assert dict(divided.nvme) == {"/a": DriveRates(read_bytes_per_s=2e9, mixed_bytes_per_s=1e9), "/b": drive}
+    assert dict(divided.nvme) == {
+        "/a": DriveRates(read_bytes_per_s=2e9, mixed_bytes_per_s=1e9),
+        "/b": drive,
+    }
     assert alone.divided(2).nvme["/b"] == DriveRates(read_bytes_per_s=3e9, mixed_bytes_per_s=1.5e9)
 
 
@@ -53,7 +64,8 @@ def test_every_rate_has_its_unit_in_its_name(name: str) -> None:
 @pytest.mark.parametrize("name", SCALARS)
 def test_a_rate_is_a_positive_finite_number(name: str, value: object) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^Rates\.{name}: expected a positive number of (bytes|parameters) per second"
+        ConfigError,
+        match=rf"^Rates\.{name}: expected a positive number of (bytes|parameters) per second",
     ):
         Rates(**{name: value})  # type: ignore[arg-type]
 
@@ -61,7 +73,9 @@ def test_a_rate_is_a_positive_finite_number(name: str, value: object) -> None:
 @pytest.mark.parametrize("value", [0, math.inf])
 @pytest.mark.parametrize("name", DRIVE_SCALARS)
 def test_a_rate_of_a_drive_is_a_positive_finite_number(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"^DriveRates\.{name}: expected a positive number of bytes per second"):
+    with pytest.raises(
+        ConfigError, match=rf"^DriveRates\.{name}: expected a positive number of bytes per second"
+    ):
         DriveRates(**{name: value})
 
 
@@ -81,14 +95,17 @@ def test_the_rates_of_a_drive_may_be_given_as_text(name: str) -> None:
 
 
 def test_bytes_per_second_without_the_seconds_are_refused_with_the_right_form() -> None:
-    with pytest.raises(ConfigError, match=r"^rates\.h2d_bytes_per_s: expected a rate: write '55 GB/s', got '55 GB'"):
+    with pytest.raises(
+        ConfigError, match=r"^rates\.h2d_bytes_per_s: expected a rate: write '55 GB/s', got '55 GB'"
+    ):
         Rates.from_mapping({"version": 1, "h2d_bytes_per_s": "55 GB"})
 
 
 @pytest.mark.parametrize("name", [name for name in SCALARS if name.endswith("_params_per_s")])
 def test_parameters_are_not_counted_in_bytes(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^Rates\.{name}: expected a positive number of parameters per second, got '"
+        ConfigError,
+        match=rf"^Rates\.{name}: expected a positive number of parameters per second, got '",
     ):
         Rates(**{name: "2 GB/s"})  # type: ignore[arg-type]
 
@@ -124,7 +141,9 @@ def test_the_json_form_carries_its_version() -> None:
 
 @pytest.mark.parametrize("version", [2, 0, "1", None, True])
 def test_another_version_is_refused_with_what_to_do(version: object) -> None:
-    with pytest.raises(ConfigError, match=r"^rates\.version: expected version 1, .* calibrate again"):
+    with pytest.raises(
+        ConfigError, match=r"^rates\.version: expected version 1, .* calibrate again"
+    ):
         Rates.from_mapping({**Rates().to_mapping(), "version": version})
 
 
@@ -143,14 +162,22 @@ def test_another_version_is_refused_before_its_unknown_names() -> None:
     [
         ({"h2d_bytes_per_sec": 1}, r"rates\.h2d_bytes_per_sec: .*\(nearest: h2d_bytes_per_s\)"),
         ({"h2d_bytes_per_s": 0}, r"rates\.h2d_bytes_per_s: "),
-        ({"nvme": {"/mnt/a": {"reed_bytes_per_s": 1}}}, r"rates\.nvme\['/mnt/a'\]\.reed_bytes_per_s: "),
-        ({"nvme": {"/mnt/a": {"read_bytes_per_s": "x"}}}, r"rates\.nvme\['/mnt/a'\]\.read_bytes_per_s: "),
+        (
+            {"nvme": {"/mnt/a": {"reed_bytes_per_s": 1}}},
+            r"rates\.nvme\['/mnt/a'\]\.reed_bytes_per_s: ",
+        ),
+        (
+            {"nvme": {"/mnt/a": {"read_bytes_per_s": "x"}}},
+            r"rates\.nvme\['/mnt/a'\]\.read_bytes_per_s: ",
+        ),
         ({"nvme": {"/mnt/a": 5}}, r"rates\.nvme\['/mnt/a'\]: expected a mapping"),
         ({"nvme": {"": {}}}, r"rates\.nvme: expected directories as text"),
         ({"nvme": [5]}, r"rates\.nvme: expected a mapping from directories"),
     ],
 )
-def test_a_wrong_mapping_is_refused_by_its_dotted_path(mapping: dict[str, object], place: str) -> None:
+def test_a_wrong_mapping_is_refused_by_its_dotted_path(
+    mapping: dict[str, object], place: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^{place}"):
         Rates.from_mapping({"version": 1, **mapping})
 
@@ -168,7 +195,9 @@ def test_a_drive_takes_the_time_of_what_it_reads_and_writes_at_once_and_of_the_r
     assert drive.seconds(0, 0) == 0
 
 
-def test_where_the_rate_of_both_at_once_is_not_known_they_take_their_times_one_after_the_other() -> None:
+def test_where_the_rate_of_both_at_once_is_not_known_they_take_their_times_one_after_the_other() -> (
+    None
+):
     assert DriveRates(read_bytes_per_s=10, write_bytes_per_s=4).seconds(50, 16) == 9
 
 

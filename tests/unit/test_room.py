@@ -1,4 +1,6 @@
-"""The small program that memory makes: its corners have room, and what a tier is short of is among them."""
+"""The small program that memory makes: its corners have room, and what a tier is short of is among
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,22 @@ from infinity_engine.sim.room import MemoryEdges, Parts
 from infinity_engine.units import GB
 from support.plannings import model_of, random_case, training_of
 
-SMALL = training_of(model_of(*([40_000_000] * 8)))  # 0.32 billion parameters: 3.84 GB of states, 0.64 GB of gradients
+# 0.32 billion parameters: 3.84 GB of states, 0.64 GB of gradients
+SMALL = training_of(model_of(*([40_000_000] * 8)))
 RATES = Rates(
-    h2d_bytes_per_s=25e9, d2h_bytes_per_s=25e9, host_update_params_per_s=1.5e9, device_update_params_per_s=30e9
+    h2d_bytes_per_s=25e9,
+    d2h_bytes_per_s=25e9,
+    host_update_params_per_s=1.5e9,
+    device_update_params_per_s=30e9,
 )
 
 
-def room_of(device: float, host: float, *, tier: Tier = Tier.DEVICE, rates: Rates = RATES) -> MemoryEdges:
-    means = Means(budget=ResolvedBudget(device=round(device * GB), host=round(host * GB)), rates=rates)
+def room_of(
+    device: float, host: float, *, tier: Tier = Tier.DEVICE, rates: Rates = RATES
+) -> MemoryEdges:
+    means = Means(
+        budget=ResolvedBudget(device=round(device * GB), host=round(host * GB)), rates=rates
+    )
     sizing = means.sizing(SMALL, 5_000_000)
     found = MemoryEdges.of(sizing, means, means.budget, tier=tier, drives=False)
     assert found is not None
@@ -28,7 +38,10 @@ def room_of(device: float, host: float, *, tier: Tier = Tier.DEVICE, rates: Rate
 
 
 def test_with_plenty_the_corners_are_all_here_or_there() -> None:
-    corners = {(round(each.resident, 6), round(each.visiting, 6)) for each in room_of(100, 100).corners().values()}
+    corners = {
+        (round(each.resident, 6), round(each.visiting, 6))
+        for each in room_of(100, 100).corners().values()
+    }
 
     assert {(0, 0), (1, 0), (0, 1)} <= corners
 
@@ -57,7 +70,8 @@ def test_a_host_too_small_for_its_own_updates_leaves_corners_where_more_visits()
 
     assert corners
     for each in corners.values():
-        host = 1 - each.resident - each.visiting  # 20 bytes of each parameter that is updated there, 12 of a visitor
+        # 20 bytes of each parameter that is updated there, 12 of a visitor
+        host = 1 - each.resident - each.visiting
         assert 0.32 * (20 * host + 12 * each.visiting) <= 4.5 * (1 + 1e-9)
 
 

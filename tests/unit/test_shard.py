@@ -20,29 +20,39 @@ models = st.lists(numels, max_size=30)
 ranks = st.integers(1, 9)
 
 
-def cut(model: list[int], count: int, partitioning: Partitioning = Partitioning.BANDWIDTH_CENTRIC) -> list[ShardSpec]:
+def cut(
+    model: list[int], count: int, partitioning: Partitioning = Partitioning.BANDWIDTH_CENTRIC
+) -> list[ShardSpec]:
     partitioner = Partitioner(count, partitioning)
     return [partitioner.cut(numel) for numel in model]
 
 
 @given(models, ranks, st.sampled_from(Partitioning))
-def test_every_element_is_owned_exactly_once(model: list[int], count: int, partitioning: Partitioning) -> None:
+def test_every_element_is_owned_exactly_once(
+    model: list[int], count: int, partitioning: Partitioning
+) -> None:
     for numel, spec in zip(model, cut(model, count, partitioning), strict=True):
         owned = sorted((shard.first_element, shard.end) for shard in spec.shards if shard.numel)
 
         assert len(spec.shards) == count
-        assert [end for _, end in owned] == [start for start, _ in owned][1:] + ([numel] if numel else [])
+        assert [end for _, end in owned] == [start for start, _ in owned][1:] + (
+            [numel] if numel else []
+        )
         assert not owned or owned[0][0] == 0
 
 
 @given(models, ranks, st.sampled_from(Partitioning))
-def test_cuts_are_at_multiples_of_the_norms_block(model: list[int], count: int, partitioning: Partitioning) -> None:
+def test_cuts_are_at_multiples_of_the_norms_block(
+    model: list[int], count: int, partitioning: Partitioning
+) -> None:
     for spec in cut(model, count, partitioning):
         assert all(shard.first_element % BLOCK == 0 for shard in spec.shards)
 
 
 @given(models, ranks)
-def test_at_no_time_does_a_rank_own_more_than_a_block_more_than_another(model: list[int], count: int) -> None:
+def test_at_no_time_does_a_rank_own_more_than_a_block_more_than_another(
+    model: list[int], count: int
+) -> None:
     partitioner = Partitioner(count)
     for numel in model:
         spec = partitioner.cut(numel)
@@ -53,7 +63,9 @@ def test_at_no_time_does_a_rank_own_more_than_a_block_more_than_another(model: l
 
 
 @given(models, ranks)
-def test_broadcast_gives_each_parameter_to_one_rank_and_all_ranks_about_as_much(model: list[int], count: int) -> None:
+def test_broadcast_gives_each_parameter_to_one_rank_and_all_ranks_about_as_much(
+    model: list[int], count: int
+) -> None:
     specs = cut(model, count, Partitioning.BROADCAST)
     owned = [sum(spec.shards[rank].numel for spec in specs) for rank in range(count)]
 
@@ -62,7 +74,9 @@ def test_broadcast_gives_each_parameter_to_one_rank_and_all_ranks_about_as_much(
 
 
 @given(models, ranks, st.integers(0, 30))
-def test_a_cut_depends_on_the_parameters_before_it_only(model: list[int], count: int, first: int) -> None:
+def test_a_cut_depends_on_the_parameters_before_it_only(
+    model: list[int], count: int, first: int
+) -> None:
     assert cut(model, count)[:first] == cut(model[:first], count)
 
 

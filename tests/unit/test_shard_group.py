@@ -1,4 +1,6 @@
-"""`ShardGroup` and `Collectives` on one rank, and what they refuse on any number: nothing of torch.distributed runs."""
+"""`ShardGroup` and `Collectives` on one rank, and what they refuse on any number: nothing of
+torch.distributed runs.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ class Ending(Event):
 
 def group_of(*numels: int, ranks: Collectives | None = None) -> ShardGroup:
     partitioner = Partitioner(1)
-    members = [GroupMember(f"p{at}", partitioner.cut(numel), torch.float32) for at, numel in enumerate(numels)]
+    members = [
+        GroupMember(f"p{at}", partitioner.cut(numel), torch.float32)
+        for at, numel in enumerate(numels)
+    ]
     return ShardGroup("layer", members, ranks or Collectives.alone())
 
 
@@ -65,11 +70,13 @@ def test_a_gather_that_has_ended_keeps_nobodys_memory() -> None:
     assert alive() is None
 
 
-# --- states ------------------------------------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("source", "target"), list(product(GatherState, GatherState)))
-def test_a_group_goes_where_the_table_says_and_nowhere_else(source: GatherState, target: GatherState) -> None:
+def test_a_group_goes_where_the_table_says_and_nowhere_else(
+    source: GatherState, target: GatherState
+) -> None:
     ways = {
         GatherState.SHARDED: (),
         GatherState.GATHERING: (GatherState.GATHERING,),
@@ -83,7 +90,9 @@ def test_a_group_goes_where_the_table_says_and_nowhere_else(source: GatherState,
         group.advance(target)
         assert group.state is target
     else:
-        with pytest.raises(IllegalTransition, match=f"layer: {target.name} is not reachable from {source.name}"):
+        with pytest.raises(
+            IllegalTransition, match=f"layer: {target.name} is not reachable from {source.name}"
+        ):
             group.advance(target)
         assert group.state is source
 
@@ -112,17 +121,22 @@ def test_a_gather_that_fails_ends_where_it_came_from() -> None:
 
     assert (group.state, event.done()) == (GatherState.SHARDED, True)
     for _ in range(2):
-        with pytest.raises(CollectiveError, match="gather of layer failed on rank 0 of group one rank: a bad drive"):
+        with pytest.raises(
+            CollectiveError, match="gather of layer failed on rank 0 of group one rank: a bad drive"
+        ):
             event.wait()
 
 
-# --- one rank ----------------------------------------------------------------------------------------------------
+# --- one rank -------------------------------------------------------------------------------------
 
 
 def test_one_rank_needs_no_process_group_and_no_buffers() -> None:
     group = group_of(BLOCK + 1, 0, 5)
     mine = [torch.randn(numel) for numel in (BLOCK + 1, 0, 5)]
-    into, sums = [torch.zeros_like(each) for each in mine], [torch.zeros_like(each) for each in mine]
+    into, sums = (
+        [torch.zeros_like(each) for each in mine],
+        [torch.zeros_like(each) for each in mine],
+    )
 
     group.gather(mine, into).wait()
     group.reduce([mine[0], None, mine[2]], sums, adder=TorchAdder()).wait()
@@ -153,18 +167,22 @@ def test_joining_without_others_is_being_alone(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_rank_that_has_left_starts_nothing() -> None:
     ranks = Collectives.alone()
-    waiting = ranks.start("waiting", [Round(Broadcast(torch.empty(0, dtype=torch.uint8), 0))], after=[Ending()])
+    waiting = ranks.start(
+        "waiting", [Round(Broadcast(torch.empty(0, dtype=torch.uint8), 0))], after=[Ending()]
+    )
 
     ranks.close()
     ranks.close()
 
-    with pytest.raises(CollectiveError, match=r"waiting failed on rank 0 .* when this rank closed the group"):
+    with pytest.raises(
+        CollectiveError, match=r"waiting failed on rank 0 .* when this rank closed the group"
+    ):
         waiting.wait()
     with pytest.raises(RuntimeError, match="start nothing after close"):
         ranks.agree("anything")
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,7 +195,9 @@ def test_a_rank_that_has_left_starts_nothing() -> None:
         ([torch.ones(5)], []),
     ],
 )
-def test_tensors_that_are_not_the_members_are_refused(shards: list[torch.Tensor], into: list[torch.Tensor]) -> None:
+def test_tensors_that_are_not_the_members_are_refused(
+    shards: list[torch.Tensor], into: list[torch.Tensor]
+) -> None:
     group = group_of(5)
 
     with pytest.raises(ConfigError, match="of layer"):
@@ -187,12 +207,18 @@ def test_tensors_that_are_not_the_members_are_refused(shards: list[torch.Tensor]
 
 def test_sums_are_fp32() -> None:
     with pytest.raises(ConfigError, match=r"into of layer, p0: expected torch.float32"):
-        group_of(5).reduce([torch.ones(5)], [torch.ones(5, dtype=torch.float64)], adder=TorchAdder())
+        group_of(5).reduce(
+            [torch.ones(5)], [torch.ones(5, dtype=torch.float64)], adder=TorchAdder()
+        )
 
 
 def test_a_parameter_cut_over_other_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="layer: p0: expected a parameter that is cut over the 1 ranks"):
-        ShardGroup("layer", [GroupMember("p0", Partitioner(2).cut(5), torch.float32)], Collectives.alone())
+    with pytest.raises(
+        ConfigError, match="layer: p0: expected a parameter that is cut over the 1 ranks"
+    ):
+        ShardGroup(
+            "layer", [GroupMember("p0", Partitioner(2).cut(5), torch.float32)], Collectives.alone()
+        )
     with pytest.raises(ConfigError, match="one parameter or more"):
         ShardGroup("layer", [], Collectives.alone(), partitioning=Partitioning.BROADCAST)
 
@@ -209,10 +235,12 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
 
 def test_block_sums_that_are_not_the_shards_are_refused() -> None:
     with pytest.raises(ConfigError, match="block sums of parameter 0: expected 2"):
-        share_block_sums(Collectives.alone(), [Partitioner(1).cut(BLOCK + 1)], [torch.zeros(1).double().numpy()])
+        share_block_sums(
+            Collectives.alone(), [Partitioner(1).cut(BLOCK + 1)], [torch.zeros(1).double().numpy()]
+        )
 
 
-# --- headers and accounts ----------------------------------------------------------------------------------------
+# --- headers and accounts -------------------------------------------------------------------------
 
 
 def test_a_header_survives_packing_however_long_the_name_is() -> None:

@@ -1,4 +1,6 @@
-"""Descriptions of machines: every number has a source, and ranks of a node share what the node has once."""
+"""Descriptions of machines: every number has a source, and ranks of a node share what the node has
+once.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def test_each_number_has_a_source_and_each_source_a_number(known: MachineModel) 
 def test_each_rate_says_whose_it_is(known: MachineModel) -> None:
     rates = [source for name, source in known.sources.items() if name.endswith("_per_s")]
 
-    assert [it for it in rates if not any(whose in it for whose in ("one GPU", "one rank", "the node's"))] == []
+    assert [
+        it
+        for it in rates
+        if not any(whose in it for whose in ("one GPU", "one rank", "the node's"))
+    ] == []
 
 
 @ALL
@@ -46,7 +52,9 @@ def test_its_rates_bound_an_update(known: MachineModel) -> None:
 
 
 def test_links_that_are_busy_both_ways_are_shared_too() -> None:
-    link = HostLink(h2d_bytes_per_s=30, d2h_bytes_per_s=20, duplex_h2d_bytes_per_s=25, node_bytes_per_s=40)
+    link = HostLink(
+        h2d_bytes_per_s=30, d2h_bytes_per_s=20, duplex_h2d_bytes_per_s=25, node_bytes_per_s=40
+    )
 
     assert link.duplex_share(1) == (25, None)
     assert link.duplex_share(2) == (20, None)
@@ -54,7 +62,10 @@ def test_links_that_are_busy_both_ways_are_shared_too() -> None:
 
 
 def test_a_link_can_be_slower_down_than_up() -> None:
-    assert HostLink(h2d_bytes_per_s=30, d2h_bytes_per_s=20, node_bytes_per_s=50).share(2) == (25, 20)
+    assert HostLink(h2d_bytes_per_s=30, d2h_bytes_per_s=20, node_bytes_per_s=50).share(2) == (
+        25,
+        20,
+    )
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:

@@ -1,4 +1,6 @@
-"""The simulator: by hand, and against the emulated device, which runs the same plans to the same nanosecond."""
+"""The simulator: by hand, and against the emulated device, which runs the same plans to the same
+nanosecond.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity_engine.errors import ConfigError
-from infinity_engine.optim.policies import BUILT_IN, algorithm1, interleaved, static_split, two_ended
+from infinity_engine.optim.policies import (
+    BUILT_IN,
+    algorithm1,
+    interleaved,
+    static_split,
+    two_ended,
+)
 from infinity_engine.optim.policy import Limits, OffloadPolicy, PlanDraft
 from infinity_engine.plan import Lane, Rates, StepPlan, SubgroupSpec
 from infinity_engine.sim import simulate
@@ -23,14 +31,21 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 PLENTY = Limits(resident_bytes=1 << 40, staging_bytes=1 << 40)
 # A parameter takes 10 ns on the host and 1 ns on the device; a byte 1 ns up and 2 ns down.
-RATES = Rates(host_update_params_per_s=1e8, device_update_params_per_s=1e9, h2d_bytes_per_s=1e9, d2h_bytes_per_s=5e8)
+RATES = Rates(
+    host_update_params_per_s=1e8,
+    device_update_params_per_s=1e9,
+    h2d_bytes_per_s=1e9,
+    d2h_bytes_per_s=5e8,
+)
 
 
 BENCH = load_script("bench/interleave")
 
 
 def specs(*sizes: int) -> tuple[SubgroupSpec, ...]:
-    return tuple(SubgroupSpec(index=at, numel=numel, first_use=at) for at, numel in enumerate(sizes))
+    return tuple(
+        SubgroupSpec(index=at, numel=numel, first_use=at) for at, numel in enumerate(sizes)
+    )
 
 
 def one_of_each() -> StepPlan:
@@ -46,7 +61,8 @@ def one_of_each() -> StepPlan:
 def test_the_utilisation_is_the_part_of_the_update_in_which_a_lane_works() -> None:
     simulation = simulate(one_of_each(), RATES)
 
-    # 10 parameters on the host take 100 ns; 240 bytes up, 50 parameters on the device, 240 bytes down.
+    # 10 parameters on the host take 100 ns; 240 bytes up, 50 parameters on the device, 240 bytes
+    # down.
     end_ns = simulation.end_ns
     assert simulation.utilisation == {
         Lane.HOST: 100 / end_ns,
@@ -56,7 +72,7 @@ def test_the_utilisation_is_the_part_of_the_update_in_which_a_lane_works() -> No
     }
 
 
-# --- by hand -----------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
 def test_each_op_runs_when_its_lane_and_its_inputs_let_it() -> None:
@@ -109,7 +125,11 @@ def test_what_goes_over_a_free_lane_takes_no_time_and_needs_no_rate() -> None:
     without, plan = replace(RATES, h2d_bytes_per_s=None, d2h_bytes_per_s=None), one_of_each()
     free = simulate(plan, without, free=links)
 
-    assert all(time.start_ns == time.end_ns for op, time in zip(plan.ops, free.times, strict=True) if op.lane in links)
+    assert all(
+        time.start_ns == time.end_ns
+        for op, time in zip(plan.ops, free.times, strict=True)
+        if op.lane in links
+    )
     assert free.end_ns < simulate(plan, RATES).end_ns
 
 
@@ -123,9 +143,20 @@ def test_a_simulation_of_nothing_takes_no_time() -> None:
 def test_a_simulation_is_shown_with_times_and_lanes() -> None:
     shown = simulate(one_of_each(), RATES).describe().splitlines()
 
-    assert shown[0].split() == ["op", "lane", "what", "subgroup", "set", "amount", "after", "start", "end"]
+    assert shown[0].split() == [
+        "op",
+        "lane",
+        "what",
+        "subgroup",
+        "set",
+        "amount",
+        "after",
+        "start",
+        "end",
+    ]
     assert shown[-1] == (
-        "ends at 0.001 ms; busy: host 0.000 ms (14%), device 0.000 ms (7%), h2d 0.000 ms (35%), d2h 0.000 ms (65%)"
+        "ends at 0.001 ms; busy: host 0.000 ms (14%), device 0.000 ms (7%), h2d 0.000 ms (35%), "
+        "d2h 0.000 ms (65%)"
     )
 
 
@@ -134,12 +165,16 @@ def test_a_rate_that_the_plan_needs_is_asked_for() -> None:
         simulate(one_of_each(), Rates(host_update_params_per_s=1))
 
 
-# --- against the emulated device ---------------------------------------------------------------------------------
+# --- against the emulated device ------------------------------------------------------------------
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 RATE = st.floats(1e3, 1e12)
 ALL_RATES = st.builds(
-    Rates, host_update_params_per_s=RATE, device_update_params_per_s=RATE, h2d_bytes_per_s=RATE, d2h_bytes_per_s=RATE
+    Rates,
+    host_update_params_per_s=RATE,
+    device_update_params_per_s=RATE,
+    h2d_bytes_per_s=RATE,
+    d2h_bytes_per_s=RATE,
 )
 PART = st.sampled_from([0.0, 0.2, 0.5, 1.0])
 POLICIES = st.one_of(
@@ -159,7 +194,9 @@ def emulated_device(rates: Rates, *, seed: int = 0) -> VirtualAccelerator:
 
 
 def run_on_the_emulated_device(plan: StepPlan, rates: Rates, *, seed: int = 0) -> int:
-    """Return when it has ended, once every subgroup was seen to be updated once and its parameters to have arrived."""
+    """Return when it has ended, once every subgroup was seen to be updated once and its parameters
+    to have arrived.
+    """
     device = emulated_device(rates, seed=seed)
     with BENCH.Walk(plan, device, rates) as walk:
         walk.run(device.host_work)

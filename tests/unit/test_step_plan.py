@@ -1,4 +1,6 @@
-"""A StepPlan that exists is sound: what is wrong with ops is found when the plan is made, and named."""
+"""A StepPlan that exists is sound: what is wrong with ops is found when the plan is made, and
+named.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,13 @@ from infinity_engine.plan import (
     UploadStates,
 )
 
-SUBGROUPS = tuple(SubgroupSpec(index=index, numel=10 * (index + 1), first_use=index) for index in range(4))
-HOST_OPS = (UpdateOnHost(subgroup=0, params=10), UploadParameters(subgroup=0, nbytes=20, after=(0,)))
+SUBGROUPS = tuple(
+    SubgroupSpec(index=index, numel=10 * (index + 1), first_use=index) for index in range(4)
+)
+HOST_OPS = (
+    UpdateOnHost(subgroup=0, params=10),
+    UploadParameters(subgroup=0, nbytes=20, after=(0,)),
+)
 VISIT_OPS = (
     UploadStates(subgroup=1, staging=0, nbytes=240),
     UpdateOnDevice(subgroup=1, staging=0, params=20, after=(0,)),
@@ -41,11 +48,15 @@ def shifted(ops: Sequence[Op], by: int) -> tuple[Op, ...]:
     return tuple(replace(op, after=tuple(number + by for number in op.after)) for op in ops)
 
 
-def plan_of(*ops: Op, staging_bytes: tuple[int, ...] = (480,), parameters: Tier = Tier.DEVICE) -> StepPlan:
+def plan_of(
+    *ops: Op, staging_bytes: tuple[int, ...] = (480,), parameters: Tier = Tier.DEVICE
+) -> StepPlan:
     """Return the plan of these ops, for the subgroups that they are about."""
     indices = {op.subgroup for op in ops}
     subgroups = tuple(subgroup for subgroup in SUBGROUPS if subgroup.index in indices)
-    return StepPlan(subgroups=subgroups, ops=ops, staging_bytes=staging_bytes, parameters=parameters)
+    return StepPlan(
+        subgroups=subgroups, ops=ops, staging_bytes=staging_bytes, parameters=parameters
+    )
 
 
 def mixed() -> StepPlan:
@@ -53,7 +64,7 @@ def mixed() -> StepPlan:
     return plan_of(*HOST_OPS, *shifted(VISIT_OPS, 2), UpdateOnDevice(subgroup=2, params=30))
 
 
-# --- what can be asked of a plan ---------------------------------------------------------------------------------
+# --- what can be asked of a plan ------------------------------------------------------------------
 
 
 def test_sizes_below_nothing_are_refused() -> None:
@@ -135,7 +146,7 @@ def test_a_subgroup_has_parameters() -> None:
         SubgroupSpec(index=0, numel=0, first_use=0)
 
 
-# --- the order of submission -------------------------------------------------------------------------------------
+# --- the order of submission ----------------------------------------------------------------------
 
 
 def test_what_waits_for_no_update_on_the_host_is_submitted_before_it() -> None:
@@ -157,13 +168,15 @@ def test_what_follows_the_hosts_parameters_in_their_lane_is_submitted_behind_the
     assert plan_of(*HOST_OPS, *shifted(VISIT_OPS, 2)).submission_order() == (0, 1, 2, 3, 4)
 
 
-def test_what_goes_before_the_hosts_parameters_in_their_lane_is_submitted_before_the_update() -> None:
+def test_what_goes_before_the_hosts_parameters_in_their_lane_is_submitted_before_the_update() -> (
+    None
+):
     update, upload = HOST_OPS
 
     assert plan_of(update, *shifted(VISIT_OPS, 1), upload).submission_order() == (1, 2, 3, 0, 4)
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 OTHER_VISIT = (
     UploadStates(subgroup=2, staging=0, nbytes=360),
@@ -183,10 +196,26 @@ AFTER_LEAVING = (replace(shifted(OTHER_VISIT, 3)[0], after=(2,)), *shifted(OTHER
         (HOST_OPS[:1], 0, "a UploadParameters of the subgroup to follow"),
         (VISIT_OPS[:2], 1, "a DownloadStates of the subgroup to follow"),
         (VISIT_OPS[:1], 0, "a UpdateOnDevice of the subgroup to follow"),
-        ((HOST_OPS[0], replace(HOST_OPS[1], after=())), 1, "to come `after` the subgroup's UpdateOnHost"),
-        ((VISIT_OPS[0], replace(VISIT_OPS[1], after=())), 1, "to come `after` the subgroup's UploadStates"),
-        ((*VISIT_OPS[:2], replace(VISIT_OPS[2], after=(0,))), 2, "to come `after` the subgroup's UpdateOnDevice"),
-        ((UploadParameters(subgroup=0, nbytes=20),), 0, "to come `after` the subgroup's UpdateOnHost"),
+        (
+            (HOST_OPS[0], replace(HOST_OPS[1], after=())),
+            1,
+            "to come `after` the subgroup's UpdateOnHost",
+        ),
+        (
+            (VISIT_OPS[0], replace(VISIT_OPS[1], after=())),
+            1,
+            "to come `after` the subgroup's UploadStates",
+        ),
+        (
+            (*VISIT_OPS[:2], replace(VISIT_OPS[2], after=(0,))),
+            2,
+            "to come `after` the subgroup's UpdateOnDevice",
+        ),
+        (
+            (UploadParameters(subgroup=0, nbytes=20),),
+            0,
+            "to come `after` the subgroup's UpdateOnHost",
+        ),
         ((replace(HOST_OPS[0], params=9), HOST_OPS[1]), 0, "all of the subgroup's 10 parameters"),
         ((replace(HOST_OPS[0], after=(0,)),), 0, "numbers of earlier ops"),
         ((replace(HOST_OPS[0], after=(1,)), HOST_OPS[1]), 0, "numbers of earlier ops"),
@@ -197,13 +226,23 @@ AFTER_LEAVING = (replace(shifted(OTHER_VISIT, 3)[0], after=(2,)), *shifted(OTHER
         ((replace(VISIT_OPS[0], nbytes=481),), 0, "no more than the 480 bytes of its staging set"),
         ((VISIT_OPS[0], replace(VISIT_OPS[1], staging=1)), 1, "the staging set of op 0"),
         ((*VISIT_OPS[:2], replace(VISIT_OPS[2], staging=1)), 2, "the staging set of op 1"),
-        ((*VISIT_OPS[:2], replace(VISIT_OPS[2], nbytes=239)), 2, "as many bytes down as went up, 240"),
+        (
+            (*VISIT_OPS[:2], replace(VISIT_OPS[2], nbytes=239)),
+            2,
+            "as many bytes down as went up, 240",
+        ),
         ((*VISIT_OPS, *shifted(OTHER_VISIT, 3)), 3, "to come `after` subgroup 1 has left it"),
         ((VISIT_OPS[0], OTHER_VISIT[0]), 1, "to come `after` subgroup 1 has left it"),
-        ((VISIT_OPS[0], replace(OTHER_VISIT[0], after=(0,))), 1, "to come `after` subgroup 1 has left it"),
+        (
+            (VISIT_OPS[0], replace(OTHER_VISIT[0], after=(0,))),
+            1,
+            "to come `after` subgroup 1 has left it",
+        ),
     ],
 )
-def test_an_op_that_does_not_fit_is_refused_by_its_number(ops: tuple[Op, ...], number: int, said: str) -> None:
+def test_an_op_that_does_not_fit_is_refused_by_its_number(
+    ops: tuple[Op, ...], number: int, said: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         plan_of(*ops)
 
@@ -246,7 +285,7 @@ def test_an_op_of_a_kind_that_plans_do_not_know_is_refused() -> None:
         plan_of(Pause(subgroup=0, params=10))
 
 
-# --- parameters that stay on the host ----------------------------------------------------------------------------
+# --- parameters that stay on the host -------------------------------------------------------------
 
 HOME_VISIT = (
     *VISIT_OPS[:2],
@@ -260,7 +299,9 @@ HOME_RESIDENT = (
 
 
 @pytest.mark.parametrize("ops", [HOME_VISIT, HOME_RESIDENT, HOST_OPS[:1]])
-def test_where_parameters_stay_on_the_host_what_the_device_updated_goes_home(ops: tuple[Op, ...]) -> None:
+def test_where_parameters_stay_on_the_host_what_the_device_updated_goes_home(
+    ops: tuple[Op, ...],
+) -> None:
     assert plan_of(*ops, parameters=Tier.HOST).parameters is Tier.HOST
 
 
@@ -272,10 +313,16 @@ def test_where_parameters_stay_on_the_host_what_the_device_updated_goes_home(ops
         (HOME_VISIT[:3], 2, "a DownloadStates of the subgroup to follow"),
         (VISIT_OPS, 2, "to come `after` the subgroup's DownloadParameters"),
         ((*HOME_VISIT[:2], replace(HOME_VISIT[2], staging=None)), 2, "the staging set of op 1"),
-        ((*HOME_VISIT[:2], replace(HOME_VISIT[2], after=(0,))), 2, "to come `after` the subgroup's UpdateOnDevice"),
+        (
+            (*HOME_VISIT[:2], replace(HOME_VISIT[2], after=(0,))),
+            2,
+            "to come `after` the subgroup's UpdateOnDevice",
+        ),
     ],
 )
-def test_a_plan_that_does_not_take_them_home_is_refused(ops: tuple[Op, ...], number: int, said: str) -> None:
+def test_a_plan_that_does_not_take_them_home_is_refused(
+    ops: tuple[Op, ...], number: int, said: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         plan_of(*ops, parameters=Tier.HOST)
 

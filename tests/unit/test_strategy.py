@@ -62,7 +62,11 @@ def test_streaming_from_nvme_updates_on_the_host_unless_told() -> None:
 
 @pytest.mark.parametrize("part", [0, 0.3, 1])
 def test_a_part_may_be_none_of_it_and_all_of_it(part: float) -> None:
-    made = (StaticSplit(ratio=part).ratio, Interleaved(share=part).share, Interleaved(resident=part).resident)
+    made = (
+        StaticSplit(ratio=part).ratio,
+        Interleaved(share=part).share,
+        Interleaved(resident=part).resident,
+    )
 
     assert made == (part,) * 3
     assert all(isinstance(value, float) for value in made)
@@ -88,36 +92,51 @@ def test_a_strategy_cannot_be_changed() -> None:
 
 @pytest.mark.parametrize("value", [*NO_PART, None])
 def test_a_ratio_is_a_number_from_0_to_1(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^StaticSplit\.ratio: expected a number from 0 to 1, got "):
+    with pytest.raises(
+        ConfigError, match=r"^StaticSplit\.ratio: expected a number from 0 to 1, got "
+    ):
         StaticSplit(ratio=value)
 
 
 @pytest.mark.parametrize("value", NO_PART)
 def test_a_share_is_a_number_from_0_to_1(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^Interleaved\.share: expected a number from 0 to 1, got "):
+    with pytest.raises(
+        ConfigError, match=r"^Interleaved\.share: expected a number from 0 to 1, got "
+    ):
         Interleaved(share=value)
 
 
 @pytest.mark.parametrize("value", [*NO_PART, None])
 def test_the_resident_part_is_a_number_from_0_to_1(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^Interleaved\.resident: expected a number from 0 to 1, got "):
+    with pytest.raises(
+        ConfigError, match=r"^Interleaved\.resident: expected a number from 0 to 1, got "
+    ):
         Interleaved(resident=value)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "2"])
 def test_a_stride_is_a_whole_number_from_1(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^Interleaved\.stride: expected a whole number, 1 or more, got "):
+    with pytest.raises(
+        ConfigError, match=r"^Interleaved\.stride: expected a whole number, 1 or more, got "
+    ):
         Interleaved(stride=value)
 
 
 def test_share_and_stride_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"^Interleaved\.stride: expected None beside share=0\.5: .* give one, got 2"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^Interleaved\.stride: expected None beside share=0\.5: .* give one, got 2",
+    ):
         Interleaved(share=0.5, stride=2)
 
 
-@pytest.mark.parametrize("update", [Auto(), DeviceOnly(), StaticSplit(ratio=0.5), NvmeStreamed(), "auto"])
+@pytest.mark.parametrize(
+    "update", [Auto(), DeviceOnly(), StaticSplit(ratio=0.5), NvmeStreamed(), "auto"]
+)
 def test_streaming_takes_no_update_but_on_the_host_or_interleaved(update: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^NvmeStreamed\.update: expected host_only or interleaved, got "):
+    with pytest.raises(
+        ConfigError, match=r"^NvmeStreamed\.update: expected host_only or interleaved, got "
+    ):
         NvmeStreamed(update=update)
 
 
@@ -139,7 +158,10 @@ def test_a_name_alone_means_the_strategy_with_its_defaults(kind: type[Strategy])
     ("mapping", "strategy"),
     [
         ({"name": "static_split", "ratio": 0.3}, StaticSplit(ratio=0.3)),
-        ({"name": "interleaved", "stride": 3, "resident": 0.2}, Interleaved(stride=3, resident=0.2)),
+        (
+            {"name": "interleaved", "stride": 3, "resident": 0.2},
+            Interleaved(stride=3, resident=0.2),
+        ),
         ({"name": "nvme_streamed", "update": "interleaved"}, NvmeStreamed(update=Interleaved())),
         (
             {"name": "nvme_streamed", "update": {"name": "interleaved", "share": 0.5}},
@@ -147,7 +169,9 @@ def test_a_name_alone_means_the_strategy_with_its_defaults(kind: type[Strategy])
         ),
     ],
 )
-def test_a_mapping_says_the_name_and_the_settings(mapping: dict[str, object], strategy: Strategy) -> None:
+def test_a_mapping_says_the_name_and_the_settings(
+    mapping: dict[str, object], strategy: Strategy
+) -> None:
     assert parse_strategy(mapping) == strategy
 
 
@@ -166,22 +190,49 @@ def test_a_strategy_of_ones_own_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("interleave", r"strategy: expected one of auto, device_only, .*\(nearest: interleaved\), got 'interleave'"),
+        (
+            "interleave",
+            r"strategy: expected one of auto, device_only, .*\(nearest: interleaved\), got 'interleave'",
+        ),
         ("", r"strategy: expected one of auto, "),
         ("Auto", r"strategy: expected one of auto, .*\(nearest: auto\)"),
-        ({"name": "static"}, r"strategy\.name: expected one of auto, .*\(nearest: static_split\), got 'static'"),
+        (
+            {"name": "static"},
+            r"strategy\.name: expected one of auto, .*\(nearest: static_split\), got 'static'",
+        ),
         ({"name": ["auto"]}, r"strategy\.name: expected one of auto, "),
         ({"ratio": 0.3}, r"strategy\.name: expected one of auto, .*, got None"),
-        ("static_split", r"strategy: expected a mapping that gives its ratio too: {'name': 'static_split', 'ratio': "),
+        (
+            "static_split",
+            r"strategy: expected a mapping that gives its ratio too: {'name': 'static_split', 'ratio': ",
+        ),
         ({"name": "static_split"}, r"strategy: expected a mapping that gives its ratio too"),
-        ({"name": "static_split", "ratoi": 1}, r"strategy\.ratoi: expected one of name, ratio \(nearest: ratio\)"),
-        ({"name": "static_split", "ratio": "x"}, r"strategy\.ratio: expected a number from 0 to 1, got 'x'"),
+        (
+            {"name": "static_split", "ratoi": 1},
+            r"strategy\.ratoi: expected one of name, ratio \(nearest: ratio\)",
+        ),
+        (
+            {"name": "static_split", "ratio": "x"},
+            r"strategy\.ratio: expected a number from 0 to 1, got 'x'",
+        ),
         ({"name": "host_only", "ratio": 1}, r"strategy\.ratio: expected one of name"),
-        ({"name": "interleaved", "share": 0.5, "stride": 2}, r"strategy\.stride: expected None beside share=0\.5"),
-        ({"name": "nvme_streamed", "update": "auto"}, r"strategy\.update: expected host_only or interleaved"),
-        ({"name": "nvme_streamed", "update": {"name": "interleaved", "shar": 1}}, r"strategy\.update\.shar: "),
+        (
+            {"name": "interleaved", "share": 0.5, "stride": 2},
+            r"strategy\.stride: expected None beside share=0\.5",
+        ),
+        (
+            {"name": "nvme_streamed", "update": "auto"},
+            r"strategy\.update: expected host_only or interleaved",
+        ),
+        (
+            {"name": "nvme_streamed", "update": {"name": "interleaved", "shar": 1}},
+            r"strategy\.update\.shar: ",
+        ),
         ({"name": "nvme_streamed", "update": {"nam": "auto"}}, r"strategy\.update\.name: "),
-        (5, r"strategy: expected a name such as 'auto', a mapping such as .*, or a Strategy, got 5"),
+        (
+            5,
+            r"strategy: expected a name such as 'auto', a mapping such as .*, or a Strategy, got 5",
+        ),
         (None, r"strategy: expected a name"),
         (StaticSplit, r"strategy: expected a name"),
     ],
@@ -197,7 +248,11 @@ def test_a_refused_strategy_names_the_field_it_was_given_for() -> None:
 
 
 @PATIENT
-@given(st.recursive(st.none() | st.text() | st.floats(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
+@given(
+    st.recursive(
+        st.none() | st.text() | st.floats(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    )
+)
 def test_anything_is_a_strategy_or_a_config_error(given: object) -> None:
     try:
         strategy = parse_strategy(given)

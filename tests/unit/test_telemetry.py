@@ -16,7 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity_engine.plan import Tier
-from infinity_engine.telemetry import Gauge, NullTelemetry, SpanRecord, Telemetry, Timeline, trace_events
+from infinity_engine.telemetry import (
+    Gauge,
+    NullTelemetry,
+    SpanRecord,
+    Telemetry,
+    Timeline,
+    trace_events,
+)
 
 PATIENT = settings(deadline=None)
 
@@ -39,8 +46,12 @@ class TickingClock(Clock):
         return self.now_ns
 
 
-def recorder(clock_ns: Callable[[], int] | None = None, *, keep_steps: int = 10, keep_spans: int = 100) -> Telemetry:
-    return Telemetry(keep_steps=keep_steps, keep_spans=keep_spans, clock_ns=clock_ns or TickingClock())
+def recorder(
+    clock_ns: Callable[[], int] | None = None, *, keep_steps: int = 10, keep_spans: int = 100
+) -> Telemetry:
+    return Telemetry(
+        keep_steps=keep_steps, keep_spans=keep_spans, clock_ns=clock_ns or TickingClock()
+    )
 
 
 def only_span(telemetry: Telemetry) -> SpanRecord:
@@ -150,9 +161,22 @@ def test_spans_within_spans_nest_in_time(tree: list[Any]) -> None:
     spans = {span.name: span for span in telemetry.timeline().between_steps}
     assert spans.keys() == {"0", *inside}
     for inner, outer in inside.items():
-        assert spans[outer].start_ns < spans[inner].start_ns < spans[inner].end_ns < spans[outer].end_ns
-    siblings = [(a, b) for a, outer in inside.items() for b, other in inside.items() if a < b and outer == other]
-    assert all(spans[a].end_ns < spans[b].start_ns or spans[b].end_ns < spans[a].start_ns for a, b in siblings)
+        assert (
+            spans[outer].start_ns
+            < spans[inner].start_ns
+            < spans[inner].end_ns
+            < spans[outer].end_ns
+        )
+    siblings = [
+        (a, b)
+        for a, outer in inside.items()
+        for b, other in inside.items()
+        if a < b and outer == other
+    ]
+    assert all(
+        spans[a].end_ns < spans[b].start_ns or spans[b].end_ns < spans[a].start_ns
+        for a, b in siblings
+    )
 
 
 # --- steps ---
@@ -172,7 +196,10 @@ def test_a_step_holds_the_spans_that_began_in_it() -> None:
         pass
 
     timeline = telemetry.timeline()
-    assert [(step.index, names(step.spans)) for step in timeline.steps] == [(7, ["within 7"]), (8, ["within 8"])]
+    assert [(step.index, names(step.spans)) for step in timeline.steps] == [
+        (7, ["within 7"]),
+        (8, ["within 8"]),
+    ]
     assert names(timeline.between_steps) == ["before", "after"]
 
 
@@ -329,7 +356,9 @@ def test_a_gauge_never_stands_below_zero(change: Callable[[Gauge], None]) -> Non
     gauge = recorder().gauge("held")
     gauge.add(2)
 
-    with pytest.raises(ValueError, match="a gauge stands at 0 or more: expected no fall below, got -1"):
+    with pytest.raises(
+        ValueError, match="a gauge stands at 0 or more: expected no fall below, got -1"
+    ):
         change(gauge)
     assert (gauge.value, gauge.peak) == (2, 2)
 
@@ -358,7 +387,10 @@ def test_a_step_says_how_high_each_gauge_stood_in_it_from_its_beginning_on() -> 
         telemetry.gauge("new").set(1)
     held.add(1000)
 
-    assert [step.peaks for step in telemetry.timeline().steps] == [{"held": 10}, {"held": 7, "new": 1}]
+    assert [step.peaks for step in telemetry.timeline().steps] == [
+        {"held": 10},
+        {"held": 7, "new": 1},
+    ]
 
 
 def test_a_step_that_is_running_says_its_peaks_so_far() -> None:
@@ -392,7 +424,9 @@ def test_a_recorded_span_has_the_times_track_and_fields_that_it_is_given() -> No
 
 
 def test_a_recorded_span_cannot_end_before_it_starts() -> None:
-    with pytest.raises(ValueError, match="span read cannot end before it starts: expected 8 ns or more, got 7 ns"):
+    with pytest.raises(
+        ValueError, match="span read cannot end before it starts: expected 8 ns or more, got 7 ns"
+    ):
         recorder().record("read", track="nvme0", start_ns=8, end_ns=7)
 
 
@@ -486,7 +520,11 @@ def test_every_recorded_span_is_kept_where_it_began_or_counted(
         for (start_ns, end_ns), step in zip(within, timeline.steps, strict=True)
         for span in step.spans
     )
-    assert not any(start_ns <= span.start_ns < end_ns for start_ns, end_ns in within for span in timeline.between_steps)
+    assert not any(
+        start_ns <= span.start_ns < end_ns
+        for start_ns, end_ns in within
+        for span in timeline.between_steps
+    )
 
 
 # --- bounds ---
@@ -565,7 +603,9 @@ def test_a_timed_span_is_a_span_and_counts_its_nanoseconds() -> None:
                 clock.now_ns += 40
 
     (step,) = telemetry.timeline().steps
-    assert [(span.name, span.track, span.fields) for span in step.spans] == [("update", "host", {"subgroup": 3})] * 2
+    assert [(span.name, span.track, span.fields) for span in step.spans] == [
+        ("update", "host", {"subgroup": 3})
+    ] * 2
     assert step.counters == {"update ns": 80}
 
 
@@ -602,7 +642,10 @@ def test_a_step_keeps_what_was_noted_last() -> None:
     with telemetry.step(1):
         pass
 
-    assert [step.notes for step in telemetry.timeline().steps] == [{"outcome": "updated", "loss_scale": 2.0}, {}]
+    assert [step.notes for step in telemetry.timeline().steps] == [
+        {"outcome": "updated", "loss_scale": 2.0},
+        {},
+    ]
 
 
 def test_notes_of_a_step_that_is_running_are_there() -> None:
@@ -637,7 +680,9 @@ def test_threads_lose_no_span_and_no_count() -> None:
         list(pool.map(work, range(4)))
 
     spans = telemetry.timeline().between_steps
-    assert sorted(names(spans)) == sorted(f"{worker}.{number}" for worker in range(4) for number in range(500))
+    assert sorted(names(spans)) == sorted(
+        f"{worker}.{number}" for worker in range(4) for number in range(500)
+    )
     assert len({span.thread for span in spans}) == 4
     assert telemetry.counters() == {"bytes": 2000}
 
@@ -711,9 +756,15 @@ def test_a_null_telemetry_takes_all_calls_and_keeps_nothing() -> None:
     with telemetry.step(1):
         pass
 
-    assert telemetry.timeline() == Timeline(steps=(), between_steps=(), dropped_steps=0, dropped_spans=0)
+    assert telemetry.timeline() == Timeline(
+        steps=(), between_steps=(), dropped_steps=0, dropped_spans=0
+    )
     assert (telemetry.counters(), telemetry.peaks()) == ({}, {})
-    assert (telemetry.counter("bytes").total, telemetry.gauge("held").value, telemetry.gauge("rss").peak) == (0, 0, 0)
+    assert (
+        telemetry.counter("bytes").total,
+        telemetry.gauge("held").value,
+        telemetry.gauge("rss").peak,
+    ) == (0, 0, 0)
 
 
 def test_a_null_telemetry_lets_exceptions_pass() -> None:
@@ -742,7 +793,9 @@ def test_a_null_telemetry_has_the_same_public_methods() -> None:
 
 
 def exported(telemetry: Telemetry) -> dict[str, Any]:
-    trace: dict[str, Any] = json.loads(json.dumps(trace_events(telemetry.timeline()), allow_nan=False))
+    trace: dict[str, Any] = json.loads(
+        json.dumps(trace_events(telemetry.timeline()), allow_nan=False)
+    )
     return trace
 
 
@@ -758,7 +811,15 @@ def test_a_span_becomes_a_complete_event_in_microseconds() -> None:
         clock.now_ns = 4000
 
     assert events(telemetry, "X") == [
-        {"ph": "X", "pid": 1, "tid": 1, "name": "load", "ts": 1.5, "dur": 2.5, "args": {"nbytes": 4096}}
+        {
+            "ph": "X",
+            "pid": 1,
+            "tid": 1,
+            "name": "load",
+            "ts": 1.5,
+            "dur": 2.5,
+            "args": {"nbytes": 4096},
+        }
     ]
 
 
@@ -772,12 +833,20 @@ def test_a_span_that_failed_says_so_in_its_arguments() -> None:
 
 def test_every_track_has_a_named_line_of_its_own() -> None:
     telemetry = recorder()
-    with telemetry.step(0), telemetry.span("load", track="nvme"), telemetry.span("copy", track="h2d"):
+    with (
+        telemetry.step(0),
+        telemetry.span("load", track="nvme"),
+        telemetry.span("copy", track="h2d"),
+    ):
         pass
     with telemetry.span("store", track="nvme"):
         pass
 
-    lines = {event["tid"]: event["args"]["name"] for event in events(telemetry, "M") if event["name"] == "thread_name"}
+    lines = {
+        event["tid"]: event["args"]["name"]
+        for event in events(telemetry, "M")
+        if event["name"] == "thread_name"
+    }
     drawn = {event["name"]: lines[event["tid"]] for event in events(telemetry, "X")}
     assert drawn == {"step 0": "steps", "load": "nvme", "copy": "h2d", "store": "nvme"}
     assert len(lines) == 3
@@ -860,7 +929,11 @@ def test_a_gauge_becomes_an_event_with_its_peak_for_each_step() -> None:
 
 
 def lines_of(telemetry: Telemetry) -> dict[int, str]:
-    return {event["tid"]: event["args"]["name"] for event in events(telemetry, "M") if event["name"] == "thread_name"}
+    return {
+        event["tid"]: event["args"]["name"]
+        for event in events(telemetry, "M")
+        if event["name"] == "thread_name"
+    }
 
 
 def test_recorded_spans_have_the_line_of_their_track() -> None:
@@ -889,20 +962,30 @@ def test_spans_of_a_track_that_overlap_have_a_line_each() -> None:
 
 
 @PATIENT
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30), st.integers(0, 30)), max_size=20))
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 30), st.integers(0, 30)), max_size=20)
+)
 def test_on_every_line_spans_nest_or_follow_one_another(spans: list[tuple[str, int, int]]) -> None:
     telemetry = recorder()
     for track, start_ns, length_ns in spans:
-        telemetry.record("span", track=track, start_ns=1000 * start_ns, end_ns=1000 * (start_ns + length_ns))
+        telemetry.record(
+            "span", track=track, start_ns=1000 * start_ns, end_ns=1000 * (start_ns + length_ns)
+        )
 
     lines = lines_of(telemetry)
-    drawn = [(event["tid"], event["ts"], event["ts"] + event["dur"]) for event in events(telemetry, "X")]
+    drawn = [
+        (event["tid"], event["ts"], event["ts"] + event["dur"]) for event in events(telemetry, "X")
+    ]
     assert sorted((lines[tid], start, end) for tid, start, end in drawn) == sorted(
         (track, start, start + length) for track, start, length in spans
     )
     for first, (tid, start, end) in enumerate(drawn):
         for other_tid, other_start, other_end in drawn[first + 1 :]:
-            assert tid != other_tid or other_start >= end or (start <= other_start and other_end <= end)
+            assert (
+                tid != other_tid
+                or other_start >= end
+                or (start <= other_start and other_end <= end)
+            )
 
 
 def test_spans_of_one_moment_stand_outer_first() -> None:

@@ -1,4 +1,6 @@
-"""The trace of a step: what it says comes next, and how it is followed, left, found again and replaced."""
+"""The trace of a step: what it says comes next, and how it is followed, left, found again and
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def followed(*order: Use) -> TraceFollower:
     return follower
 
 
-# --- the trace ---------------------------------------------------------------------------------------------------
+# --- the trace ------------------------------------------------------------------------------------
 
 
 def test_a_use_is_found_from_the_start_on_or_else_from_the_beginning() -> None:
@@ -53,13 +55,15 @@ def test_the_next_use_of_a_parameter_is_any_that_needs_it() -> None:
 
 
 @given(order=steps, parameter=st.integers(0, 6), start=st.integers(0, 21))
-def test_next_use_is_what_looking_through_all_uses_finds(order: list[Use], parameter: int, start: int) -> None:
+def test_next_use_is_what_looking_through_all_uses_finds(
+    order: list[Use], parameter: int, start: int
+) -> None:
     positions = [at for at, use in enumerate(order) if at >= start and parameter in use.parameters]
 
     assert ModuleTrace(order).next_use(parameter, start) == min(positions, default=trace.NEVER)
 
 
-# --- following it ------------------------------------------------------------------------------------------------
+# --- following it ---------------------------------------------------------------------------------
 
 
 def test_the_first_step_has_no_trace_and_no_mismatch() -> None:
@@ -207,7 +211,9 @@ def test_whatever_order_comes_the_follower_is_within_its_trace_and_says_what_the
             else:
                 assert follower.at == before
             for parameter in range(7):
-                assert follower.next_use(parameter) == follower.trace.next_use(parameter, follower.at)
+                assert follower.next_use(parameter) == follower.trace.next_use(
+                    parameter, follower.at
+                )
         follower.end_step()
 
         assert follower.trace.uses == tuple(order)

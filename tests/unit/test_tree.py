@@ -1,4 +1,6 @@
-"""deepnvme.tree: a state dict comes back exactly as it was or is refused, with where and what to do."""
+"""deepnvme.tree: a state dict comes back exactly as it was or is refused, with where and what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def there_and_back(state: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Tell whether they are the same to the bit: types, order, identity of leaves; NaN is itself."""
+    """Tell whether they are the same to the bit: types, order, identity of leaves; NaN is
+    itself.
+    """
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):
@@ -55,16 +59,20 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# --- there and back ----------------------------------------------------------------------------------------------
+# --- there and back -------------------------------------------------------------------------------
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
-scalars = st.none() | st.booleans() | st.integers() | st.integers(2**52, 2**70) | st.floats() | texts
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.integers(2**52, 2**70) | st.floats() | texts
+)
 numpy_scalars = st.builds(
     lambda kind, value: kind(value),
     st.sampled_from([np.float32, np.float64, np.int8, np.uint64, np.bool_, np.complex64]),
     st.integers(0, 100),
 )
-arrays = st.builds(np.zeros, st.lists(st.integers(0, 2), max_size=2).map(tuple), st.sampled_from(["f4", "u1", "?"]))
+arrays = st.builds(
+    np.zeros, st.lists(st.integers(0, 2), max_size=2).map(tuple), st.sampled_from(["f4", "u1", "?"])
+)
 keys = scalars | st.sampled_from(["a", "b", "a.b", "a/b", "", ".", "0", "_", "a~2"])
 states = st.recursive(
     scalars | st.binary(max_size=5) | numpy_scalars | arrays,
@@ -105,7 +113,11 @@ def test_a_structure_is_strict_json(state: Any) -> None:
 
 
 def test_names_are_the_way_to_the_leaf() -> None:
-    state = {"model": {"layers.0.weight": np.zeros(2)}, "optimizer": {"state": [{0: np.ones(2)}]}, 5: (np.ones(1),)}
+    state = {
+        "model": {"layers.0.weight": np.zeros(2)},
+        "optimizer": {"state": [{0: np.ones(2)}]},
+        5: (np.ones(1),),
+    }
 
     _, found = flatten(state)
 
@@ -147,7 +159,13 @@ def test_an_array_in_several_places_is_one_leaf_and_one_array_again() -> None:
 
 
 def test_the_structure_is_what_the_format_says() -> None:
-    state = OrderedDict(a=[1, (2.5, None)], b={7: np.zeros(1), None: b"\x00\xff"}, c=2**60, d=math.inf, e=np.float32(1))
+    state = OrderedDict(
+        a=[1, (2.5, None)],
+        b={7: np.zeros(1), None: b"\x00\xff"},
+        c=2**60,
+        d=math.inf,
+        e=np.float32(1),
+    )
 
     structure, _ = flatten(state)
 
@@ -170,7 +188,7 @@ def test_the_deepest_state_comes_back() -> None:
     assert same(there_and_back(state), state)
 
 
-# --- torch -------------------------------------------------------------------------------------------------------
+# --- torch ----------------------------------------------------------------------------------------
 
 
 @needs_torch
@@ -202,7 +220,9 @@ def test_the_state_of_a_model_and_its_optimizer_comes_back() -> None:
 def test_a_structure_remembers_which_leaves_were_tensors() -> None:
     import torch
 
-    structure, _ = flatten({"t": torch.zeros(2), "p": torch.nn.Parameter(torch.zeros(2)), "a": np.zeros(2)})
+    structure, _ = flatten(
+        {"t": torch.zeros(2), "p": torch.nn.Parameter(torch.zeros(2)), "a": np.zeros(2)}
+    )
 
     assert leaves(structure) == {"t": Returns.TORCH, "p": Returns.TORCH, "a": Returns.NUMPY}
 
@@ -212,7 +232,10 @@ def test_a_structure_remembers_which_leaves_were_tensors() -> None:
 def test_what_torch_has_beside_tensors_is_refused(value: str) -> None:
     import torch
 
-    with pytest.raises(TypeError, match=r"state\['x'\]\[0\] is a torch\.\w+, .*: (make it a plain tuple|give its str)"):
+    with pytest.raises(
+        TypeError,
+        match=r"state\['x'\]\[0\] is a torch\.\w+, .*: (make it a plain tuple|give its str)",
+    ):
         flatten({"x": [eval(value, {"torch": torch})]})
 
 
@@ -229,12 +252,14 @@ def test_plain_states_need_no_torch() -> None:
         "import sys\nfrom deepnvme.tree import *\nimport numpy\n"
         "unflatten(*flatten({'a': [numpy.zeros(2), 1]}))\nprint('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
 
     assert done.stdout.strip() == "False"
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 class Colour(enum.IntEnum):
@@ -268,14 +293,18 @@ Point = namedtuple("Point", "x y")
         (np.str_("a"), r"make it a plain value first: .* str\("),
     ],
 )
-def test_what_cannot_be_kept_exactly_is_refused_with_where_and_what_to_do(value: Any, message: str) -> None:
+def test_what_cannot_be_kept_exactly_is_refused_with_where_and_what_to_do(
+    value: Any, message: str
+) -> None:
     with pytest.raises(TypeError, match=rf"^state\['a'\]\[1\].*{message}"):
         flatten({"a": [0, value]})
 
 
 @pytest.mark.parametrize("key", [(1, 2), b"a", Colour.RED, np.int64(1), frozenset()])
 def test_a_key_that_cannot_be_kept_is_refused(key: Any) -> None:
-    with pytest.raises(TypeError, match=r"^state\['a'\] has the key .*: expected str, int, bool, float or None"):
+    with pytest.raises(
+        TypeError, match=r"^state\['a'\] has the key .*: expected str, int, bool, float or None"
+    ):
         flatten({"a": {key: 1}})
 
 
@@ -293,7 +322,7 @@ def test_a_state_in_itself_is_refused() -> None:
         flatten(state)
 
 
-# --- a structure is not believed ---------------------------------------------------------------------------------
+# --- a structure is not believed ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -355,7 +384,13 @@ def test_a_missing_leaf_is_named() -> None:
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    inner: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner: Any = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [found for key, each in inner for found in ((value, key), *places(each))]
 
 

@@ -80,9 +80,15 @@ def test_a_whole_number_is_a_size_in_bytes(nbytes: int) -> None:
 
 @PATIENT
 @given(st.integers(0, 10**15), st.integers(0, 12), st.sampled_from(sorted(UNITS)))
-def test_a_decimal_size_is_read_to_the_byte_and_a_part_of_one_is_refused(digits: int, decimals: int, unit: str) -> None:
+def test_a_decimal_size_is_read_to_the_byte_and_a_part_of_one_is_refused(
+    digits: int, decimals: int, unit: str
+) -> None:
     exact = Fraction(digits, 10**decimals) * UNITS[unit]
-    text = f"{digits // 10**decimals}.{digits % 10**decimals:0{decimals}d} {unit}" if decimals else f"{digits} {unit}"
+    text = (
+        f"{digits // 10**decimals}.{digits % 10**decimals:0{decimals}d} {unit}"
+        if decimals
+        else f"{digits} {unit}"
+    )
 
     if exact.denominator == 1 or unit != "B":
         assert parse_bytes(text) == exact.numerator // exact.denominator
@@ -103,10 +109,27 @@ def test_any_text_is_a_size_or_a_config_error(text: str) -> None:
 
 @pytest.mark.parametrize(
     "size",
-    [-1, "-1", "-0.5 GiB", "NaN", "nan GiB", "inf", "1e9", "", " ", "GiB", "1,5 GB", "1 2 GB", "1_000", "3 GB/s"],
+    [
+        -1,
+        "-1",
+        "-0.5 GiB",
+        "NaN",
+        "nan GiB",
+        "inf",
+        "1e9",
+        "",
+        " ",
+        "GiB",
+        "1,5 GB",
+        "1 2 GB",
+        "1_000",
+        "3 GB/s",
+    ],
 )
 def test_what_is_no_size_is_refused(size: int | str) -> None:
-    with pytest.raises(ConfigError, match="expected a whole number of bytes, 0 or more, or text such as '12 GiB'"):
+    with pytest.raises(
+        ConfigError, match="expected a whole number of bytes, 0 or more, or text such as '12 GiB'"
+    ):
         parse_bytes(size)
 
 
@@ -128,7 +151,8 @@ def test_an_ambiguous_unit_is_refused_with_both_meanings(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "right"), [("12gib", "12 GiB"), ("1.5Gb", "1.5 GB"), ("2 kB", "2 KB"), ("3 b", "3 B"), ("4Gi", "4 GiB")]
+    ("text", "right"),
+    [("12gib", "12 GiB"), ("1.5Gb", "1.5 GB"), ("2 kB", "2 KB"), ("3 b", "3 B"), ("4Gi", "4 GiB")],
 )
 def test_a_unit_that_is_nearly_right_is_refused_with_the_right_form(text: str, right: str) -> None:
     with pytest.raises(ConfigError, match=f"write '{right}'"):
@@ -137,7 +161,9 @@ def test_a_unit_that_is_nearly_right_is_refused_with_the_right_form(text: str, r
 
 @pytest.mark.parametrize("text", ["1 XB", "1 EB", "1 GBit", "1 E"])
 def test_an_unknown_unit_is_refused_with_the_known_ones(text: str) -> None:
-    with pytest.raises(ConfigError, match="a unit out of PiB, TiB, GiB, MiB, KiB, PB, TB, GB, MB, KB, B"):
+    with pytest.raises(
+        ConfigError, match="a unit out of PiB, TiB, GiB, MiB, KiB, PB, TB, GB, MB, KB, B"
+    ):
         parse_bytes(text)
 
 
@@ -196,7 +222,10 @@ def test_a_shown_size_is_off_by_less_than_a_thousandth(nbytes: int) -> None:
 
 
 @PATIENT
-@given(st.integers(1, 2**60) | st.builds(lambda unit, less: unit - less, st.sampled_from([MiB, GiB, TiB, PiB]), NEAR))
+@given(
+    st.integers(1, 2**60)
+    | st.builds(lambda unit, less: unit - less, st.sampled_from([MiB, GiB, TiB, PiB]), NEAR)
+)
 def test_a_shown_size_never_fills_a_larger_unit_than_its_own(nbytes: int) -> None:
     number, unit = format_bytes(nbytes).split()
 
@@ -205,7 +234,12 @@ def test_a_shown_size_never_fills_a_larger_unit_than_its_own(nbytes: int) -> Non
 
 
 def test_what_a_drive_is_rated_for_is_shown_in_decimal_units() -> None:
-    assert [format_decimal_bytes(nbytes) for nbytes in (0, 999, 1500, 600 * TB)] == ["0 B", "999 B", "1.5 KB", "600 TB"]
+    assert [format_decimal_bytes(nbytes) for nbytes in (0, 999, 1500, 600 * TB)] == [
+        "0 B",
+        "999 B",
+        "1.5 KB",
+        "600 TB",
+    ]
 
 
 # --- rates ---
@@ -213,15 +247,26 @@ def test_what_a_drive_is_rated_for_is_shown_in_decimal_units() -> None:
 
 @pytest.mark.parametrize(
     ("rate", "bytes_per_s"),
-    [("3.2GB/s", 3.2e9), ("1 GiB/s", 2.0**30), ("5/s", 5.0), ("0.5 B/s", 0.5), (7, 7.0), (2.5e9, 2.5e9)],
+    [
+        ("3.2GB/s", 3.2e9),
+        ("1 GiB/s", 2.0**30),
+        ("5/s", 5.0),
+        ("0.5 B/s", 0.5),
+        (7, 7.0),
+        (2.5e9, 2.5e9),
+    ],
 )
 def test_a_rate_is_read_in_bytes_per_second(rate: float | str, bytes_per_s: float) -> None:
     assert parse_rate(rate) == bytes_per_s
 
 
-@pytest.mark.parametrize("rate", [0, -1, 0.0, math.nan, math.inf, 10**400, "0 GB/s", "-1 GB/s", "fast", "", True, None])
+@pytest.mark.parametrize(
+    "rate", [0, -1, 0.0, math.nan, math.inf, 10**400, "0 GB/s", "-1 GB/s", "fast", "", True, None]
+)
 def test_what_is_no_positive_finite_rate_is_refused(rate: object) -> None:
-    with pytest.raises(ConfigError, match=r"a positive number of bytes per second, or text such as '3\.2 GB/s'"):
+    with pytest.raises(
+        ConfigError, match=r"a positive number of bytes per second, or text such as '3\.2 GB/s'"
+    ):
         parse_rate(rate)
 
 
@@ -243,7 +288,13 @@ def test_a_refused_rate_names_the_field_it_was_given_for() -> None:
 
 @pytest.mark.parametrize(
     ("bytes_per_s", "text"),
-    [(3.2e9, "3.2 GB/s"), (999.0, "999 B/s"), (0.25, "0.25 B/s"), (1e12 / 3, "333.333 GB/s"), (1e9 - 1, "1 GB/s")],
+    [
+        (3.2e9, "3.2 GB/s"),
+        (999.0, "999 B/s"),
+        (0.25, "0.25 B/s"),
+        (1e12 / 3, "333.333 GB/s"),
+        (1e9 - 1, "1 GB/s"),
+    ],
 )
 def test_a_rate_is_shown_short(bytes_per_s: float, text: str) -> None:
     assert format_rate(bytes_per_s) == text
@@ -260,7 +311,10 @@ def test_a_rate_of_whole_kilobytes_is_read_back_the_same(kb_per_s: int) -> None:
 
 
 @PATIENT
-@given(st.floats(1, 1e18) | st.builds(lambda unit, less: float(unit - less), st.sampled_from([MB, GB, TB]), NEAR))
+@given(
+    st.floats(1, 1e18)
+    | st.builds(lambda unit, less: float(unit - less), st.sampled_from([MB, GB, TB]), NEAR)
+)
 def test_a_shown_rate_never_fills_a_larger_unit_than_its_own(bytes_per_s: float) -> None:
     number, unit = format_rate(max(bytes_per_s, 1.0)).split()
 
@@ -280,7 +334,9 @@ def test_a_positive_number_is_returned_as_a_float(value: float) -> None:
     assert returned == float(value)
 
 
-@pytest.mark.parametrize("value", [0, -1, -0.0, math.nan, math.inf, 10**400, True, "1", None, [1], 1j])
+@pytest.mark.parametrize(
+    "value", [0, -1, -0.0, math.nan, math.inf, 10**400, True, "1", None, [1], 1j]
+)
 def test_what_is_no_positive_finite_number_is_refused_in_the_words_given(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^norm: expected more than nothing, got ") as caught:
         positive(value, field="norm", expected="more than nothing")

@@ -1,4 +1,6 @@
-"""What drives are worn: shares of what they are rated for, days that are left, and one warning at each share."""
+"""What drives are worn: shares of what they are rated for, days that are left, and one warning at
+each share.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def test_the_days_that_are_left_are_those_of_the_rate_since_the_beginning() -> N
     assert stands is not None
     assert stands.share == 0.1
     assert stands.days_left == pytest.approx(54)
-    assert str(stands) == "10.00% of the 600 TB that its drive is rated for; at this rate the rest lasts 54 days"
+    assert (
+        str(stands)
+        == "10.00% of the 600 TB that its drive is rated for; at this rate the rest lasts 54 days"
+    )
 
 
 def test_without_a_rate_no_days_are_said() -> None:

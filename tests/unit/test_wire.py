@@ -12,7 +12,9 @@ from infinity_engine.partition.wire import WIRE_ALIGNMENT, WireLayout
 BLOCK = 4096
 
 members = st.lists(
-    st.tuples(st.one_of(st.integers(0, 9), st.integers(0, 5 * BLOCK)), st.sampled_from([1, 2, 4, 8])),
+    st.tuples(
+        st.one_of(st.integers(0, 9), st.integers(0, 5 * BLOCK)), st.sampled_from([1, 2, 4, 8])
+    ),
     min_size=1,
     max_size=6,
 )
@@ -62,7 +64,9 @@ def test_pieces_lie_apart_within_their_window_and_where_their_elements_can(
 
 
 @given(members, ranks)
-def test_padding_is_a_block_and_a_line_for_each_member_at_most(given_: list[tuple[int, int]], count: int) -> None:
+def test_padding_is_a_block_and_a_line_for_each_member_at_most(
+    given_: list[tuple[int, int]], count: int
+) -> None:
     given_ = [(numel, 2) for numel, _ in given_]
     layout = laid_out(given_, count, Partitioning.BANDWIDTH_CENTRIC)
 

@@ -1,4 +1,7 @@
-"""The policies that are there, by name and by strategy. Pure; users add their own to a registry that they make."""
+"""The policies that are there, by name and by strategy.
+
+Pure; users add their own to a registry that they make.
+"""
 
 from infinity_engine.optim.policies.choice import BUILT_IN, policy_for
 from infinity_engine.optim.policies.interleaved import interleaved, two_ended

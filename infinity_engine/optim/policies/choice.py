@@ -1,4 +1,7 @@
-"""Which policy carries out a strategy, and which can be asked for by name alone. Pure; called by planner and engine."""
+"""Which policy carries out a strategy, and which can be asked for by name alone.
+
+Pure; called by planner and engine.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,14 @@ from infinity_engine.optim.policies.interleaved import INTERLEAVED, TWO_ENDED, i
 from infinity_engine.optim.policies.published import ALGORITHM1, EQ1
 from infinity_engine.optim.policies.static import DEVICE_ONLY, HOST_ONLY, static_split
 from infinity_engine.optim.policy import OffloadPolicy, PolicyRegistry
-from infinity_engine.plan.strategy import DeviceOnly, HostOnly, Interleaved, NvmeStreamed, StaticSplit, Strategy
+from infinity_engine.plan.strategy import (
+    DeviceOnly,
+    HostOnly,
+    Interleaved,
+    NvmeStreamed,
+    StaticSplit,
+    Strategy,
+)
 
 __all__ = ["BUILT_IN", "policy_for"]
 

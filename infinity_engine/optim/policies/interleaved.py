@@ -1,7 +1,9 @@
-"""Host and device update at once: some subgroups visit the device while the CPU is at others (Deep Optimizer States).
+"""Host and device update at once: some subgroups visit the device while the CPU is at others (Deep
+Optimizer States).
 
-Pure: which subgroups visit, in which order their copies share the links, and where residents fill the gaps, all from
-the rates. Used by name, by strategy, and by the published references that differ in their share alone.
+Pure: which subgroups visit, in which order their copies share the links, and where residents fill
+the gaps, all from the rates. Used by name, by strategy, and by the published references that differ
+in their share alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from infinity_engine.plan.rates import Rates
 from infinity_engine.plan.step import Home, StepPlan, SubgroupSpec
 from infinity_engine.plan.timing import LaneClocks
 
-__all__ = ["INTERLEAVED", "TWO_ENDED", "Assignment", "UpdateLayout", "interleaved", "spread", "two_ended"]
+__all__ = [
+    "INTERLEAVED",
+    "TWO_ENDED",
+    "Assignment",
+    "UpdateLayout",
+    "interleaved",
+    "spread",
+    "two_ended",
+]
 
 _FEW = 8  # Of so many subgroups, every choice of visitors is tried.
 _GRID = 8
@@ -36,17 +46,20 @@ class Assignment:
 class UpdateLayout:
     """An assignment as ops, and when they are done.
 
-    States go up as soon as a staging set is free, and between them the parameters that the CPU has updated meanwhile.
-    Residents are updated while the last visitors go home; those that are too many for that, in the gaps in which the
-    device waits for states.
+    States go up as soon as a staging set is free, and between them the parameters that the CPU has
+    updated meanwhile. Residents are updated while the last visitors go home; those that are too
+    many for that, in the gaps in which the device waits for states.
     """
 
     def __init__(self, assignment: Assignment, rates: Rates, limits: Limits) -> None:
-        self._draft = PlanDraft((*assignment.host, *assignment.visiting, *assignment.residents), limits)
+        self._draft = PlanDraft(
+            (*assignment.host, *assignment.visiting, *assignment.residents), limits
+        )
         self._clocks = LaneClocks(rates)
         self._per_parameter = limits.per_parameter
         self._host = deque(assignment.host)
-        self._updated: deque[tuple[SubgroupSpec, int]] = deque()  # Not yet up, and from when on they can go.
+        # Not yet up, and from when on they can go.
+        self._updated: deque[tuple[SubgroupSpec, int]] = deque()
         self._residents = deque(assignment.residents)
         early = self._too_many_for_the_end(assignment) if assignment.visiting else 0
         self._early = early
@@ -67,20 +80,26 @@ class UpdateLayout:
         """Return how many residents the time of the last download has no room for."""
         nbytes = assignment.visiting[-1].numel * self._per_parameter.states
         room_ns = self._clocks.duration_ns(Lane.D2H, nbytes)
-        durations_ns = (self._clocks.duration_ns(Lane.DEVICE, one.numel) for one in reversed(assignment.residents))
+        durations_ns = (
+            self._clocks.duration_ns(Lane.DEVICE, one.numel)
+            for one in reversed(assignment.residents)
+        )
         return sum(end_ns > room_ns for end_ns in itertools.accumulate(durations_ns))
 
     def _visit(self, subgroup: SubgroupSpec, *, late: int) -> None:
-        """Let it visit, and before that as many early residents be updated as its way up leaves time for.
+        """Let it visit, and before that as many early residents be updated as its way up leaves
+        time for.
 
-        Of these, no more than `late` are left, so that a device which is as busy as the links wastes no gap that is
-        shorter than an update.
+        Of these, no more than `late` are left, so that a device which is as busy as the links
+        wastes no gap that is shorter than an update.
         """
         start_ns = self._upload_start_ns()
         while self._can_upload_parameters(start_ns):
             self._upload_parameters()
             start_ns = self._upload_start_ns()
-        up_ns = start_ns + self._clocks.duration_ns(Lane.H2D, subgroup.numel * self._per_parameter.states)
+        up_ns = start_ns + self._clocks.duration_ns(
+            Lane.H2D, subgroup.numel * self._per_parameter.states
+        )
         while self._early and (self._early > late or self._resident_end_ns() <= up_ns):
             self._update_resident()
             self._early -= 1
@@ -89,7 +108,9 @@ class UpdateLayout:
 
     def _finish(self) -> None:
         while self._host or self._updated:
-            if self._updated and (not self._host or self._updated[0][1] <= self._clocks.free_ns(Lane.HOST)):
+            if self._updated and (
+                not self._host or self._updated[0][1] <= self._clocks.free_ns(Lane.HOST)
+            ):
                 self._upload_parameters()
             else:
                 self._update_on_host()
@@ -128,8 +149,11 @@ class UpdateLayout:
             self._clocks.run(op)
 
 
-def interleaved(share: Fraction | None = None, *, resident: float = 0.0, name: str = "interleaved") -> OffloadPolicy:
-    """Return the policy that lets `share` of what is not resident visit; None finds the share that ends first.
+def interleaved(
+    share: Fraction | None = None, *, resident: float = 0.0, name: str = "interleaved"
+) -> OffloadPolicy:
+    """Return the policy that lets `share` of what is not resident visit; None finds the share that
+    ends first.
 
     Host and device take from one queue, in the order in which the next forward needs the subgroups.
     """
@@ -144,7 +168,10 @@ def interleaved(share: Fraction | None = None, *, resident: float = 0.0, name: s
             return spread_over(share).plan()
         most = len(others) if limits.can_stage(subgroups) else 0
         if 0 < most <= _FEW:
-            choices = (_assigned(others, visits, residents) for visits in itertools.product((False, True), repeat=most))
+            choices = (
+                _assigned(others, visits, residents)
+                for visits in itertools.product((False, True), repeat=most)
+            )
             layouts = (UpdateLayout(assignment, rates, limits) for assignment in choices)
             return min(layouts, key=lambda layout: layout.end_ns).plan()
         return _earliest(lambda count: spread_over(Fraction(count, max(most, 1))), most).plan()
@@ -161,9 +188,11 @@ def interleaved(share: Fraction | None = None, *, resident: float = 0.0, name: s
 
 
 def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolicy:
-    """Return the policy in which the CPU takes from the front of the queue and the device from its back.
+    """Return the policy in which the CPU takes from the front of the queue and the device from its
+    back.
 
-    It ends when `interleaved` does; but the parameters that come last are those in the middle of the next forward.
+    It ends when `interleaved` does; but the parameters that come last are those in the middle of
+    the next forward.
     """
 
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
@@ -172,7 +201,11 @@ def two_ended(*, resident: float = 0.0, name: str = "two_ended") -> OffloadPolic
         def back(count: int) -> UpdateLayout:
             first = len(others) - count
             visiting = tuple(reversed(others[first:]))
-            return UpdateLayout(Assignment(host=others[:first], visiting=visiting, residents=residents), rates, limits)
+            return UpdateLayout(
+                Assignment(host=others[:first], visiting=visiting, residents=residents),
+                rates,
+                limits,
+            )
 
         return _earliest(back, len(others) if limits.can_stage(subgroups) else 0).plan()
 
@@ -184,7 +217,9 @@ TWO_ENDED = two_ended()
 
 
 def spread(subgroups: Sequence[SubgroupSpec], share: Fraction) -> list[bool]:
-    """Return for each subgroup whether it visits, so that up to each of them about `share` of the parameters do."""
+    """Return for each subgroup whether it visits, so that up to each of them about `share` of the
+    parameters do.
+    """
     seen = visiting = 0
     chosen = []
     part, whole = share.as_integer_ratio()
@@ -206,7 +241,9 @@ def _assigned(
 
 
 def _earliest(layout: Callable[[int], UpdateLayout], most: int) -> UpdateLayout:
-    """Return the layout that ends first, of those with 0 to `most` visitors: a grid first, then ever finer."""
+    """Return the layout that ends first, of those with 0 to `most` visitors: a grid first, then
+    ever finer.
+    """
     tried: dict[int, UpdateLayout] = {}
 
     def end_ns(count: int) -> int:

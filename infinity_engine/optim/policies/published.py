@@ -1,7 +1,8 @@
-"""The share and the schedule of *Deep Optimizer States* as they were published: references to compare with.
+"""The share and the schedule of *Deep Optimizer States* as they were published: references to
+compare with.
 
-Pure. Two independent halves of that paper: `eq1` takes its formula for the share and our layout, `algorithm1` its
-layout and a given stride.
+Pure. Two independent halves of that paper: `eq1` takes its formula for the share and our layout,
+`algorithm1` its layout and a given stride.
 """
 
 from __future__ import annotations
@@ -31,30 +32,49 @@ _FP32_BYTES = 4
 
 
 def eq1_ratio(rates: Rates, *, downscale_params_per_s: float | None = None) -> Fraction:
-    """Return k of the paper's Eq. 1: how many subgroups the CPU updates for each one that the device updates.
+    """Return k of the paper's Eq.
 
-    All rates are those of one rank. Without a rate of downscaling, the CPU's update writes the 16-bit copy itself.
+    1: how many subgroups the CPU updates for each one that the device updates.
+
+    All rates are those of one rank. Without a rate of downscaling, the CPU's update writes the
+    16-bit copy itself.
     """
-    needed = ("host_update_params_per_s", "device_update_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
+    needed = (
+        "host_update_params_per_s",
+        "device_update_params_per_s",
+        "h2d_bytes_per_s",
+        "d2h_bytes_per_s",
+    )
     for name in needed:
         if getattr(rates, name) is None:
             raise ConfigError(field=f"Rates.{name}", value=None, expected="a rate: Eq. 1 needs it")
     host, device, up, down = (Fraction(getattr(rates, name)) for name in needed)
-    link = min(up, down) / _FP32_BYTES  # B: the paper counts the link in fp32 parameters, and both ways alike.
-    downscale = Fraction(0) if downscale_params_per_s is None else 1 / Fraction(downscale_params_per_s)
+    # B: the paper counts the link in fp32 parameters, and both ways alike.
+    link = min(up, down) / _FP32_BYTES
+    downscale = (
+        Fraction(0) if downscale_params_per_s is None else 1 / Fraction(downscale_params_per_s)
+    )
     cpu = 1 / host + downscale - 1 / (2 * link)
     if cpu <= 0:
         expected = (
-            "a CPU that takes longer for a parameter than the link for its 16-bit copy: else Eq. 1 has no solution"
+            "a CPU that takes longer for a parameter than the link for its 16-bit copy: else Eq. 1 "
+            "has no solution"
         )
         raise ConfigError(
-            field="Rates.host_update_params_per_s", value=rates.host_update_params_per_s, expected=expected
+            field="Rates.host_update_params_per_s",
+            value=rates.host_update_params_per_s,
+            expected=expected,
         )
     return (3 / link + 1 / device) / cpu
 
 
-def eq1(*, downscale_params_per_s: float | None = None, resident: float = 0.0, name: str = "eq1") -> OffloadPolicy:
-    """Return the policy that lets the share of Eq. 1 visit, 1 / (k + 1), laid out as `interleaved` does it."""
+def eq1(
+    *, downscale_params_per_s: float | None = None, resident: float = 0.0, name: str = "eq1"
+) -> OffloadPolicy:
+    """Return the policy that lets the share of Eq.
+
+    1 visit, 1 / (k + 1), laid out as `interleaved` does it.
+    """
 
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
         share = 1 / (eq1_ratio(rates, downscale_params_per_s=downscale_params_per_s) + 1)
@@ -64,14 +84,18 @@ def eq1(*, downscale_params_per_s: float | None = None, resident: float = 0.0, n
 
 
 def algorithm1(stride: int, *, resident: float = 0.0, name: str = "algorithm1") -> OffloadPolicy:
-    """Return the paper's Algorithm 1: each `stride`-th subgroup visits, in the one staging set that there is.
+    """Return the paper's Algorithm 1: each `stride`-th subgroup visits, in the one staging set that
+    there is.
 
-    The CPU goes through the subgroups in order and launches what the listing has it launch, where it has it. Updates on
-    the device do not hold the CPU up. What the listing forgets is added at its end: the last visitor comes home, and
-    the parameters that the CPU updated last go up. Downscaling costs nothing here, as our updates write 16 bits.
+    The CPU goes through the subgroups in order and launches what the listing has it launch, where
+    it has it. Updates on the device do not hold the CPU up. What the listing forgets is added at
+    its end: the last visitor comes home, and the parameters that the CPU updated last go up.
+    Downscaling costs nothing here, as our updates write 16 bits.
     """
     if stride < 2:
-        expected = "2 or more: the listing fetches states only while the CPU is at a subgroup before"
+        expected = (
+            "2 or more: the listing fetches states only while the CPU is at a subgroup before"
+        )
         raise ConfigError(field="algorithm1 stride", value=stride, expected=expected)
 
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
@@ -89,17 +113,23 @@ class _Listing:
     """The loop of Algorithm 1, writing down what it launches."""
 
     def __init__(
-        self, others: Sequence[SubgroupSpec], residents: Sequence[SubgroupSpec], stride: int, limits: Limits
+        self,
+        others: Sequence[SubgroupSpec],
+        residents: Sequence[SubgroupSpec],
+        stride: int,
+        limits: Limits,
     ) -> None:
         self._subgroups = (*others, *residents)
         self._visitors = others[stride - 1 :: stride]
         self._limits = limits
         self._per_parameter = limits.per_parameter
         self._ops: list[Op] = []
-        self._cpu_at: tuple[int, ...] = ()  # The CPU's newest update: it launches what follows when that has ended.
+        # The CPU's newest update: it launches what follows when that has ended.
+        self._cpu_at: tuple[int, ...] = ()
         self._staged: SubgroupSpec | None = None
         self._set_at: tuple[int, ...] = ()  # The newest op in the staging set.
-        self._downscaled: list[tuple[SubgroupSpec, tuple[int, ...]]] = []  # Updated by the CPU, parameters not yet up.
+        # Updated by the CPU, parameters not yet up.
+        self._downscaled: list[tuple[SubgroupSpec, tuple[int, ...]]] = []
         to_fetch = iter(self._visitors)
         for number, subgroup in enumerate(others):
             if (number + 1) % stride == 0:
@@ -123,15 +153,24 @@ class _Listing:
             parameters=self._limits.parameters,
         )
 
-    def _update_on_device(self, subgroup: SubgroupSpec, *, staging: int | None, after: tuple[int, ...]) -> None:
+    def _update_on_device(
+        self, subgroup: SubgroupSpec, *, staging: int | None, after: tuple[int, ...]
+    ) -> None:
         launched = self._launched(after)
         added = self._add(
-            UpdateOnDevice(subgroup=subgroup.index, staging=staging, params=subgroup.numel, after=launched)
+            UpdateOnDevice(
+                subgroup=subgroup.index, staging=staging, params=subgroup.numel, after=launched
+            )
         )
         if self._at_home:
             nbytes = self._limits.parameter_bytes(subgroup)
             added = self._add(
-                DownloadParameters(subgroup=subgroup.index, staging=staging, nbytes=nbytes, after=self._launched(added))
+                DownloadParameters(
+                    subgroup=subgroup.index,
+                    staging=staging,
+                    nbytes=nbytes,
+                    after=self._launched(added),
+                )
             )
         if staging is not None:
             self._set_at = added
@@ -145,14 +184,18 @@ class _Listing:
         if self._staged is not None:
             nbytes = self._staged.numel * self._per_parameter.states
             after = self._launched(self._set_at)
-            self._set_at = self._add(DownloadStates(subgroup=self._staged.index, staging=0, nbytes=nbytes, after=after))
+            self._set_at = self._add(
+                DownloadStates(subgroup=self._staged.index, staging=0, nbytes=nbytes, after=after)
+            )
             self._staged = None
 
     def _prefetch(self, subgroup: SubgroupSpec | None) -> None:
         if subgroup is not None:
             nbytes = subgroup.numel * self._per_parameter.states
             after = self._launched(self._set_at)
-            self._set_at = self._add(UploadStates(subgroup=subgroup.index, staging=0, nbytes=nbytes, after=after))
+            self._set_at = self._add(
+                UploadStates(subgroup=subgroup.index, staging=0, nbytes=nbytes, after=after)
+            )
             self._staged = subgroup
 
     def _upload_parameters(self) -> None:

@@ -1,4 +1,7 @@
-"""The policies in which no states move: each subgroup is updated where they stay. Pure; used by name or strategy."""
+"""The policies in which no states move: each subgroup is updated where they stay.
+
+Pure; used by name or strategy.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ __all__ = ["DEVICE_ONLY", "HOST_ONLY", "static_split"]
 
 
 def static_split(ratio: float, *, name: str = "static_split") -> OffloadPolicy:
-    """Return the policy that keeps `ratio` of the states on the device and updates them there (TwinFlow)."""
+    """Return the policy that keeps `ratio` of the states on the device and updates them there
+    (TwinFlow).
+    """
 
     def decide(subgroups: Sequence[SubgroupSpec], rates: Rates, limits: Limits) -> StepPlan:
         others, residents = split_residents(subgroups, ratio)

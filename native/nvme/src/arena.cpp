@@ -19,7 +19,8 @@ namespace {
 
 constexpr std::size_t page = 4096;
 constexpr std::size_t huge_page = std::size_t{2} << 20;
-constexpr std::size_t most_bytes = std::size_t{1} << 56;  // more than any address space has; sums do not wrap
+constexpr std::size_t most_bytes = std::size_t{1}
+                                   << 56;  // more than any address space has; sums do not wrap
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) {
     return (value + unit - 1) / unit * unit;
@@ -59,10 +60,11 @@ void Mapping::reserve(std::size_t nbytes) {
     if (nbytes == 0) throw std::invalid_argument("memory for I/O has at least one byte");
     if (nbytes > most_bytes) throw std::bad_alloc();
     size_ = round_up(nbytes, page);
-    // Private and anonymous: shared mappings never become huge pages. One huge page more than asked, and both
-    // ends that the alignment leaves over are given back.
+    // Private and anonymous: shared mappings never become huge pages. One huge page more than
+    // asked, and both ends that the alignment leaves over are given back.
     const std::size_t mapped = size_ + huge_page;
-    void* const raw = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* const raw =
+        ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (raw == MAP_FAILED) throw std::bad_alloc();
     const auto start = reinterpret_cast<std::uintptr_t>(raw);
     const std::uintptr_t aligned = round_up(start, huge_page);
@@ -73,8 +75,8 @@ void Mapping::reserve(std::size_t nbytes) {
     advise(data_, size_);
 }
 
-// Before the first touch, which is before anybody registers the pages. Advice that is refused costs speed,
-// not correctness: a kernel without huge pages gives small ones.
+// Before the first touch, which is before anybody registers the pages. Advice that is refused costs
+// speed, not correctness: a kernel without huge pages gives small ones.
 void Mapping::advise(std::byte* memory, std::size_t nbytes) const noexcept {
     (void)::madvise(memory, nbytes, MADV_HUGEPAGE);
     (void)::madvise(memory, nbytes, MADV_DONTFORK);
@@ -88,8 +90,8 @@ std::size_t Mapping::take_over(Mapping& donor, std::size_t at) {
         std::byte* const target = data_ + at + moved;
         if (::mremap(donor.data_, huge_page, huge_page, MREMAP_MAYMOVE | MREMAP_FIXED, target) ==
             MAP_FAILED) {
-            // Whether the target is mapped yet is not known, and another thread may have something there by
-            // now: so nobody maps over it or unmaps it. Addresses are lost, and no memory.
+            // Whether the target is mapped yet is not known, and another thread may have something
+            // there by now: so nobody maps over it or unmaps it. Addresses are lost, and no memory.
             std::byte* const behind = target + huge_page;
             ::munmap(behind, static_cast<std::size_t>(data_ + size_ - behind));
             size_ = at + moved;
@@ -106,7 +108,8 @@ std::size_t Mapping::take_over(Mapping& donor, std::size_t at) {
     return moved;
 }
 
-// Preferred, not required: a node that is full costs speed, and no memory at all would cost the run.
+// Preferred, not required: a node that is full costs speed, and no memory at all would cost the
+// run.
 void Mapping::bind_to(unsigned node) {
     constexpr int prefer = 1;  // MPOL_PREFERRED
     constexpr unsigned bits_per_word = 64;
@@ -114,16 +117,17 @@ void Mapping::bind_to(unsigned node) {
     const bool countable = node < nodes.size() * bits_per_word;
     if (countable) nodes[node / bits_per_word] = std::uint64_t{1} << (node % bits_per_word);
     // The kernel reads one bit less than it is told.
-    if (!countable ||
-        ::syscall(SYS_mbind, data_, size_, prefer, nodes.data(), nodes.size() * bits_per_word + 1, 0) != 0) {
-        throw std::invalid_argument("memory cannot be placed on NUMA node " + std::to_string(node) + ": " +
+    if (!countable || ::syscall(SYS_mbind, data_, size_, prefer, nodes.data(),
+                                nodes.size() * bits_per_word + 1, 0) != 0) {
+        throw std::invalid_argument("memory cannot be placed on NUMA node " + std::to_string(node) +
+                                    ": " +
                                     std::generic_category().message(countable ? errno : EINVAL));
     }
 }
 
 Mapping::~Mapping() {
-    // A forked child does not have this memory (MADV_DONTFORK); whatever is mapped there now is somebody
-    // else's.
+    // A forked child does not have this memory (MADV_DONTFORK); whatever is mapped there now is
+    // somebody else's.
     if (::getpid() != owner_) return;
     if (cuda_) cuda_->unregister_memory(data_);
     if (size_ > 0) ::munmap(data_, size_);
@@ -139,11 +143,12 @@ Arena::Arena(std::shared_ptr<Mapping> mapping, std::size_t offset, std::size_t n
     if (nbytes == 0 || nbytes > max_bytes || offset > mapping_->size() ||
         nbytes > mapping_->size() - offset) {
         throw std::invalid_argument("an arena holds 1 to " + std::to_string(max_bytes) +
-                                    " bytes of its mapping, asked: " + std::to_string(nbytes) + " at " +
-                                    std::to_string(offset));
+                                    " bytes of its mapping, asked: " + std::to_string(nbytes) +
+                                    " at " + std::to_string(offset));
     }
 }
 
-Arena::Arena(std::size_t nbytes) : Arena(std::make_shared<Mapping>(nbytes), 0, round_up(nbytes, page)) {}
+Arena::Arena(std::size_t nbytes)
+    : Arena(std::make_shared<Mapping>(nbytes), 0, round_up(nbytes, page)) {}
 
 }  // namespace deepnvme

@@ -16,9 +16,11 @@ namespace {
 [[nodiscard]] std::int64_t carry_out(const Request& request) noexcept {
     switch (request.verb) {
         case Verb::read:
-            return ::pread(request.fd, request.memory, request.length, static_cast<off_t>(request.offset));
+            return ::pread(request.fd, request.memory, request.length,
+                           static_cast<off_t>(request.offset));
         case Verb::write:
-            return ::pwrite(request.fd, request.memory, request.length, static_cast<off_t>(request.offset));
+            return ::pwrite(request.fd, request.memory, request.length,
+                            static_cast<off_t>(request.offset));
         case Verb::sync_data:
             return ::fdatasync(request.fd);
         case Verb::sync_all:
@@ -57,7 +59,8 @@ void EventFd::clear() noexcept {
 }
 
 std::unique_ptr<Backend> make_backend(std::string_view name, unsigned depth) {
-    if (depth == 0) throw std::invalid_argument("a backend needs room for at least 1 request, got depth 0");
+    if (depth == 0)
+        throw std::invalid_argument("a backend needs room for at least 1 request, got depth 0");
     if (name == "liburing") return make_ring_backend(liburing_functions(), depth);
     if (name == "uring") return make_ring_backend(own_ring_functions(), depth);
     if (name == "aio") return make_aio_backend(depth);

@@ -1,5 +1,6 @@
-// `aio`: Linux AIO by its system calls, without libaio. Containers that forbid io_uring usually allow it.
-// The kernel signals completions on an eventfd; wake() signals the same one, and waiting is a poll() of it.
+// `aio`: Linux AIO by its system calls, without libaio. Containers that forbid io_uring usually
+// allow it. The kernel signals completions on an eventfd; wake() signals the same one, and waiting
+// is a poll() of it.
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
@@ -41,7 +42,8 @@ struct Iocb {
     std::uint32_t resfd = 0;
 };
 static_assert(sizeof(Iocb) == 64 && offsetof(Iocb, verb) == 16 && offsetof(Iocb, fd) == 20);
-static_assert(offsetof(Iocb, memory) == 24 && offsetof(Iocb, offset) == 40 && offsetof(Iocb, flags) == 56);
+static_assert(offsetof(Iocb, memory) == 24 && offsetof(Iocb, offset) == 40 &&
+              offsetof(Iocb, flags) == 56);
 
 // The kernel's struct io_event.
 struct IoEvent {
@@ -93,7 +95,8 @@ class AioBackend final : public Backend {
     [[nodiscard]] bool push(const Request& request) override {
         if (pushed_.size() + refused_.size() + in_kernel_ == depth_) return false;
         if (request.buffer >= 0) {
-            refused_.push_back({request.token, -EFAULT});  // no buffers are registered with Linux AIO
+            refused_.push_back(
+                {request.token, -EFAULT});  // no buffers are registered with Linux AIO
             return true;
         }
         Iocb iocb;
@@ -117,7 +120,8 @@ class AioBackend final : public Backend {
             const std::size_t count = reap(out);
             const bool woken = wait != Wait::none && woken_.exchange(false);
             if (count > 0 || woken || wait == Wait::none) return count;
-            // What the kernel had no room for is tried again soon, as nothing says when there is room.
+            // What the kernel had no room for is tried again soon, as nothing says when there is
+            // room.
             sleep_until_signalled(pushed_.empty() ? -1 : 1);
         }
     }
@@ -140,8 +144,8 @@ class AioBackend final : public Backend {
     void submit() {
         std::size_t first = 0;
         while (first < pushed_.size()) {
-            const long count =
-                ::syscall(SYS_io_submit, context_, pushed_.size() - first, pointers_.data() + first);
+            const long count = ::syscall(SYS_io_submit, context_, pushed_.size() - first,
+                                         pointers_.data() + first);
             if (count > 0) {
                 first += static_cast<std::size_t>(count);
                 in_kernel_ += static_cast<unsigned>(count);
@@ -158,7 +162,8 @@ class AioBackend final : public Backend {
     void refuse(const Iocb& iocb, int error) {
         std::int64_t result = -error;
         if (error == EINVAL && is_sync(iocb)) {
-            // Before Linux 4.18 there was no sync in AIO. Done here it stops the drive, but it is done.
+            // Before Linux 4.18 there was no sync in AIO. Done here it stops the drive, but it is
+            // done.
             const Verb verb = iocb.verb == AioVerb::fsync ? Verb::sync_all : Verb::sync_data;
             result = execute({.verb = verb, .fd = static_cast<int>(iocb.fd)});
         }
@@ -174,7 +179,8 @@ class AioBackend final : public Backend {
         std::array<IoEvent, 64> events;
         while (filled < out.size() && in_kernel_ > 0) {
             const std::size_t room = std::min(events.size(), out.size() - filled);
-            const long count = ::syscall(SYS_io_getevents, context_, 0L, room, events.data(), nullptr);
+            const long count =
+                ::syscall(SYS_io_getevents, context_, 0L, room, events.data(), nullptr);
             if (count < 0 && errno == EINTR) continue;
             if (count < 0) throw_errno("aio: io_getevents");
             for (long i = 0; i < count; ++i) {

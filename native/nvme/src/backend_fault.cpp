@@ -1,7 +1,7 @@
-// `fault`: another backend whose requests go wrong as a plan says. What happens to a request is decided when
-// it is pushed, from the plan's seed and the requests before it alone; when a completion may pass is decided
-// by what else passes and by the clock. A test instrument: waiting for held completions, it looks up every
-// 200 us.
+// `fault`: another backend whose requests go wrong as a plan says. What happens to a request is
+// decided when it is pushed, from the plan's seed and the requests before it alone; when a
+// completion may pass is decided by what else passes and by the clock. A test instrument: waiting
+// for held completions, it looks up every 200 us.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -29,7 +29,9 @@ using Kind = FaultRule::Kind;
 constexpr std::chrono::microseconds slice(200);
 
 void check(const FaultRule& rule) {
-    const auto refuse = [](const std::string& what) { throw std::invalid_argument("fault rule: " + what); };
+    const auto refuse = [](const std::string& what) {
+        throw std::invalid_argument("fault rule: " + what);
+    };
     if (!(rule.probability >= 0.0 && rule.probability <= 1.0)) {
         refuse("probability must be in [0, 1], got " + std::to_string(rule.probability));
     }
@@ -38,13 +40,14 @@ void check(const FaultRule& rule) {
     }
     if (rule.kind == Kind::delay && rule.delay_us == 0) refuse("delay needs delay_us > 0");
     if (rule.kind == Kind::reorder && rule.hold == 0) refuse("reorder needs hold > 0");
-    if (rule.kind == Kind::throttle && !(rule.bytes_per_s > 0.0 && std::isfinite(rule.bytes_per_s))) {
+    if (rule.kind == Kind::throttle &&
+        !(rule.bytes_per_s > 0.0 && std::isfinite(rule.bytes_per_s))) {
         refuse("throttle needs bytes_per_s > 0, got " + std::to_string(rule.bytes_per_s));
     }
 }
 
-// Half of the request, whole sectors where it has any to spare, but never nothing: that would read as end of
-// file.
+// Half of the request, whole sectors where it has any to spare, but never nothing: that would read
+// as end of file.
 [[nodiscard]] std::uint32_t half_of(std::uint32_t length) noexcept {
     constexpr std::uint32_t sector = 512;
     const std::uint32_t half = length / 2;
@@ -62,8 +65,9 @@ class ActiveRule {
 
     // Counts the request; true when it is one that the rule applies to.
     [[nodiscard]] bool strikes(Verb verb) noexcept {
-        const bool matches = rule_.verbs.empty() ||
-                             std::find(rule_.verbs.begin(), rule_.verbs.end(), verb) != rule_.verbs.end();
+        const bool matches =
+            rule_.verbs.empty() ||
+            std::find(rule_.verbs.begin(), rule_.verbs.end(), verb) != rule_.verbs.end();
         if (!matches) return false;
         ++seen_;
         if (rule_.nth != 0 && seen_ == rule_.nth) return true;
@@ -74,7 +78,8 @@ class ActiveRule {
     // For throttle: when `nbytes` more have passed at the rule's rate.
     [[nodiscard]] Clock::time_point passed_at(Clock::time_point now, std::int64_t nbytes) noexcept {
         const std::chrono::duration<double> takes(static_cast<double>(nbytes) / rule_.bytes_per_s);
-        busy_until_ = std::max(busy_until_, now) + std::chrono::duration_cast<Clock::duration>(takes);
+        busy_until_ =
+            std::max(busy_until_, now) + std::chrono::duration_cast<Clock::duration>(takes);
         return busy_until_;
     }
 
@@ -175,7 +180,8 @@ class FaultBackend final : public Backend {
     }
 
   private:
-    // Lets every rule see the request. Several may strike one request; the first `fail` decides its error.
+    // Lets every rule see the request. Several may strike one request; the first `fail` decides its
+    // error.
     [[nodiscard]] Fate decide(Request& request) {
         Fate fate{.token = request.token};
         for (ActiveRule& active : rules_) {
@@ -186,8 +192,8 @@ class FaultBackend final : public Backend {
                     if (fate.error == 0) fate.error = rule.error;
                     break;
                 case Kind::shorten:
-                    request.length =
-                        rule.length == 0 ? half_of(request.length) : std::min(request.length, rule.length);
+                    request.length = rule.length == 0 ? half_of(request.length)
+                                                      : std::min(request.length, rule.length);
                     break;
                 case Kind::delay:
                     fate.delay += std::chrono::microseconds(rule.delay_us);
@@ -233,8 +239,9 @@ class FaultBackend final : public Backend {
         const Clock::time_point now = Clock::now();
         std::size_t filled = 0;
         while (filled < out.size() && !held_.empty()) {
-            auto next = std::find_if(held_.begin(), held_.end(),
-                                     [&](const Held& one) { return one.hold == 0 && one.due <= now; });
+            auto next = std::find_if(held_.begin(), held_.end(), [&](const Held& one) {
+                return one.hold == 0 && one.due <= now;
+            });
             if (next == held_.end()) {
                 if (in_inner_ > 0 || next_due()) break;
                 next = held_.begin();  // all are held for others, and there are none
@@ -272,7 +279,8 @@ class FaultBackend final : public Backend {
     std::unique_ptr<Backend> inner_;
     std::string name_;
     std::vector<ActiveRule> rules_;
-    std::vector<Fate> fates_;  // of the requests in the wrapped backend; their token there is the place here
+    std::vector<Fate>
+        fates_;  // of the requests in the wrapped backend; their token there is the place here
     std::vector<std::size_t> free_;  // places in fates_
     std::vector<Held> held_;         // in the order in which the wrapped backend completed them
     std::size_t in_inner_ = 0;
@@ -285,7 +293,8 @@ class FaultBackend final : public Backend {
 }  // namespace
 
 std::unique_ptr<Backend> make_fault_backend(std::unique_ptr<Backend> inner, FaultPlan plan) {
-    if (inner == nullptr) throw std::invalid_argument("a fault backend wraps another one, got none");
+    if (inner == nullptr)
+        throw std::invalid_argument("a fault backend wraps another one, got none");
     return std::make_unique<FaultBackend>(std::move(inner), std::move(plan));
 }
 

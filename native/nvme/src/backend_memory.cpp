@@ -1,5 +1,5 @@
-// `memory`: each request is carried out in the submitting call, on the descriptor given (a memfd, in tests),
-// and completes in the order pushed.
+// `memory`: each request is carried out in the submitting call, on the descriptor given (a memfd,
+// in tests), and completes in the order pushed.
 #include <algorithm>
 #include <atomic>
 #include <cstddef>

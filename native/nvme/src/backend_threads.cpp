@@ -1,5 +1,5 @@
-// `threads`: a few workers that call pread, pwrite, fdatasync and fsync. What remains where the kernel has,
-// or allows, neither io_uring nor Linux AIO.
+// `threads`: a few workers that call pread, pwrite, fdatasync and fsync. What remains where the
+// kernel has, or allows, neither io_uring nor Linux AIO.
 #include <algorithm>
 #include <condition_variable>
 #include <cstddef>
@@ -73,7 +73,8 @@ class ThreadsBackend final : public Backend {
     }
 
   private:
-    // A worker's life. What is still queued when the backend goes is dropped: the kernel never saw it.
+    // A worker's life. What is still queued when the backend goes is dropped: the kernel never saw
+    // it.
     void work() {
         std::unique_lock lock(mutex_);
         for (;;) {

@@ -1,6 +1,6 @@
-// `uring` and `liburing`: one class over two tables of functions. A wake-up is a read of an eventfd that
-// stands in the ring, so that a blocked enter needs no polling; its completion carries reserved_token and
-// stays in here.
+// `uring` and `liburing`: one class over two tables of functions. A wake-up is a read of an eventfd
+// that stands in the ring, so that a blocked enter needs no polling; its completion carries
+// reserved_token and stays in here.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -18,8 +18,9 @@
 namespace deepnvme {
 namespace {
 
-// From the newest kernel to the oldest: the next is tried when a kernel does not know (EINVAL) a flag.
-// Started disabled, because the single issuer is the thread that enables it, not the one that made it.
+// From the newest kernel to the oldest: the next is tried when a kernel does not know (EINVAL) a
+// flag. Started disabled, because the single issuer is the thread that enables it, not the one that
+// made it.
 constexpr std::array<std::uint32_t, 4> setup_ladder = {
     uring::setup_submit_all | uring::setup_r_disabled | uring::setup_single_issuer |
         uring::setup_defer_taskrun | uring::setup_taskrun_flag,
@@ -28,7 +29,8 @@ constexpr std::array<std::uint32_t, 4> setup_ladder = {
     0,
 };
 
-// So many completions at once halve what waking costs. The rest has to keep the drive at work meanwhile.
+// So many completions at once halve what waking costs. The rest has to keep the drive at work
+// meanwhile.
 constexpr unsigned several = 2;
 constexpr unsigned least_beside_several = 3;
 
@@ -44,7 +46,8 @@ class RingBackend final : public Backend {
         for (const std::uint32_t flags : setup_ladder) {
             params = {};
             params.flags = flags;
-            result = functions_.queue_init_params(depth + 1, &ring_, &params);  // one for the wake-up
+            result =
+                functions_.queue_init_params(depth + 1, &ring_, &params);  // one for the wake-up
             if (result != -EINVAL) break;
         }
         if (result < 0) throw_error(-result, "io_uring_setup");
@@ -99,8 +102,8 @@ class RingBackend final : public Backend {
             has_buffers_ = false;
         }
         if (buffers.empty()) return 0;
-        const int result =
-            functions_.register_buffers(&ring_, buffers.data(), static_cast<unsigned>(buffers.size()));
+        const int result = functions_.register_buffers(&ring_, buffers.data(),
+                                                       static_cast<unsigned>(buffers.size()));
         if (result < 0) return -result;
         has_buffers_ = true;
         return 0;
@@ -108,7 +111,8 @@ class RingBackend final : public Backend {
 
   private:
     [[noreturn]] void throw_error(int error, const std::string& what) const {
-        throw std::system_error(error, std::generic_category(), std::string(functions_.name) + ": " + what);
+        throw std::system_error(error, std::generic_category(),
+                                std::string(functions_.name) + ": " + what);
     }
 
     [[nodiscard]] static uring::Sqe submission_of(const Request& request) noexcept {
@@ -157,8 +161,8 @@ class RingBackend final : public Backend {
         return wait == Wait::several && pending_ >= several + least_beside_several ? several : 1;
     }
 
-    // Submits what was added and waits for so many completions. False when the kernel had no room for all:
-    // completions have to be taken before it is tried again.
+    // Submits what was added and waits for so many completions. False when the kernel had no room
+    // for all: completions have to be taken before it is tried again.
     [[nodiscard]] bool enter(unsigned least) {
         while (least > 0 || unsubmitted_ > 0) {
             const int result = functions_.submit_and_wait(&ring_, least);
@@ -203,8 +207,8 @@ class RingBackend final : public Backend {
         return filled;
     }
 
-    // Waits for all that the kernel has: closing a ring does not stop what is in flight, and a DMA into freed
-    // memory is the worst that can happen. Submits nothing.
+    // Waits for all that the kernel has: closing a ring does not stop what is in flight, and a DMA
+    // into freed memory is the worst that can happen. Submits nothing.
     void drain() noexcept {
         if (in_kernel_ > 0) wake();
         while (in_kernel_ > 0) {

@@ -1,5 +1,5 @@
-// What the files of the backends share and nobody else may use: their makers, a wake-up descriptor, one
-// request carried out on the spot.
+// What the files of the backends share and nobody else may use: their makers, a wake-up descriptor,
+// one request carried out on the spot.
 #pragma once
 
 #include <cstdint>

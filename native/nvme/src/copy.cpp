@@ -32,7 +32,8 @@ void stream_lines(std::byte* destination, const std::byte* source, std::size_t n
         _mm_stream_si128(to + 2, c);
         _mm_stream_si128(to + 3, d);
     }
-    _mm_sfence();  // what is stored later, a flag that the copy is there for one, must not be seen before it
+    _mm_sfence();  // what is stored later, a flag that the copy is there for one, must not be seen
+                   // before it
 }
 
 void copy_large(std::byte* destination, const std::byte* source, std::size_t nbytes) noexcept {

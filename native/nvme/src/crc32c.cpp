@@ -1,4 +1,5 @@
-// The choice of a kernel, combining, and the kernel for every CPU: eight tables, eight bytes at a time.
+// The choice of a kernel, combining, and the kernel for every CPU: eight tables, eight bytes at a
+// time.
 #include "deepnvme/crc32c.hpp"
 
 #include <array>
@@ -37,7 +38,8 @@ constexpr std::array<Table, 8> tables = [] {
     return next;
 }
 
-[[nodiscard]] std::uint32_t sum(std::uint32_t crc, const std::byte* data, std::size_t nbytes) noexcept {
+[[nodiscard]] std::uint32_t sum(std::uint32_t crc, const std::byte* data,
+                                std::size_t nbytes) noexcept {
     std::uint32_t state = ~crc;
     std::size_t at = 0;
     for (; nbytes - at >= 8; at += 8) state = step(state, load_word(data + at));

@@ -1,8 +1,9 @@
 // The kernel of CPUs that have a crc32c instruction: SSE4.2, or the CRC32 extension of AArch64.
 //
-// The instruction takes three cycles and can begin anew in each, so three streams are summed side by side,
-// over neighbouring thirds of a block, and put together by a table. Three streams hide from the CPU's own
-// prefetcher that memory is read from its beginning to its end, so the kernel prefetches itself.
+// The instruction takes three cycles and can begin anew in each, so three streams are summed side
+// by side, over neighbouring thirds of a block, and put together by a table. Three streams hide
+// from the CPU's own prefetcher that memory is read from its beginning to its end, so the kernel
+// prefetches itself.
 #include <algorithm>
 #include <array>
 
@@ -90,8 +91,9 @@ constexpr std::array<std::array<std::uint32_t, 256>, 4> after_a_third = [] {
         for (std::uint32_t value = 1; value < 256; ++value) {
             const std::uint32_t rest = value & (value - 1);
             const std::uint32_t lowest = value ^ rest;
-            made[i][value] = rest != 0 ? made[i][rest] ^ made[i][lowest]
-                                       : polynomial::product(value << (8 * i), polynomial::shift_by(third));
+            made[i][value] =
+                rest != 0 ? made[i][rest] ^ made[i][lowest]
+                          : polynomial::product(value << (8 * i), polynomial::shift_by(third));
         }
     }
     return made;
@@ -111,7 +113,9 @@ struct Forget {
 struct Store {
     std::byte* destination;
 
-    void word(std::size_t at, std::uint64_t word) const noexcept { store_word(destination + at, word); }
+    void word(std::size_t at, std::uint64_t word) const noexcept {
+        store_word(destination + at, word);
+    }
     void byte(std::size_t at, std::byte byte) const noexcept { destination[at] = byte; }
 };
 
@@ -125,7 +129,8 @@ template <typename Output>
         const std::byte* ahead = data + std::min(at + 2 * block, nbytes - block);
         std::uint64_t second = 0;
         std::uint64_t last = 0;
-        for (std::size_t line = at; line < at + third; line += cache_line, ahead += 3 * cache_line) {
+        for (std::size_t line = at; line < at + third;
+             line += cache_line, ahead += 3 * cache_line) {
             __builtin_prefetch(ahead);
             __builtin_prefetch(ahead + cache_line);
             __builtin_prefetch(ahead + 2 * cache_line);
@@ -155,13 +160,15 @@ template <typename Output>
     return ~static_cast<std::uint32_t>(state);
 }
 
-[[nodiscard]] std::uint32_t sum(std::uint32_t crc, const std::byte* data, std::size_t nbytes) noexcept {
+[[nodiscard]] std::uint32_t sum(std::uint32_t crc, const std::byte* data,
+                                std::size_t nbytes) noexcept {
     return run(crc, data, nbytes, Forget{});
 }
 
 [[nodiscard]] std::uint32_t copy(std::uint32_t crc, std::byte* destination, const std::byte* source,
                                  std::size_t nbytes) noexcept {
-    if (nbytes < crc32c_streaming_bytes) return copy_in_pieces(&sum, crc, destination, source, nbytes);
+    if (nbytes < crc32c_streaming_bytes)
+        return copy_in_pieces(&sum, crc, destination, source, nbytes);
     // Whole lines only: parts of one that leave the CPU apart cost a memory access each.
     const std::size_t head = -reinterpret_cast<std::uintptr_t>(destination) % cache_line;
     crc = copy_in_pieces(&sum, crc, destination, source, head);

@@ -1,5 +1,5 @@
-// What the files of crc32c share, and its test uses to hold the kernels to one another: the kernels of this
-// CPU, the arithmetic of the polynomial, and copying piece by piece.
+// What the files of crc32c share, and its test uses to hold the kernels to one another: the kernels
+// of this CPU, the arithmetic of the polynomial, and copying piece by piece.
 #pragma once
 
 #include <algorithm>
@@ -28,11 +28,12 @@ struct Crc32cKernel {
 // The one that multiplies in vectors of 64 bytes, or null where the CPU cannot.
 [[nodiscard]] const Crc32cKernel* crc32c_wide_kernel() noexcept;
 
-// From this size on a hardware copy sums and stores word by word, past the caches where the CPU can. Below
-// it, whatever is gained where the destination is not cached is lost where it is.
+// From this size on a hardware copy sums and stores word by word, past the caches where the CPU
+// can. Below it, whatever is gained where the destination is not cached is lost where it is.
 inline constexpr std::size_t crc32c_streaming_bytes = std::size_t{32} << 10;
 
-// Polynomials over GF(2) modulo Castagnoli's, reflected as the crc is: bit 31 is the coefficient of 1.
+// Polynomials over GF(2) modulo Castagnoli's, reflected as the crc is: bit 31 is the coefficient
+// of 1.
 namespace polynomial {
 
 inline constexpr std::uint32_t castagnoli = 0x82F63B78;
@@ -50,10 +51,12 @@ inline constexpr std::uint32_t one = std::uint32_t{1} << 31;
     return sum;
 }
 
-// x^(8 * nbytes): times this, the state of a crc is what it would be with that many zero bytes more.
+// x^(8 * nbytes): times this, the state of a crc is what it would be with that many zero bytes
+// more.
 [[nodiscard]] constexpr std::uint32_t shift_by(std::uint64_t nbytes) noexcept {
     std::uint32_t power = one;
-    for (std::uint32_t square = one >> 8; nbytes != 0; nbytes >>= 1, square = product(square, square)) {
+    for (std::uint32_t square = one >> 8; nbytes != 0;
+         nbytes >>= 1, square = product(square, square)) {
         if ((nbytes & 1) != 0) power = product(power, square);
     }
     return power;
@@ -68,8 +71,9 @@ inline constexpr std::uint32_t one = std::uint32_t{1} << 31;
 }
 
 // Copies piece by piece and sums each while the nearest cache holds it.
-[[nodiscard]] inline std::uint32_t copy_in_pieces(decltype(Crc32cKernel::sum) sum, std::uint32_t crc,
-                                                  std::byte* destination, const std::byte* source,
+[[nodiscard]] inline std::uint32_t copy_in_pieces(decltype(Crc32cKernel::sum) sum,
+                                                  std::uint32_t crc, std::byte* destination,
+                                                  const std::byte* source,
                                                   std::size_t nbytes) noexcept {
     constexpr std::size_t piece = std::size_t{16} << 10;
     for (std::size_t at = 0; at < nbytes; at += piece) {

@@ -9,8 +9,8 @@ namespace deepnvme {
 
 namespace {
 
-// The few functions of the driver that are needed, by their ABI: a result of 0 is success, a device is an
-// int.
+// The few functions of the driver that are needed, by their ABI: a result of 0 is success, a device
+// is an int.
 using Context = struct OpaqueContext*;
 
 struct Driver {
@@ -52,7 +52,8 @@ bool bind(Driver& driver, const std::string& path, int flags, std::string& why) 
            find("cuCtxPushCurrent_v2", driver.push_context) &&
            find("cuCtxPopCurrent_v2", driver.pop_context) &&
            find("cuMemHostRegister_v2", driver.host_register) &&
-           find("cuMemHostUnregister", driver.host_unregister) && find("cuGetErrorName", driver.error_name);
+           find("cuMemHostUnregister", driver.host_unregister) &&
+           find("cuGetErrorName", driver.error_name);
 }
 
 std::string named(const Driver& driver, int error) {
@@ -101,7 +102,8 @@ class RetainedContext final : public CudaHost {
     class Current {
       public:
         explicit Current(RetainedContext& owner) : driver_(owner.driver_) {
-            owner.check(driver_.push_context(owner.context_), "making the device's context current");
+            owner.check(driver_.push_context(owner.context_),
+                        "making the device's context current");
         }
         ~Current() {
             Context ignored = nullptr;
@@ -115,7 +117,8 @@ class RetainedContext final : public CudaHost {
     };
 
     void check(int error, const std::string& what) const {
-        if (error != 0) throw std::runtime_error("CUDA: " + what + " failed: " + named(driver_, error));
+        if (error != 0)
+            throw std::runtime_error("CUDA: " + what + " failed: " + named(driver_, error));
     }
 
     Driver driver_;
@@ -137,7 +140,8 @@ std::shared_ptr<CudaHost> CudaHost::open(When when, const std::string& library) 
     int device = -1;
     if (demanded) {
         const int error = driver.init(0);
-        if (error != 0) throw std::runtime_error("CUDA: initialising failed: " + named(driver, error));
+        if (error != 0)
+            throw std::runtime_error("CUDA: initialising failed: " + named(driver, error));
         device = active_device(driver);
         int count = 0;
         if (device < 0 && driver.device_count(&count) == 0 && count > 0) device = 0;

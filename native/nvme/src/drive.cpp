@@ -25,7 +25,8 @@ bool is_sync(Verb verb) {
     return verb == Verb::sync_data || verb == Verb::sync_all;
 }
 
-// What becomes of an operation that cannot be carried out any more, unless its caller took it back before.
+// What becomes of an operation that cannot be carried out any more, unless its caller took it back
+// before.
 Outcome broken_outcome(const Operation& operation, int error) {
     if (operation.ticket && !operation.ticket->begin()) {
         return {operation.id, Ending::cancelled, 0, ECANCELED};
@@ -33,7 +34,8 @@ Outcome broken_outcome(const Operation& operation, int error) {
     return {operation.id, Ending::failed, 0, error};
 }
 
-// Signals are for the threads of the program; a handler that ran here would interrupt the ring for nothing.
+// Signals are for the threads of the program; a handler that ran here would interrupt the ring for
+// nothing.
 void block_signals() {
     sigset_t all;
     sigfillset(&all);
@@ -139,7 +141,7 @@ DriveStats Drive::stats() const {
 }
 
 // --- the drive's thread
-// -------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 void Drive::run(std::promise<void>& attached) {
     block_signals();
@@ -153,8 +155,8 @@ void Drive::run(std::promise<void>& attached) {
     attached.set_value();
     try {
         serve();
-        // Here and not in the destructor: a ring answers only the thread that drove it, and its wake-up still
-        // stands in it.
+        // Here and not in the destructor: a ring answers only the thread that drove it, and its
+        // wake-up still stands in it.
         const std::lock_guard lock(mutex_);
         backend_.reset();
     } catch (const std::system_error& error) {
@@ -191,16 +193,19 @@ bool Drive::take_inbox() {
         arenas_ = wanted_arenas_;
         registration_due_ = true;
     }
-    return !stopping_ || !waiting_.empty() || !parked_.empty() || !issued_.empty() || registration_due_;
+    return !stopping_ || !waiting_.empty() || !parked_.empty() || !issued_.empty() ||
+           registration_due_;
 }
 
-// Sleeping is declared under the lock that submit takes: an operation is either seen here or wakes the
-// backend. While others wait for room it could not begin, and the completion that makes room is enough.
+// Sleeping is declared under the lock that submit takes: an operation is either seen here or wakes
+// the backend. While others wait for room it could not begin, and the completion that makes room is
+// enough.
 Wait Drive::how_to_wait() {
     const std::lock_guard lock(mutex_);
     const bool idle = waiting_.empty() && parked_.empty() && issued_.empty();
     if (!inbox_.empty() || arenas_seen_ != arenas_asked_ || (stopping_ && idle)) return Wait::none;
-    const bool full = !waiting_.empty() && in_kernel_ > 0;  // the drive has all that it has room for
+    const bool full =
+        !waiting_.empty() && in_kernel_ > 0;  // the drive has all that it has room for
     sleeping_ = !full;
     return full ? Wait::several : Wait::some;
 }
@@ -254,8 +259,8 @@ void Drive::issue() {
     }
 }
 
-// False: it has left the front of the queue without a further chunk, ended or parked. Claimed only when a
-// chunk of it is issued next: until then its caller can take it back.
+// False: it has left the front of the queue without a further chunk, ended or parked. Claimed only
+// when a chunk of it is issued next: until then its caller can take it back.
 bool Drive::begin(Active& active) {
     const Operation& operation = active.operation;
     if (active.ending != Ending::succeeded) {  // a chunk of it failed: no further one is issued
@@ -305,7 +310,8 @@ void Drive::issue_chunk(Chunk chunk) {
     counters_.chunks += 1;
     counters_.inflight_bytes = inflight_;
     if (inflight_ > counters_.peak_inflight_bytes) counters_.peak_inflight_bytes = inflight_;
-    if (active.issued == active.operation.length || is_sync(active.operation.verb)) move_to(issued_, active);
+    if (active.issued == active.operation.length || is_sync(active.operation.verb))
+        move_to(issued_, active);
     push(index);
 }
 
@@ -324,20 +330,23 @@ Drive::Chunk Drive::next_chunk(Active& active) const {
     const std::uint64_t unit = operation.file->offset_alignment();
     const std::uint64_t into_unit = (operation.offset + active.issued) % unit;
     chunk.direct = into_unit == 0 && longest >= unit;
-    chunk.length = static_cast<std::uint32_t>(chunk.direct     ? longest / unit * unit
-                                              : into_unit == 0 ? longest
-                                                               : std::min(longest, unit - into_unit));
+    chunk.length =
+        static_cast<std::uint32_t>(chunk.direct     ? longest / unit * unit
+                                   : into_unit == 0 ? longest
+                                                    : std::min(longest, unit - into_unit));
     return chunk;
 }
 
 bool Drive::needs_bounce(const Chunk& chunk) const {
     if (!chunk.direct) return false;
     const std::byte* const memory = user_memory(chunk);
-    if (reinterpret_cast<std::uintptr_t>(memory) % chunk.active->operation.file->memory_alignment() != 0)
+    if (reinterpret_cast<std::uintptr_t>(memory) %
+            chunk.active->operation.file->memory_alignment() !=
+        0)
         return true;
     if (options_.user_memory == UserMemory::zero_copy) return false;
-    // Its first byte and its last: a chunk may lie across two arenas of one pool, and then is the pool's as
-    // well.
+    // Its first byte and its last: a chunk may lie across two arenas of one pool, and then is the
+    // pool's as well.
     const auto is_pooled = [&](const std::byte* byte) {
         return std::any_of(arenas_.begin(), arenas_.end(),
                            [&](const auto& arena) { return arena->holds(byte, 1); });
@@ -378,16 +387,19 @@ void Drive::push(std::uint32_t index) {
         request.buffer = registered_index(request.memory, request.length);
     }
     if (!backend_->push(request))
-        throw std::system_error(EBUSY, std::generic_category(), "more chunks than the backend has room for");
+        throw std::system_error(EBUSY, std::generic_category(),
+                                "more chunks than the backend has room for");
     chunks_[index].in_kernel = true;
     ++in_kernel_;
     if (chunk.direct) ++direct_in_kernel_;
 }
 
-// The page cache writes whole pages: a chunk that goes through it would take what a direct chunk writes to
-// the same page at the same time back to what it was. So the later of the two waits for the end of the other.
+// The page cache writes whole pages: a chunk that goes through it would take what a direct chunk
+// writes to the same page at the same time back to what it was. So the later of the two waits for
+// the end of the other.
 bool Drive::shares_page_in_kernel(const Chunk& chunk) const {
-    const std::uint32_t other_way = chunk.direct ? in_kernel_ - direct_in_kernel_ : direct_in_kernel_;
+    const std::uint32_t other_way =
+        chunk.direct ? in_kernel_ - direct_in_kernel_ : direct_in_kernel_;
     if (other_way == 0) return false;
     const PageRange pages = pages_of(chunk);
     return std::any_of(chunks_.begin(), chunks_.end(), [&](const Chunk& other) {
@@ -423,7 +435,7 @@ void Drive::unpark_syncs() {
 }
 
 // --- what became of a chunk
-// ---------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 void Drive::complete(const Completion& completion) {
     const auto index = static_cast<std::uint32_t>(completion.token);
@@ -516,8 +528,10 @@ void Drive::end_chunk(std::uint32_t index) {
 void Drive::end_if_finished(Active& active) {
     const Operation& operation = active.operation;
     if (active.outstanding > 0) return;
-    if (active.ending == Ending::succeeded && active.home == &waiting_) return;  // more chunks to come
-    Outcome outcome{operation.id, active.ending, std::min(active.certain, active.issued), active.error};
+    if (active.ending == Ending::succeeded && active.home == &waiting_)
+        return;  // more chunks to come
+    Outcome outcome{operation.id, active.ending, std::min(active.certain, active.issued),
+                    active.error};
     if (outcome.ending == Ending::end_of_file && operation.at_end_of_file == AtEndOfFile::stops &&
         operation.offset + outcome.done >= operation.file->expected_length()) {
         outcome.ending = Ending::succeeded;
@@ -553,8 +567,9 @@ void Drive::move_to(std::list<Active>& home, Active& active) {
     active.home = &home;
 }
 
-// The backend is broken as a whole. It is destroyed first: only then does the kernel surely touch no memory
-// any more. That may last, and callers need not wait for it: with `sleeping_` false none of them wakes it.
+// The backend is broken as a whole. It is destroyed first: only then does the kernel surely touch
+// no memory any more. That may last, and callers need not wait for it: with `sleeping_` false none
+// of them wakes it.
 void Drive::fail_everything(int error) {
     {
         const std::lock_guard lock(mutex_);
@@ -606,7 +621,7 @@ std::int32_t Drive::registered_index(const std::byte* memory, std::size_t nbytes
 }
 
 // --- latencies
-// ----------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 // Four buckets per power of two of nanoseconds.
 void Drive::Histogram::add(std::chrono::nanoseconds latency) noexcept {

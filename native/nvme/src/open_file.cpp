@@ -48,13 +48,14 @@ int open_retrying(const char* path, int flags, unsigned permissions) {
 // Opening a pipe would wait for whoever opens its other end, whatever signals come.
 void refuse_what_is_no_file(const std::string& path) {
     struct stat status = {};
-    if (::stat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode) || S_ISBLK(status.st_mode)) return;
+    if (::stat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode) || S_ISBLK(status.st_mode))
+        return;
     if (S_ISDIR(status.st_mode)) throw FileError(EISDIR, "open", path);
     throw FileError(EINVAL, "open (not a file)", path);
 }
 
-// The length that all handles of one file share. An inode is not given to another file while a handle is
-// open.
+// The length that all handles of one file share. An inode is not given to another file while a
+// handle is open.
 std::shared_ptr<std::atomic<std::uint64_t>> length_shared_by_handles(dev_t device, ino_t inode) {
     static std::mutex mutex;
     static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<std::atomic<std::uint64_t>>> lengths;
@@ -108,9 +109,10 @@ OpenFile::OpenFile(std::string path, OpenMode mode, DirectIO direct, unsigned pe
             } else {
                 memory_alignment_ = page;
             }
-            // Only partial pages are read through the page cache then. What the kernel read ahead beside them
-            // would be stale once a direct write beside them has ended.
-            if (direct_ >= 0 && writable()) (void)::posix_fadvise(buffered_, 0, 0, POSIX_FADV_RANDOM);
+            // Only partial pages are read through the page cache then. What the kernel read ahead
+            // beside them would be stale once a direct write beside them has ended.
+            if (direct_ >= 0 && writable())
+                (void)::posix_fadvise(buffered_, 0, 0, POSIX_FADV_RANDOM);
         }
     } catch (...) {
         close_all();
@@ -118,7 +120,8 @@ OpenFile::OpenFile(std::string path, OpenMode mode, DirectIO direct, unsigned pe
     }
 }
 
-OpenFile::OpenFile(std::string name, int memfd, OpenMode mode) : path_(std::move(name)), mode_(mode) {
+OpenFile::OpenFile(std::string name, int memfd, OpenMode mode)
+    : path_(std::move(name)), mode_(mode) {
     buffered_ = ::fcntl(memfd, F_DUPFD_CLOEXEC, 0);
     if (buffered_ < 0) throw FileError(errno, "duplicate", path_);
     try {
@@ -178,7 +181,8 @@ std::uint64_t OpenFile::length() const {
 
 void OpenFile::wrote_until(std::uint64_t end) noexcept {
     std::uint64_t known = expected_length_->load(std::memory_order_relaxed);
-    while (known < end && !expected_length_->compare_exchange_weak(known, end, std::memory_order_relaxed)) {
+    while (known < end &&
+           !expected_length_->compare_exchange_weak(known, end, std::memory_order_relaxed)) {
     }
 }
 

@@ -83,8 +83,8 @@ void PageStock::give_back(std::unique_ptr<Mapping> mapping) noexcept {
 }
 
 std::unique_ptr<Mapping> PageStock::same_locked(std::size_t nbytes) {
-    const auto same = std::ranges::find_if(idle_.rbegin(), idle_.rend(),
-                                           [=](const auto& each) { return each->size() == nbytes; });
+    const auto same = std::ranges::find_if(
+        idle_.rbegin(), idle_.rend(), [=](const auto& each) { return each->size() == nbytes; });
     if (same == idle_.rend()) return nullptr;
     std::unique_ptr<Mapping> found = std::move(*same);
     idle_.erase(std::next(same).base());
@@ -94,7 +94,8 @@ std::unique_ptr<Mapping> PageStock::same_locked(std::size_t nbytes) {
 // Moves idle pages to the front of `fresh`; returns how many bytes of it have pages now.
 std::size_t PageStock::fill_locked(Mapping& fresh) {
     std::size_t filled = 0;
-    for (auto each = idle_.rbegin(); each != idle_.rend(); ++each) filled += fresh.take_over(**each, filled);
+    for (auto each = idle_.rbegin(); each != idle_.rend(); ++each)
+        filled += fresh.take_over(**each, filled);
     std::erase_if(idle_, [](const auto& each) { return each->size() == 0; });
     return filled;
 }

@@ -19,10 +19,11 @@ constexpr std::size_t round_up(std::size_t nbytes) {
 
 }  // namespace
 
-PoolExhausted::PoolExhausted(std::size_t asked_bytes, std::size_t free_bytes, std::size_t largest_bytes,
-                             std::size_t capacity_bytes)
+PoolExhausted::PoolExhausted(std::size_t asked_bytes, std::size_t free_bytes,
+                             std::size_t largest_bytes, std::size_t capacity_bytes)
     : std::runtime_error("the pool has no free piece of " + std::to_string(asked_bytes) +
-                         " bytes: " + std::to_string(free_bytes) + " of " + std::to_string(capacity_bytes) +
+                         " bytes: " + std::to_string(free_bytes) + " of " +
+                         std::to_string(capacity_bytes) +
                          " bytes are free, the largest piece has " + std::to_string(largest_bytes)),
       asked(asked_bytes),
       free(free_bytes),
@@ -79,16 +80,18 @@ std::shared_ptr<Block> Pool::take(std::size_t nbytes) {
             offset = at;
         }
     }
-    if (best == ~std::size_t{0}) throw PoolExhausted(nbytes, free_bytes_, largest_locked(), capacity());
+    if (best == ~std::size_t{0})
+        throw PoolExhausted(nbytes, free_bytes_, largest_locked(), capacity());
     return cut_locked(offset, offset, nbytes);
 }
 
 std::shared_ptr<Block> Pool::take_at(std::size_t offset, std::size_t nbytes) {
-    if (nbytes == 0 || offset % granularity != 0 || offset > capacity() || nbytes > capacity() - offset) {
-        throw std::invalid_argument("a buffer's place is 1 byte or more from a multiple of " +
-                                    std::to_string(granularity) + " on, within the pool's " +
-                                    std::to_string(capacity()) + " bytes; asked: " + std::to_string(nbytes) +
-                                    " at " + std::to_string(offset));
+    if (nbytes == 0 || offset % granularity != 0 || offset > capacity() ||
+        nbytes > capacity() - offset) {
+        throw std::invalid_argument(
+            "a buffer's place is 1 byte or more from a multiple of " + std::to_string(granularity) +
+            " on, within the pool's " + std::to_string(capacity()) +
+            " bytes; asked: " + std::to_string(nbytes) + " at " + std::to_string(offset));
     }
     refuse_if_forked();
     const std::lock_guard lock(mutex_);
@@ -100,8 +103,8 @@ std::shared_ptr<Block> Pool::take_at(std::size_t offset, std::size_t nbytes) {
     return cut_locked(piece->first, offset, nbytes);
 }
 
-// Takes `nbytes` at `offset` out of the free piece that begins at `piece`. Where memory for the bookkeeping
-// lacks, nothing is taken.
+// Takes `nbytes` at `offset` out of the free piece that begins at `piece`. Where memory for the
+// bookkeeping lacks, nothing is taken.
 std::shared_ptr<Block> Pool::cut_locked(std::size_t piece, std::size_t offset, std::size_t nbytes) {
     Pieces made;
     made.emplace(offset, round_up(nbytes));
@@ -116,7 +119,8 @@ std::shared_ptr<Block> Pool::cut_locked(std::size_t piece, std::size_t offset, s
     }
     free_bytes_ -= taken.mapped();
     try {
-        std::shared_ptr<Block> block = std::make_shared<Block>(shared_from_this(), std::move(taken), nbytes);
+        std::shared_ptr<Block> block =
+            std::make_shared<Block>(shared_from_this(), std::move(taken), nbytes);
         peak_ = std::max(peak_, capacity() - free_bytes_);
         return block;
     } catch (const std::bad_alloc&) {
@@ -151,7 +155,8 @@ void Pool::put_locked(Pieces::node_type piece) noexcept {
         free_.erase(next);
     }
     if (place == free_.begin()) return;
-    if (const auto previous = std::prev(place); previous->first + previous->second == place->first) {
+    if (const auto previous = std::prev(place);
+        previous->first + previous->second == place->first) {
         previous->second += place->second;
         free_.erase(place);
     }

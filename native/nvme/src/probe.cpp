@@ -23,7 +23,8 @@ namespace {
 class Descriptor {
   public:
     Descriptor() = default;
-    explicit Descriptor(long result) : number_(static_cast<int>(result)), error_(result < 0 ? errno : 0) {}
+    explicit Descriptor(long result)
+        : number_(static_cast<int>(result)), error_(result < 0 ? errno : 0) {}
     Descriptor(Descriptor&& other) noexcept
         : number_(std::exchange(other.number_, -1)), error_(other.error_) {}
     Descriptor& operator=(Descriptor&&) = delete;
@@ -48,7 +49,8 @@ class Descriptor {
     uring::Probe probe{};
     constexpr auto capacity = static_cast<unsigned>(std::extent_v<decltype(probe.ops)>);
     std::vector<std::uint8_t> opcodes;
-    if (::syscall(uring::syscall_register, ring.number(), uring::register_probe, &probe, capacity) < 0) {
+    if (::syscall(uring::syscall_register, ring.number(), uring::register_probe, &probe, capacity) <
+        0) {
         return opcodes;
     }
     for (const uring::ProbeOp& one : probe.ops) {
@@ -57,7 +59,8 @@ class Descriptor {
     return opcodes;
 }
 
-// struct statx of the kernel up to the direct-I/O fields (Linux 6.1), which C libraries learned later.
+// struct statx of the kernel up to the direct-I/O fields (Linux 6.1), which C libraries learned
+// later.
 struct StatxRecord {
     std::uint32_t mask;
     std::byte between[148];
@@ -78,9 +81,11 @@ constexpr long syscall_statx = 332;
 constexpr long syscall_statx = 291;
 #endif
 
-[[nodiscard]] std::optional<DioAlignment> statx_alignment(int directory, const char* path, int flags) {
+[[nodiscard]] std::optional<DioAlignment> statx_alignment(int directory, const char* path,
+                                                          int flags) {
     StatxRecord record{};
-    if (::syscall(syscall_statx, directory, path, flags, statx_dioalign, &record) != 0) return std::nullopt;
+    if (::syscall(syscall_statx, directory, path, flags, statx_dioalign, &record) != 0)
+        return std::nullopt;
     if ((record.mask & statx_dioalign) == 0) return std::nullopt;
     return DioAlignment{record.dio_memory_align, record.dio_offset_align};
 }
@@ -89,8 +94,8 @@ constexpr long syscall_statx = 291;
     return Descriptor(::open(path, flags | O_RDWR | O_CLOEXEC, 0600));
 }
 
-// Files without a name in one directory, so that nothing stays behind: one opened as usual, one with
-// O_DIRECT.
+// Files without a name in one directory, so that nothing stays behind: one opened as usual, one
+// with O_DIRECT.
 struct ScratchFiles {
     Descriptor plain;
     Descriptor direct;
@@ -98,10 +103,11 @@ struct ScratchFiles {
 
 [[nodiscard]] ScratchFiles open_scratch_files(const std::filesystem::path& directory) {
     Descriptor nameless = open_file(directory.c_str(), O_TMPFILE);
-    if (nameless.valid()) return {std::move(nameless), open_file(directory.c_str(), O_TMPFILE | O_DIRECT)};
+    if (nameless.valid())
+        return {std::move(nameless), open_file(directory.c_str(), O_TMPFILE | O_DIRECT)};
 
-    // Not every file system has nameless files (FUSE, NFS): there the name lives for as long as both opens
-    // take.
+    // Not every file system has nameless files (FUSE, NFS): there the name lives for as long as
+    // both opens take.
     std::string name = (directory / ".deepnvme-probe-XXXXXX").string();
     Descriptor named(::mkostemp(name.data(), O_CLOEXEC));
     if (!named.valid()) return {std::move(named), Descriptor()};
@@ -113,7 +119,8 @@ struct ScratchFiles {
 class AlignedBlock {
   public:
     explicit AlignedBlock(std::size_t nbytes)
-        : nbytes_(nbytes), bytes_(static_cast<std::byte*>(::operator new(nbytes, std::align_val_t{nbytes}))) {
+        : nbytes_(nbytes),
+          bytes_(static_cast<std::byte*>(::operator new(nbytes, std::align_val_t{nbytes}))) {
         fill(0);
     }
     AlignedBlock(const AlignedBlock&) = delete;
@@ -124,7 +131,8 @@ class AlignedBlock {
     [[nodiscard]] std::size_t size() const { return nbytes_; }
     void fill(int value) const { std::memset(bytes_, value, nbytes_); }
     [[nodiscard]] bool holds_only(int value) const {
-        return std::all_of(bytes_, bytes_ + nbytes_, [=](std::byte one) { return one == std::byte(value); });
+        return std::all_of(bytes_, bytes_ + nbytes_,
+                           [=](std::byte one) { return one == std::byte(value); });
     }
 
   private:

@@ -17,19 +17,22 @@ namespace deepnvme {
 
 namespace {
 
-// Enough for the budget in pieces of 64 KiB; smaller operations are bounded by it instead of by bytes.
+// Enough for the budget in pieces of 64 KiB; smaller operations are bounded by it instead of by
+// bytes.
 unsigned depth_for(const DriveOptions& options) {
-    return static_cast<unsigned>(std::clamp<std::uint64_t>(options.inflight_bytes / 65536, 32, 1024));
+    return static_cast<unsigned>(
+        std::clamp<std::uint64_t>(options.inflight_bytes / 65536, 32, 1024));
 }
 
 std::unique_ptr<Backend> backend_for(const QueueOptions& options, const std::string& name,
                                      const DriveOptions& drive) {
     std::unique_ptr<Backend> backend = make_backend(name, depth_for(drive));
-    return options.faults ? make_fault_backend(std::move(backend), *options.faults) : std::move(backend);
+    return options.faults ? make_fault_backend(std::move(backend), *options.faults)
+                          : std::move(backend);
 }
 
-// Until it is not 0, at most so long. Unlike a condition variable's, the sleep ends when a signal handler has
-// run, and costs the thread that wakes to cold caches little.
+// Until it is not 0, at most so long. Unlike a condition variable's, the sleep ends when a signal
+// handler has run, and costs the thread that wakes to cold caches little.
 void sleep_while_zero(std::atomic<std::uint32_t>& word, std::chrono::nanoseconds timeout) {
     if (timeout <= std::chrono::nanoseconds::zero()) return;
     const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
@@ -64,7 +67,8 @@ Queue::~Queue() {
 }
 
 std::shared_ptr<OpenFile> Queue::open(const std::string& path, OpenMode mode, DirectIO direct,
-                                      unsigned permissions, const std::optional<DriveOptions>& drive) {
+                                      unsigned permissions,
+                                      const std::optional<DriveOptions>& drive) {
     refuse_if_unusable();
     const DriveOptions options = checked(drive.value_or(options_.drive));
     if (options_.backend != "memory") {
@@ -77,7 +81,8 @@ std::shared_ptr<OpenFile> Queue::open(const std::string& path, OpenMode mode, Di
         const std::lock_guard lock(drives_mutex_);
         const auto known = memory_files_.find(path);
         if (known == memory_files_.end()) {
-            if (mode == OpenMode::read || mode == OpenMode::update) throw FileError(ENOENT, "open", path);
+            if (mode == OpenMode::read || mode == OpenMode::update)
+                throw FileError(ENOENT, "open", path);
             descriptor = ::memfd_create("deepnvme", MFD_CLOEXEC);
             if (descriptor < 0) throw FileError(errno, "open in memory", path);
             memory_files_.emplace(path, descriptor);
@@ -95,7 +100,8 @@ bool Queue::submit(Operation operation, std::chrono::nanoseconds patience) {
     refuse_if_forked();
     {
         std::unique_lock lock(mutex_);
-        if (!room_.wait_for(lock, patience, [this] { return pending_ < options_.max_pending || closed_; }))
+        if (!room_.wait_for(lock, patience,
+                            [this] { return pending_ < options_.max_pending || closed_; }))
             return false;
         if (closed_) throw ClosedError("the queue is closed");
         ++pending_;
@@ -157,9 +163,9 @@ void Queue::need_drive_for(const OpenFile& file, const DriveOptions& options) {
         auto backend = ring && file.spoiled_by_rings() ? backend_for(options_, "threads", options)
                        : first_fits                    ? std::move(first_backend_)
                                                        : backend_for_another(options);
-        drive = std::make_shared<Drive>(std::move(backend), options, [this](std::vector<Outcome> outcomes) {
-            ended(std::move(outcomes));
-        });
+        drive = std::make_shared<Drive>(
+            std::move(backend), options,
+            [this](std::vector<Outcome> outcomes) { ended(std::move(outcomes)); });
         if (!pools_.empty()) drive->use_arenas(arenas());
         drives_.emplace(file.device(), drive);
     }
@@ -194,7 +200,8 @@ bool Queue::pools_settled(std::chrono::nanoseconds patience) {
 
 std::vector<std::shared_ptr<Arena>> Queue::arenas() const {
     std::vector<std::shared_ptr<Arena>> all;
-    for (const auto& pool : pools_) all.insert(all.end(), pool->arenas().begin(), pool->arenas().end());
+    for (const auto& pool : pools_)
+        all.insert(all.end(), pool->arenas().begin(), pool->arenas().end());
     return all;
 }
 
@@ -215,7 +222,8 @@ std::vector<Outcome> Queue::wait_ended() {
     return taken;
 }
 
-std::optional<std::vector<Outcome>> Queue::wait_for(Ticket& ticket, std::chrono::nanoseconds timeout) {
+std::optional<std::vector<Outcome>> Queue::wait_for(Ticket& ticket,
+                                                    std::chrono::nanoseconds timeout) {
     if (belongs_to_a_parent()) return std::vector<Outcome>{};
     std::unique_lock lock(mutex_);
     if (ticket.state_ != Ticket::ended) {
@@ -249,7 +257,8 @@ bool Queue::close(std::chrono::nanoseconds patience) {
         room_.notify_all();
         if (!room_.wait_for(lock, patience, [this] { return pending_ == 0; })) return false;
     }
-    const std::lock_guard lock(drives_mutex_);  // for an instant: the drives are idle, and nothing comes
+    const std::lock_guard lock(
+        drives_mutex_);  // for an instant: the drives are idle, and nothing comes
     for (auto& [device, drive] : drives_) {
         drive->stop();
         final_stats_[device] = drive->stats();
@@ -284,8 +293,9 @@ bool Queue::belongs_to_a_parent() const noexcept {
 
 void Queue::refuse_if_forked() const {
     if (!belongs_to_a_parent()) return;
-    throw ForkedError("this queue belongs to process " + std::to_string(owner_) +
-                      "; a forked child makes its own (multiprocessing: use the spawn start method)");
+    throw ForkedError(
+        "this queue belongs to process " + std::to_string(owner_) +
+        "; a forked child makes its own (multiprocessing: use the spawn start method)");
 }
 
 void Queue::refuse_if_unusable() const {

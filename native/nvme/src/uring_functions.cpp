@@ -18,7 +18,7 @@ namespace deepnvme {
 namespace {
 
 // ---- our own ring
-// ---------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------
 
 [[nodiscard]] std::uint32_t load(std::uint32_t* word) noexcept {
     return std::atomic_ref(*word).load(std::memory_order_acquire);
@@ -40,8 +40,8 @@ class Area {
 
     // Returns 0 or an errno.
     [[nodiscard]] int map(int ring_fd, std::uint64_t offset, std::size_t nbytes) noexcept {
-        void* start = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_fd,
-                             static_cast<off_t>(offset));
+        void* start = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
+                             ring_fd, static_cast<off_t>(offset));
         if (start == MAP_FAILED) return errno;
         start_ = start;
         nbytes_ = nbytes;
@@ -58,8 +58,8 @@ class Area {
     std::size_t nbytes_ = 0;
 };
 
-// The two queues shared with the kernel. The kernel moves the submission head and the completion tail, this
-// class the other two, each word released by its writer and acquired by its reader.
+// The two queues shared with the kernel. The kernel moves the submission head and the completion
+// tail, this class the other two, each word released by its writer and acquired by its reader.
 class OwnRing {
   public:
     OwnRing() = default;
@@ -73,10 +73,12 @@ class OwnRing {
         fd_ = static_cast<int>(::syscall(uring::syscall_setup, entries, &params));
         if (fd_ < 0) return -errno;
         if ((params.features & uring::feature_single_mmap) == 0) return -ENOSYS;
-        const std::size_t submission_nbytes = params.sq_off.array + params.sq_entries * sizeof(std::uint32_t);
-        const std::size_t completion_nbytes = params.cq_off.cqes + params.cq_entries * sizeof(uring::Cqe);
-        int error =
-            rings_.map(fd_, uring::mmap_offset_sq_ring, std::max(submission_nbytes, completion_nbytes));
+        const std::size_t submission_nbytes =
+            params.sq_off.array + params.sq_entries * sizeof(std::uint32_t);
+        const std::size_t completion_nbytes =
+            params.cq_off.cqes + params.cq_entries * sizeof(uring::Cqe);
+        int error = rings_.map(fd_, uring::mmap_offset_sq_ring,
+                               std::max(submission_nbytes, completion_nbytes));
         if (error == 0) {
             error = sqes_.map(fd_, uring::mmap_offset_sqes, params.sq_entries * sizeof(uring::Sqe));
         }
@@ -131,7 +133,8 @@ class OwnRing {
 
     void advance(unsigned count) noexcept { store(cq_head_, *cq_head_ + count); }
 
-    [[nodiscard]] int call_register(std::uint32_t opcode, const void* argument, unsigned count) noexcept {
+    [[nodiscard]] int call_register(std::uint32_t opcode, const void* argument,
+                                    unsigned count) noexcept {
         const long result = ::syscall(uring::syscall_register, fd_, opcode, argument, count);
         return result < 0 ? -errno : static_cast<int>(result);
     }
@@ -142,9 +145,10 @@ class OwnRing {
         return (load(sq_flags_) & (uring::sq_cq_overflow | uring::sq_taskrun)) != 0;
     }
 
-    [[nodiscard]] int enter(unsigned to_submit, unsigned min_complete, std::uint32_t flags) const noexcept {
-        const long result =
-            ::syscall(uring::syscall_enter, fd_, to_submit, min_complete, flags, nullptr, std::size_t{0});
+    [[nodiscard]] int enter(unsigned to_submit, unsigned min_complete,
+                            std::uint32_t flags) const noexcept {
+        const long result = ::syscall(uring::syscall_enter, fd_, to_submit, min_complete, flags,
+                                      nullptr, std::size_t{0});
         return result < 0 ? -errno : static_cast<int>(result);
     }
 
@@ -199,7 +203,9 @@ UringFunctions own_ring_functions() {
         .queue_init_params = own_init,
         .queue_exit = [](RingBlock* ring) { own(ring).~OwnRing(); },
         .enable_rings =
-            [](RingBlock* ring) { return own(ring).call_register(uring::register_enable_rings, nullptr, 0); },
+            [](RingBlock* ring) {
+                return own(ring).call_register(uring::register_enable_rings, nullptr, 0);
+            },
         .get_sqe = [](RingBlock* ring) { return own(ring).next_sqe(); },
         .submit_and_wait = [](RingBlock* ring,
                               unsigned wait_nr) { return own(ring).submit_and_wait(wait_nr); },
@@ -212,7 +218,9 @@ UringFunctions own_ring_functions() {
                 return own(ring).call_register(uring::register_buffers, buffers, count);
             },
         .unregister_buffers =
-            [](RingBlock* ring) { return own(ring).call_register(uring::unregister_buffers, nullptr, 0); },
+            [](RingBlock* ring) {
+                return own(ring).call_register(uring::unregister_buffers, nullptr, 0);
+            },
     };
 }
 
@@ -230,10 +238,12 @@ UringFunctions liburing_functions() {
         path = known.value;
     }
     if (path.empty()) throw_unusable("python-liburing is not imported in this process");
-    // NOLOAD: its library needs symbols of the interpreter, and only an import brings it in properly.
-    const std::shared_ptr<void> library(::dlopen(path.c_str(), RTLD_NOLOAD | RTLD_NOW), [](void* handle) {
-        if (handle != nullptr) ::dlclose(handle);
-    });
+    // NOLOAD: its library needs symbols of the interpreter, and only an import brings it in
+    // properly.
+    const std::shared_ptr<void> library(::dlopen(path.c_str(), RTLD_NOLOAD | RTLD_NOW),
+                                        [](void* handle) {
+                                            if (handle != nullptr) ::dlclose(handle);
+                                        });
     if (library == nullptr) throw_unusable(path + " is not loaded in this process");
 
     UringFunctions functions{.name = "liburing", .library = library};

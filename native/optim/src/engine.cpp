@@ -10,8 +10,9 @@
 namespace infinity_optim {
 namespace {
 
-// Elements that a thread takes at once. In the middle of a chunk the memory's prefetchers know what comes
-// next, at its beginning they do not; of few elements each thread shall still get several chunks.
+// Elements that a thread takes at once. In the middle of a chunk the memory's prefetchers know what
+// comes next, at its beginning they do not; of few elements each thread shall still get several
+// chunks.
 constexpr u64 smallest_chunk = 16384, largest_chunk = 65536, chunks_per_thread = 4;
 constexpr u64 block = norm_block;
 constexpr u64 blocks_at_once = 4;
@@ -48,19 +49,23 @@ struct Named {
 
 void check_stream(std::size_t number, const char* name, u64 address, u32 format) {
     if (format <= format_none || format >= format_count) {
-        refuse(number, std::string(name) + " has no format of that number: " + std::to_string(format));
+        refuse(number,
+               std::string(name) + " has no format of that number: " + std::to_string(format));
     }
     if (address == 0 || address % size_of(format) != 0) {
         refuse(number, std::string(name) + " must be an address aligned to " +
-                           std::to_string(size_of(format)) + " bytes, got " + std::to_string(address));
+                           std::to_string(size_of(format)) + " bytes, got " +
+                           std::to_string(address));
     }
 }
 
 void check(const Segment& s, std::size_t number) {
-    if (s.rule >= rule_count) refuse(number, "there is no rule of number " + std::to_string(s.rule));
+    if (s.rule >= rule_count)
+        refuse(number, "there is no rule of number " + std::to_string(s.rule));
     check_stream(number, "the gradient", s.gradient, s.gradient_format);
     if (s.flags & flag_split_master) {
-        if (s.parameter_format != format_bf16) refuse(number, "a split master needs a bf16 parameter");
+        if (s.parameter_format != format_bf16)
+            refuse(number, "a split master needs a bf16 parameter");
         check_stream(number, "the parameter", s.parameter, format_bf16);
         check_stream(number, "the remainder", s.remainder, format_bf16);
     } else {
@@ -72,7 +77,8 @@ void check(const Segment& s, std::size_t number) {
         }
     }
     if (s.state_format == format_fp16) refuse(number, "states are fp32 or bf16, not fp16");
-    for (u32 k = 0; k < states_of(s.rule); ++k) check_stream(number, "a state", s.states[k], s.state_format);
+    for (u32 k = 0; k < states_of(s.rule); ++k)
+        check_stream(number, "a state", s.states[k], s.state_format);
 }
 
 struct Chunk {
@@ -97,8 +103,8 @@ struct Chunk {
 void check(const Gradient& gradient, std::span<double> sums) {
     check_stream(0, "the gradient", gradient.address, gradient.format);
     if (sums.size() != block_count(gradient.numel)) {
-        throw std::invalid_argument("a gradient of " + std::to_string(gradient.numel) + " elements has " +
-                                    std::to_string(block_count(gradient.numel)) +
+        throw std::invalid_argument("a gradient of " + std::to_string(gradient.numel) +
+                                    " elements has " + std::to_string(block_count(gradient.numel)) +
                                     " block sums, got room for " + std::to_string(sums.size()));
     }
 }
@@ -127,8 +133,8 @@ const Kernels& kernels_of(std::string_view home) {
         if (one.name == home) return *one.kernels;
         names += (names.empty() ? "" : ", ") + std::string(one.name);
     }
-    throw std::invalid_argument("a home of the update rules on this CPU is one of: " + names + "; got \"" +
-                                std::string(home) + "\"");
+    throw std::invalid_argument("a home of the update rules on this CPU is one of: " + names +
+                                "; got \"" + std::string(home) + "\"");
 }
 
 u64 block_count(u64 numel) {
@@ -144,19 +150,21 @@ void update(std::span<const Segment> segments, ThreadPool& pool, const Kernels& 
     });
 }
 
-void block_sums(const Gradient& gradient, std::span<double> sums, ThreadPool& pool, const Kernels& kernels) {
+void block_sums(const Gradient& gradient, std::span<double> sums, ThreadPool& pool,
+                const Kernels& kernels) {
     check(gradient, sums);
     for_blocks(gradient.numel, sums, pool, [&](u64 begin, u64 end) {
         return kernels.block_sum(gradient.address, gradient.format, begin, end);
     });
 }
 
-void accumulate(u64 into, const Gradient& gradient, Sum sum, std::span<double> sums, ThreadPool& pool,
-                const Kernels& kernels) {
+void accumulate(u64 into, const Gradient& gradient, Sum sum, std::span<double> sums,
+                ThreadPool& pool, const Kernels& kernels) {
     check(gradient, sums);
     check_stream(0, "the sum of gradients", into, format_fp32);
     for_blocks(gradient.numel, sums, pool, [&](u64 begin, u64 end) {
-        return kernels.accumulate(into, gradient.address, gradient.format, sum == Sum::begins, begin, end);
+        return kernels.accumulate(into, gradient.address, gradient.format, sum == Sum::begins,
+                                  begin, end);
     });
 }
 
@@ -176,7 +184,8 @@ void sweep(std::span<const Segment> segments, ThreadPool& pool, const Kernels& k
         const bool plain = states_of(s.rule) >= 2 && s.state_format == format_fp32;
         if (!plain || s.gradient_format == format_fp16 || (s.flags & flag_split_master))
             refuse(i,
-                   "a sweep is over Adam's streams: fp32 states, an fp32 or bf16 gradient, a whole master");
+                   "a sweep is over Adam's streams: fp32 states, an fp32 or bf16 gradient, a whole "
+                   "master");
     }
     const std::vector<Chunk> chunks = cut(segments, pool.size());
     pool.run(chunks.size(), [&](u64 number) {

@@ -1,5 +1,5 @@
-// The floating-point environment that IEEE means, for as long as an object of this lives: nearest even,
-// subnormals kept.
+// The floating-point environment that IEEE means, for as long as an object of this lives: nearest
+// even, subnormals kept.
 #pragma once
 
 #if defined(__x86_64__)
@@ -20,7 +20,8 @@ class DefaultFloatEnvironment {
   private:
 #if defined(__x86_64__)
     using Word = unsigned int;
-    static constexpr Word standard = 0x1f80;  // MXCSR after reset: exceptions masked, no FTZ, no DAZ
+    static constexpr Word standard =
+        0x1f80;  // MXCSR after reset: exceptions masked, no FTZ, no DAZ
     static Word read() { return _mm_getcsr(); }
     static void write(Word word) { _mm_setcsr(word); }
 #elif defined(__aarch64__)

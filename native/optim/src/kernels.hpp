@@ -1,5 +1,5 @@
-// What each home's file gives to the rest: loops over a range of elements. Nothing here checks, allocates or
-// throws.
+// What each home's file gives to the rest: loops over a range of elements. Nothing here checks,
+// allocates or throws.
 #pragma once
 
 #include "infinity_optim/shared/layout.hpp"
@@ -16,7 +16,8 @@ struct Kernels {
     // The same of `into`, to which the gradient is added first; `begins`: which it becomes.
     double (*accumulate)(u64 into, u64 gradient, u32 format, bool begins, u64 begin, u64 end);
 
-    // Reads and writes the streams of an Adam update with almost no arithmetic: what the memory allows.
+    // Reads and writes the streams of an Adam update with almost no arithmetic: what the memory
+    // allows.
     Update sweep;
 };
 

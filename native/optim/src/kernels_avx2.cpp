@@ -1,4 +1,5 @@
-// Compiled with this instruction set's flags and run only where the CPU has it; empty on other architectures.
+// Compiled with this instruction set's flags and run only where the CPU has it; empty on other
+// architectures.
 #if defined(__AVX2__)
 #define INFINITY_HOME avx2_home
 #define INFINITY_LANES 8

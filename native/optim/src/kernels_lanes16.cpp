@@ -1,4 +1,5 @@
-// 16 lanes on any machine, as the compiler lowers them: how the code that AVX-512 runs is tested without it.
+// 16 lanes on any machine, as the compiler lowers them: how the code that AVX-512 runs is tested
+// without it.
 #define INFINITY_HOME lanes16_home
 #define INFINITY_LANES 16
 #include "vectors.hpp"

@@ -8,7 +8,8 @@
 namespace infinity_optim {
 namespace {
 
-constexpr SimdLevel every_level[] = {SimdLevel::scalar, SimdLevel::neon, SimdLevel::avx2, SimdLevel::avx512};
+constexpr SimdLevel every_level[] = {SimdLevel::scalar, SimdLevel::neon, SimdLevel::avx2,
+                                     SimdLevel::avx512};
 
 [[nodiscard]] std::string joined_names(const std::vector<SimdLevel>& levels) {
     std::string names;
@@ -56,7 +57,8 @@ std::vector<std::string_view> cpu_features() {
 std::vector<SimdLevel> possible_simd() {
     const std::vector<std::string_view> features = cpu_features();
     const auto has = [&](std::initializer_list<std::string_view> names) {
-        return std::ranges::all_of(names, [&](auto name) { return std::ranges::count(features, name) == 1; });
+        return std::ranges::all_of(
+            names, [&](auto name) { return std::ranges::count(features, name) == 1; });
     };
     std::vector<SimdLevel> levels = {SimdLevel::scalar};
     if (!has({"avx2", "fma", "f16c"})) return levels;
@@ -88,7 +90,8 @@ SimdLevel detect_simd() {
 SimdLevel choose_simd(const char* wanted, const std::vector<SimdLevel>& possible) {
     if (wanted == nullptr || *wanted == '\0') return possible.back();
     const auto named = [&](SimdLevel level) { return name_of(level) == wanted; };
-    if (const auto found = std::ranges::find_if(possible, named); found != possible.end()) return *found;
+    if (const auto found = std::ranges::find_if(possible, named); found != possible.end())
+        return *found;
     const bool known = std::ranges::any_of(every_level, named);
     throw std::invalid_argument(
         "INFINITY_SIMD must be one of: " + joined_names(possible) + "; got \"" + wanted +

@@ -49,7 +49,8 @@ struct ThreadPool::Task {
 };
 
 ThreadPool::ThreadPool(std::span<const int> cores) : owner_(getpid()) {
-    if (cores.empty()) throw std::invalid_argument("a thread pool needs at least one core; got none");
+    if (cores.empty())
+        throw std::invalid_argument("a thread pool needs at least one core; got none");
     const AllSignalsBlocked inherited;
     try {
         for (const int core : cores) {
@@ -65,9 +66,10 @@ ThreadPool::ThreadPool(std::span<const int> cores) : owner_(getpid()) {
     const int core = cores[refused_ - 1];
     lock.unlock();
     close();
-    throw std::system_error(refusal_, std::generic_category(),
-                            "core " + std::to_string(core) +
-                                " cannot be used: it does not exist, or this process may not run on it");
+    throw std::system_error(
+        refusal_, std::generic_category(),
+        "core " + std::to_string(core) +
+            " cannot be used: it does not exist, or this process may not run on it");
 }
 
 ThreadPool::~ThreadPool() {
@@ -92,7 +94,8 @@ void ThreadPool::close() {
 void ThreadPool::run(std::uint64_t count, const std::function<void(std::uint64_t)>& work) {
     if (getpid() != owner_) {
         throw std::logic_error(
-            "this thread pool was made before a fork and has no threads here; make one in the child");
+            "this thread pool was made before a fork and has no threads here; make one in the "
+            "child");
     }
     if (count == 0) return;
     const std::lock_guard one_caller(callers_);
@@ -123,7 +126,8 @@ void ThreadPool::serve(int core, std::size_t place) {
         lock.unlock();
         {
             const DefaultFloatEnvironment environment;
-            for (std::uint64_t i; (i = task.next.fetch_add(1, std::memory_order_relaxed)) < task.count;)
+            for (std::uint64_t i;
+                 (i = task.next.fetch_add(1, std::memory_order_relaxed)) < task.count;)
                 task.work(i);
         }
         lock.lock();

@@ -1,6 +1,6 @@
-// The operations of shared/arithmetic.hpp and the memory of shared/update.hpp for INFINITY_LANES values at
-// once, in the vector types of gcc and clang. Included by the kernels_*.cpp files alone, between
-// arithmetic.hpp and the rules.
+// The operations of shared/arithmetic.hpp and the memory of shared/update.hpp for INFINITY_LANES
+// values at once, in the vector types of gcc and clang. Included by the kernels_*.cpp files alone,
+// between arithmetic.hpp and the rules.
 #pragma once
 
 #include "infinity_optim/shared/arithmetic.hpp"
@@ -90,7 +90,8 @@ struct Doubles {
 };
 INFINITY_FN void add_squares_(Doubles& sums, Floats x) {
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
-    const __m512d high = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+    const __m512d high =
+        _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
     sums.low = _mm512_fmadd_pd(low, low, sums.low);
     sums.high = _mm512_fmadd_pd(high, high, sums.high);
 }
@@ -115,7 +116,8 @@ INFINITY_FN Words widen_(Halves x) {
 // Of numbers that fit 16 bits.
 INFINITY_FN Halves narrow_(Words x) {
     const __m256i pairs = _mm256_packus_epi32((__m256i)x, (__m256i)x);
-    return __builtin_bit_cast(Halves, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
+    return __builtin_bit_cast(Halves,
+                              _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
 }
 
 struct Doubles {
@@ -132,7 +134,8 @@ INFINITY_FN void add_squares_(Doubles& sums, Floats x) {
 
 INFINITY_FN Floats fma_(Floats a, Floats b, Floats c) {
     Floats result;
-    for (u32 k = 0; k < INFINITY_LANES; ++k) result[k] = fma_(float(a[k]), float(b[k]), float(c[k]));
+    for (u32 k = 0; k < INFINITY_LANES; ++k)
+        result[k] = fma_(float(a[k]), float(b[k]), float(c[k]));
     return result;
 }
 INFINITY_FN Floats sqrt_(Floats a) {
@@ -169,7 +172,8 @@ INFINITY_FN void add_squares_(Doubles& sums, Floats x) {
 template <class T>
 INFINITY_FN T read_(u64 address, u64 i, u32 nbytes_each) {
     T value;
-    __builtin_memcpy(&value, reinterpret_cast<const void*>(address + i * nbytes_each), sizeof value);
+    __builtin_memcpy(&value, reinterpret_cast<const void*>(address + i * nbytes_each),
+                     sizeof value);
     return value;
 }
 

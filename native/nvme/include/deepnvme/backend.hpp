@@ -1,6 +1,7 @@
 // One way of asking the kernel for I/O. A Backend is driven by one thread, the Drive's: push,
-// submit_and_reap. Only wake() may be called from elsewhere. It never retries, never interprets a result,
-// never prints. Every backend passes native/tests/test_backends.cpp; `fault` wraps any other.
+// submit_and_reap. Only wake() may be called from elsewhere. It never retries, never interprets a
+// result, never prints. Every backend passes native/tests/test_backends.cpp; `fault` wraps any
+// other.
 #pragma once
 
 #include <sys/uio.h>
@@ -31,16 +32,17 @@ enum class Verb : std::uint8_t { read, write, sync_data, sync_all };
     return "unknown";
 }
 
-// One request to the kernel, at most one chunk. Descriptor and memory stay valid until its Completion is
-// reaped.
+// One request to the kernel, at most one chunk. Descriptor and memory stay valid until its
+// Completion is reaped.
 struct Request {
     Verb verb = Verb::read;
     int fd = -1;
     std::uint64_t offset = 0;
     std::byte* memory = nullptr;  // unused by syncs
     std::uint32_t length = 0;     // unused by syncs
-    std::int32_t buffer = -1;  // index of the registered buffer that holds [memory, memory + length), or -1
-    std::uint64_t token = 0;   // comes back in the Completion; any value but Backend::reserved_token
+    std::int32_t buffer =
+        -1;  // index of the registered buffer that holds [memory, memory + length), or -1
+    std::uint64_t token = 0;  // comes back in the Completion; any value but Backend::reserved_token
 };
 
 // result: bytes moved (0 for a sync), or -errno.
@@ -51,9 +53,11 @@ struct Completion {
 
 enum class Wait : std::uint8_t {
     none,     // take what has completed, do not block
-    some,     // block until at least one completion is there or wake() was called since the last return
-    several,  // as some, but a backend may sleep through one completion, and through a wake() until the next:
-              // for a caller that has nothing to hand over and enough in flight, whom each waking costs
+    some,     // block until at least one completion is there or wake() was called since the last
+              // return
+    several,  // as some, but a backend may sleep through one completion, and through a wake() until
+              // the next: for a caller that has nothing to hand over and enough in flight, whom
+              // each waking costs
 };
 
 class Backend {
@@ -63,9 +67,9 @@ class Backend {
     Backend() = default;
     Backend(const Backend&) = delete;
     Backend& operator=(const Backend&) = delete;
-    // Returns only when the kernel touches no request's memory any more: what is in flight is waited for,
-    // unreaped; what was pushed and never submitted is not done. Runs in the thread that attached: a ring
-    // obeys no other, not even for this.
+    // Returns only when the kernel touches no request's memory any more: what is in flight is
+    // waited for, unreaped; what was pushed and never submitted is not done. Runs in the thread
+    // that attached: a ring obeys no other, not even for this.
     virtual ~Backend() = default;
 
     [[nodiscard]] virtual std::string_view name() const noexcept = 0;
@@ -80,57 +84,59 @@ class Backend {
     // Queues one request; false when capacity() are pending already, and then nothing has happened.
     [[nodiscard]] virtual bool push(const Request& request) = 0;
 
-    // Hands everything pushed to the kernel, then fills `out` (which has room for at least one) with what has
-    // completed and returns how many; the rest stays for the next call. A request that the kernel refuses is
-    // completed with its -errno: nothing pushed is ever lost. EINTR, EAGAIN and EBUSY of the submitting call
-    // itself are handled here. A wake() is used up by the waiting call that returns after it, never by
-    // Wait::none. Throws std::system_error only when the backend as a whole is broken; what was in flight
-    // then is still drained by the destructor.
+    // Hands everything pushed to the kernel, then fills `out` (which has room for at least one)
+    // with what has completed and returns how many; the rest stays for the next call. A request
+    // that the kernel refuses is completed with its -errno: nothing pushed is ever lost. EINTR,
+    // EAGAIN and EBUSY of the submitting call itself are handled here. A wake() is used up by the
+    // waiting call that returns after it, never by Wait::none. Throws std::system_error only when
+    // the backend as a whole is broken; what was in flight then is still drained by the destructor.
     [[nodiscard]] virtual std::size_t submit_and_reap(std::span<Completion> out, Wait wait) = 0;
 
-    // Makes a blocked or the next submit_and_reap(..., Wait::some) return. Any thread, at any time after
-    // construction.
+    // Makes a blocked or the next submit_and_reap(..., Wait::some) return. Any thread, at any time
+    // after construction.
     virtual void wake() noexcept = 0;
 
-    // Registers buffers, replacing those registered before; only while nothing is in flight. Returns 0 or an
-    // errno (ENOMEM: the memlock limit; EFAULT: more than 1 GiB in one); after a failure none are registered
-    // and requests must carry buffer == -1. A request with an index that is not registered completes with
-    // -EFAULT.
+    // Registers buffers, replacing those registered before; only while nothing is in flight.
+    // Returns 0 or an errno (ENOMEM: the memlock limit; EFAULT: more than 1 GiB in one); after a
+    // failure none are registered and requests must carry buffer == -1. A request with an index
+    // that is not registered completes with -EFAULT.
     [[nodiscard]] virtual int register_buffers(std::span<const iovec> buffers) noexcept {
         return buffers.empty() ? 0 : 95;  // EOPNOTSUPP
     }
 };
 
-// Makes the backend of that name with room for `depth` requests. Throws std::system_error with the errno of
-// the failed probe (ENOSYS, EPERM, ENOENT when python-liburing's library is not loaded, ...),
-// std::invalid_argument for an unknown name.
+// Makes the backend of that name with room for `depth` requests. Throws std::system_error with the
+// errno of the failed probe (ENOSYS, EPERM, ENOENT when python-liburing's library is not loaded,
+// ...), std::invalid_argument for an unknown name.
 [[nodiscard]] std::unique_ptr<Backend> make_backend(std::string_view name, unsigned depth);
 
-// For `liburing`: the library, loaded already by importing python-liburing, whose functions are bound; ""
-// forgets it.
+// For `liburing`: the library, loaded already by importing python-liburing, whose functions are
+// bound; "" forgets it.
 void set_liburing_path(const std::string& path);
 
-// One rule of a fault plan: what happens to requests that match. Counted over the requests pushed that match
-// `verbs`.
+// One rule of a fault plan: what happens to requests that match. Counted over the requests pushed
+// that match `verbs`.
 struct FaultRule {
     enum class Kind : std::uint8_t {
         fail,      // completes with -error; nothing is done
-        shorten,   // at most `length` bytes are asked of the wrapped backend (0: half, in multiples of 512
-                   // where that leaves any); a sync stays as it is
+        shorten,   // at most `length` bytes are asked of the wrapped backend (0: half, in multiples
+                   // of 512 where that leaves any); a sync stays as it is
         delay,     // completes `delay_us` later than the wrapped backend says
-        reorder,   // held back until `hold` later completions have overtaken it or nothing else is in flight
+        reorder,   // held back until `hold` later completions have overtaken it or nothing else is
+                   // in flight
         throttle,  // completions are spread so that no more than `bytes_per_s` pass
     };
     Kind kind = Kind::fail;
     std::vector<Verb> verbs = {};  // empty: all
-    std::uint64_t nth = 0;         // the request it applies to, counted from 1; 0: see every and probability
-    std::uint64_t every = 0;       // each every-th request; 0: not this way
-    double probability = 0.0;      // drawn per request from the plan's seed; 0: not this way
-    int error = 5;                 // errno for fail (EIO)
-    std::uint32_t length = 0;      // for shorten
-    std::uint32_t delay_us = 0;    // for delay
-    std::uint32_t hold = 0;        // for reorder
-    double bytes_per_s = 0.0;      // for throttle
+    std::uint64_t nth =
+        0;  // the request it applies to, counted from 1; 0: see every and probability
+    std::uint64_t every = 0;     // each every-th request; 0: not this way
+    double probability = 0.0;    // drawn per request from the plan's seed; 0: not this way
+    int error = 5;               // errno for fail (EIO)
+    std::uint32_t length = 0;    // for shorten
+    std::uint32_t delay_us = 0;  // for delay
+    std::uint32_t hold = 0;      // for reorder
+    double bytes_per_s = 0.0;    // for throttle
 };
 
 struct FaultPlan {
@@ -138,8 +144,10 @@ struct FaultPlan {
     std::vector<FaultRule> rules;
 };
 
-// Wraps another backend and does to its requests what the plan says, the same for the same seed and requests.
-// Several rules may strike one request. Throws std::invalid_argument for a rule that means nothing.
-[[nodiscard]] std::unique_ptr<Backend> make_fault_backend(std::unique_ptr<Backend> inner, FaultPlan plan);
+// Wraps another backend and does to its requests what the plan says, the same for the same seed and
+// requests. Several rules may strike one request. Throws std::invalid_argument for a rule that
+// means nothing.
+[[nodiscard]] std::unique_ptr<Backend> make_fault_backend(std::unique_ptr<Backend> inner,
+                                                          FaultPlan plan);
 
 }  // namespace deepnvme

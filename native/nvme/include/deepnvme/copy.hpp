@@ -1,6 +1,7 @@
-// Copying between tensors and the memory that drives read and write: many pieces at once, each summed on the
-// way where that is wanted. Large pieces go past the caches, as in crc32c_copy(): a drive reads them next, or
-// somebody much later. Never allocates and never fails; any thread may call it.
+// Copying between tensors and the memory that drives read and write: many pieces at once, each
+// summed on the way where that is wanted. Large pieces go past the caches, as in crc32c_copy(): a
+// drive reads them next, or somebody much later. Never allocates and never fails; any thread may
+// call it.
 #pragma once
 
 #include <cstddef>

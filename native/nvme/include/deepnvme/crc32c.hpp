@@ -1,6 +1,6 @@
-// crc32c (Castagnoli; RFC 3720, appendix B.4): the checksum of what is stored. Summing alone, and summing
-// while copying, so that the source is read from memory once. Never allocates and never fails; any thread may
-// call it.
+// crc32c (Castagnoli; RFC 3720, appendix B.4): the checksum of what is stored. Summing alone, and
+// summing while copying, so that the source is read from memory once. Never allocates and never
+// fails; any thread may call it.
 #pragma once
 
 #include <cstddef>
@@ -10,12 +10,13 @@
 namespace deepnvme {
 
 // The crc of everything so far, `crc` being that of what came before: 0 at the start.
-[[nodiscard]] std::uint32_t crc32c(std::uint32_t crc, const std::byte* data, std::size_t nbytes) noexcept;
+[[nodiscard]] std::uint32_t crc32c(std::uint32_t crc, const std::byte* data,
+                                   std::size_t nbytes) noexcept;
 
-// crc32c() of `source`, copied to `destination` in the same pass. The two do not overlap. Large copies go
-// past the caches: they are for memory that is read next by a drive, or much later.
-[[nodiscard]] std::uint32_t crc32c_copy(std::uint32_t crc, std::byte* destination, const std::byte* source,
-                                        std::size_t nbytes) noexcept;
+// crc32c() of `source`, copied to `destination` in the same pass. The two do not overlap. Large
+// copies go past the caches: they are for memory that is read next by a drive, or much later.
+[[nodiscard]] std::uint32_t crc32c_copy(std::uint32_t crc, std::byte* destination,
+                                        const std::byte* source, std::size_t nbytes) noexcept;
 
 // The name of what computes it on this CPU: "avx512", "sse4.2", "aarch64" or "tables".
 [[nodiscard]] std::string_view crc32c_implementation() noexcept;

@@ -1,6 +1,6 @@
-// One drive: one thread, one backend, a budget of bytes in flight. Turns operations into chunks and chunks
-// into an outcome. Callers hand it operations from any thread; everything else happens on its own thread
-// (docs/decisions/0003).
+// One drive: one thread, one backend, a budget of bytes in flight. Turns operations into chunks and
+// chunks into an outcome. Callers hand it operations from any thread; everything else happens on
+// its own thread (docs/decisions/0003).
 #pragma once
 
 #include <array>
@@ -26,7 +26,8 @@ namespace deepnvme {
 
 enum class AtEndOfFile : std::uint8_t { fails, stops };
 
-// The submitter's hold on an operation: to take it back while it has not begun, and to wait for its end.
+// The submitter's hold on an operation: to take it back while it has not begun, and to wait for its
+// end.
 class Ticket {
   public:
     // Whoever comes first decides. True: the drive may begin; it never will.
@@ -34,8 +35,8 @@ class Ticket {
     [[nodiscard]] bool cancel() noexcept { return claim(Claim::cancelled); }
     // Whether a queue took the operation: it then ends, exactly once.
     [[nodiscard]] bool taken() const noexcept { return taken_; }
-    // Lets go whoever waits for the end now or later: it was cancelled, and the drive may be long in coming
-    // to it.
+    // Lets go whoever waits for the end now or later: it was cancelled, and the drive may be long
+    // in coming to it.
     void release_waiters() noexcept;
 
   private:
@@ -78,8 +79,8 @@ struct Outcome {
     std::shared_ptr<Ticket> ticket = nullptr;
 };
 
-// What to do with aligned memory that is in no registered arena: the drive's own decision would be a guess,
-// so it is told.
+// What to do with aligned memory that is in no registered arena: the drive's own decision would be
+// a guess, so it is told.
 enum class UserMemory : std::uint8_t { zero_copy, bounce };
 
 struct DriveOptions {
@@ -98,11 +99,13 @@ struct DriveStats {
     std::uint64_t chunks = 0;
     std::uint64_t read_bytes = 0;
     std::uint64_t written_bytes = 0;
-    std::uint64_t bounced_bytes = 0;   // copied through the drive's own memory
-    std::uint64_t buffered_bytes = 0;  // through the page cache: partial pages, files without direct I/O
-    std::uint64_t retries = 0;         // EINTR and EAGAIN of a chunk
+    std::uint64_t bounced_bytes = 0;  // copied through the drive's own memory
+    std::uint64_t buffered_bytes =
+        0;                      // through the page cache: partial pages, files without direct I/O
+    std::uint64_t retries = 0;  // EINTR and EAGAIN of a chunk
     std::uint64_t short_transfers = 0;
-    std::uint64_t direct_refused = 0;  // EINVAL on the direct descriptor, done through the buffered one
+    std::uint64_t direct_refused =
+        0;  // EINVAL on the direct descriptor, done through the buffered one
     std::uint64_t inflight_bytes = 0;
     std::uint64_t peak_inflight_bytes = 0;
     std::uint64_t registered_bytes = 0;
@@ -128,7 +131,8 @@ class Drive {
     void use_arenas(std::vector<std::shared_ptr<Arena>> arenas);
     // Waits at most `patience` for that. True: those asked for last are in use, or never will be.
     [[nodiscard]] bool arenas_settled(std::chrono::nanoseconds patience);
-    // Drains what was submitted, then ends the thread. Nothing may be submitted after. Again: does nothing.
+    // Drains what was submitted, then ends the thread. Nothing may be submitted after. Again: does
+    // nothing.
     void stop();
     [[nodiscard]] DriveStats stats() const;
 
@@ -223,7 +227,8 @@ class Drive {
     std::condition_variable changed_;
     std::list<Active> inbox_;
     std::vector<std::shared_ptr<Arena>> wanted_arenas_;
-    std::uint64_t arenas_asked_ = 0;  // how often use_arenas was called, and which call is in effect
+    std::uint64_t arenas_asked_ =
+        0;  // how often use_arenas was called, and which call is in effect
     std::uint64_t arenas_applied_ = 0;
     std::uint64_t next_sequence_ = 0;
     bool stopping_ = false;
@@ -240,7 +245,8 @@ class Drive {
     std::vector<std::int32_t> free_slots_;
     std::shared_ptr<Arena> bounce_;
     std::vector<std::shared_ptr<Arena>> arenas_;
-    std::vector<std::shared_ptr<Arena>> registered_;  // index in the ring; empty when the kernel refused
+    std::vector<std::shared_ptr<Arena>>
+        registered_;  // index in the ring; empty when the kernel refused
     std::uint64_t arenas_seen_ = 0;
     bool registration_due_ = false;
     std::uint64_t inflight_ = 0;
@@ -249,9 +255,10 @@ class Drive {
     std::vector<Outcome> outcomes_;  // not yet reported
 
     struct Counters {
-        std::atomic<std::uint64_t> operations{0}, failed{0}, chunks{0}, read_bytes{0}, written_bytes{0},
-            bounced_bytes{0}, buffered_bytes{0}, retries{0}, short_transfers{0}, direct_refused{0},
-            inflight_bytes{0}, peak_inflight_bytes{0}, registered_bytes{0}, own_bytes{0};
+        std::atomic<std::uint64_t> operations{0}, failed{0}, chunks{0}, read_bytes{0},
+            written_bytes{0}, bounced_bytes{0}, buffered_bytes{0}, retries{0}, short_transfers{0},
+            direct_refused{0}, inflight_bytes{0}, peak_inflight_bytes{0}, registered_bytes{0},
+            own_bytes{0};
         std::atomic<int> registration_error{0};
     };
     Counters counters_;

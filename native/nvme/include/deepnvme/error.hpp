@@ -1,5 +1,5 @@
-// Errors that carry what a person needs at three in the morning: the operation, the file, where, how much,
-// which errno.
+// Errors that carry what a person needs at three in the morning: the operation, the file, where,
+// how much, which errno.
 #pragma once
 
 #include <cerrno>

@@ -1,5 +1,6 @@
-// One open file: a direct and a buffered descriptor of it, the alignment direct I/O asks for, the length it
-// should have. Closes its descriptors when the last operation that holds it has ended. Starts no I/O.
+// One open file: a direct and a buffered descriptor of it, the alignment direct I/O asks for, the
+// length it should have. Closes its descriptors when the last operation that holds it has ended.
+// Starts no I/O.
 #pragma once
 
 #include <sys/types.h>
@@ -25,9 +26,9 @@ enum class DirectIO : std::uint8_t {
     required,   // opening fails where the file system refuses it
 };
 
-// Whether a file of that name lies, or would be made, on a FUSE file system: there, on some servers, a ring
-// does the rest of a short read or write at its start again and reports success (seen on Linux 6.18); other
-// backends do not.
+// Whether a file of that name lies, or would be made, on a FUSE file system: there, on some
+// servers, a ring does the rest of a short read or write at its start again and reports success
+// (seen on Linux 6.18); other backends do not.
 [[nodiscard]] bool on_fuse(const std::string& path);
 
 class OpenFile {
@@ -47,9 +48,9 @@ class OpenFile {
     // -1 where direct I/O is refused or not wanted.
     [[nodiscard]] int direct_descriptor() const noexcept { return direct_; }
     [[nodiscard]] int descriptor() const noexcept { return buffered_; }
-    // What memory addresses, and file offsets and lengths, must be multiples of on the direct descriptor.
-    // Offsets are held to whole pages even where the device would take less: see docs/decisions/0003, "An
-    // operation's way".
+    // What memory addresses, and file offsets and lengths, must be multiples of on the direct
+    // descriptor. Offsets are held to whole pages even where the device would take less: see
+    // docs/decisions/0003, "An operation's way".
     [[nodiscard]] std::uint64_t memory_alignment() const noexcept { return memory_alignment_; }
     [[nodiscard]] std::uint64_t offset_alignment() const noexcept { return offset_alignment_; }
     [[nodiscard]] dev_t device() const noexcept { return device_; }
@@ -59,8 +60,9 @@ class OpenFile {
     // See on_fuse() above.
     [[nodiscard]] bool spoiled_by_rings() const noexcept { return on_fuse_; }
 
-    // The length the file should have: as last opened, or as this process's writes and truncations left it,
-    // through whichever of its handles. A read that ends before it means that another process cut the file.
+    // The length the file should have: as last opened, or as this process's writes and truncations
+    // left it, through whichever of its handles. A read that ends before it means that another
+    // process cut the file.
     [[nodiscard]] std::uint64_t expected_length() const noexcept {
         return expected_length_->load(std::memory_order_relaxed);
     }
@@ -85,7 +87,8 @@ class OpenFile {
     dev_t device_ = 0;
     ino_t inode_ = 0;
     bool on_fuse_ = false;
-    std::shared_ptr<std::atomic<std::uint64_t>> expected_length_;  // one for all handles of the file
+    std::shared_ptr<std::atomic<std::uint64_t>>
+        expected_length_;  // one for all handles of the file
 };
 
 }  // namespace deepnvme

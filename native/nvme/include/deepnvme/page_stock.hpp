@@ -1,6 +1,6 @@
-// Memory for I/O in runs of any size, each with addresses of its own, whose pages are used again for other
-// runs: the kernel clears a new page, which takes as long as to fill it, and moves an old one by its table.
-// Thread-safe.
+// Memory for I/O in runs of any size, each with addresses of its own, whose pages are used again
+// for other runs: the kernel clears a new page, which takes as long as to fill it, and moves an old
+// one by its table. Thread-safe.
 #pragma once
 
 #include <sys/types.h>
@@ -37,12 +37,13 @@ class PageStock : public std::enable_shared_from_this<PageStock> {
   public:
     [[nodiscard]] static std::shared_ptr<PageStock> make();
 
-    // Beside it, at most `keep` bytes are idle when it returns, and were before it asked for new pages. Its
-    // bytes are zeros or what somebody left. Throws std::bad_alloc; ForkedError; std::invalid_argument for 0
-    // bytes.
+    // Beside it, at most `keep` bytes are idle when it returns, and were before it asked for new
+    // pages. Its bytes are zeros or what somebody left. Throws std::bad_alloc; ForkedError;
+    // std::invalid_argument for 0 bytes.
     [[nodiscard]] std::shared_ptr<Pages> take(std::size_t nbytes, std::size_t keep);
 
-    // Gives idle pages back to the system, what has been idle longest first, until at most so much is left.
+    // Gives idle pages back to the system, what has been idle longest first, until at most so much
+    // is left.
     void keep_at_most(std::size_t nbytes);
 
     [[nodiscard]] std::size_t idle_bytes() const;

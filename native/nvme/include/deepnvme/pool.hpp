@@ -1,5 +1,6 @@
 // One run of memory, handed out in pieces, each exact and page-aligned. Thread-safe.
-// A Block gives its piece back when its last holder lets go; the memory lives until pool and blocks are gone.
+// A Block gives its piece back when its last holder lets go; the memory lives until pool and blocks
+// are gone.
 #pragma once
 
 #include <sys/types.h>
@@ -51,15 +52,15 @@ class Pool : public std::enable_shared_from_this<Pool> {
     static constexpr std::size_t granularity = 4096;
 
     // Maps and touches all of its memory now. Throws std::bad_alloc, std::invalid_argument.
-    [[nodiscard]] static std::shared_ptr<Pool> make(std::size_t nbytes,
-                                                    std::optional<unsigned> numa_node = std::nullopt);
+    [[nodiscard]] static std::shared_ptr<Pool> make(
+        std::size_t nbytes, std::optional<unsigned> numa_node = std::nullopt);
 
     // Throws PoolExhausted; ForkedError; std::invalid_argument for 0 bytes.
     [[nodiscard]] std::shared_ptr<Block> take(std::size_t nbytes);
 
-    // The piece at `offset`, where whoever planned the pool's use put it. Throws PoolExhausted where some of
-    // it is held; ForkedError; std::invalid_argument for 0 bytes, an offset within a page, or what is not in
-    // the pool.
+    // The piece at `offset`, where whoever planned the pool's use put it. Throws PoolExhausted
+    // where some of it is held; ForkedError; std::invalid_argument for 0 bytes, an offset within a
+    // page, or what is not in the pool.
     [[nodiscard]] std::shared_ptr<Block> take_at(std::size_t offset, std::size_t nbytes);
 
     // Page-locks all of it for CUDA, so that copies to and from a GPU need no staging. Once; throws
@@ -67,8 +68,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
     void pin_with(const std::shared_ptr<CudaHost>& cuda);
     [[nodiscard]] bool pinned() const;
 
-    // What rings can register of it: side by side, each as large as they take. A piece may lie across two.
-    [[nodiscard]] const std::vector<std::shared_ptr<Arena>>& arenas() const noexcept { return arenas_; }
+    // What rings can register of it: side by side, each as large as they take. A piece may lie
+    // across two.
+    [[nodiscard]] const std::vector<std::shared_ptr<Arena>>& arenas() const noexcept {
+        return arenas_;
+    }
     [[nodiscard]] std::size_t capacity() const noexcept { return mapping_->size(); }
     [[nodiscard]] std::size_t free_bytes() const;
     [[nodiscard]] std::size_t largest_free() const;

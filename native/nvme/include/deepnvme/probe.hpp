@@ -1,6 +1,7 @@
 // What the kernel lets this process do for storage: io_uring, Linux AIO, direct I/O in a directory.
-// Every function asks the kernel and returns what it said; "not available" is an answer, not an exception.
-// They leave nothing behind: no ring, no context, no file. Called by deepnvme/probing.py.
+// Every function asks the kernel and returns what it said; "not available" is an answer, not an
+// exception. They leave nothing behind: no ring, no context, no file. Called by
+// deepnvme/probing.py.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +12,11 @@
 namespace deepnvme {
 
 struct UringProbe {
-    int error = 0;                      // errno of io_uring_setup, 0 when a ring could be made
-    std::uint32_t features = 0;         // uring::feature_* of that ring
-    bool defer_taskrun = false;         // SINGLE_ISSUER | DEFER_TASKRUN are accepted
-    std::vector<std::uint8_t> opcodes;  // supported uring::Op numbers; empty where the kernel lists none
+    int error = 0;               // errno of io_uring_setup, 0 when a ring could be made
+    std::uint32_t features = 0;  // uring::feature_* of that ring
+    bool defer_taskrun = false;  // SINGLE_ISSUER | DEFER_TASKRUN are accepted
+    std::vector<std::uint8_t>
+        opcodes;  // supported uring::Op numbers; empty where the kernel lists none
 };
 
 [[nodiscard]] UringProbe probe_uring();
@@ -28,12 +30,14 @@ struct DioAlignment {
     std::uint32_t offset = 0;
 };
 
-// Empty where the kernel (before 6.1), the file system or the kind of file reports none, or there is no file.
+// Empty where the kernel (before 6.1), the file system or the kind of file reports none, or there
+// is no file.
 [[nodiscard]] std::optional<DioAlignment> dio_alignment(const std::filesystem::path& path);
 
 struct DirectoryProbe {
-    int plain_error = 0;   // errno of making a file there and writing one block, 0 when that works
-    int direct_error = 0;  // errno of writing and reading back one block with O_DIRECT, 0 when that works
+    int plain_error = 0;  // errno of making a file there and writing one block, 0 when that works
+    int direct_error =
+        0;  // errno of writing and reading back one block with O_DIRECT, 0 when that works
     std::optional<DioAlignment> alignment;  // of a file in that directory
 };
 

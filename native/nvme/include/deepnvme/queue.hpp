@@ -1,5 +1,5 @@
-// Where work is submitted: routes operations to one Drive per device, bounds how many are pending, collects
-// the ended. Any thread may call; closing drains. Refuses to work in a forked child.
+// Where work is submitted: routes operations to one Drive per device, bounds how many are pending,
+// collects the ended. Any thread may call; closing drains. Refuses to work in a forked child.
 #pragma once
 
 #include <sys/types.h>
@@ -36,43 +36,46 @@ class Queue {
     Queue(const Queue&) = delete;
     Queue& operator=(const Queue&) = delete;
 
-    // `drive` are the options of the file's drive where this is the first file on it; without them it gets
-    // the queue's. Throws FileError, ClosedError, ForkedError; std::invalid_argument as `checked` does.
-    [[nodiscard]] std::shared_ptr<OpenFile> open(const std::string& path, OpenMode mode, DirectIO direct,
-                                                 unsigned permissions,
-                                                 const std::optional<DriveOptions>& drive = std::nullopt);
-    // Waits at most `patience` for room. False: max_pending operations are still pending. Throws ClosedError,
-    // ForkedError.
+    // `drive` are the options of the file's drive where this is the first file on it; without them
+    // it gets the queue's. Throws FileError, ClosedError, ForkedError; std::invalid_argument as
+    // `checked` does.
+    [[nodiscard]] std::shared_ptr<OpenFile> open(
+        const std::string& path, OpenMode mode, DirectIO direct, unsigned permissions,
+        const std::optional<DriveOptions>& drive = std::nullopt);
+    // Waits at most `patience` for room. False: max_pending operations are still pending. Throws
+    // ClosedError, ForkedError.
     [[nodiscard]] bool submit(Operation operation, std::chrono::nanoseconds patience);
 
-    // Lets the pool's arenas be registered with every ring, beside those of other pools, as soon as nothing
-    // is in flight there; lets them be forgotten again.
+    // Lets the pool's arenas be registered with every ring, beside those of other pools, as soon as
+    // nothing is in flight there; lets them be forgotten again.
     void use_pool(const std::shared_ptr<Pool>& pool);
     void forget_pool(const std::shared_ptr<Pool>& pool);
     // Waits for that, at most `patience` for each drive. False: a drive is still at work.
     [[nodiscard]] bool pools_settled(std::chrono::nanoseconds patience);
 
-    // Blocks until operations have ended that no waiter of wait_for is about to take, and returns them; empty
-    // once the queue is closed and everything was returned.
+    // Blocks until operations have ended that no waiter of wait_for is about to take, and returns
+    // them; empty once the queue is closed and everything was returned.
     [[nodiscard]] std::vector<Outcome> wait_ended();
-    // Blocks until that operation has ended and returns whatever has ended and nobody took yet, itself among
-    // it or not; nothing when the time is up, a signal handler has run, or Ticket::release_waiters was
-    // called. Saves a thread's wake-up per operation: see docs/decisions/0003. Whoever takes outcomes here
-    // calls hand_back when they are dealt with: wait_ended does not end before.
+    // Blocks until that operation has ended and returns whatever has ended and nobody took yet,
+    // itself among it or not; nothing when the time is up, a signal handler has run, or
+    // Ticket::release_waiters was called. Saves a thread's wake-up per operation: see
+    // docs/decisions/0003. Whoever takes outcomes here calls hand_back when they are dealt with:
+    // wait_ended does not end before.
     [[nodiscard]] std::optional<std::vector<Outcome>> wait_for(Ticket& ticket,
                                                                std::chrono::nanoseconds timeout);
     // What wait_for returned is dealt with, but for these, which are for wait_ended() after all.
     void hand_back(std::vector<Outcome> outcomes);
 
-    // Refuses new work and waits at most `patience` for the end of what was submitted. True: it has ended,
-    // and rings and pools are let go of. False: to be called again, as often as it takes.
+    // Refuses new work and waits at most `patience` for the end of what was submitted. True: it has
+    // ended, and rings and pools are let go of. False: to be called again, as often as it takes.
     [[nodiscard]] bool close(std::chrono::nanoseconds patience);
 
     [[nodiscard]] std::map<dev_t, DriveStats> stats() const;
     [[nodiscard]] std::uint64_t pending() const;
     // The name of what the drive with that file runs on.
     [[nodiscard]] std::string backend_of(const OpenFile& file) const;
-    // This process is a forked child of the one that made it: it must neither be used nor destroyed here.
+    // This process is a forked child of the one that made it: it must neither be used nor destroyed
+    // here.
     [[nodiscard]] bool belongs_to_a_parent() const noexcept;
 
   private:

@@ -1,6 +1,7 @@
-// The io_uring user ABI: the structures, numbers and flags that this library exchanges with the kernel.
-// Written from the documented ABI so that building needs no <linux/io_uring.h>; test_probe.cpp compares it
-// with that header where there is one. Declares only: the system calls are made by their callers.
+// The io_uring user ABI: the structures, numbers and flags that this library exchanges with the
+// kernel. Written from the documented ABI so that building needs no <linux/io_uring.h>;
+// test_probe.cpp compares it with that header where there is one. Declares only: the system calls
+// are made by their callers.
 #pragma once
 
 #include <cstddef>
@@ -192,8 +193,10 @@ static_assert(sizeof(CqOffsets) == 40 && offsetof(CqOffsets, cqes) == 20);
 static_assert(sizeof(Params) == 120 && offsetof(Params, features) == 20);
 static_assert(offsetof(Params, sq_off) == 40 && offsetof(Params, cq_off) == 80);
 static_assert(sizeof(Sqe) == 64 && offsetof(Sqe, fd) == 4 && offsetof(Sqe, offset) == 8);
-static_assert(offsetof(Sqe, addr) == 16 && offsetof(Sqe, len) == 24 && offsetof(Sqe, op_flags) == 28);
-static_assert(offsetof(Sqe, user_data) == 32 && offsetof(Sqe, buf_index) == 40 && offsetof(Sqe, addr3) == 48);
+static_assert(offsetof(Sqe, addr) == 16 && offsetof(Sqe, len) == 24 &&
+              offsetof(Sqe, op_flags) == 28);
+static_assert(offsetof(Sqe, user_data) == 32 && offsetof(Sqe, buf_index) == 40 &&
+              offsetof(Sqe, addr3) == 48);
 static_assert(sizeof(Cqe) == 16 && offsetof(Cqe, res) == 8);
 static_assert(sizeof(FilesUpdate) == 16 && sizeof(RsrcRegister) == 32 && sizeof(RsrcUpdate2) == 32);
 static_assert(sizeof(ProbeOp) == 8 && offsetof(Probe, ops) == 16);

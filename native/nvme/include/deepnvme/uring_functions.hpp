@@ -1,6 +1,7 @@
-// The functions that a RingBackend asks of a ring. Their signatures are liburing's, so that a table is bound
-// from its library without a header; the other table is our own system calls. A ring is an opaque block that
-// its table alone understands. Called by make_backend; by tests to put refusals of the kernel in between.
+// The functions that a RingBackend asks of a ring. Their signatures are liburing's, so that a table
+// is bound from its library without a header; the other table is our own system calls. A ring is an
+// opaque block that its table alone understands. Called by make_backend; by tests to put refusals
+// of the kernel in between.
 #pragma once
 
 #include <sys/uio.h>
@@ -35,8 +36,8 @@ struct UringFunctions {
     int (*submit_and_wait)(RingBlock* ring, unsigned wait_nr) = nullptr;
     // Waits for one completion without submitting anything.
     int (*wait_cqe)(RingBlock* ring, uring::Cqe** cqe) = nullptr;
-    // Points at completions, without taking them, and returns how many; lets the kernel post those it
-    // deferred.
+    // Points at completions, without taking them, and returns how many; lets the kernel post those
+    // it deferred.
     unsigned (*peek_batch_cqe)(RingBlock* ring, uring::Cqe** cqes, unsigned count) = nullptr;
     void (*cq_advance)(RingBlock* ring, unsigned count) = nullptr;
     int (*register_buffers)(RingBlock* ring, const iovec* buffers, unsigned count) = nullptr;
@@ -48,8 +49,8 @@ struct UringFunctions {
 // Our own ring, on system calls 425 to 427.
 [[nodiscard]] UringFunctions own_ring_functions();
 
-// python-liburing's, from the path given to set_liburing_path. Throws std::system_error with ENOENT where the
-// library is not loaded or lacks a function, naming which.
+// python-liburing's, from the path given to set_liburing_path. Throws std::system_error with ENOENT
+// where the library is not loaded or lacks a function, naming which.
 [[nodiscard]] UringFunctions liburing_functions();
 
 [[nodiscard]] std::unique_ptr<Backend> make_ring_backend(UringFunctions functions, unsigned depth);

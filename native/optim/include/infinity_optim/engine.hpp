@@ -1,5 +1,5 @@
-// The CPU's side of the update rules: checks what it is told, cuts it into chunks and runs a home's kernels
-// on a pool. Every home and every number of threads gives the same bits
+// The CPU's side of the update rules: checks what it is told, cuts it into chunks and runs a home's
+// kernels on a pool. Every home and every number of threads gives the same bits
 // (docs/decisions/0006-optimizer-kernels.md).
 #pragma once
 
@@ -15,7 +15,8 @@ namespace infinity_optim {
 
 struct Kernels;
 
-// The names of the homes that this CPU can run: "scalar" and "lanes16" everywhere, "avx2", "avx512".
+// The names of the homes that this CPU can run: "scalar" and "lanes16" everywhere, "avx2",
+// "avx512".
 [[nodiscard]] std::vector<std::string_view> homes();
 
 // The kernels of a home. Throws std::invalid_argument for a name that is not in homes().
@@ -31,25 +32,27 @@ struct Gradient {
 // Blocks of the norm in so many elements.
 [[nodiscard]] u64 block_count(u64 numel);
 
-// Updates every segment. Throws std::invalid_argument, before anything is changed, for a segment that cannot
-// be right.
+// Updates every segment. Throws std::invalid_argument, before anything is changed, for a segment
+// that cannot be right.
 void update(std::span<const Segment> segments, ThreadPool& pool, const Kernels& kernels);
 
 // Writes the sum of squares of each of the gradient's blocks; `sums` has block_count(numel) places.
-void block_sums(const Gradient& gradient, std::span<double> sums, ThreadPool& pool, const Kernels& kernels);
+void block_sums(const Gradient& gradient, std::span<double> sums, ThreadPool& pool,
+                const Kernels& kernels);
 
 enum class Sum { begins, goes_on };
 
-// Adds the gradient to the fp32 values at `into`, or begins them with it, and writes the sums of squares of
-// the result.
-void accumulate(u64 into, const Gradient& gradient, Sum sum, std::span<double> sums, ThreadPool& pool,
-                const Kernels& kernels);
+// Adds the gradient to the fp32 values at `into`, or begins them with it, and writes the sums of
+// squares of the result.
+void accumulate(u64 into, const Gradient& gradient, Sum sum, std::span<double> sums,
+                ThreadPool& pool, const Kernels& kernels);
 
-// Adds neighbours 2i and 2i + 1 until one is left, an odd last one moving up; 0 for none. Overwrites `sums`.
+// Adds neighbours 2i and 2i + 1 until one is left, an odd last one moving up; 0 for none.
+// Overwrites `sums`.
 [[nodiscard]] double tree_sum(std::span<double> sums);
 
-// Reads and writes what an Adam update of the segments would, with almost no arithmetic; their values become
-// useless.
+// Reads and writes what an Adam update of the segments would, with almost no arithmetic; their
+// values become useless.
 void sweep(std::span<const Segment> segments, ThreadPool& pool, const Kernels& kernels);
 
 }  // namespace infinity_optim

@@ -1,4 +1,5 @@
-// The text that this library was compiled from, for NVRTC: what runs on the GPU cannot differ from it.
+// The text that this library was compiled from, for NVRTC: what runs on the GPU cannot differ from
+// it.
 #pragma once
 
 #include <map>

@@ -1,6 +1,6 @@
 // Threads for the update kernels: pinned to the cores given, asleep between tasks, never spinning.
-// The caller waits and computes nothing; tasks run in the default floating-point environment whatever the
-// threads inherited.
+// The caller waits and computes nothing; tasks run in the default floating-point environment
+// whatever the threads inherited.
 #pragma once
 
 #include <sys/types.h>
@@ -17,8 +17,9 @@ namespace infinity_optim {
 
 class ThreadPool {
   public:
-    // One thread per entry, pinned to that core; -1 leaves it unpinned. Throws std::invalid_argument for no
-    // cores and std::system_error, naming the core, where the system refuses one.
+    // One thread per entry, pinned to that core; -1 leaves it unpinned. Throws
+    // std::invalid_argument for no cores and std::system_error, naming the core, where the system
+    // refuses one.
     explicit ThreadPool(std::span<const int> cores);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
@@ -26,9 +27,9 @@ class ThreadPool {
 
     [[nodiscard]] std::size_t size() const { return threads_.size(); }
 
-    // Calls work(0) to work(count - 1), each once, on any of the threads, and returns when all have ended.
-    // One caller at a time; others wait. `work` must not throw. Throws std::logic_error in a forked child,
-    // which has no threads.
+    // Calls work(0) to work(count - 1), each once, on any of the threads, and returns when all have
+    // ended. One caller at a time; others wait. `work` must not throw. Throws std::logic_error in a
+    // forked child, which has no threads.
     void run(std::uint64_t count, const std::function<void(std::uint64_t)>& work);
 
   private:

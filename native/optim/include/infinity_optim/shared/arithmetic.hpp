@@ -1,5 +1,5 @@
-// The operations that rules are made of, for one fp32 value: each is one IEEE operation, rounded to nearest
-// even. A SIMD home declares the same names for its vectors before it includes the rules.
+// The operations that rules are made of, for one fp32 value: each is one IEEE operation, rounded to
+// nearest even. A SIMD home declares the same names for its vectors before it includes the rules.
 #pragma once
 
 #include "infinity_optim/shared/layout.hpp"
@@ -95,13 +95,15 @@ INFINITY_FN double double_(u64 x) {
     return __builtin_bit_cast(double, x);
 }
 
-// fma without the instruction. The product is exact in double; the sum is rounded to odd, which a second
-// rounding, to fp32, cannot falsify: it has more than two bits to spare, also where the result is subnormal.
+// fma without the instruction. The product is exact in double; the sum is rounded to odd, which a
+// second rounding, to fp32, cannot falsify: it has more than two bits to spare, also where the
+// result is subnormal.
 INFINITY_FN float fma_by_parts(float a, float b, float c) {
     const double product = double(a) * double(b);
     const double sum = product + double(c);
     const double added = sum - product;
-    const double error = (product - (sum - added)) + (double(c) - added);  // NaN where the sum is not finite
+    const double error =
+        (product - (sum - added)) + (double(c) - added);  // NaN where the sum is not finite
     u64 bits = __builtin_bit_cast(u64, sum);
     if ((error < 0 || error > 0) && (bits & 1) == 0) bits += (error > 0) == (sum > 0) ? 1 : ~0ULL;
     return float(double_(bits));

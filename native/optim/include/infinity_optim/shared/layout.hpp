@@ -1,6 +1,6 @@
-// What an update kernel is told: one Segment per contiguous run of one parameter's elements, the same bytes
-// on CPU and GPU. Plain C++ and CUDA C++ without any include; everything in shared/ is compiled by NVRTC as
-// it is (docs/decisions/0006-optimizer-kernels.md).
+// What an update kernel is told: one Segment per contiguous run of one parameter's elements, the
+// same bytes on CPU and GPU. Plain C++ and CUDA C++ without any include; everything in shared/ is
+// compiled by NVRTC as it is (docs/decisions/0006-optimizer-kernels.md).
 #pragma once
 
 #if defined(__FAST_MATH__)
@@ -47,8 +47,8 @@ struct Segment {
     u64 gradient;
     u64 master;     // fp32
     u64 remainder;  // 16 bits, with a split master
-    u64 parameter;  // what the model computes with, written; with a split master the upper half, read and
-                    // written
+    u64 parameter;  // what the model computes with, written; with a split master the upper half,
+                    // read and written
     u64 states[3];
 
     u32 rule;
@@ -62,9 +62,9 @@ struct Segment {
     float weight_decay;     // coupled
     float decay;            // decoupled: 1 - lr * weight_decay
     float step;             // minus the step size
-    float keep1, take1;     // Adam: -, 1 - beta1. Lion: beta1, 1 - beta1. SGD: momentum, 1 - dampening
-    float keep2, take2;     // Adam and Lion: beta2, 1 - beta2
-    float root;             // Adam: sqrt(1 - beta2^t)
+    float keep1, take1;  // Adam: -, 1 - beta1. Lion: beta1, 1 - beta1. SGD: momentum, 1 - dampening
+    float keep2, take2;  // Adam and Lion: beta2, 1 - beta2
+    float root;          // Adam: sqrt(1 - beta2^t)
     float eps;
     u32 unused;
 };

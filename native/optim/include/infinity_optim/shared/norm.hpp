@@ -1,6 +1,6 @@
-// The sum of squares of a gradient: fixed blocks from a parameter's first element on, a fixed order within
-// and above them. Who computes a block changes nothing. A sum is finite if and only if every element of the
-// block is.
+// The sum of squares of a gradient: fixed blocks from a parameter's first element on, a fixed order
+// within and above them. Who computes a block changes nothing. A sum is finite if and only if every
+// element of the block is.
 #pragma once
 
 #include "infinity_optim/shared/update.hpp"
@@ -18,7 +18,8 @@ struct Reading {
     }
 };
 
-// A gradient that is added to an fp32 sum as it is read, or begins it; the squares are those of the sum.
+// A gradient that is added to an fp32 sum as it is read, or begins it; the squares are those of the
+// sum.
 struct Accumulating {
     u64 into;
     u64 gradient;

@@ -1,6 +1,7 @@
-// The update rules, written once for every home. V is float or a vector of floats; order and kind of each
-// operation are those of docs/decisions/0006-optimizer-kernels.md, and of torch's CPU kernels. A rule gets
-// the parameter after decoupled decay and the gradient after its factor and coupled decay.
+// The update rules, written once for every home. V is float or a vector of floats; order and kind
+// of each operation are those of docs/decisions/0006-optimizer-kernels.md, and of torch's CPU
+// kernels. A rule gets the parameter after decoupled decay and the gradient after its factor and
+// coupled decay.
 #pragma once
 
 #include "infinity_optim/shared/arithmetic.hpp"
@@ -32,7 +33,8 @@ struct Adam {
         // No branch: the same for all elements, it would still cost every one of them.
         const V take = splat_<V>(c.take1);
         const auto is_small = take < splat_<V>(0.5f);
-        m = fma_(select_(is_small, take, sub_(take, splat_<V>(1.0f))), difference, select_(is_small, m, g));
+        m = fma_(select_(is_small, take, sub_(take, splat_<V>(1.0f))), difference,
+                 select_(is_small, m, g));
         v = fma_(mul_(splat_<V>(c.take2), g), g, mul_(v, splat_<V>(c.keep2)));
         V largest = v;
         if constexpr (amsgrad) largest = state[2] = max_(state[2], v);
@@ -80,7 +82,8 @@ struct SgdMomentum {
     template <class V>
     INFINITY_FN static void step(const Segment& c, V& p, V g, V (&state)[states]) {
         V& m = state[0];
-        m = c.flags & flag_first_step ? g : fma_(g, splat_<V>(c.take1), mul_(m, splat_<V>(c.keep1)));
+        m = c.flags & flag_first_step ? g
+                                      : fma_(g, splat_<V>(c.take1), mul_(m, splat_<V>(c.keep1)));
         const V direction = c.flags & flag_nesterov ? fma_(m, splat_<V>(c.keep1), g) : m;
         p = fma_(direction, splat_<V>(c.step), p);
     }

@@ -1,5 +1,5 @@
-// One visit to memory: everything that an update reads, computes and writes from element i on. load_state and
-// store_state alone know how a state is stored: where 8-bit moments will come in.
+// One visit to memory: everything that an update reads, computes and writes from element i on.
+// load_state and store_state alone know how a state is stored: where 8-bit moments will come in.
 #pragma once
 
 #include "infinity_optim/shared/rounding.hpp"
@@ -60,7 +60,8 @@ INFINITY_FN void store_parameter_(const Segment& s, u64 i, V p) {
     }
     store32_<V>(s.master, i, p);
     if (s.parameter_format == format_none) return;
-    store16_<U>(s.parameter, i, s.parameter_format == format_bf16 ? to_bf16_(bits) : to_fp16_(bits));
+    store16_<U>(s.parameter, i,
+                s.parameter_format == format_bf16 ? to_bf16_(bits) : to_fp16_(bits));
 }
 
 template <class V>
@@ -101,8 +102,8 @@ INFINITY_FN Updated<R, V> updated_(const Segment& s, u64 i) {
     return values;
 }
 
-// Where a value is NaN. A rule's parameter and first state show it: where another state holds one, the
-// parameter became one.
+// Where a value is NaN. A rule's parameter and first state show it: where another state holds one,
+// the parameter became one.
 template <class R, class V>
 INFINITY_FN auto nan_in_(const Updated<R, V>& values) {
     return unordered_(values.p, R::states == 0 ? values.p : values.state[0]);
