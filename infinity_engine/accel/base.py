@@ -2,7 +2,7 @@
 flat device memory.
 
 Bytes, not tensors: a buffer is a run of device bytes, a copy moves bytes between host and device.
-Decides nothing about what moves when. Called by memory/, tiering/ and whatever runs updates, from
+Decides nothing about what moves when. Called by memory/, residence/ and whatever runs updates, from
 one host thread for each accelerator.
 
 Three rules hold on all of them. Operations of one stream follow one another; those of different

@@ -23,8 +23,8 @@ from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.plan import Tier
 from infinity_engine.progress import Teller
+from infinity_engine.residence import ShardRecord
 from infinity_engine.storage import SwapFile
-from infinity_engine.tiering import ShardRecord
 
 __all__ = ["Originals", "bring_home", "model_kept", "move_buffers", "release_originals"]
 

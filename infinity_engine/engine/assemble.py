@@ -60,10 +60,10 @@ from infinity_engine.progress import Progress, Teller
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.ranks.sharding import Shards
 from infinity_engine.reporting.drives import DriveMeter
+from infinity_engine.residence import ShardRecord
 from infinity_engine.signals import HeldSignals
 from infinity_engine.storage import SwapFile
 from infinity_engine.telemetry import NullTelemetry, Telemetry
-from infinity_engine.tiering import ShardRecord
 from infinity_engine.units import align_up
 from infinity_engine.update.early import EarlyUpdates
 from infinity_engine.update.states import StateKeeper, piece_numbers

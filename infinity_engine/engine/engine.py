@@ -45,13 +45,14 @@ from infinity_engine.parameters.awaiting import AwaitedParameters
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.modules import ModuleParameters, tensors_in
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
-from infinity_engine.parameters.providing import FetchingStats, Provider
+from infinity_engine.parameters.providing import Provider
 from infinity_engine.plan import Tier
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.ranks.sharding import Whole
 from infinity_engine.reporting.device_full import no_room_for_modules
 from infinity_engine.reporting.drives import DriveMeter
 from infinity_engine.reporting.report import StepReport, report_of
+from infinity_engine.residence import FetchingStats
 from infinity_engine.schedule import Executor
 from infinity_engine.signals import HeldEnd
 from infinity_engine.telemetry import Telemetry, Timeline
@@ -1010,11 +1011,7 @@ class Engine:
         device.
         """
         fetcher = self._parts.fetcher
-        return (
-            FetchingStats(fetched=0, fetched_bytes=0, in_time=0, late=0)
-            if fetcher is None
-            else fetcher.stats
-        )
+        return FetchingStats() if fetcher is None else fetcher.stats
 
     def timeline(self) -> Timeline:
         """Return what was recorded of the newest steps."""

@@ -258,7 +258,7 @@ class ModuleParameters:
         for number in self._outside.held:
             if number not in wanted:
                 del self._outside.held[number]
-                self._fetcher.let_go((number,))
+                self._fetcher.resident.let_go((number,))
                 return True
         return False
 
@@ -308,12 +308,12 @@ class ModuleParameters:
         saving, held = frame.take()
         if saving is not None:
             saving.__exit__(None, None, None)
-        self._fetcher.let_go(held)
+        self._fetcher.resident.let_go(held)
 
     def _read(self, parameter: object) -> None:
         number = self._numbers.get(id(parameter))
         frame = self._frames[-1]
-        if number is None or (number in frame.held and self._fetcher.is_shown(number)):
+        if number is None or (number in frame.held and number in self._fetcher.shown):
             return
         self._ask(self._read_uses[number], frame)
 
@@ -332,7 +332,7 @@ class ModuleParameters:
     def _hold(self, number: int, frame: _Frame) -> None:
         if number not in frame.held:
             frame.held[number] = None
-            self._fetcher.hold((number,))
+            self._fetcher.resident.hold((number,))
 
     def _returned(self, output: object) -> Iterable[int]:
         """Yield the parameters that are in what a module returns."""
@@ -354,7 +354,7 @@ class ModuleParameters:
             and tensor.numel()
             and not (tensor.is_conj() or tensor.is_neg())
         ):
-            number = self._fetcher.number_at(tensor.untyped_storage().data_ptr())
+            number = self._fetcher.shown.number_at(tensor.untyped_storage().data_ptr())
         if number is None:
             self._check_seen(tensor)
             return _SavedTensor(tensor.detach(), tensor._version)
@@ -375,7 +375,7 @@ class ModuleParameters:
         for number, parameter in self._parameters.items():
             if (
                 parameter.untyped_storage().data_ptr() == storage.data_ptr()
-                and not self._fetcher.is_shown(number)
+                and number not in self._fetcher.shown
             ):
                 raise self._unseen(number)
 
@@ -419,9 +419,9 @@ class ModuleParameters:
                 "forward again for "
                 "another one"
             )
-        if number not in self._in_leaves or not self._fetcher.is_shown(number):
+        if number not in self._in_leaves or number not in self._fetcher.shown:
             self._fetcher.need(self._saved_uses[number])
-        values = self._fetcher.fetched(number)
+        values = self._fetcher.shown.values(number)
         if values.dtype is not saved.dtype:
             values = values.view(-1).view(saved.dtype)
         return values.as_strided(saved.size, saved.stride, saved.offset)

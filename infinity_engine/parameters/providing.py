@@ -8,31 +8,20 @@ the gatherer has whole what modules need, and replicas are whole all the time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
 from infinity_engine.errors import TraceMismatch
 from infinity_engine.parameters.deferred import DeferredUpdate
+from infinity_engine.parameters.showing import ShownParameters
+from infinity_engine.residence import FetchingStats, ResidentSet
 from infinity_engine.schedule import Use
 from infinity_engine.storage import Place
 from infinity_engine.units import format_bytes
 
-__all__ = ["FetchingStats", "ModuleProvider", "Provider", "stay_absent"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchingStats:
-    """What was fetched since the beginning: in time is what was under way or there when it was
-    asked for.
-    """
-
-    fetched: int
-    fetched_bytes: int
-    in_time: int
-    late: int
+__all__ = ["ModuleProvider", "NothingFetched", "Provider", "stay_absent"]
 
 
 class Provider(Protocol):
@@ -78,26 +67,53 @@ class Provider(Protocol):
 class ModuleProvider(Provider, Protocol):
     """Shows parameters to modules while they are needed."""
 
+    resident: ResidentSet[Any]
+    shown: ShownParameters
+
     def need(self, use: Use) -> None:
         """Let the parameters of `use` be where modules compute, and shown."""
 
-    def hold(self, numbers: Iterable[int]) -> None:
-        """Keep parameters there, once they are there, until they are let go as often."""
-
-    def let_go(self, numbers: Iterable[int]) -> None:
-        """Let go of parameters that were held."""
-
-    def is_shown(self, number: int) -> bool:
-        """Tell whether modules see its values."""
-
-    def number_at(self, address: int) -> int | None:
-        """Return which parameter's values begin at this address; None where no shown one's do."""
-
-    def fetched(self, number: int) -> torch.Tensor:
-        """Return the values of a parameter that is shown."""
-
     def version_of(self, number: int) -> int:
         """Return how often the values of a parameter were changed."""
+
+
+class NothingFetched:
+    """Stands where all values stay where modules compute: there is nothing to bring or to evict."""
+
+    stats = FetchingStats()
+
+    def gathered(self, numbers: Iterable[int]) -> AbstractContextManager[None]:
+        """Do nothing around the body."""
+        return nullcontext()
+
+    def give_up(self) -> None:
+        """Do nothing."""
+
+    def follow(self, update: DeferredUpdate | None) -> None:
+        """Do nothing."""
+
+    def moved(self, places: Mapping[int, Place]) -> None:
+        """Do nothing."""
+
+    def changed(self, numbers: Iterable[int]) -> None:
+        """Do nothing."""
+
+    def write_home(self, number: int) -> None:
+        """Do nothing: what the caller writes is written at home."""
+
+    def copy_of(self, number: int) -> torch.Tensor:
+        """Refuse: the caller has the values."""
+        raise LookupError(f"parameter {number} is not fetched")
+
+    def end_step(self) -> TraceMismatch | None:
+        """Return nothing."""
+        return None
+
+    def leave_absent(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def stay_absent(nbytes: int, free: int) -> str:

@@ -19,11 +19,11 @@ from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Wait
 from infinity_engine.memory import DeviceMemory, Lease
 from infinity_engine.parameters.deferred import DeferredUpdate
-from infinity_engine.parameters.providing import FetchingStats
 from infinity_engine.partition import ShardGroup
-from infinity_engine.ranks.gathering import CutParameter
+from infinity_engine.ranks.gathers import CutParameter
 from infinity_engine.ranks.ranks import Ranks, wire_of
 from infinity_engine.ranks.reducing import buckets_of
+from infinity_engine.residence import FetchingStats
 from infinity_engine.storage import Place
 
 __all__ = ["ParameterReplicas", "room_of_gathers"]

@@ -31,7 +31,8 @@ from infinity_engine.partition.digest import digest_of
 from infinity_engine.placement.placing import Wish
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.plan import ResolvedBudget, Tier
-from infinity_engine.ranks.gathering import WIRES, CutParameter, ParameterGatherer, room_of_wires
+from infinity_engine.ranks.gathering import ParameterGatherer
+from infinity_engine.ranks.gathers import WIRES, CutParameter, room_of_wires
 from infinity_engine.ranks.ranks import Cut, Ranks
 from infinity_engine.ranks.reducing import REDUCES, GradientReducer, Room
 from infinity_engine.ranks.replicating import ParameterReplicas, room_of_gathers

@@ -34,8 +34,8 @@ ROWS = (
     {"parameters", "reporting"},
     {"lanes", "calibration", "sim"},
     {"placement"},
+    {"residence"},
     {"schedule", "optim", "activation", "tiling", "checkpoint"},
-    {"tiering"},
     {"memory", "storage", "partition", "accel", "machine"},
     {"config"},
     {"plan"},
@@ -451,7 +451,7 @@ VIOLATIONS: tuple[tuple[Rule, str, str, str], ...] = (
     (
         imports_go_down_only,
         f"{ENGINE}/plan/step.py",
-        "import infinity_engine.tiering.mover",
+        "import infinity_engine.residence.mover",
         "down only",
     ),
     (
@@ -635,9 +635,9 @@ VIOLATIONS: tuple[tuple[Rule, str, str, str], ...] = (
             ("parameters/hooks.py", "p: Any\nself.module.weight.seen = True"),
             ("partition/shard.py", "for p in params:\n    p.shard = s"),
             ("partition/shard.py", "for group.open in groups: ..."),
-            ("tiering/mover.py", "def f(p):\n    p.nvme_path, x = path, 1"),
-            ("tiering/mover.py", "with lease() as p.lease: ..."),
-            ("tiering/mover.py", "p.hits += 1"),
+            ("residence/mover.py", "def f(p):\n    p.nvme_path, x = path, 1"),
+            ("residence/mover.py", "with lease() as p.lease: ..."),
+            ("residence/mover.py", "p.hits += 1"),
             ("activation/store.py", "p.x: int = 1"),
             ("activation/store.py", "def f(p):\n    del p.x"),
             ("tiling/linear.py", "p.data.x = 1"),
@@ -775,7 +775,7 @@ INNOCENT: tuple[tuple[Rule, str, str], ...] = (
     ),
     (
         nothing_is_pasted_onto_parameters,
-        f"{ENGINE}/tiering/record.py",
+        f"{ENGINE}/residence/record.py",
         "object.__setattr__(self, 'x', 1)\nself.__dict__",
     ),
     (

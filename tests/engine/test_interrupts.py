@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 PACKAGE = Path(infinity_engine.__file__).parent
 FILES = tuple(
     str(file)
-    for layer in ("engine", "schedule", "tiering", "storage", "memory", "optim")
+    for layer in ("engine", "schedule", "residence", "storage", "memory", "optim")
     for file in sorted((PACKAGE / layer).glob("*.py"))
     if file.name != "signals.py"  # who holds signals back is tested by itself
 )

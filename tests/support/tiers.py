@@ -25,8 +25,8 @@ from infinity_engine.accel import (
 from infinity_engine.errors import TransferError
 from infinity_engine.memory import DeviceMemory, Freed, Lease, Ledger, PinnedPool
 from infinity_engine.plan import Rates, ResolvedBudget, Tier
+from infinity_engine.residence import Mover, ShardRecord
 from infinity_engine.storage import Hop, IOHop, SwapFile
-from infinity_engine.tiering import Mover, ShardRecord
 
 KiB = 1024
 QUEUE = 1024 * KiB  # what the queue may take for itself

@@ -17,7 +17,7 @@ from deepnvme import FaultPlan
 from infinity_engine.accel import StreamKind
 from infinity_engine.errors import CapacityError, IllegalTransition, TransferError
 from infinity_engine.plan import Tier
-from infinity_engine.tiering import Residency, ShardRecord, Source
+from infinity_engine.residence import Residency, ShardRecord, Source
 from support.tiers import KiB, some_bytes, tiers
 
 FAILED = (TransferError, CapacityError, IllegalTransition)

@@ -17,9 +17,9 @@ from infinity_engine.accel import Accelerator, StreamKind
 from infinity_engine.errors import ConfigError, IllegalTransition
 from infinity_engine.memory import DeviceMemory, Lease, PinnedPool
 from infinity_engine.plan import Tier
+from infinity_engine.residence.record import ShardRecord
+from infinity_engine.residence.residency import HOME_OF, MOVES, Residency
 from infinity_engine.storage import CopyHop, Hop, Place, Stage, SwapFile, Transfer
-from infinity_engine.tiering.record import ShardRecord
-from infinity_engine.tiering.residency import HOME_OF, MOVES, Residency
 
 __all__ = ["Mover", "Source"]
 

@@ -17,8 +17,8 @@ from deepnvme.checksum import crc32c
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory import ResidentMemory
 from infinity_engine.plan import Tier
+from infinity_engine.residence import Residency, ShardRecord, Source
 from infinity_engine.storage import Transfer
-from infinity_engine.tiering import Residency, ShardRecord, Source
 from support.tiers import Tiers, tiers
 
 MiB = 1 << 20

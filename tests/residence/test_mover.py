@@ -15,8 +15,8 @@ from deepnvme.faults import Requests
 from infinity_engine.accel import StreamKind, TimeCost, VirtualAccelerator
 from infinity_engine.errors import CapacityError, ConfigError, IllegalTransition, TransferError
 from infinity_engine.plan import Tier
+from infinity_engine.residence import Mover, Residency, Source
 from infinity_engine.storage import Hops
-from infinity_engine.tiering import Mover, Residency, Source
 from support.tiers import KiB, Tiers, device_bytes, some_bytes, tiers
 
 

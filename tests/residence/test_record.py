@@ -14,9 +14,9 @@ from infinity_engine.errors import ConfigError, IllegalTransition
 from infinity_engine.memory import Lease
 from infinity_engine.memory.lease import Backing, Lessor
 from infinity_engine.plan import Tier
+from infinity_engine.residence import Residency, ShardRecord
+from infinity_engine.residence.residency import HOME_OF, MOVES, TRANSITIONS
 from infinity_engine.storage import Place
-from infinity_engine.tiering import Residency, ShardRecord
-from infinity_engine.tiering.residency import HOME_OF, MOVES, TRANSITIONS
 
 PLACE = Place((Extent(0, 4096, 100),))
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from infinity_engine.errors import ConfigError, IllegalTransition
 from infinity_engine.memory.lease import Lease
 from infinity_engine.plan import Tier
+from infinity_engine.residence.residency import HOME_OF, MOVES, TIER_OF, TRANSITIONS, Residency
 from infinity_engine.storage.swapfile import Place
-from infinity_engine.tiering.residency import HOME_OF, MOVES, TIER_OF, TRANSITIONS, Residency
 
 __all__ = ["ShardRecord"]
 

@@ -1,0 +1,201 @@
+"""`UpdatedPieces`: values that an update hands over piece by piece, so that they need no read.
+
+An update beside the next forward makes the parameters of a module one subgroup after another. Where
+there is room until that module runs, the pieces are collected as they are made; only those that
+were written before are read from the drives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity_engine.errors import TransferError
+from infinity_engine.lanes.lanes import Lanes
+from infinity_engine.lanes.meter import Cargo
+from infinity_engine.memory import Lease, Views
+from infinity_engine.parameters.deferred import DeferredUpdate
+from infinity_engine.parameters.parameters import ModelParameter
+from infinity_engine.plan.ops import Lane
+from infinity_engine.residence import Mover, ResidentSet, ShardRecord
+from infinity_engine.schedule import NEVER
+from infinity_engine.storage import Hop, Hops, Transfer
+
+__all__ = ["Fetched", "UpdatedPieces"]
+
+
+@dataclass(slots=True)
+class Fetched:
+    """A parameter that is resident, or in flight; `needed`: a module has needed it since."""
+
+    lease: Lease
+    transfer: Transfer
+    needed: bool = False
+
+
+@dataclass(slots=True)
+class _Collected:
+    """The memory of one parameter, and which of its pieces are still missing."""
+
+    lease: Lease
+    missing: dict[int, int]  # the first byte of each piece, and its bytes
+    reading: list[Hop] = field(default_factory=list)
+
+
+class UpdatedPieces:
+    """Collects pieces of those `records` that rest on drives, in room reserved in `resident`.
+
+    `evict` takes a member off the device. `collects` is False where that is another memory than the
+    host's: pieces are made in the host's.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[int, ModelParameter],
+        records: Mapping[int, ShardRecord],
+        resident: ResidentSet[Fetched],
+        lanes: Lanes,
+        mover: Mover,
+        *,
+        evict: Callable[[int], None],
+        collects: bool,
+    ) -> None:
+        self.update: DeferredUpdate | None = None  # the one under way
+        self._parameters = parameters
+        self._records = records
+        self._resident = resident
+        self._lanes = lanes
+        self._mover = mover
+        self._evict = evict
+        self._collects = collects
+        self._collected: dict[int, _Collected] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._collected
+
+    def follow(self, update: DeferredUpdate | None) -> None:
+        """Collect what this update makes; None: everything is made."""
+        self.drop_all()
+        self.update = update
+
+    def make(self, numbers: Collection[int]) -> None:
+        """Go on with the update until these are resident, or at home with their new values.
+
+        Raises:
+            RuntimeError: an op of the update failed.
+        """
+        update = self.update
+        if update is not None:
+            update.go_on()
+            update.reach(number for number in numbers if number not in self._resident)
+            self.read_all()
+            update.make(number for number in numbers if number not in self._resident)
+            self.read_all()
+
+    def unmade(self, numbers: Iterable[int]) -> Collection[int]:
+        """Return which of these are neither resident nor at home with their new values."""
+        update = self.update
+        if update is None:
+            return ()
+        return {
+            number
+            for number in numbers
+            if number not in self._resident and not update.has_made(number)
+        }
+
+    def expect(self, number: int) -> None:
+        """Reserve memory for a parameter whose pieces are about to be made.
+
+        Nothing happens if that would evict a parameter that is needed earlier.
+        """
+        update, parameter = self.update, self._parameters.get(number)
+        if update is None or parameter is None or not (self._collects and parameter.on_drives):
+            return
+        if number in self._resident or self._resident.next_use(number) == NEVER:
+            return
+        for idle in self._resident.room_before(number):
+            self._evict(idle)
+        if parameter.nbytes > self._resident.free:
+            return
+        lease = self._lanes.device.spare(
+            parameter.nbytes, holder=f"parameter {parameter.name}", views=Views.KEEP
+        )
+        if lease is None:
+            return
+        width = parameter.dtype.itemsize
+        pieces = {width * part.first_element: width * part.numel for part in update.parts(number)}
+        self._resident.reserve(number)
+        self._collected[number] = _Collected(lease, pieces)
+
+    def receive(self, number: int, start: int, values: torch.Tensor) -> None:
+        """Copy the new values of a piece, whose first byte is `start`, if there is room for them.
+
+        The update calls this before it writes them to the drives.
+        """
+        if number not in self._collected:
+            self.expect(number)
+        collected = self._collected.get(number)
+        if collected is not None and start in collected.missing:
+            collected.lease.flat()[start : start + values.numel()].copy_(values)
+            del collected.missing[start]
+            if not collected.missing:
+                self._complete(number, collected)
+
+    def read_all(self) -> None:
+        """Start to read the missing pieces that are at home by now, the earliest use first."""
+        for number in sorted(self._collected, key=self._resident.next_use):
+            self.read(number)
+
+    def read(self, number: int) -> None:
+        """Start to read those of one parameter, if its pieces are collected."""
+        update, collected = self.update, self._collected.get(number)
+        if update is None or collected is None:
+            return
+        parameter = self._parameters[number]
+        width = parameter.dtype.itemsize
+        unmade = {width * part.first_element for part in update.missing(number)}
+        memory = collected.lease.flat().numpy().data
+        for start, nbytes in list(collected.missing.items()):
+            if start not in unmade:
+                piece = memory[start : start + nbytes]
+                # Noted before anything else: whatever interrupts this waits for the read.
+                collected.reading.append(self._mover.read_part(self._records[number], start, piece))
+                self._lanes.meter.copies(
+                    Lane.NVME_READ,
+                    Cargo.PARAMETERS,
+                    nbytes,
+                    None,
+                    name="parameter",
+                    parameter=parameter.name,
+                )
+                del collected.missing[start]
+        if not collected.missing:
+            self._complete(number, collected)
+
+    def drop(self, number: int) -> None:
+        """Give the memory of a parameter's pieces back; nothing where none are collected."""
+        collected = self._collected.get(number)
+        if collected is not None:
+            with suppress(TransferError):
+                Hops(collected.reading).wait()
+            collected.lease.close()
+            del self._collected[number]
+            self._resident.cancel(number)
+
+    def drop_all(self) -> None:
+        """Drop all of them."""
+        for number in list(self._collected):
+            self.drop(number)
+
+    def _complete(self, number: int, collected: _Collected) -> None:
+        """Make a member of a parameter all of whose pieces are here, or in flight."""
+        transfer = self._mover.bring(
+            self._records[number], into=collected.lease, hop=Hops(collected.reading)
+        )
+        # What the update handed over was found in memory, as if a module had needed it before.
+        entry = Fetched(collected.lease, transfer, needed=not collected.reading)
+        self._resident.complete(number, entry)
+        del self._collected[number]

@@ -1,0 +1,214 @@
+"""`ResidentSet`: which members are resident in one memory, who holds them, and which leave first.
+
+Counts their bytes against one limit and follows the trace of uses. Every decision is a pure
+function of these (schedule/prefetch.py). Starts no move: its owner brings members and evicts the
+ones that are named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from infinity_engine.errors import TraceMismatch
+from infinity_engine.schedule import NEVER, Fetches, TraceFollower, Use, choose_fetches
+from infinity_engine.schedule.prefetch import farthest_first
+
+__all__ = ["FetchingStats", "ResidentSet"]
+
+_Entry = TypeVar("_Entry")
+
+
+@dataclass(kw_only=True, slots=True)
+class FetchingStats:
+    """What was brought since the beginning.
+
+    `in_time` counts the needs whose member was resident or in flight by then, `late` the others.
+    """
+
+    fetched: int = 0
+    fetched_bytes: int = 0
+    in_time: int = 0
+    late: int = 0
+
+
+def _nothing() -> int:
+    return 0
+
+
+class ResidentSet(Generic[_Entry]):
+    """Members by number, of `nbytes` each, within `limit` bytes.
+
+    Each has an entry, which its owner defines. `pinned` members are never evicted for room, and
+    `beside` tells how many bytes of the limit other things take at the moment.
+    """
+
+    def __init__(
+        self,
+        nbytes: Mapping[int, int],
+        limit: int,
+        *,
+        pinned: Collection[int] = (),
+        beside: Callable[[], int] = _nothing,
+    ) -> None:
+        self.limit = limit
+        self._nbytes = nbytes
+        self._pinned = frozenset(pinned)
+        self._beside = beside
+        self._entries: dict[int, _Entry] = {}
+        self._reserved: dict[int, None] = {}  # in the order of their reservations
+        self.held: dict[int, int] = {}  # members, resident or not, and how many holders each has
+        self._used = 0  # bytes of members and reservations
+        self._trace = TraceFollower()
+        # Every use before this position of the trace has its members, resident or in flight.
+        self._ahead = 0
+        self.stats = FetchingStats()
+
+    # --- uses -------------------------------------------------------------------------------------
+
+    def saw(self, use: Use) -> None:
+        """Record that this use is now."""
+        if not self._trace.saw(use):
+            self._ahead = self._trace.at
+
+    def next_use(self, number: int) -> int:
+        """Return the position of the trace at which a member is needed next; NEVER if it is not."""
+        return self._trace.next_use(number)
+
+    def upcoming(self, look_ahead: int) -> Sequence[tuple[int, Use]]:
+        """Return the next uses, with their positions, of which some may lack a member."""
+        at = self._trace.at
+        return self._trace.upcoming(max(self._ahead, at), at + look_ahead)
+
+    def end_step(self) -> TraceMismatch | None:
+        """Start the next step's trace; return where this step left that of the one before."""
+        mismatch = self._trace.end_step()
+        self._ahead = 0
+        return mismatch
+
+    # --- holders ----------------------------------------------------------------------------------
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        """Keep members resident, once they are, until they are let go as often."""
+        for number in numbers:
+            self.held[number] = self.held.get(number, 0) + 1
+
+    def let_go(self, numbers: Iterable[int]) -> None:
+        """Undo one `hold` of each."""
+        for number in numbers:
+            self.held[number] -= 1
+            if not self.held[number]:
+                del self.held[number]
+
+    # --- members ----------------------------------------------------------------------------------
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._entries
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
+
+    def __getitem__(self, number: int) -> _Entry:
+        return self._entries[number]
+
+    @property
+    def free(self) -> int:
+        """The bytes of the limit that are left: negative where more is in use than it allows."""
+        return self.limit - self._used - self._beside()
+
+    def admit(self, number: int, entry: _Entry) -> None:
+        """Count a member that is resident from now on, or in flight."""
+        self._entries[number] = entry
+        self._used += self._nbytes[number]
+        self.stats.fetched += 1
+        self.stats.fetched_bytes += self._nbytes[number]
+
+    def remove(self, number: int) -> _Entry:
+        """Count a member no more, and return its entry."""
+        self._used -= self._nbytes[number]
+        self.fetch_again(number)
+        return self._entries.pop(number)
+
+    def reserve(self, number: int) -> None:
+        """Take room for a member whose values arrive piece by piece."""
+        self._reserved[number] = None
+        self._used += self._nbytes[number]
+
+    def complete(self, number: int, entry: _Entry) -> None:
+        """Turn a reservation into a member: all of its pieces are here, or in flight."""
+        del self._reserved[number]
+        self._entries[number] = entry
+
+    def cancel(self, number: int) -> None:
+        """Give the room of a reservation back."""
+        del self._reserved[number]
+        self._used -= self._nbytes[number]
+        self.fetch_again(number)
+
+    def fetch_again(self, number: int) -> None:
+        """Look again, when prefetching, at the next use of a member that could not come yet."""
+        self._ahead = min(self._ahead, self.next_use(number))
+
+    # --- decisions --------------------------------------------------------------------------------
+
+    def idle(self) -> list[int]:
+        """Return the members that may be evicted, the farthest next use first."""
+        movable = (
+            number
+            for number in self._entries
+            if number not in self.held and number not in self._pinned
+        )
+        return farthest_first(movable, self.next_use)
+
+    def evictions(self, nbytes: int) -> Iterator[int]:
+        """Yield what is to leave, one at a time, until `nbytes` are free or nothing can leave.
+
+        Reservations leave last, and the newest of them first: something else still makes their
+        values. The caller evicts each before it asks for the next.
+        """
+        if nbytes > self.free:
+            for number in (*self.idle(), *reversed(self._reserved)):
+                yield number
+                if nbytes <= self.free:
+                    return
+
+    def room_before(self, number: int) -> Iterator[int]:
+        """Yield what is to leave for a member that is not needed yet: only what is needed later."""
+        at = self.next_use(number)
+        if at == NEVER:
+            return
+        for idle in self.idle():
+            if self._nbytes[number] <= self.free or self.next_use(idle) <= at:
+                return
+            yield idle
+
+    def choose(
+        self, upcoming: Sequence[tuple[int, Use]], *, unmade: Collection[int] = ()
+    ) -> Fetches:
+        """Decide what to bring for upcoming uses, and what leaves for that.
+
+        `unmade` members do not have all of their new values yet, so they cannot be brought whole.
+        """
+        chosen = choose_fetches(
+            upcoming,
+            nbytes=self._nbytes,
+            cached=self._entries.keys() | self._reserved.keys(),
+            unmade=unmade,
+            held={*self.held, *self._pinned, *self._reserved},
+            free=self.free,
+            next_use=self.next_use,
+        )
+        if upcoming:
+            self._ahead = upcoming[0][0] + chosen.provided
+        return chosen
+
+    def note_needs(self, numbers: Collection[int]) -> list[int]:
+        """Count members that are needed now; return those that are neither resident nor in flight.
+
+        They come in the order of the need, each once.
+        """
+        late = [number for number in dict.fromkeys(numbers) if number not in self._entries]
+        self.stats.in_time += len(numbers) - len(late)
+        self.stats.late += len(late)
+        return late
