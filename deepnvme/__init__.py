@@ -2,16 +2,14 @@
 
 Needs no torch, knows nothing of training.
 
-A name is imported when it is first used, so that `deepnvme.diagnosis` and what else needs no native
-module works also where that cannot be loaded.
+A name is imported when it is first used. So what needs no native module, such as
+`deepnvme.machine.diagnosis`, works also where that module cannot be loaded.
 """
 
 import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from deepnvme.arrays import Returns
-    from deepnvme.backends import BackendFallbackWarning
     from deepnvme.checkpoint import load, save
     from deepnvme.errors import (
         BackendUnavailableError,
@@ -29,24 +27,26 @@ if _typing.TYPE_CHECKING:
         VolumeFullError,
         VolumeLockedError,
     )
-    from deepnvme.faults import FaultPlan, Requests
-    from deepnvme.future import IOFuture
-    from deepnvme.member import Access
-    from deepnvme.page_stock import PageStock
-    from deepnvme.pool import Cuda, Pool
-    from deepnvme.probing import Probe, probe
-    from deepnvme.profile import UserMemory
-    from deepnvme.queue import Direct, File, IOQueue, Sync, WhenFull
-    from deepnvme.safetensors import (
+    from deepnvme.formats.safetensors import (
         SafetensorsError,
         read_safetensors,
         safetensors_header,
         write_safetensors,
     )
-    from deepnvme.store import Checksum, Durability, TensorStore, UncommittedWarning
-    from deepnvme.store_threads import StoreFuture
-    from deepnvme.tensor_io import Damage
-    from deepnvme.volume import Member, Volume
+    from deepnvme.machine.backends import BackendFallbackWarning
+    from deepnvme.machine.probing import Probe, probe
+    from deepnvme.machine.profile import UserMemory
+    from deepnvme.memory.arrays import Returns
+    from deepnvme.memory.page_stock import PageStock
+    from deepnvme.memory.pool import Cuda, Pool
+    from deepnvme.queue.faults import FaultPlan, Requests
+    from deepnvme.queue.future import IOFuture
+    from deepnvme.queue.queue import Direct, File, IOQueue, Sync, WhenFull
+    from deepnvme.store.store import Checksum, Durability, TensorStore, UncommittedWarning
+    from deepnvme.store.store_threads import StoreFuture
+    from deepnvme.store.tensor_io import Damage
+    from deepnvme.volume.member import Access
+    from deepnvme.volume.volume import Member, Volume
 
 __all__ = [
     "Access",
@@ -97,22 +97,22 @@ __all__ = [
 ]
 
 _PARTS = (
-    "backends",
+    "machine.backends",
     "errors",
-    "faults",
-    "future",
-    "page_stock",
-    "pool",
-    "probing",
-    "profile",
-    "queue",
-    "arrays",
-    "member",
-    "volume",
-    "tensor_io",
-    "store_threads",
-    "store",
-    "safetensors",
+    "queue.faults",
+    "queue.future",
+    "memory.page_stock",
+    "memory.pool",
+    "machine.probing",
+    "machine.profile",
+    "queue.queue",
+    "memory.arrays",
+    "volume.member",
+    "volume.volume",
+    "store.tensor_io",
+    "store.store_threads",
+    "store.store",
+    "formats.safetensors",
     "checkpoint",
 )
 

@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from deepnvme.arrays import storable
-from deepnvme.extents import whole_pages
-from deepnvme.member import DATA, Access
-from deepnvme.queue import IOQueue
-from deepnvme.safetensors import METADATA
-from deepnvme.store import Checksum, Durability, TensorStore
-from deepnvme.tree import flatten
-from deepnvme.volume import Member, Volume
+from deepnvme.formats.safetensors import METADATA
+from deepnvme.memory.arrays import storable
+from deepnvme.queue.queue import IOQueue
+from deepnvme.sizes import whole_pages
+from deepnvme.store.store import Checksum, Durability, TensorStore
+from deepnvme.store.tree import flatten
+from deepnvme.volume.member import DATA, Access
+from deepnvme.volume.volume import Member, Volume
 
 __all__ = ["STATE", "capacity_for", "load", "new_store", "save"]
 

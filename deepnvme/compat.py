@@ -23,11 +23,11 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, overload
 
-from deepnvme.buffers import Memory, memory_of, torch_of
 from deepnvme.errors import BatchError, ForkedError, NVMeError
-from deepnvme.future import IOFuture
-from deepnvme.pool import Pool
-from deepnvme.queue import Direct, File, IOQueue
+from deepnvme.memory.buffers import Memory, memory_of, torch_of
+from deepnvme.memory.pool import Pool
+from deepnvme.queue.future import IOFuture
+from deepnvme.queue.queue import Direct, File, IOQueue
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,7 +88,7 @@ class PinMemoryBuilder:
 
 
 @dataclass(frozen=True)
-class _Operation:
+class _HandleOperation:
     """A transfer under way, and how it is validated once it has ended."""
 
     future: IOFuture[int]
@@ -126,7 +126,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
         self._intra_op_parallelism = _positive("intra_op_parallelism", intra_op_parallelism)
         chunk_bytes, inflight_bytes = _settings(self._block_size, self._queue_depth)
         self.queue = IOQueue(chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes)
-        self._pending: list[_Operation] = []
+        self._pending: list[_HandleOperation] = []
         self._waiting = threading.Lock()
         self._finalizer = weakref.finalize(self, _abandon, self.queue, self._pending, os.getpid())
 
@@ -291,7 +291,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
 
     def _read(
         self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None
-    ) -> _Operation:
+    ) -> _HandleOperation:
         path = os.fsdecode(filename)
         with self.queue.open(path) as file:
             if file_offset is None and file.size > _nbytes(buffer):
@@ -301,13 +301,13 @@ class aio_handle:  # noqa: N801 - the name that programs use
                     "give a file_offset"
                 )
             future = file.pread(buffer, file_offset or 0)
-        return _Operation(
+        return _HandleOperation(
             future, self._validation(buffer, path, file_offset or 0) if validate else None
         )
 
     def _write(
         self, buffer: Any, filename: _Path, validate: bool, file_offset: int | None
-    ) -> _Operation:
+    ) -> _HandleOperation:
         path = os.fsdecode(filename)
         nbytes = _nbytes(buffer)
         memory_of(buffer, writable=False)  # before there is a file: it may refuse the buffer
@@ -316,7 +316,7 @@ class aio_handle:  # noqa: N801 - the name that programs use
             future = file.pwrite(buffer, file_offset or 0)
             if file_offset is None and file.size > nbytes:
                 file.truncate(nbytes)
-        return _Operation(
+        return _HandleOperation(
             future, self._validation(buffer, path, file_offset or 0) if validate else None
         )
 
@@ -527,13 +527,13 @@ def _settings(block_size: int, queue_depth: int) -> tuple[int | None, int | None
     return chunk_bytes, min(chunk_bytes * queue_depth, _MOST_INFLIGHT_BYTES)
 
 
-def _end(operation: _Operation) -> int:
+def _end(operation: _HandleOperation) -> int:
     if failure := operation.failure():
         raise failure
     return 0
 
 
-def _abandon(queue: IOQueue, pending: list[_Operation], owner: int) -> None:
+def _abandon(queue: IOQueue, pending: list[_HandleOperation], owner: int) -> None:
     """End the operations of a handle that is gone.
 
     Nobody is left to raise to, so errors are told by a warning.

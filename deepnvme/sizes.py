@@ -8,12 +8,20 @@ from __future__ import annotations
 import re
 from types import MappingProxyType
 
-__all__ = ["SMALL_BYTES", "format_bytes", "parse_size"]
+__all__ = ["PAGE", "SMALL_BYTES", "format_bytes", "parse_size", "whole_pages"]
+
+PAGE = 4096
+"""Bytes of a page: what direct I/O moves, and space on drives is handed out in."""
 
 SMALL_BYTES = 256 << 10
 """Up to here tensors of one call share operations, and travel through staging memory."""
 
 _UNITS = MappingProxyType({"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1})
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the bytes of the pages that `nbytes` take."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 def parse_size(text: str) -> int:

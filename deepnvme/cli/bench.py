@@ -16,7 +16,6 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from deepnvme.backends import CHAIN
 from deepnvme.cli import fio
 from deepnvme.cli.arguments import seconds_argument, size_argument
 from deepnvme.cli.doctor import settings_record, settings_text
@@ -28,9 +27,20 @@ from deepnvme.cli.scratch import (
     usable_backend,
     usable_directory,
 )
-from deepnvme.measure import MIB, Load, Measured, Workload, cut, fill, in_turn, measure, pending_for
-from deepnvme.pool import Pool
-from deepnvme.profile import Settings, load_profile, settle
+from deepnvme.machine.backends import CHAIN
+from deepnvme.machine.profile import Settings, load_profile, settle
+from deepnvme.measuring.measure import (
+    MIB,
+    Load,
+    Measured,
+    Workload,
+    cut,
+    fill,
+    in_turn,
+    measure,
+    pending_for,
+)
+from deepnvme.memory.pool import Pool
 from deepnvme.sizes import format_bytes
 
 __all__ = [

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepnvme.arrays import Description, Returns, empty, nbytes_of
-from deepnvme.buffers import memory_of
 from deepnvme.checkpoint import capacity_for, new_store
 from deepnvme.cli.places import (
     FILE_SUFFIX,
@@ -33,12 +31,14 @@ from deepnvme.cli.places import (
     tensor_count,
 )
 from deepnvme.cli.scratch import signals_are_exceptions
-from deepnvme.safetensors import METADATA, SafetensorsFile, SafetensorsWriter
+from deepnvme.formats.safetensors import METADATA, SafetensorsFile, SafetensorsWriter
+from deepnvme.memory.arrays import Description, Returns, empty, nbytes_of
+from deepnvme.memory.buffers import memory_of
 from deepnvme.sizes import format_bytes
-from deepnvme.store import TensorStore
-from deepnvme.syncing import sync_directory
-from deepnvme.tree import leaves
-from deepnvme.volume import Volume
+from deepnvme.store.store import TensorStore
+from deepnvme.store.tree import leaves
+from deepnvme.volume.syncing import sync_directory
+from deepnvme.volume.volume import Volume
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]
 

@@ -1,7 +1,7 @@
 """`deepnvme doctor`: what storage this process can use and how, and what to do where it could do
 better.
 
-Prints what `deepnvme.probing` and `deepnvme.diagnosis` return, as tables or as one JSON object;
+Prints what `probing` and `diagnosis` of `deepnvme.machine` return, as tables or as one JSON object;
 finds out nothing by itself. Exit status: 0 some backend works in each directory that was named, 1
 in one of them none does.
 """
@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from deepnvme.cli.report import drive_rows, installed_version, show, system_rows
-from deepnvme.diagnosis import Chosen, about_directory, about_system, can_work, worst_first
-from deepnvme.probing import DirectoryProbe, probe_directory, probe_system
-from deepnvme.profile import Profile, Settings, load_profile, profile_path, settle
+from deepnvme.machine.diagnosis import Chosen, about_directory, about_system, can_work, worst_first
+from deepnvme.machine.probing import DirectoryProbe, probe_directory, probe_system
+from deepnvme.machine.profile import Profile, Settings, load_profile, profile_path, settle
 from deepnvme.sizes import format_bytes
 
 __all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run", "settings_record", "settings_text"]

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from deepnvme.measure import Load, Measured, Workload
-from deepnvme.profile import Settings
+from deepnvme.machine.profile import Settings
+from deepnvme.measuring.measure import Load, Measured, Workload
 
 __all__ = ["FioError", "Job", "find", "job_beside", "parse", "run"]
 

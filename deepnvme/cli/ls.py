@@ -21,7 +21,7 @@ from deepnvme.cli.places import (
     printable,
     tensor_count,
 )
-from deepnvme.safetensors import safetensors_header
+from deepnvme.formats.safetensors import safetensors_header
 from deepnvme.sizes import format_bytes
 
 __all__ = ["HELP", "NAME", "SCHEMA", "add_arguments", "run"]

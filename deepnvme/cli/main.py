@@ -17,7 +17,7 @@ from typing import Protocol
 
 from deepnvme.cli import bench, cp, doctor, ls, tune, verify
 from deepnvme.cli.report import installed_version
-from deepnvme.profile import ProfileError
+from deepnvme.machine.profile import ProfileError
 
 __all__ = ["main"]
 

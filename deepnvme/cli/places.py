@@ -26,8 +26,8 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from deepnvme.member import Access
-from deepnvme.store import TensorStore
+from deepnvme.store.store import TensorStore
+from deepnvme.volume.member import Access
 
 __all__ = [
     "FILE_SUFFIX",

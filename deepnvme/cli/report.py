@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deepnvme.diagnosis import Finding, Severity
+from deepnvme.machine.diagnosis import Finding, Severity
 from deepnvme.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from deepnvme.probing import DirectoryProbe, LiburingProbe, Memlock, SystemProbe
+    from deepnvme.machine.probing import DirectoryProbe, LiburingProbe, Memlock, SystemProbe
 
 __all__ = ["Output", "Rows", "drive_rows", "installed_version", "show", "system_rows"]
 
@@ -99,7 +99,7 @@ def drive_rows(directory: DirectoryProbe) -> Iterator[tuple[str, str]]:
 def system_rows(system: SystemProbe) -> Iterator[tuple[str, str]]:
     """Yield the rows about what this process may ask of the kernel."""
     # the native module is there when there is a probe to show
-    from deepnvme.backends import BACKEND_VARIABLE
+    from deepnvme.machine.backends import BACKEND_VARIABLE
 
     told = os.environ.get(BACKEND_VARIABLE)
     yield (

@@ -19,13 +19,13 @@ from types import FrameType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from deepnvme.backends import CHAIN, choose_backend
-from deepnvme.diagnosis import Severity, about_directory
-from deepnvme.measure import MIB, fill
-from deepnvme.pool import Pool
-from deepnvme.probing import probe_directory
-from deepnvme.profile import Settings
-from deepnvme.queue import IOQueue
+from deepnvme.machine.backends import CHAIN, choose_backend
+from deepnvme.machine.diagnosis import Severity, about_directory
+from deepnvme.machine.probing import probe_directory
+from deepnvme.machine.profile import Settings
+from deepnvme.measuring.measure import MIB, fill
+from deepnvme.memory.pool import Pool
+from deepnvme.queue.queue import IOQueue
 from deepnvme.sizes import format_bytes
 
 __all__ = [

@@ -29,7 +29,17 @@ from deepnvme.cli.scratch import (
     usable_backend,
     usable_directory,
 )
-from deepnvme.measure import (
+from deepnvme.machine.profile import (
+    PROFILE_VARIABLE,
+    ProfileError,
+    Settings,
+    UserMemory,
+    drive_key,
+    profile_path,
+    read_profile,
+    write_profile,
+)
+from deepnvme.measuring.measure import (
     GIB,
     MIB,
     Load,
@@ -41,17 +51,7 @@ from deepnvme.measure import (
     pending_for,
     small_pages,
 )
-from deepnvme.pool import Pool
-from deepnvme.profile import (
-    PROFILE_VARIABLE,
-    ProfileError,
-    Settings,
-    UserMemory,
-    drive_key,
-    profile_path,
-    read_profile,
-    write_profile,
-)
+from deepnvme.memory.pool import Pool
 from deepnvme.sizes import format_bytes
 
 __all__ = [

@@ -21,7 +21,7 @@ from deepnvme.cli.places import (
     tensor_count,
 )
 from deepnvme.errors import NVMeError
-from deepnvme.safetensors import SafetensorsFile
+from deepnvme.formats.safetensors import SafetensorsFile
 from deepnvme.sizes import format_bytes
 
 __all__ = ["HELP", "NAME", "add_arguments", "run"]

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from deepnvme.checksum import CHECKSUM_BYTES
+from deepnvme.memory.checksum import CHECKSUM_BYTES
 from infinity_engine.building.built import BuiltModel
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.memory import Lease, Views

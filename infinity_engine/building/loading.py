@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 from deepnvme import Returns, SafetensorsError, safetensors_header
-from deepnvme.arrays import empty
-from deepnvme.buffers import memory_of
-from deepnvme.checksum import crc32c
-from deepnvme.queue import File
-from deepnvme.safetensors import SafetensorsEntry
+from deepnvme.formats.safetensors import SafetensorsEntry
+from deepnvme.memory.arrays import empty
+from deepnvme.memory.buffers import memory_of
+from deepnvme.memory.checksum import crc32c
+from deepnvme.queue.queue import File
 from infinity_engine.building.building import opened
 from infinity_engine.building.built import BuiltModel
 from infinity_engine.building.cut_originals import CutOriginals

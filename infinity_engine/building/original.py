@@ -21,7 +21,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.weak import TensorWeakRef
 
-from deepnvme.buffers import memory_of
+from deepnvme.memory.buffers import memory_of
 from infinity_engine.partition import Shard, ShardSpec
 from infinity_engine.partition.digest import digest_of
 from infinity_engine.storage import Place, SwapFile

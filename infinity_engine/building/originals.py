@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 import torch
 
-from deepnvme.buffers import memory_of
+from deepnvme.memory.buffers import memory_of
 from infinity_engine.building.original import Original, is_plain, nbytes_of, plainly
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Ledger, return_freed_memory

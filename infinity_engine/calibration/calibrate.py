@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepnvme import IOQueue, Pool
-from deepnvme.backends import choose_backend
 from deepnvme.cli.scratch import usable_directory
-from deepnvme.profile import load_profile, settle
+from deepnvme.machine.backends import choose_backend
+from deepnvme.machine.profile import load_profile, settle
 from infinity_engine.calibration.cache import CalibrationCache
 from infinity_engine.calibration.drives import measure_drive
 from infinity_engine.calibration.effort import FULL, Effort, MeasuringTime, thread_counts

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deepnvme import File, IOQueue
 from deepnvme.cli.scratch import signals_are_exceptions
-from deepnvme.measure import Workload, cut, fill, pending_for, transfers
+from deepnvme.measuring.measure import Workload, cut, fill, pending_for, transfers
 from infinity_engine.calibration.contention import Stops, measure_contention, until
 from infinity_engine.calibration.effort import Effort, MeasuringTime
 from infinity_engine.calibration.host import RULES, HostUpdates

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from deepnvme.measure import in_turn
+from deepnvme.measuring.measure import in_turn
 from infinity_engine.errors import ConfigError
 from infinity_engine.units import GiB, MiB
 

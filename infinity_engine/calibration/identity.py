@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from deepnvme.profile import Settings, drive_key
+from deepnvme.machine.profile import Settings, drive_key
 from infinity_engine.machine.cpu import probe_cpu
 from infinity_engine.machine.gpus import probe_gpus
 from infinity_engine.machine.packages import probe_packages

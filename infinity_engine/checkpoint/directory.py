@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepnvme.syncing import sync_directory, sync_file
+from deepnvme.volume.syncing import sync_directory, sync_file
 from infinity_engine.checkpoint.manifest import MANIFEST, Manifest, encode, parse
 from infinity_engine.errors import (
     CheckpointError,

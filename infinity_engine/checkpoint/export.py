@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnvme import IOQueue
-from deepnvme.arrays import ITEMSIZES
-from deepnvme.buffers import Memory, memory_of
-from deepnvme.safetensors import SafetensorsWriter
+from deepnvme.formats.safetensors import SafetensorsWriter
+from deepnvme.memory.arrays import ITEMSIZES
+from deepnvme.memory.buffers import Memory, memory_of
 from infinity_engine.checkpoint.manifest import Kind, SavedTensor
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.errors import ConfigError

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from deepnvme.arrays import ITEMSIZES, MAX_DIMENSIONS
-from deepnvme.framing import as_json, framed_json, shown, strict_json, unframed
+from deepnvme.memory.arrays import ITEMSIZES, MAX_DIMENSIONS
+from deepnvme.volume.framing import as_json, framed_json, shown, strict_json, unframed
 from infinity_engine.checkpoint.streams import Stream
 
 __all__ = [

@@ -3,7 +3,7 @@
 Nothing is pickled.
 
 Each rank has a file of the tensors in them; their structures are JSON in the manifest
-(`deepnvme.tree`).
+(`deepnvme.store.tree`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from deepnvme import IOQueue
-from deepnvme.arrays import describe, empty, nbytes_of
-from deepnvme.buffers import memory_of
-from deepnvme.checksum import BlockChecksums
 from deepnvme.errors import NVMeError
-from deepnvme.manifest import ManifestError
-from deepnvme.safetensors import SafetensorsWriter
-from deepnvme.tree import flatten, leaves, unflatten
+from deepnvme.formats.safetensors import SafetensorsWriter
+from deepnvme.memory.arrays import describe, empty, nbytes_of
+from deepnvme.memory.buffers import memory_of
+from deepnvme.memory.checksum import BlockChecksums
+from deepnvme.store.manifest import ManifestError
+from deepnvme.store.tree import flatten, leaves, unflatten
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
 from infinity_engine.checkpoint.reader import CheckpointReader
 from infinity_engine.errors import DamagedCheckpoint

@@ -21,20 +21,20 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from deepnvme import IOFuture, IOQueue, Pool
-from deepnvme.arrays import ITEMSIZES
-from deepnvme.buffers import Memory, memory_of
-from deepnvme.checksum import checksums_of
 from deepnvme.errors import NVMeError
-from deepnvme.framing import shown
-from deepnvme.pipeline import once_there_is_room
-from deepnvme.queue import File
-from deepnvme.safetensors import (
+from deepnvme.formats.safetensors import (
     SafetensorsEntry,
     SafetensorsError,
     SafetensorsHeader,
     header_of,
     safetensors_header,
 )
+from deepnvme.memory.arrays import ITEMSIZES
+from deepnvme.memory.buffers import Memory, memory_of
+from deepnvme.memory.checksum import checksums_of
+from deepnvme.queue.pipeline import once_there_is_room
+from deepnvme.queue.queue import File
+from deepnvme.volume.framing import shown
 from infinity_engine.checkpoint.directory import open_regular, read_manifest
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
 from infinity_engine.checkpoint.streams import Slice, Stream, parse_tensor

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from deepnvme.arrays import ITEMSIZES
+from deepnvme.memory.arrays import ITEMSIZES
 
 __all__ = ["Slice", "Stream", "StreamSource", "parse_tensor"]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 
 from deepnvme import IOQueue
-from deepnvme.buffers import memory_of
-from deepnvme.checksum import BlockChecksums
 from deepnvme.errors import NVMeError
-from deepnvme.safetensors import STAGING_BYTES, Order, SafetensorsWriter
+from deepnvme.formats.safetensors import STAGING_BYTES, Order, SafetensorsWriter
+from deepnvme.memory.buffers import memory_of
+from deepnvme.memory.checksum import BlockChecksums
 from infinity_engine.checkpoint.manifest import BLOCK_BYTES, SavedFile
 from infinity_engine.checkpoint.streams import Slice, StreamSource
 from infinity_engine.errors import TransferError

@@ -16,8 +16,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from deepnvme.arrays import ITEMSIZES
 from deepnvme.cli.report import Output
+from deepnvme.memory.arrays import ITEMSIZES
 from infinity_engine.checkpoint.directory import LATEST, CheckpointDirectory
 from infinity_engine.checkpoint.export import Dtype, export
 from infinity_engine.checkpoint.manifest import MANIFEST, Kind, Manifest, SavedTensor

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepnvme.cli.report import Rows, drive_rows, installed_version, show, system_rows
-from deepnvme.diagnosis import Chosen, can_work
+from deepnvme.machine.diagnosis import Chosen, can_work
 from infinity_engine.machine.diagnose import diagnose, diagnose_system
 from infinity_engine.machine.system import System, probe_system
 from infinity_engine.units import format_bytes

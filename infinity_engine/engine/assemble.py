@@ -15,8 +15,8 @@ import torch
 
 from deepnvme import Checksum as Summing
 from deepnvme import IOQueue
-from deepnvme.extents import PAGE
-from deepnvme.probing import find_mount, read_mounts
+from deepnvme.machine.probing import find_mount, read_mounts
+from deepnvme.sizes import PAGE
 from infinity_engine.accel import Accelerator, StreamKind, VirtualAccelerator, open_accelerator
 from infinity_engine.building.built import originals_of
 from infinity_engine.building.homes import (

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from deepnvme import IOQueue
-from deepnvme.arrays import ITEMSIZES, Returns, code_of, empty
+from deepnvme.memory.arrays import ITEMSIZES, Returns, code_of, empty
 from infinity_engine.checkpoint import (
     CheckpointDirectory,
     CheckpointReader,

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deepnvme.extents import PAGE
+from deepnvme.sizes import PAGE
 from infinity_engine.accel import Event
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.gradients.outgoing import Outgoing

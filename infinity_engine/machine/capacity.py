@@ -14,7 +14,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from deepnvme.probing import HOST_ROOTS, SystemRoots, find_mount, read_kernel_file, read_mounts
+from deepnvme.machine.probing import (
+    HOST_ROOTS,
+    SystemRoots,
+    find_mount,
+    read_kernel_file,
+    read_mounts,
+)
 from infinity_engine.errors import ConfigError
 from infinity_engine.machine.memory import CgroupMemory, probe_cgroup_limits, probe_memory
 from infinity_engine.plan import Capacity

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deepnvme.probing import HOST_ROOTS, Mount, SystemRoots, read_kernel_file, read_mounts
+from deepnvme.machine.probing import HOST_ROOTS, Mount, SystemRoots, read_kernel_file, read_mounts
 
 __all__ = ["cgroup_directories", "read_number"]
 

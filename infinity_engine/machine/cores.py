@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from deepnvme.probing import HOST_ROOTS, SystemRoots, read_kernel_file
+from deepnvme.machine.probing import HOST_ROOTS, SystemRoots, read_kernel_file
 
 __all__ = ["CoreShare", "divide_cores", "read_nodes"]
 

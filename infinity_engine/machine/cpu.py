@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from deepnvme.probing import HOST_ROOTS, SystemRoots, read_kernel_file
+from deepnvme.machine.probing import HOST_ROOTS, SystemRoots, read_kernel_file
 from infinity_engine import _native
 from infinity_engine.machine.cgroup import cgroup_directories, read_number
 

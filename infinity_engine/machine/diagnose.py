@@ -1,9 +1,9 @@
 """From facts about a machine to findings: what keeps the engine from running, what slows it down,
 and what to do.
 
-Adds what is about the engine to what `deepnvme.diagnosis` finds about storage. Pure functions: they
-ask nothing and start nothing, so that every finding is tested on every machine. Imports nothing
-that needs a native module, for one of the findings is that there is none.
+Adds what is about the engine to what `deepnvme.machine.diagnosis` finds about storage. Pure
+functions: they ask nothing and start nothing, so that every finding is tested on every machine.
+Imports nothing that needs a native module, for one of the findings is that there is none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deepnvme.diagnosis import (
+from deepnvme.machine.diagnosis import (
     Chosen,
     Finding,
     about_directory,

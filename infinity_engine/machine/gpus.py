@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeVar
 
-from deepnvme.probing import HOST_ROOTS, SystemRoots, read_kernel_file
+from deepnvme.machine.probing import HOST_ROOTS, SystemRoots, read_kernel_file
 
 __all__ = [
     "NVML_LIBRARIES",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from deepnvme.probing import HOST_ROOTS, SystemRoots
+from deepnvme.machine.probing import HOST_ROOTS, SystemRoots
 from infinity_engine.machine.cgroup import cgroup_directories, read_number
 
 __all__ = ["CgroupMemory", "Memory", "probe_cgroup_limits", "probe_cgroup_memory", "probe_memory"]

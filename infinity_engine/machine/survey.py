@@ -9,8 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepnvme.probing import HOST_ROOTS, DirectoryProbe, SystemProbe, SystemRoots, probe_directory
-from deepnvme.probing import probe_system as probe_storage
+from deepnvme.machine.probing import (
+    HOST_ROOTS,
+    DirectoryProbe,
+    SystemProbe,
+    SystemRoots,
+    probe_directory,
+)
+from deepnvme.machine.probing import probe_system as probe_storage
 from infinity_engine.machine.cpu import Cpu, probe_cpu
 from infinity_engine.machine.gpus import Gpus, probe_gpus
 from infinity_engine.machine.memory import Memory, probe_memory

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deepnvme.extents import PAGE
+from deepnvme.sizes import PAGE
 from infinity_engine.errors import ConfigError
 from infinity_engine.plan import Extent
 from infinity_engine.units import align_up

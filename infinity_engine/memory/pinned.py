@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from deepnvme import Cuda, IOQueue, Pool, PoolExhaustedError
-from deepnvme.extents import PAGE
+from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory.lease import Backing, Lease, Lessor, NoBytes
 from infinity_engine.memory.ledger import Reservation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepnvme.checksum import crc32c
+from deepnvme.memory.checksum import crc32c
 
 __all__ = ["digest_of"]
 

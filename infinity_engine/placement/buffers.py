@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from deepnvme.extents import PAGE
+from deepnvme.sizes import PAGE
 from infinity_engine.optim import Subgroup
 from infinity_engine.units import align_up
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from deepnvme.extents import PAGE
+from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory.layout import Layout, Request, layout
 from infinity_engine.optim import FloatFormat, Formats, Segment, Subgroup, cut_into_subgroups

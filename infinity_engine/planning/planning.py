@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from deepnvme import IOQueue
-from deepnvme.checksum import CHECKSUM_BYTES
+from deepnvme.memory.checksum import CHECKSUM_BYTES
 from infinity_engine.accel import Accelerator
 from infinity_engine.building.built import BuiltModel
 from infinity_engine.building.previous import PreviousStates

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from deepnvme.checksum import crc32c
-from deepnvme.probing import find_mount, read_mounts
+from deepnvme.machine.probing import find_mount, read_mounts
+from deepnvme.memory.checksum import crc32c
 from infinity_engine.config import EngineConfig, RanksConfig, Stage
 from infinity_engine.errors import CollectiveError, ConfigError
 from infinity_engine.machine.capacity import probe_capacity

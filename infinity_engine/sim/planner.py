@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
-from deepnvme.extents import PAGE
+from deepnvme.sizes import PAGE
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.optim import NORM_BLOCK
 from infinity_engine.optim.policy import HOST_BUFFERS

@@ -10,8 +10,8 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from deepnvme.buffers import Memory
-from deepnvme.checksum import checksums_of
+from deepnvme.memory.buffers import Memory
+from deepnvme.memory.checksum import checksums_of
 
 __all__ = ["BlockDamage", "BlockSums"]
 

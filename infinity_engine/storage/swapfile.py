@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import NamedTuple
 
 from deepnvme import Checksum, IOQueue, Member, Volume, VolumeError, VolumeFullError
-from deepnvme.buffers import Memory, memory_of
-from deepnvme.checksum import CHECKSUM_BYTES
-from deepnvme.extents import PAGE, Extent, slices
+from deepnvme.memory.buffers import Memory, memory_of
+from deepnvme.memory.checksum import CHECKSUM_BYTES
+from deepnvme.sizes import PAGE
+from deepnvme.volume.extents import Extent, slices
 from infinity_engine.errors import CapacityError, ConfigError, DamageError
 from infinity_engine.memory.ledger import Ledger, Reservation
 from infinity_engine.plan import Tier

@@ -23,7 +23,7 @@ import fio
 from fio import CPU, GIB, RATE, THREAD_CPU
 
 if TYPE_CHECKING:
-    from deepnvme.measure import Workload
+    from deepnvme.measuring.measure import Workload
 
 __all__ = [
     "INFLIGHT",
@@ -110,7 +110,7 @@ def least_seconds(
 def stream(planned: Stream) -> dict[str, float]:
     """Move bytes for the planned time and return the numbers."""
     import deepnvme
-    from deepnvme.measure import fill, keep_pending, small_pages, transfers
+    from deepnvme.measuring.measure import fill, keep_pending, small_pages, transfers
 
     wanted = (
         deepnvme.UserMemory.BOUNCE

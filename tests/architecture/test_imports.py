@@ -17,7 +17,7 @@ WITHOUT_TORCH = (
     "deepnvme",
     "deepnvme.cli.main",
     "deepnvme.compat",
-    "deepnvme.store",
+    "deepnvme.store.store",
     "infinity_engine",
     "infinity_engine.calibration",
     "infinity_engine.config",
@@ -158,7 +158,7 @@ def test_a_module_imports_where_no_native_module_can(module: str) -> None:
 
 
 def test_the_refusal_of_native_modules_works() -> None:
-    run = python(f"{REFUSE_NATIVE}\nimport deepnvme.queue")
+    run = python(f"{REFUSE_NATIVE}\nimport deepnvme.queue.queue")
 
     assert "_native is refused here" in run.stderr
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +43,21 @@ ROWS = (
     {"errors", "kept_errors", "outcome", "progress", "signals", "units", "telemetry", "_native"},
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row}
+# The same for the storage library: `deepnvme` is its root.
+STORAGE_ROWS = (
+    {"cli"},
+    {"deepnvme"},
+    {"checkpoint", "compat"},
+    {"formats"},
+    {"store"},
+    {"volume"},
+    {"measuring"},
+    {"queue"},
+    {"machine", "memory"},
+    {"choices", "errors", "sizes", "_native"},
+)
+STORAGE_ROW = {part: number for number, row in enumerate(STORAGE_ROWS) for part in row}
+MOST_FILES = 15  # in one room, its door not counted
 STRANGERS = ROWS[ROW["optim"]]
 IMPORTED_ONLY_BY = {"config": {"engine", "cli", "planning", "ranks", "parameters"}}
 
@@ -176,7 +192,9 @@ def imports(module: Module, known: set[str]) -> Iterator[tuple[ast.stmt, str]]:
                 whole = f"{base}.{alias.name}"
                 yield (
                     node,
-                    whole if whole in known or (base in PACKAGES and alias.name in ROW) else base,
+                    whole
+                    if whole in known or (base in PACKAGES and alias.name in {*ROW, *STORAGE_ROW})
+                    else base,
                 )
 
 
@@ -251,6 +269,34 @@ def imports_go_down_only(root: Path) -> Iterator[str]:
                 yield f"{where}: features do not import each other"
             elif module.part not in IMPORTED_ONLY_BY.get(theirs, ROW):
                 yield f"{where}: only {sorted(IMPORTED_ONLY_BY[theirs])} may"
+
+
+def storage_imports_go_down_only(root: Path) -> Iterator[str]:
+    """A room of deepnvme imports what stands below it (docs/architecture.md)."""
+    known = {module.name for module in modules(root)}
+    for module in modules(root):
+        for node, target in imports(module, known):
+            theirs = part_of(target)
+            if not (is_storage(module.name) and is_storage(target)) or theirs == module.part:
+                continue
+            where = f"{module.file}:{node.lineno} imports {target}"
+            if unknown := {module.part, theirs} - STORAGE_ROW.keys():
+                yield f"{where}: give {min(unknown)} its place in STORAGE_ROWS"
+            elif STORAGE_ROW[theirs] <= STORAGE_ROW[module.part]:
+                yield f"{where}: imports go down only"
+
+
+def is_storage(name: str) -> bool:
+    """Tell whether the dotted name is the storage library's."""
+    return name.split(".", maxsplit=1)[0] == "deepnvme"
+
+
+def rooms_are_small(root: Path) -> Iterator[str]:
+    """A room has fifteen files at most, so that a newcomer can read the list."""
+    rooms = Counter(file.rpartition("/")[0] for file in (module.file for module in modules(root)))
+    for room, files in rooms.items():
+        if files - 1 > MOST_FILES:
+            yield f"{room} has {files - 1} files; a room has {MOST_FILES} at most"
 
 
 def no_import_goes_in_a_circle(root: Path) -> Iterator[str]:
@@ -426,6 +472,8 @@ def modules_hold_no_changing_state(root: Path) -> Iterator[str]:
 Rule = Callable[[Path], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     imports_go_down_only,
+    storage_imports_go_down_only,
+    rooms_are_small,
     no_import_goes_in_a_circle,
     torch_is_imported_late,
     only_the_named_files_use_it,
@@ -520,6 +568,30 @@ VIOLATIONS: tuple[tuple[Rule, str, str, str], ...] = (
         f"{DEEP}/pool.py",
         "from infinity_engine import errors",
         "nothing of training",
+    ),
+    (
+        storage_imports_go_down_only,
+        f"{DEEP}/queue/queue.py",
+        "from deepnvme.store.store import S",
+        "down only",
+    ),
+    (
+        storage_imports_go_down_only,
+        f"{DEEP}/volume/volume.py",
+        "from deepnvme import IOQueue",
+        "down only",
+    ),
+    (
+        storage_imports_go_down_only,
+        f"{DEEP}/memory/pool.py",
+        "from deepnvme.machine import probing",
+        "down only",
+    ),
+    (
+        storage_imports_go_down_only,
+        f"{DEEP}/helpers.py",
+        "from deepnvme.errors import E",
+        "give helpers its place",
     ),
     (
         no_import_goes_in_a_circle,
@@ -830,8 +902,24 @@ def test_a_circle_through_several_modules_is_found(tmp_path: Path) -> None:
     assert {"deepnvme.a", "deepnvme.b", "deepnvme.c"} <= set(circle.split(" -> "))
 
 
+def test_a_room_of_sixteen_files_is_found(tmp_path: Path) -> None:
+    for number in range(16):
+        plant(tmp_path, f"{DEEP}/store/part{number}.py", "x = 1")
+    plant(tmp_path, f"{DEEP}/store/__init__.py", "")
+
+    assert list(rooms_are_small(tmp_path)) == ["deepnvme/store has 16 files; a room has 15 at most"]
+
+
+def test_a_room_of_fifteen_files_is_left_alone(tmp_path: Path) -> None:
+    for number in range(15):
+        plant(tmp_path, f"{DEEP}/store/part{number}.py", "x = 1")
+    plant(tmp_path, f"{DEEP}/store/__init__.py", "")
+
+    assert list(rooms_are_small(tmp_path)) == []
+
+
 def test_every_rule_is_shown_to_find_something() -> None:
-    assert {rule for rule, *_ in VIOLATIONS} == set(RULES)
+    assert {rule for rule, *_ in VIOLATIONS} | {rooms_are_small} == set(RULES)
 
 
 def plant(root: Path, file: str, source: str) -> None:

@@ -45,7 +45,7 @@ def way_of_the_first_write(tmp_path: Path) -> list[Hop]:
                 way.append((str(file.relative_to(ROOT)), name))
             at = at.f_back
         way.reverse()
-        if ("deepnvme/queue.py", "File.pwrite") in way:
+        if ("deepnvme/queue/queue.py", "File.pwrite") in way:
             ways.append(way)
 
     case = replace(STREAMED, clip=None, steps=1)
@@ -74,3 +74,9 @@ def test_the_page_names_every_room_and_no_other() -> None:
     )
     folder = ROOT / "infinity_engine"
     assert drawn == {path.parent.name for path in folder.glob("*/__init__.py")}
+
+
+def test_the_page_names_every_room_of_the_storage_library_and_no_other() -> None:
+    drawn = set(re.findall(r"^\| `deepnvme/(\w+)` \|", PAGE, re.M))
+
+    assert drawn == {path.parent.name for path in (ROOT / "deepnvme").glob("*/__init__.py")}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepnvme.framing import framed
+from deepnvme.volume.framing import framed
 from infinity_engine.checkpoint import CheckpointReader
 from infinity_engine.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -204,7 +204,7 @@ def test_a_hostile_manifest_is_refused_in_words(
 
 def test_json_that_is_nested_too_deeply_is_refused(saved: Path) -> None:
     deep = b'{"tag":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    from deepnvme.checksum import crc32c
+    from deepnvme.memory.checksum import crc32c
 
     (saved / "manifest").write_bytes(
         b"infinity-checkpoint 1 %d %08x\n" % (len(deep), crc32c(deep)) + deep
@@ -251,7 +251,7 @@ def test_mutated_manifests_are_refused_or_read_as_manifests(framing: str) -> Non
     manifest = Manifest(tag="tag", step=1, created="now", ranks=1, tensors=parameters, files=files)
     data = encode(manifest)
     assert parse(data) == manifest
-    from deepnvme.checksum import crc32c
+    from deepnvme.memory.checksum import crc32c
 
     line, _, payload = data.partition(b"\n")
     refused = 0

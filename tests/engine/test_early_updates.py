@@ -17,7 +17,7 @@ import torch
 
 import infinity_engine
 from deepnvme import FaultPlan, IOQueue
-from deepnvme.faults import Requests
+from deepnvme.queue.faults import Requests
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.lanes.meter import Cargo

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepnvme.probing import kernel_version, probe_system
+from deepnvme.machine.probing import kernel_version, probe_system
 from support import seccomp
 from support.doctor import run_doctor
 

@@ -21,7 +21,7 @@ import torch
 import deepnvme
 import infinity_engine
 from deepnvme import FaultPlan, IOQueue
-from deepnvme.faults import Requests
+from deepnvme.queue.faults import Requests
 from infinity_engine.engine.engine import Engine
 from infinity_engine.errors import CapacityError, ConfigError, DamageError, TransferError
 from infinity_engine.parameters.fetching import ParameterFetcher

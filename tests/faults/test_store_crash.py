@@ -29,7 +29,7 @@ import pytest
 
 from deepnvme import IOQueue
 from deepnvme.errors import StoreError
-from deepnvme.store import Durability, UncommittedWarning
+from deepnvme.store.store import Durability, UncommittedWarning
 from support.nvme_disks import DiskUnavailableError, loop_ext4
 from support.store_history import Nursery, contents, make, opened, state_after, take_step
 

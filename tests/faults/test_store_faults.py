@@ -24,14 +24,15 @@ import numpy as np
 import pytest
 import torch
 
-from deepnvme import FaultPlan, IOQueue, NVMeError, Requests, tensor_io
-from deepnvme.arrays import Returns
-from deepnvme.checksum import CHECKSUM_BYTES
+from deepnvme import FaultPlan, IOQueue, NVMeError, Requests
 from deepnvme.errors import ChecksumError, PoisonedError, StoreError, VolumeError
-from deepnvme.extents import Extent
-from deepnvme.pipeline import Staged
-from deepnvme.store import Checksum, TensorStore, UncommittedWarning
-from deepnvme.volume import Member
+from deepnvme.memory.arrays import Returns
+from deepnvme.memory.checksum import CHECKSUM_BYTES
+from deepnvme.queue.pipeline import Staged
+from deepnvme.store import tensor_io
+from deepnvme.store.store import Checksum, TensorStore, UncommittedWarning
+from deepnvme.volume.extents import Extent
+from deepnvme.volume.volume import Member
 from support.nvme_disks import DiskUnavailableError, tmpfs
 from support.nvme_io import PAGE, pattern
 

@@ -17,8 +17,8 @@ import pytest
 
 from deepnvme import FaultPlan, IOQueue, NVMeError, Requests
 from deepnvme.errors import VolumeError
-from deepnvme.member import MemberFile
-from deepnvme.volume import Member, Volume
+from deepnvme.volume.member import MemberFile
+from deepnvme.volume.volume import Member, Volume
 from support.nvme_disks import DiskUnavailableError, loop_ext4, tmpfs
 from support.nvme_io import TIMEOUT_S, assert_same, pattern
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import deepnvme
-from deepnvme.staging import STAGING_BYTES
+from deepnvme.queue.staging import STAGING_BYTES
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [

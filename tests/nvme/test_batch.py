@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 
 from deepnvme import BatchError, FaultPlan, File, IOQueue, NVMeError
-from deepnvme.queue import Batch
+from deepnvme.queue.queue import Batch
 from support.nvme_held import held
 from support.nvme_io import CHUNK, contents, pattern
 

@@ -28,7 +28,7 @@ from deepnvme import (
     save,
 )
 from deepnvme.checkpoint import capacity_for
-from deepnvme.pipeline import Pipeline
+from deepnvme.queue.pipeline import Pipeline
 from support.nvme_io import PAGE
 
 MIB = 1 << 20

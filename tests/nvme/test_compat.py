@@ -36,8 +36,8 @@ from deepnvme import (
     ShortReadError,
     compat,
 )
-from deepnvme.backends import BACKEND_VARIABLE
 from deepnvme.compat import AsyncIOBuilder, PinMemoryBuilder, aio_handle
+from deepnvme.machine.backends import BACKEND_VARIABLE
 from support.nvme_disks import DiskUnavailableError, tmpfs
 from support.nvme_io import assert_same, backend_or_skip, pattern
 from support.nvme_programs import output_of, run_program

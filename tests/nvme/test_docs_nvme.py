@@ -18,11 +18,11 @@ import pytest
 
 import deepnvme
 from deepnvme import errors
-from deepnvme.backends import BACKEND_VARIABLE, CHAIN
 from deepnvme.cli import bench, cp, doctor, ls, tune, verify
 from deepnvme.cli.main import main
-from deepnvme.profile import PROFILE_VARIABLE, Settings
-from deepnvme.queue import DriveStats, IOQueue, QueueStats
+from deepnvme.machine.backends import BACKEND_VARIABLE, CHAIN
+from deepnvme.machine.profile import PROFILE_VARIABLE, Settings
+from deepnvme.queue.queue import DriveStats, IOQueue, QueueStats
 from deepnvme.sizes import format_bytes
 from support.nvme_programs import output_of, run_program
 

@@ -30,8 +30,8 @@ from deepnvme import (
     safetensors_header,
     write_safetensors,
 )
-from deepnvme.arrays import ITEMSIZES, Description, describe
-from deepnvme.safetensors import SafetensorsFile, SafetensorsWriter
+from deepnvme.formats.safetensors import SafetensorsFile, SafetensorsWriter
+from deepnvme.memory.arrays import ITEMSIZES, Description, describe
 from support.nvme_io import PAGE, pattern
 
 LARGE = 1 << 20

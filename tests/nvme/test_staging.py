@@ -40,10 +40,10 @@ from deepnvme import (
     Requests,
     ShortReadError,
     _native,
-    device_arrays,
 )
-from deepnvme.device_arrays import device_array_of
-from deepnvme.staging import Staging
+from deepnvme.memory import device_arrays
+from deepnvme.memory.device_arrays import device_array_of
+from deepnvme.queue.staging import Staging
 from support.nvme_io import CHUNK, PAGE, TIMEOUT_S, assert_same, backend_or_skip, pattern
 from support.nvme_programs import output_of, run_program
 
@@ -974,7 +974,7 @@ def test_a_queue_that_sees_no_device_array_has_neither_thread_nor_memory_for_the
 FORKING = """
 import os, sys, threading
 from deepnvme import ForkedError, IOQueue, _native
-from deepnvme.staging import Staging
+from deepnvme.queue.staging import Staging
 
 release = threading.Event()
 

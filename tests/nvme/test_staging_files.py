@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import deepnvme.queue
+import deepnvme.queue.queue
 from deepnvme import ClosedError, FaultPlan, IOQueue, QueueFull, ShortReadError, WhenFull
 from support.nvme_io import TIMEOUT_S, assert_same, pattern
 from support.nvme_programs import output_of, run_program
@@ -49,7 +49,7 @@ class OnDevice:
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the queue take these arrays for a library's."""
     monkeypatch.setattr(
-        deepnvme.queue,
+        deepnvme.queue.queue,
         "device_array_of",
         lambda thing, writable: thing if isinstance(thing, OnDevice) else None,
     )
@@ -172,7 +172,7 @@ def test_what_is_staged_when_a_queue_is_let_go_of_is_finished(tmp_path: Path) ->
 
 EXITING = """
 import sys, time
-import deepnvme.queue
+import deepnvme.queue.queue
 from deepnvme import IOQueue
 
 class Array:
@@ -186,7 +186,7 @@ class Array:
         target[:] = b"abc"
         return self
 
-deepnvme.queue.device_array_of = lambda thing, writable: thing
+deepnvme.queue.queue.device_array_of = lambda thing, writable: thing
 queue = IOQueue("threads")
 file = queue.open(sys.argv[1], "w")
 futures = [file.pwrite(Array(), 3 * n) for n in range(20)]

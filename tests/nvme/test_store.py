@@ -37,16 +37,7 @@ from deepnvme import (
     NVMeError,
     Requests,
     WhenFull,
-    commits,
-    holdings,
-    manifest_files,
-    named_tensors,
-    pipeline,
-    store_threads,
-    tensor_io,
 )
-from deepnvme import store as store_module
-from deepnvme.arrays import Description, Returns, Scattered, empty
 from deepnvme.errors import (
     PoisonedError,
     StoreError,
@@ -54,11 +45,23 @@ from deepnvme.errors import (
     VolumeFullError,
     VolumeLockedError,
 )
-from deepnvme.extents import Extent, whole_pages
-from deepnvme.manifest import ManifestError, encode, parse
-from deepnvme.store import Checksum, Durability, TensorStore, UncommittedWarning
-from deepnvme.tensor_io import TensorIO
-from deepnvme.volume import Member, Volume
+from deepnvme.memory.arrays import Description, Returns, Scattered, empty
+from deepnvme.queue import pipeline
+from deepnvme.sizes import whole_pages
+from deepnvme.store import (
+    commits,
+    holdings,
+    manifest_files,
+    named_tensors,
+    store_threads,
+    tensor_io,
+)
+from deepnvme.store import store as store_module
+from deepnvme.store.manifest import ManifestError, encode, parse
+from deepnvme.store.store import Checksum, Durability, TensorStore, UncommittedWarning
+from deepnvme.store.tensor_io import TensorIO
+from deepnvme.volume.extents import Extent
+from deepnvme.volume.volume import Member, Volume
 from support.interrupts import interruptions
 from support.nvme_disks import DiskUnavailableError, loop_ext4
 from support.nvme_io import PAGE, TIMEOUT_S, backend_or_skip, pattern
@@ -825,7 +828,7 @@ def test_a_swap_store_leaves_no_files_and_does_not_warn(tmp_path: Path, queue: I
 
 UNCOMMITTED = """
 import sys
-from deepnvme.store import TensorStore
+from deepnvme.store.store import TensorStore
 store = TensorStore.create([sys.argv[1]], 1 << 20)
 store.put("a", b"1")
 store.close()
@@ -1472,7 +1475,7 @@ FORKED_STORE = """
 import os, sys
 import numpy as np
 from deepnvme import ForkedError
-from deepnvme.store import TensorStore
+from deepnvme.store.store import TensorStore
 
 store = TensorStore.swap([sys.argv[1]], 1 << 20)
 store.put("x", np.ones(3))
@@ -1895,7 +1898,7 @@ def test_memory_that_was_read_ahead_is_let_go_when_nobody_can_get_it_any_more(
         held.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr("deepnvme.store.empty", remembered)
+    monkeypatch.setattr("deepnvme.store.store.empty", remembered)
     store.prefetch([name])
     until(lambda: bool(held))
     ENDS[end](store)
@@ -1941,7 +1944,7 @@ def test_closing_does_not_read_what_was_only_wanted(store: TensorStore) -> None:
 FORKED_CALLS = """
 import os, signal, sys
 from deepnvme import ForkedError
-from deepnvme.store import TensorStore
+from deepnvme.store.store import TensorStore
 
 place, end = sys.argv[1:]
 store = TensorStore.create([place], 1 << 20)

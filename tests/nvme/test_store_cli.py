@@ -486,8 +486,8 @@ def test_a_drive_that_fails_leaves_nothing_half(
         return IOQueue("threads", faults=plan)
 
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr("deepnvme.volume.IOQueue", failing)
-    monkeypatch.setattr("deepnvme.safetensors.IOQueue", failing)
+    monkeypatch.setattr("deepnvme.volume.volume.IOQueue", failing)
+    monkeypatch.setattr("deepnvme.formats.safetensors.IOQueue", failing)
     status, _, errors = run("cp", file, tmp_path / target, "--force")
     monkeypatch.undo()
 

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepnvme.arrays import ITEMSIZES, MAX_DIMENSIONS
-from deepnvme.checksum import CHECKSUM_BYTES, crc32c
-from deepnvme.extents import PAGE, Extent
-from deepnvme.manifest import FORMAT_VERSION, Manifest, Record, encode
-from deepnvme.member import Header
-from deepnvme.store import TensorStore
-from deepnvme.tree import MAX_DEPTH, flatten
+from deepnvme.memory.arrays import ITEMSIZES, MAX_DIMENSIONS
+from deepnvme.memory.checksum import CHECKSUM_BYTES, crc32c
+from deepnvme.sizes import PAGE
+from deepnvme.store.manifest import FORMAT_VERSION, Manifest, Record, encode
+from deepnvme.store.store import TensorStore
+from deepnvme.store.tree import MAX_DEPTH, flatten
+from deepnvme.volume.extents import Extent
+from deepnvme.volume.member import Header
 
 PAGE_OF_DOCS = (Path(__file__).resolve().parents[2] / "docs/store-format.md").read_text()
 VOLUME = "5f1c0f6e2f0b4d8ea3a1c2d3e4f50617"

@@ -31,14 +31,14 @@ from deepnvme import (
     save,
     write_safetensors,
 )
-from deepnvme.arrays import empty
 from deepnvme.compat import aio_handle
 from deepnvme.errors import StoreError, VolumeError
-from deepnvme.holdings import Holdings
+from deepnvme.memory.arrays import empty
 from deepnvme.sizes import SMALL_BYTES
-from deepnvme.store import Checksum, Durability, UncommittedWarning
-from deepnvme.store_threads import StoreThreads
-from deepnvme.volume import Member
+from deepnvme.store.holdings import Holdings
+from deepnvme.store.store import Checksum, Durability, UncommittedWarning
+from deepnvme.store.store_threads import StoreThreads
+from deepnvme.volume.volume import Member
 
 MIB = 1 << 20
 BACKEND = "threads"

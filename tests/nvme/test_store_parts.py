@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepnvme import holdings as holdings_module
 from deepnvme.errors import ClosedError, StoreError
-from deepnvme.extents import PAGE, Extent
-from deepnvme.holdings import Holdings
-from deepnvme.manifest import Manifest, Record
-from deepnvme.read_ahead import ReadAhead, streamed
-from deepnvme.store_threads import StoreFuture, StoreThreads
-from deepnvme.tree import flatten, leaves
+from deepnvme.sizes import PAGE
+from deepnvme.store import holdings as holdings_module
+from deepnvme.store.holdings import Holdings
+from deepnvme.store.manifest import Manifest, Record
+from deepnvme.store.read_ahead import ReadAhead, streamed
+from deepnvme.store.store_threads import StoreFuture, StoreThreads
+from deepnvme.store.tree import flatten, leaves
+from deepnvme.volume.extents import Extent
 from support.interrupts import interruptions
 from support.nvme_io import TIMEOUT_S
 

@@ -27,11 +27,12 @@ from hypothesis.stateful import (
 )
 
 from deepnvme import FaultPlan, IOQueue, NVMeError, Requests
-from deepnvme.arrays import Returns
 from deepnvme.errors import ChecksumError, PoisonedError, VolumeFullError
-from deepnvme.extents import Extent, whole_pages
-from deepnvme.store import TensorStore, UncommittedWarning
-from deepnvme.volume import Member
+from deepnvme.memory.arrays import Returns
+from deepnvme.sizes import whole_pages
+from deepnvme.store.store import TensorStore, UncommittedWarning
+from deepnvme.volume.extents import Extent
+from deepnvme.volume.volume import Member
 from support.nvme_io import CHUNK, PAGE
 
 MIB = 1 << 20

@@ -32,12 +32,13 @@ from deepnvme import (
     Requests,
     WhenFull,
 )
-from deepnvme.buffers import memory_of
-from deepnvme.checksum import crc32c
 from deepnvme.errors import VolumeError, VolumeFullError, VolumeLockedError
-from deepnvme.extents import Extent, slices, whole_pages
-from deepnvme.member import Access, Header, MemberFile, lock_holder
-from deepnvme.volume import Member, Volume
+from deepnvme.memory.buffers import memory_of
+from deepnvme.memory.checksum import crc32c
+from deepnvme.sizes import whole_pages
+from deepnvme.volume.extents import Extent, slices
+from deepnvme.volume.member import Access, Header, MemberFile, lock_holder
+from deepnvme.volume.volume import Member, Volume
 from support.kernel_files import fake_roots
 from support.nvme_io import CHUNK, ON_DISK, PAGE, TIMEOUT_S, assert_same, backend_or_skip, pattern
 from support.nvme_programs import output_of, run_program
@@ -757,7 +758,7 @@ def test_rates_and_capacities_cannot_be_changed_by_opening(made: list[Path]) -> 
 
 HOLDING = """
 import sys
-from deepnvme.volume import Member, Volume
+from deepnvme.volume.volume import Member, Volume
 make, folder = sys.argv[1:]
 if make == "open":
     volume = Volume.open([folder])
@@ -836,7 +837,7 @@ def test_a_holder_that_the_kernel_does_not_name_is_another_process() -> None:
 FORKING = """
 import os, signal, sys
 from deepnvme import ForkedError, IOQueue
-from deepnvme.volume import Volume
+from deepnvme.volume.volume import Volume
 
 folder, how = sys.argv[1:]
 volume = Volume.create([folder + "/0"], 1 << 20) if how == "created" else Volume.temporary([folder], 1 << 20)

@@ -29,7 +29,7 @@ def python(source: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["deepnvme", "deepnvme.diagnosis", "deepnvme.sizes", "deepnvme.cli.report"]
+    "module", ["deepnvme", "deepnvme.machine.diagnosis", "deepnvme.sizes", "deepnvme.cli.report"]
 )
 def test_a_module_that_needs_no_native_code_is_imported(module: str) -> None:
     assert python(f"import {module}").stderr == ""

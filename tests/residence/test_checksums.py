@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from deepnvme import Checksum, FaultPlan, IOQueue, Requests
-from deepnvme.checksum import crc32c
+from deepnvme.memory.checksum import crc32c
 from infinity_engine.errors import DamageError, TransferError
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepnvme import FaultPlan
-from deepnvme.faults import Requests
+from deepnvme.queue.faults import Requests
 from infinity_engine.accel import StreamKind, TimeCost, VirtualAccelerator
 from infinity_engine.errors import CapacityError, ConfigError, IllegalTransition, TransferError
 from infinity_engine.plan import Tier

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from deepnvme.extents import Extent
+from deepnvme.volume.extents import Extent
 from infinity_engine.errors import ConfigError, IllegalTransition
 from infinity_engine.memory import Lease
 from infinity_engine.memory.lease import Backing, Lessor

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepnvme.checksum import crc32c
+from deepnvme.memory.checksum import crc32c
 from infinity_engine.errors import CapacityError
 from infinity_engine.memory import ResidentMemory
 from infinity_engine.plan import Tier

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from deepnvme import IOQueue
-from deepnvme.member import MemberFile
+from deepnvme.volume.member import MemberFile
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget, Tier

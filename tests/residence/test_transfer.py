@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deepnvme import FaultPlan, IOQueue
-from deepnvme.faults import Requests
+from deepnvme.queue.faults import Requests
 from infinity_engine.errors import TransferError
 from infinity_engine.memory import Ledger
 from infinity_engine.plan import ResolvedBudget

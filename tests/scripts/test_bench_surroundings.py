@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 import bench
 
 def measured():
-    from deepnvme.profile import profile_path
+    from deepnvme.machine.profile import profile_path
     return 0.0 if profile_path() is None else 1.0
 
 def define(run):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.cpp_extension import include_paths
 
-from deepnvme.device_arrays import CopyEvent, DeviceArray, device_array_of
+from deepnvme.memory.device_arrays import CopyEvent, DeviceArray, device_array_of
 from infinity_engine.accel import (
     Buffer,
     Cost,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepnvme import queue
+from deepnvme.queue import queue
 from infinity_engine.accel import Emulation
 from infinity_engine.errors import CapacityError
 from infinity_engine.plan import Strategy

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from deepnvme.probing import SystemRoots
+from deepnvme.machine.probing import SystemRoots
 
 
 def write_tree(top: Path, files: Mapping[str, str]) -> Path:

@@ -4,7 +4,7 @@ then.
 
 from __future__ import annotations
 
-from deepnvme.probing import (
+from deepnvme.machine.probing import (
     AioProbe,
     Backend,
     DirectoryProbe,

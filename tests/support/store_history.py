@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from deepnvme import IOQueue
-from deepnvme.arrays import Returns
-from deepnvme.store import TensorStore
+from deepnvme.memory.arrays import Returns
+from deepnvme.store.store import TensorStore
 
 __all__ = ["CAPACITY", "Nursery", "contents", "make", "opened", "state_after", "take_step"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from deepnvme import FaultPlan, IOQueue
-from deepnvme.faults import Requests
+from deepnvme.queue.faults import Requests
 from infinity_engine.accel import (
     Accelerator,
     Buffer,

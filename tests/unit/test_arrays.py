@@ -1,4 +1,4 @@
-"""deepnvme.arrays: every dtype has one code, memory for I/O begins with a page, and what has no
+"""deepnvme.memory.arrays: every dtype has one code, memory for I/O begins with a page, and what has no
 code is refused.
 """
 
@@ -15,7 +15,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from deepnvme.arrays import (
+from deepnvme.errors import PoolExhaustedError
+from deepnvme.memory.arrays import (
     ITEMSIZES,
     Returns,
     code_of,
@@ -25,9 +26,8 @@ from deepnvme.arrays import (
     nbytes_of,
     numpy_dtype,
 )
-from deepnvme.buffers import memory_of
-from deepnvme.errors import PoolExhaustedError
-from deepnvme.pool import Cuda, Pool
+from deepnvme.memory.buffers import memory_of
+from deepnvme.memory.pool import Cuda, Pool
 
 HAS_TORCH = find_spec("torch") is not None
 HAS_ML_DTYPES = find_spec("ml_dtypes") is not None
@@ -346,7 +346,9 @@ def test_the_default_follows_what_is_installed() -> None:
 def test_without_torch_the_default_is_numpy(
     refusal: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepnvme.arrays.find_spec", Mock(side_effect=refusal, return_value=None))
+    monkeypatch.setattr(
+        "deepnvme.memory.arrays.find_spec", Mock(side_effect=refusal, return_value=None)
+    )
 
     assert default_returns() is Returns.NUMPY
 
@@ -354,7 +356,7 @@ def test_without_torch_the_default_is_numpy(
 def test_describing_and_making_numpy_arrays_imports_no_torch() -> None:
     program = (
         "import sys, numpy as np\n"
-        "from deepnvme.arrays import *\n"
+        "from deepnvme.memory.arrays import *\n"
         "describe(b'x'); describe(np.zeros(3)); empty('F32', (3,), Returns.NUMPY); "
         "default_returns()\n"
         "print('torch' in sys.modules)"
@@ -366,7 +368,7 @@ def test_describing_and_making_numpy_arrays_imports_no_torch() -> None:
 @needs_torch
 def test_a_tensor_is_made_where_the_program_has_not_imported_torch() -> None:
     program = (
-        "from deepnvme.arrays import *\nmade = empty('BF16', (3,), "
+        "from deepnvme.memory.arrays import *\nmade = empty('BF16', (3,), "
         "Returns.TORCH)\nprint(made.dtype, tuple(made.shape))"
     )
 

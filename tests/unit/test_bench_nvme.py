@@ -22,7 +22,7 @@ import bench
 import fio
 import rival_deepnvme
 from deepnvme.cli.fio import Job
-from deepnvme.measure import Workload
+from deepnvme.measuring.measure import Workload
 from fio import CPU, P99, RATE, THREAD_CPU
 from rival_deepnvme import Order, Rival
 from support.scripts import load_script

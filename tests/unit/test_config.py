@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deepnvme.backends import CHAIN
+from deepnvme.machine.backends import CHAIN
 from infinity_engine.config import (
     Accelerator,
     Backend,

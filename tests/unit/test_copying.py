@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from deepnvme.buffers import Memory, memory_of
-from deepnvme.checksum import crc32c
-from deepnvme.copying import gather, scatter
+from deepnvme.memory.buffers import Memory, memory_of
+from deepnvme.memory.checksum import crc32c
+from deepnvme.memory.copying import gather, scatter
 
 SIZES = (1, 100, 4096, 65_536, 200_001)  # some of them go past the caches
 

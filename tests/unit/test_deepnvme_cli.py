@@ -27,7 +27,9 @@ from deepnvme import UserMemory
 from deepnvme.cli import bench, doctor, fio, scratch, tune
 from deepnvme.cli.main import main
 from deepnvme.cli.tune import Rates, choose_memory, choose_sizes
-from deepnvme.measure import (
+from deepnvme.machine.probing import DirectoryProbe, Memlock, SystemProbe
+from deepnvme.machine.profile import Settings, drive_key, read_profile, write_profile
+from deepnvme.measuring.measure import (
     MIB,
     Load,
     Measured,
@@ -39,8 +41,6 @@ from deepnvme.measure import (
     pending_for,
     transfers,
 )
-from deepnvme.probing import DirectoryProbe, Memlock, SystemProbe
-from deepnvme.profile import Settings, drive_key, read_profile, write_profile
 from deepnvme.sizes import format_bytes, parse_size
 from support.machines import good_directory, good_machine
 

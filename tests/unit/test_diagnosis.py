@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deepnvme.diagnosis import (
+from deepnvme.machine.diagnosis import (
     Chosen,
     Finding,
     Severity,
@@ -23,7 +23,7 @@ from deepnvme.diagnosis import (
     weak,
     worst_first,
 )
-from deepnvme.probing import (
+from deepnvme.machine.probing import (
     AioProbe,
     Backend,
     Drive,

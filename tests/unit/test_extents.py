@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from deepnvme import extents
-from deepnvme.extents import PAGE, Extent, SpaceMap, slices, whole_pages
+from deepnvme.sizes import PAGE, whole_pages
+from deepnvme.volume import extents
+from deepnvme.volume.extents import Extent, SpaceMap, slices
 from support.interrupts import interrupted, interruptions
 
 PAGES = 48

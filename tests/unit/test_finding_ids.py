@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from deepnvme import diagnosis
+from deepnvme.machine import diagnosis
 from infinity_engine.machine import diagnose
 
 STORAGE = {

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.framing import framed, shown, strict_json, unframed
+from deepnvme.volume.framing import framed, shown, strict_json, unframed
 
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none()

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.probing import SystemRoots
+from deepnvme.machine.probing import SystemRoots
 from infinity_engine.errors import ConfigError
 from infinity_engine.machine.capacity import probe_capacity
 from infinity_engine.units import GiB, MiB

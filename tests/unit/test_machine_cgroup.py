@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme.probing import SystemRoots
+from deepnvme.machine.probing import SystemRoots
 from infinity_engine.machine.cpu import probe_cpu_quota
 from infinity_engine.machine.memory import CgroupMemory, probe_cgroup_memory
 from infinity_engine.units import GiB

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from deepnvme.diagnosis import Chosen, Finding, Severity, about_directory, about_system, can_work
+from deepnvme.machine.diagnosis import (
+    Chosen,
+    Finding,
+    Severity,
+    about_directory,
+    about_system,
+    can_work,
+)
 from infinity_engine.machine.cpu import Simd
 from infinity_engine.machine.diagnose import diagnose, diagnose_system
 from infinity_engine.machine.gpus import PcieLink

@@ -1,4 +1,4 @@
-"""deepnvme.manifest: what is encoded is parsed again, and whatever else the bytes are is refused by
+"""deepnvme.store.manifest: what is encoded is parsed again, and whatever else the bytes are is refused by
 a ManifestError.
 """
 
@@ -19,11 +19,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deepnvme.arrays import ITEMSIZES, nbytes_of
-from deepnvme.checksum import CHECKSUM_BYTES, crc32c
 from deepnvme.errors import StoreError
-from deepnvme.extents import PAGE, Extent
-from deepnvme.manifest import Manifest, ManifestError, Record, check_name, encode, parse
+from deepnvme.memory.arrays import ITEMSIZES, nbytes_of
+from deepnvme.memory.checksum import CHECKSUM_BYTES, crc32c
+from deepnvme.sizes import PAGE
+from deepnvme.store.manifest import Manifest, ManifestError, Record, check_name, encode, parse
+from deepnvme.volume.extents import Extent
 
 VOLUME = "5f1c0f6e2f0b4d8ea3a1c2d3e4f50617"
 CAPACITIES = (1 << 30, 1 << 32)

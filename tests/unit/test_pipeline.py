@@ -14,14 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepnvme import pipeline as pipeline_module
-from deepnvme.buffers import Memory
 from deepnvme.errors import ClosedError, QueueFull
-from deepnvme.extents import PAGE
-from deepnvme.pipeline import RUN_BYTES, Piece, Pipeline, Staged, once_there_is_room, together
-from deepnvme.pool import Pool
-from deepnvme.queue import IOQueue
-from deepnvme.sizes import SMALL_BYTES
+from deepnvme.memory.buffers import Memory
+from deepnvme.memory.pool import Pool
+from deepnvme.queue import pipeline as pipeline_module
+from deepnvme.queue.pipeline import RUN_BYTES, Piece, Pipeline, Staged, once_there_is_room, together
+from deepnvme.queue.queue import IOQueue
+from deepnvme.sizes import PAGE, SMALL_BYTES
 from support.interrupts import interruptions
 
 MIB = 1 << 20

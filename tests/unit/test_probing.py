@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepnvme import BackendUnavailableError, _native
-from deepnvme.backends import choose_backend, refuse_where_threads_must
-from deepnvme.probing import (
+from deepnvme.machine.backends import choose_backend, refuse_where_threads_must
+from deepnvme.machine.probing import (
     Backend,
     Drive,
     Mount,

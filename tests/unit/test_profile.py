@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepnvme import IOQueue
-from deepnvme.profile import (
+from deepnvme.machine.profile import (
     PROFILE_VERSION,
     Profile,
     ProfileError,
@@ -30,7 +30,7 @@ from deepnvme.profile import (
     settle,
     write_profile,
 )
-from deepnvme.queue import DriveStats
+from deepnvme.queue.queue import DriveStats
 from support.kernel_files import fake_roots, mount_line
 
 KIB, MIB = 1 << 10, 1 << 20

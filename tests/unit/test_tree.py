@@ -1,4 +1,4 @@
-"""deepnvme.tree: a state dict comes back exactly as it was or is refused, with where and what to
+"""deepnvme.store.tree: a state dict comes back exactly as it was or is refused, with where and what to
 do.
 """
 
@@ -21,9 +21,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deepnvme.arrays import Returns
-from deepnvme.manifest import Manifest, ManifestError, encode, parse
-from deepnvme.tree import MAX_DEPTH, flatten, leaves, unflatten
+from deepnvme.memory.arrays import Returns
+from deepnvme.store.manifest import Manifest, ManifestError, encode, parse
+from deepnvme.store.tree import MAX_DEPTH, flatten, leaves, unflatten
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 VOLUME = "5f1c0f6e2f0b4d8ea3a1c2d3e4f50617"
@@ -249,7 +249,7 @@ def test_a_tensor_whose_dtype_has_no_code_is_refused_with_its_place() -> None:
 
 def test_plain_states_need_no_torch() -> None:
     program = (
-        "import sys\nfrom deepnvme.tree import *\nimport numpy\n"
+        "import sys\nfrom deepnvme.store.tree import *\nimport numpy\n"
         "unflatten(*flatten({'a': [numpy.zeros(2), 1]}))\nprint('torch' in sys.modules)"
     )
     done = subprocess.run(

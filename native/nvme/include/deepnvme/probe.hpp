@@ -1,7 +1,7 @@
 // What the kernel lets this process do for storage: io_uring, Linux AIO, direct I/O in a directory.
 // Every function asks the kernel and returns what it said; "not available" is an answer, not an
 // exception. They leave nothing behind: no ring, no context, no file. Called by
-// deepnvme/probing.py.
+// deepnvme/machine/probing.py.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,3 @@
+"""What this machine offers for I/O: its kernel, its drives, and what was measured of them."""
+
+__all__ = ()

@@ -1,0 +1,3 @@
+"""How fast drives are, measured through the queues that programs use."""
+
+__all__ = ()

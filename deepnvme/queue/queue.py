@@ -1,0 +1,594 @@
+"""`IOQueue` and `File`: where I/O is submitted.
+
+Each call returns its own IOFuture, which ends in a count or an error.
+
+Starts one thread that waits for ended operations without the GIL and completes their futures
+(`deepnvme.queue.pending`); the rest happens in native code (decision 0003).
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Collection
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, ClassVar, Literal
+
+from deepnvme import _native
+from deepnvme.choices import chosen, whole_number
+from deepnvme.errors import BatchError, ClosedError, NVMeError
+from deepnvme.machine.backends import (
+    BackendFallbackWarning,
+    fallbacks,
+    refuse_where_threads_must,
+    start_on,
+)
+from deepnvme.machine.profile import Profile, Settings, UserMemory, load_profile, settle
+from deepnvme.memory.buffers import Memory, memory_of
+from deepnvme.memory.device_arrays import device_array_of
+from deepnvme.memory.pool import Pool
+from deepnvme.queue.faults import FaultPlan
+from deepnvme.queue.future import SLICE_S, IOFuture
+from deepnvme.queue.pending import Pending
+from deepnvme.queue.staging import Staging
+
+__all__ = ["Batch", "Direct", "DriveStats", "File", "IOQueue", "QueueStats", "Sync", "WhenFull"]
+
+_Mode = Literal["r", "r+", "w", "x"]
+_MODES = MappingProxyType(
+    {
+        "r": _native.OpenMode.READ,
+        "r+": _native.OpenMode.UPDATE,
+        "w": _native.OpenMode.CREATE,
+        "x": _native.OpenMode.EXCLUSIVE,
+    }
+)
+
+
+_LARGEST_FILE = (1 << 63) - 1  # bytes, as the kernel counts them
+
+
+class WhenFull(Enum):
+    """What submitting does while as many operations as the queue holds are pending."""
+
+    BLOCK = "block"  # waits for room, without the GIL
+    RAISE = "raise"  # raises QueueFull at once
+
+
+class Direct(Enum):
+    """Whether a file's whole pages bypass the page cache."""
+
+    AUTO = _native.DirectIO.AUTOMATIC  # where the file system takes it
+    NEVER = _native.DirectIO.NEVER
+    REQUIRED = _native.DirectIO.REQUIRED  # opening fails where it does not
+
+
+class Sync(Enum):
+    """How much a sync makes durable."""
+
+    DATA = _native.Verb.SYNC_DATA  # the bytes, and the length where it changed
+    ALL = _native.Verb.SYNC_ALL  # times and permissions too
+
+
+@dataclass(frozen=True)
+class DriveStats:
+    """What one drive did since the queue was made."""
+
+    backend: str
+    operations: int
+    failed: int
+    chunks: int
+    read_bytes: int
+    written_bytes: int
+    bounced_bytes: int
+    buffered_bytes: int
+    retries: int
+    short_transfers: int
+    direct_refused: int
+    inflight_bytes: int
+    peak_inflight_bytes: int
+    registered_bytes: int
+    own_bytes: int
+    registration_error: int
+    p50_us: float
+    p99_us: float
+
+
+@dataclass(frozen=True)
+class QueueStats:
+    """What a queue did: the backend it runs on, and each drive by its device number."""
+
+    backend: str
+    pending: int
+    drives: dict[int, DriveStats]
+
+
+class IOQueue:
+    """Asynchronous I/O on files: one I/O thread and one ring per drive, chunks under a budget of
+    bytes in flight.
+
+    `backend` names one of liburing, uring, aio, threads, or "auto" for the first that works;
+    `require` refuses the others (see `deepnvme.machine.backends`). `chunk_bytes`, `inflight_bytes`
+    and `user_memory` hold for every drive; without them each drive has what `deepnvme tune`
+    measured of it, or the defaults (see `deepnvme.machine.profile`). Use it as a context manager,
+    or `close()` it, which waits for what was submitted.
+    """
+
+    _living: ClassVar[weakref.WeakSet[IOQueue]] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        backend: str = "auto",
+        *,
+        require: str | Collection[str] | None = None,
+        chunk_bytes: int | None = None,
+        inflight_bytes: int | None = None,
+        max_pending: int = 1024,
+        when_full: WhenFull = WhenFull.BLOCK,
+        user_memory: UserMemory | None = None,
+        pool: Pool | None = None,
+        faults: FaultPlan | None = None,
+    ) -> None:
+        self.max_pending = max_pending = whole_number("max_pending", max_pending, 1)
+        self.when_full = chosen(WhenFull, when_full, "when_full")
+        if user_memory is not None:
+            user_memory = chosen(UserMemory, user_memory, "user_memory")
+        if not isinstance(faults, FaultPlan | None):
+            raise TypeError(f"faults: expected a FaultPlan, got {type(faults).__name__}")
+        if not isinstance(pool, Pool | None):
+            raise TypeError(f"pool: expected a Pool, got {type(pool).__name__}")
+        self._patience_s = None if self.when_full is WhenFull.BLOCK else 0.0
+        self._require = require
+        self._closed = False
+        self._fallbacks = fallbacks(backend, require)
+        self._told: set[str] = set()
+        self._settle = partial(
+            settle, chunk_bytes=chunk_bytes, inflight_bytes=inflight_bytes, user_memory=user_memory
+        )
+        self.backend, self._native = start_on(
+            backend,
+            require,
+            partial(
+                _native.Queue,
+                fallbacks=self._fallbacks,
+                drive=self._settle(None).native(),
+                max_pending=max_pending,
+                faults=None if faults is None else faults.native,
+            ),
+        )
+        told = None not in (chunk_bytes, inflight_bytes, user_memory)
+        self._profile = Profile() if told or self.backend == "memory" else load_profile()
+        self._pending = Pending(self._native, self.backend, max_pending)
+        self._completer = threading.Thread(
+            target=self._pending.run, name="deepnvme-futures", daemon=True
+        )
+        self._completer.start()
+        self._staging = Staging(
+            self._native,
+            self._pending,
+            self._completer,
+            backend=self.backend,
+            max_pending=max_pending,
+            patience_s=self._patience_s,
+        )
+        self._shut_down = partial(
+            _shut_down, self._native, self._completer, self._staging, os.getpid()
+        )
+        self._finalizer = weakref.finalize(self, self._shut_down)
+        IOQueue._living.add(self)
+        if pool is not None:
+            self.use_pool(pool)
+
+    def open(
+        self,
+        path: str | os.PathLike[str],
+        mode: _Mode = "r",
+        *,
+        size: int | None = None,
+        direct: Direct = Direct.AUTO,
+        permissions: int = 0o666,
+    ) -> File:
+        """Open a file for I/O through this queue.
+
+        Modes: "r" reads; "r+" reads and writes an existing file; "w" makes it or empties it; "x"
+        makes a new one. `size` reserves that many bytes on the drive, so that a full disk is told
+        now.
+
+        Raises:
+            BackendUnavailableError: only a backend that `require` does not name serves that file
+                system.
+        """
+        if mode not in _MODES:
+            raise ValueError(f"mode must be one of {', '.join(_MODES)}; got {mode!r}")
+        if size is not None:
+            size = whole_number("size", size)
+            _check_range("size", size)
+        direct = chosen(Direct, direct, "direct")
+        permissions = whole_number("permissions", permissions)
+        if "\0" in str(path):
+            raise ValueError(f"a path has no null bytes; got {str(path)!r}")
+        drive = self.settings_for(path).native()
+        absolute = str(Path(path).absolute())
+        refuse_where_threads_must(self.backend, self._require, absolute)
+        file = File(
+            self, self._native.open(absolute, _MODES[mode], direct.value, permissions, drive)
+        )
+        self._tell_of_fallback(file)
+        if size is not None:
+            try:
+                file.preallocate(size)
+            except BaseException:
+                file.close()
+                if mode == "x":
+                    Path(absolute).unlink(missing_ok=True)
+                raise
+        return file
+
+    def settings_for(self, path: str | os.PathLike[str]) -> Settings:
+        """Return how this queue uses the drive that `path` is on, or would be if there were such a
+        file.
+        """
+        return self._settle(self._profile.for_path(path))
+
+    def _tell_of_fallback(self, file: File) -> None:
+        used = self._native.backend_of(file._open()).removeprefix("fault(").removesuffix(")")
+        if used == self.backend or used in self._told or file._open().on_fuse:
+            return
+        self._told.add(used)
+        warnings.warn(
+            f"deepnvme uses {used} for the drive of {file.path}: another {self.backend} was "
+            "refused, by the limit "
+            "on locked memory (ulimit -l)",
+            BackendFallbackWarning,
+            stacklevel=3,
+        )
+
+    def batch(self) -> Batch:
+        """Return a context in which several operations are submitted, and waited for together at
+        its end.
+        """
+        return Batch()
+
+    def use_pool(self, pool: Pool) -> None:
+        """Register the pool's memory with this queue's rings.
+
+        Refused registration costs CPU, not correctness.
+        """
+        self._native.use_pool(pool._native)
+        self._until_pools_are_settled()
+
+    def forget_pool(self, pool: Pool) -> None:
+        """Take the pool's registration back."""
+        self._native.forget_pool(pool._native)
+        self._until_pools_are_settled()
+
+    def _until_pools_are_settled(self) -> None:
+        while not self._native.pools_settled(SLICE_S):
+            pass
+
+    async def room(self) -> None:
+        """Wait, without blocking the event loop, until an operation can be submitted at once.
+
+        For coroutines of one loop: whatever else submits to this queue may take the room first.
+        """
+        await self._pending.room()
+
+    def stats(self) -> QueueStats:
+        """Return what was done so far."""
+        drives = {device: DriveStats(**stats) for device, stats in self._native.stats().items()}
+        return QueueStats(self.backend, self._native.pending + self._staging.pending, drives)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Wait for everything submitted, then free the rings.
+
+        Again: does nothing, or goes on where it was interrupted.
+
+        Ctrl-C ends the wait alone: what was submitted goes on, and its memory is held until it has
+        ended.
+        """
+        self._closed = True
+        if self._finalizer.alive:
+            self._shut_down()
+            self._finalizer.detach()
+        IOQueue._living.discard(self)
+
+    def __enter__(self) -> IOQueue:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled or copied."""
+        raise TypeError(
+            "a queue is neither pickled nor copied: its threads are this process's. Make one where "
+            "it is used"
+        )
+
+    def __repr__(self) -> str:
+        """Show the backend and what is pending."""
+        state = "closed" if self.closed else f"{self._native.pending} pending"
+        return f"IOQueue({self.backend}, {state})"
+
+    def _move(
+        self,
+        verb: _native.Verb,
+        file: _native.OpenFile,
+        buffer: Any,
+        offset: int,
+        at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
+    ) -> IOFuture[int]:
+        """Submit a read or write of the memory of `buffer`, wherever that is."""
+        writable = verb is _native.Verb.READ
+        try:
+            memory = memory_of(buffer, writable=writable)
+        except TypeError:
+            array = device_array_of(buffer, writable=writable)
+            if array is None:
+                raise
+        else:
+            return self._submit(verb, file, memory, offset, at_end)
+        offset = operator.index(offset)
+        _check_range("offset", offset, array.nbytes)
+        if self.closed:
+            raise ClosedError("the queue is closed")
+        return self._staging.submit(verb, file, array, offset, at_end)
+
+    def _submit(
+        self,
+        verb: _native.Verb,
+        file: _native.OpenFile,
+        memory: Memory | None,
+        offset: int,
+        at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
+    ) -> IOFuture[Any]:
+        offset = operator.index(offset)
+        _check_range("offset", offset, memory.nbytes if memory else 0)
+        if self.closed:
+            raise ClosedError("the queue is closed")
+        return self._pending.submit(verb, file, memory, offset, at_end, patience_s=self._patience_s)
+
+
+class File:
+    """An open file.
+
+    Any offset and any length works; whole pages of aligned memory are what is fast.
+
+    Memory given to an operation must not be changed, and for reads not looked at, until its future
+    has ended.
+    """
+
+    def __init__(self, queue: IOQueue, native: _native.OpenFile) -> None:
+        self._queue = queue
+        self._native: _native.OpenFile | None = native
+        self.path = native.path
+
+    def show_as(self, name: str) -> None:
+        """Let errors call the file by this name, as it has none of its own; before any I/O on
+        it.
+        """
+        self._open().show_as(name)
+        self.path = name
+
+    @property
+    def alignment(self) -> int:
+        """Offsets and lengths that are multiples of this go past the page cache, where `direct` is
+        true.
+        """
+        return self._open().offset_alignment
+
+    @property
+    def memory_alignment(self) -> int:
+        """Memory addresses that are multiples of this need no copy."""
+        return self._open().memory_alignment
+
+    @property
+    def direct(self) -> bool:
+        """Whether the file system took direct I/O."""
+        return self._open().direct
+
+    @property
+    def size(self) -> int:
+        """The file's length now."""
+        return self._open().length()
+
+    def pread(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
+        """Fill `buffer` from `offset`.
+
+        Ends in its size in bytes; a file that is too short is a ShortReadError.
+        """
+        return self._queue._move(_native.Verb.READ, self._open(), buffer, offset)
+
+    def readinto(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
+        """Read into `buffer` from `offset` up to the end of the file.
+
+        Ends in the bytes read, which may be fewer.
+        """
+        return self._queue._move(
+            _native.Verb.READ, self._open(), buffer, offset, _native.AtEndOfFile.STOPS
+        )
+
+    def pwrite(self, buffer: Any, offset: int = 0) -> IOFuture[int]:
+        """Write all of `buffer` at `offset`. Ends in its size in bytes."""
+        return self._queue._move(_native.Verb.WRITE, self._open(), buffer, offset)
+
+    def sync(self, what: Sync = Sync.DATA) -> IOFuture[int]:
+        """Make every write to this file that was submitted before durable. Ends in 0."""
+        verb = chosen(Sync, what, "sync").value
+        if self._queue._staging.pending:  # writes that the drive has not heard of yet
+            return self._queue._staging.submit(verb, self._open(), None, 0)
+        return self._queue._submit(verb, self._open(), None, 0)
+
+    def preallocate(self, nbytes: int) -> None:
+        """Reserve the first `nbytes` of the file on the drive; a full disk is told now."""
+        nbytes = whole_number("size", nbytes)
+        _check_range("size", nbytes)
+        self._open().preallocate(nbytes)
+
+    def truncate(self, nbytes: int) -> None:
+        """Cut or extend the file to `nbytes`."""
+        nbytes = whole_number("size", nbytes)
+        _check_range("size", nbytes)
+        self._open().truncate(nbytes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._native is None
+
+    def close(self) -> None:
+        """Take no more operations. Those under way keep the file open until they have ended."""
+        self._native = None
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled or copied."""
+        raise TypeError(
+            "an open file is neither pickled nor copied: open its path through a queue of the "
+            "other process"
+        )
+
+    def __enter__(self) -> File:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show the path."""
+        return f"File({self.path!r}{', closed' if self.closed else ''})"
+
+    def _open(self) -> _native.OpenFile:
+        if self._native is None:
+            raise ClosedError(f"{self.path} is closed")
+        return self._native
+
+
+class Batch:
+    """Operations submitted together and waited for together; every error is collected, none is
+    lost.
+    """
+
+    def __init__(self) -> None:
+        self.futures: list[IOFuture[int]] = []
+
+    def pread(self, file: File, buffer: Any, offset: int = 0) -> None:
+        """As `File.pread`."""
+        self.futures.append(file.pread(buffer, offset))
+
+    def pwrite(self, file: File, buffer: Any, offset: int = 0) -> None:
+        """As `File.pwrite`."""
+        self.futures.append(file.pwrite(buffer, offset))
+
+    def wait(self) -> int:
+        """Wait for all; return the bytes moved in all.
+
+        Raises:
+            NVMeError: the one operation that failed, or a BatchError of all that did.
+            CancelledError: none failed, and one was cancelled.
+        """
+        # From the last one: when that has ended most have, which saves wake-ups.
+        ends = [_end_of(future) for future in reversed(self.futures)]
+        futures, self.futures = self.futures, []
+        errors = [end for end in reversed(ends) if isinstance(end, NVMeError)]
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise BatchError(errors)
+        return sum(future.result() for future in futures)
+
+    def drain(self) -> None:
+        """Wait for all, however they end, and forget them: memory is free again, and errors are not
+        of interest.
+        """
+        for future in self.futures:
+            _end_of(future)
+        self.futures.clear()
+
+    def __enter__(self) -> Batch:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for all, also when the body raised: memory is not let go while a drive may use
+        it.
+        """
+        if kind is None:
+            self.wait()
+        else:
+            self.drain()
+
+
+def _end_of(future: IOFuture[int]) -> BaseException | None:
+    """Wait for the end of an operation, however it ends."""
+    try:
+        return future.exception()
+    except CancelledError as cancelled:
+        return cancelled
+
+
+def _check_range(what: str, start: int, nbytes: int = 0) -> None:
+    if start < 0:
+        raise ValueError(f"{what} must not be negative, got {start}")
+    if start + nbytes > _LARGEST_FILE:
+        raise ValueError(
+            f"no file is that large: {what} {start} and {nbytes} B from there, at most "
+            f"{_LARGEST_FILE} B"
+        )
+
+
+def _shut_down(
+    native: _native.Queue, completer: threading.Thread, staging: Staging, owner: int
+) -> None:
+    """Drain and join; at interpreter exit too. In a forked child there is nothing to drain."""
+    if os.getpid() != owner:
+        return
+    if staging.needs_this_thread():  # a callback closes: it would wait for itself
+        threading.Thread(
+            target=_shut_down, args=(native, completer, staging, owner), name="deepnvme-close"
+        ).start()
+        return
+    staging.close()
+    while not native.close(SLICE_S):
+        pass
+    if completer is not threading.current_thread():
+        completer.join()
+
+
+def _after_fork_in_child() -> None:
+    for queue in list(IOQueue._living):
+        queue._staging.forget_parents()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,448 @@
+"""Arrays in a GPU's memory as buffers of file operations: their bytes pass through page-locked
+pieces of a pool.
+
+While one piece is between host and drive, another is between host and device. Owns the pieces and
+the threads that see to them, made when a queue gets its first device array; torch or cupy does the
+copying (`deepnvme.memory.device_arrays`), the queue's drives do the rest. Imports neither. Called
+by `deepnvme.queue.queue`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+from deepnvme import _native
+from deepnvme.errors import ClosedError, ForkedError, NVMeError, QueueFull, ShortReadError, io_error
+from deepnvme.memory.buffers import Memory, memory_of
+from deepnvme.memory.device_arrays import CopyEvent, DeviceArray
+from deepnvme.memory.pool import Pool
+from deepnvme.queue.future import IOFuture
+from deepnvme.queue.pending import Pending, short_read_error
+
+__all__ = ["STAGING_BYTES", "Staging"]
+
+STAGING_BYTES = 32 << 20  # two pieces of what a drive is kept busy with (decision 0003)
+_PAGE = 4096  # where a piece begins in its file, so that all but an operation's ends goes directly
+
+
+@dataclass(eq=False)
+class _Operation:
+    """What was asked, and how far it is. `array` is None for a sync."""
+
+    verb: _native.Verb
+    file: _native.OpenFile
+    array: DeviceArray | None
+    offset: int
+    at_end: _native.AtEndOfFile
+    future: IOFuture[int]
+    asked: int
+    issued: int = 0
+    flying: int = 0  # pieces that have begun and not ended
+    # of each ended piece: its start, its bytes
+    moved: list[tuple[int, int]] = field(default_factory=list)
+    failure: BaseException | None = None
+
+    @property
+    def op(self) -> str:
+        return self.verb.name.lower()
+
+    def done(self) -> int:
+        """How long the prefix is that was moved without a gap."""
+        done = 0
+        for start, nbytes in sorted(self.moved):
+            if start != done:
+                break
+            done += nbytes
+        return done
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A part of an operation and its place in host memory."""
+
+    operation: _Operation
+    start: int
+    nbytes: int
+    block: memoryview
+    lead: int  # bytes of `block` before the first that is used
+    address: int
+    view: memoryview | None = None  # what the device copies from or to
+
+
+# the bytes of a piece that are copied, and when that is over
+_Copy: TypeAlias = tuple[_Piece, int, CopyEvent]
+
+
+class Staging:
+    """The operations on device arrays of one queue: in order, as many pieces under way as the pool
+    has room for.
+
+    At most `max_pending` operations are pending, besides their pieces in the queue itself; for
+    room, submitting waits `patience_s`, None being for ever. The thread `completer`, which
+    completes the futures of `drives`, never waits.
+    """
+
+    def __init__(
+        self,
+        native: _native.Queue,
+        drives: Pending,
+        completer: threading.Thread,
+        *,
+        backend: str,
+        max_pending: int,
+        patience_s: float | None,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self._native = native
+        self._drives = drives
+        self._completer = completer
+        self._backend = backend
+        self._max_pending = max_pending
+        self._patience_s = patience_s
+        self._staging_bytes = staging_bytes
+        self._owner = os.getpid()
+        self._pool: Pool | None = None
+        self._threads: list[threading.Thread] = []
+        # One for each direction: copies to the device must not wait for what is yet to be computed
+        # and written.
+        self._copies: dict[_native.Verb, SimpleQueue[_Copy | None]] = {
+            _native.Verb.READ: SimpleQueue(),
+            _native.Verb.WRITE: SimpleQueue(),
+        }
+        # guards all that more than the staging thread touches: these four
+        self._changed = threading.Condition()
+        self._pending: dict[_Operation, None] = {}
+        self._waiting: deque[_Operation] = deque()  # not begun
+        # what is to be done about pieces that got further
+        self._news: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._current: _Operation | None = None  # begun, and more pieces of it are to be issued
+        self._begun = 0  # operations that have begun and not ended
+
+    def submit(
+        self,
+        verb: _native.Verb,
+        file: _native.OpenFile,
+        array: DeviceArray | None,
+        offset: int,
+        at_end: _native.AtEndOfFile = _native.AtEndOfFile.FAILS,
+    ) -> IOFuture[int]:
+        """Take an operation when there is room for it.
+
+        Without an array: a sync, after all that was submitted here.
+
+        Raises:
+            QueueFull: no room came in time.
+        """
+        with self._changed:
+            self._refuse_if_unusable()
+            if not self._runs_here():
+                self._wait_for_room()
+            self._prepare()
+            asked = 0 if array is None else array.nbytes
+            future: IOFuture[int] = IOFuture(_native.Ticket(), self)
+            operation = _Operation(verb, file, array, offset, at_end, future, asked)
+            self._pending[operation] = None
+            self._waiting.append(operation)
+            self._changed.notify_all()
+            return future
+
+    @property
+    def pending(self) -> int:
+        """Operations that have not ended."""
+        return len(self._pending)
+
+    def wait_for(self, ticket: _native.Ticket, timeout_s: float) -> bool:
+        """Let a future wait for its own end: the staging thread sets it."""
+        return True
+
+    def needs_this_thread(self) -> bool:
+        """Whether `close()` would wait for what only the calling thread can do: it is in a
+        callback.
+        """
+        return self._runs_here()
+
+    def close(self) -> None:
+        """Take nothing more, wait for everything pending, give the memory back.
+
+        The queue must still be open.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._pool = None
+
+    def forget_parents(self) -> None:
+        """In a forked child: what the parent submitted ends there, and would be waited for here for
+        ever.
+        """
+        self._changed = threading.Condition()  # whoever held the parent's is not here
+        for operation in list(self._pending):
+            message = f"{operation.op} of {operation.file.path} was submitted by the parent process"
+            operation.future._end_in_child(ForkedError(message))
+        self._pending.clear()
+
+    def _runs_here(self) -> bool:
+        return threading.current_thread() in (self._completer, *self._threads)
+
+    def _refuse_if_unusable(self) -> None:
+        if os.getpid() != self._owner:
+            raise ForkedError(
+                f"this queue belongs to process {self._owner}; a forked child makes its own"
+            )
+        if self._closing:
+            raise ClosedError("the queue is closed")
+
+    def _wait_for_room(self) -> None:
+        has_room = self._changed.wait_for(
+            lambda: len(self._pending) < self._max_pending or self._closing, self._patience_s
+        )
+        if not has_room:
+            raise QueueFull(self._max_pending)
+        self._refuse_if_unusable()
+
+    def _prepare(self) -> None:
+        """Make what only programs with device arrays pay for."""
+        if self._pool is None:
+            pool = Pool(self._staging_bytes)
+            self._native.use_pool(pool._native)
+            self._pool = pool
+        if not self._threads:
+            waits = [partial(self._wait_for_copies, copies) for copies in self._copies.values()]
+            runs: list[Callable[[], None]] = [self._run, *waits]
+            self._threads = [
+                threading.Thread(target=run, name="deepnvme-staging", daemon=True) for run in runs
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    # --- the staging thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._step():
+                pass
+        finally:
+            for copies in self._copies.values():
+                copies.put(None)
+
+    def _step(self) -> bool:
+        """Do one thing; False when there will be nothing more to do.
+
+        Nothing here waits for a drive or a device. Futures end in the last line of a step:
+        callbacks may do anything.
+        """
+        with self._changed:
+            act = self._news.popleft() if self._news else None
+            following = None if act else self._with_room()
+            if not act and not following:
+                if self._closing and not self._pending:
+                    return False
+                self._changed.wait()
+                return True
+        if act:
+            act()
+        elif following:
+            self._issue(following)
+        return True
+
+    def _tell(self, act: Callable[[], None]) -> None:
+        """Let the staging thread do it."""
+        with self._changed:
+            self._news.append(act)
+            self._changed.notify_all()
+
+    def _wait_for_copies(self, copies: SimpleQueue[_Copy | None]) -> None:
+        """Run on a thread of its own for each direction."""
+        while self._wait_for_copy(copies.get()):
+            pass
+
+    def _wait_for_copy(self, copy: _Copy | None) -> bool:
+        if copy is None:
+            return False
+        piece, nbytes, event = copy
+        failure = None
+        try:
+            event.synchronize()
+        except Exception as error:
+            failure = error
+        self._tell(partial(self._after_copy, piece, nbytes, failure))
+        return True
+
+    def _with_room(self) -> _Operation | None:
+        """Return the operation whose turn it is, if there is room for its next piece, or it needs
+        none.
+        """
+        operation = self._current or (self._waiting[0] if self._waiting else None)
+        if operation is None or operation.future.cancelled():
+            return operation
+        if operation.array is None:
+            return None if self._begun else operation
+        assert self._pool is not None
+        lead, nbytes = self._extent_of_next(operation)
+        return operation if self._pool.largest_free >= lead + nbytes else None
+
+    def _extent_of_next(self, operation: _Operation) -> tuple[int, int]:
+        """Return how far into a page its next piece begins, and the piece's bytes."""
+        lead = (operation.offset + operation.issued) % _PAGE
+        return lead, min(operation.asked - operation.issued, self._staging_bytes // 2 - lead)
+
+    def _issue(self, operation: _Operation) -> None:
+        if self._current is None:
+            self._waiting.popleft()
+            if not operation.future.set_running_or_notify_cancel():
+                self._forget(operation)
+                return
+            self._begun += 1
+            self._current = operation
+            if operation.array is not None and not self._attempt(operation, operation.array.begin):
+                self._end_if_over(operation)
+                return
+        piece = self._next_piece(operation)
+        start = (
+            self._copy if operation.verb is _native.Verb.WRITE and piece.nbytes else self._submit
+        )
+        if not self._attempt(operation, partial(start, piece, piece.nbytes)):
+            self._end_piece(piece, 0)
+
+    def _next_piece(self, operation: _Operation) -> _Piece:
+        if not operation.asked:
+            piece = _Piece(operation, 0, 0, memoryview(b""), 0, 0)
+        else:
+            assert self._pool is not None
+            lead, nbytes = self._extent_of_next(operation)
+            block = self._pool.buffer(lead + nbytes)
+            address = memory_of(block, writable=True).address + lead
+            piece = _Piece(operation, operation.issued, nbytes, block, lead, address)
+        operation.issued += piece.nbytes
+        operation.flying += 1
+        if operation.issued == operation.asked:
+            self._current = None
+        return piece
+
+    def _submit(self, piece: _Piece, nbytes: int) -> None:
+        """Give the piece to its drive."""
+        operation = piece.operation
+        offset = operation.offset + piece.start
+        memory = Memory(piece.address, nbytes, piece.block)
+        stops = _native.AtEndOfFile.STOPS
+        future = self._drives.submit(
+            operation.verb, operation.file, memory, offset, stops, patience_s=None
+        )
+        future.add_done_callback(lambda ended: self._tell(partial(self._after_drive, piece, ended)))
+
+    def _copy(self, piece: _Piece, nbytes: int) -> None:
+        """Let the device copy the piece, in the direction of its operation."""
+        array = piece.operation.array
+        assert array is not None
+        copy = array.to_host if piece.operation.verb is _native.Verb.WRITE else array.to_device
+        piece.view = piece.block[piece.lead : piece.lead + nbytes]
+        self._copies[piece.operation.verb].put((piece, nbytes, copy(piece.start, piece.view)))
+
+    def _after_drive(self, piece: _Piece, future: Future[int]) -> None:
+        operation = piece.operation
+        error = future.exception()
+        moved = error.done if isinstance(error, NVMeError) else 0 if error else future.result()
+        if error or moved < piece.nbytes:
+            self._stop(operation, error)
+        if operation.verb is not _native.Verb.READ or not moved:
+            self._end_piece(piece, moved)
+        elif not self._attempt(operation, partial(self._copy, piece, moved)):
+            self._end_piece(piece, 0)
+
+    def _after_copy(self, piece: _Piece, nbytes: int, failure: Exception | None) -> None:
+        operation = piece.operation
+        if failure is not None:
+            self._stop(operation, failure)
+            self._end_piece(piece, 0)
+        elif operation.verb is _native.Verb.READ:
+            self._end_piece(piece, nbytes)
+        elif operation.failure or not self._attempt(
+            operation, partial(self._submit, piece, nbytes)
+        ):
+            self._end_piece(piece, 0)
+
+    def _attempt(self, operation: _Operation, act: Callable[[], None]) -> bool:
+        """Do it; where it fails the operation goes no further."""
+        try:
+            act()
+        except Exception as error:  # whatever a library raises belongs to the operation's future
+            self._stop(operation, error)
+            return False
+        return True
+
+    def _stop(self, operation: _Operation, failure: BaseException | None) -> None:
+        """Issue no more of it: the file has ended or something failed."""
+        operation.failure = operation.failure or failure
+        if self._current is operation:
+            self._current = None
+
+    def _end_piece(self, piece: _Piece, moved: int) -> None:
+        # By name: whoever still holds the views, such as a traceback, must not keep the memory from
+        # the next piece.
+        if piece.view is not None:
+            piece.view.release()
+        piece.block.release()
+        piece.operation.moved.append((piece.start, moved))
+        piece.operation.flying -= 1
+        self._end_if_over(piece.operation)
+
+    def _end_if_over(self, operation: _Operation) -> None:
+        if operation.flying or operation is self._current:
+            return
+        self._begun -= 1
+        error = _error_of(operation, self._backend)
+        done = operation.done()
+        self._forget(operation)
+        if error is None:
+            operation.future.set_result(done)
+        else:
+            operation.future.set_exception(error)
+
+    def _forget(self, operation: _Operation) -> None:
+        """Let go of the array and make room for another, before whoever waits is told."""
+        operation.array = None
+        with self._changed:
+            self._pending.pop(operation, None)
+            self._changed.notify_all()
+
+
+def _error_of(operation: _Operation, backend: str) -> NVMeError | None:
+    """Return the error of the whole operation, told as of one that needs no staging."""
+    failure, done = operation.failure, operation.done()
+    ended_early = operation.at_end is _native.AtEndOfFile.FAILS and done < operation.asked
+    if failure is None and not ended_early:
+        return None
+    fields: dict[str, Any] = {
+        "path": operation.file.path,
+        "offset": operation.offset,
+        "asked": operation.asked,
+        "done": done,
+        "backend": backend,
+    }
+    told = f"{operation.op} of {operation.asked} B at offset {operation.offset}"
+    if failure is None or isinstance(failure, ShortReadError):
+        return short_read_error(operation.at_end, **fields)
+    if isinstance(failure, NVMeError):
+        return io_error(failure.errno or errno.EIO, op=operation.op, **fields)
+    error = NVMeError(
+        errno.EIO,
+        f"{told} stopped after {done} B: copying between host and device failed: "
+        f"{type(failure).__name__}: {failure}",
+        op=operation.op,
+        **fields,
+    )
+    error.__cause__ = failure.with_traceback(None)  # its frames hold the array
+    return error

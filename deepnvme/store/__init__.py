@@ -1,0 +1,3 @@
+"""Tensors by name in a volume: putting, getting and committing them."""
+
+__all__ = ()

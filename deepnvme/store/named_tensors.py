@@ -1,0 +1,168 @@
+"""Tensors by name: written and then named in one step, held by name and then read.
+
+Refuses what must not be done now.
+
+Owns the one lock over what a store holds. Nobody who has it waits for a drive, and no space is read
+or written under it. What a name means and who needs which space, `Holdings` knows. Called by the
+store, from any thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from deepnvme.errors import ClosedError, NVMeError, StoreError
+from deepnvme.memory.arrays import Storable, described
+from deepnvme.memory.buffers import Memory, memory_of
+from deepnvme.store.commits import Commits
+from deepnvme.store.holdings import Holdings
+from deepnvme.store.manifest import Record, check_name
+from deepnvme.store.tensor_io import Damage, TensorIO
+from deepnvme.volume.member import Access
+from deepnvme.volume.volume import Volume
+
+__all__ = ["NamedTensors"]
+
+_KNOWN = frozenset(
+    {"array", "builtins", "deepnvme.memory.arrays", "mmap", "numpy", "torch", "torch.nn.parameter"}
+)
+"""Modules of the types that are described without running anybody's code."""
+
+
+class NamedTensors:
+    """What a store holds, and the way to its bytes."""
+
+    def __init__(self, volume: Volume, commits: Commits, *, summing: bool) -> None:
+        self.io = TensorIO(volume, summing=summing)
+        self.holdings = Holdings(volume.directories[0], self.io.release)
+        self.lock = threading.Lock()
+        self._volume = volume
+        self._commits = commits
+
+    # --- what may be done now ---------------------------------------------------------------------
+
+    def check_access(self) -> None:
+        """Refuse to change a store that was opened for reading.
+
+        Raises:
+            StoreError: it was.
+        """
+        if self._volume.access is Access.READ:
+            raise StoreError(
+                errno.EBADF,
+                "the store was opened for reading: open it with access=Access.WRITE to change it",
+                path=str(self._volume.directories[0]),
+            )
+
+    @contextmanager
+    def opened(self) -> Iterator[Holdings]:
+        """Let nobody else look at what is held, or change it, if the store is open."""
+        # first: whoever had the lock when the process was forked is not here
+        self.io.refuse_if_forked()
+        with self.lock:
+            self._check_open()
+            yield self.holdings
+
+    @contextmanager
+    def looking(self) -> Iterator[Holdings]:
+        """As `opened`, also when the store is closed."""
+        self.io.refuse_if_forked()
+        with self.lock:
+            yield self.holdings
+
+    @contextmanager
+    def changing(self) -> Iterator[Holdings]:
+        """As `opened`, if the store can be changed."""
+        with self.opened() as holdings:
+            self._check_changing()
+            yield holdings
+
+    def _check_open(self) -> None:
+        if self.holdings.closed:
+            raise ClosedError("the store is closed")
+
+    def _check_changing(self) -> None:
+        self.check_access()
+        self._commits.check()
+
+    # --- bytes ------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        tensors: Mapping[str, Any],
+        description: Callable[[Any], Storable],
+        name: Callable[[Mapping[str, Record]], None],
+    ) -> None:
+        """Write tensors, then let `name` do what follows of it, in one step; it raises before it
+        changes anything.
+        """
+        with self.changing():  # now, and not after all was written
+            pass
+        # Whatever becomes of `tensors` meanwhile: they are described while the drives are busy.
+        # Except for what may run the caller's code, which may want from this store what waits for
+        # the staging memory that is taken by then.
+        given = {check_name(each): tensor for each, tensor in tensors.items()}
+        foreign = {
+            each: tensor for each, tensor in given.items() if type(tensor).__module__ not in _KNOWN
+        }
+        first = {each: described(each, tensor, description) for each, tensor in foreign.items()}
+        records = self.io.write(
+            first.get(each) or described(each, tensor, description)
+            for each, tensor in given.items()
+        )
+        with self.lock:
+            try:
+                self._check_open()
+                self._check_changing()
+                name(dict(zip(given, records, strict=True)))
+            except NVMeError:  # a commit has failed meanwhile, or the store was closed
+                self.holdings.give_back(records)
+                raise
+
+    def read(
+        self,
+        held: Mapping[str, Record],
+        target: Callable[[str, Record], Any],
+        new: Container[str] = (),
+    ) -> dict[str, Any]:
+        """Read held tensors into what `target` returns for each, which this returns, and let them
+        go.
+
+        What it returns for names in `new` was made just then.
+        """
+        results = dict.fromkeys(held)
+
+        def memory(name: str) -> Memory:
+            results[name] = target(name, held[name])
+            return memory_of(results[name], writable=True)
+
+        with self._until_read(held):
+            self.io.read(held, memory, new)
+        return results
+
+    def damage(self, names: Iterable[str], progress: Callable[[str, int], None]) -> list[Damage]:
+        """Read the tensors of these names that are still there; tell `progress` of each, return
+        what is wrong.
+        """
+        with self.opened() as holdings:
+            held = holdings.hold([name for name in names if name in holdings])
+        found: list[Damage] = []
+        with self._until_read(held):
+            sound = len(held) > 1 and self.io.are_sound(held)
+            for name, record in held.items():
+                if not sound:
+                    found += self.io.damage(name, record)
+                progress(name, record.nbytes)
+        return found
+
+    @contextmanager
+    def _until_read(self, held: Mapping[str, Record]) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.holdings.let_go(held)

@@ -1,0 +1,715 @@
+"""`TensorStore`: named tensors on one or several drives, checksummed, and durable when asked.
+
+What its callers see, put together from parts that know one thing each: `NamedTensors` what is held
+and how its bytes travel, `Commits` what is durable, `StoreThreads` and `ReadAhead` what goes on
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from copy import deepcopy
+from enum import Enum
+from functools import partial
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+from deepnvme.choices import chosen
+from deepnvme.errors import NVMeError
+from deepnvme.memory.arrays import (
+    Returns,
+    Storable,
+    default_returns,
+    describe,
+    empty,
+    kind_of,
+    storable,
+)
+from deepnvme.queue.queue import IOQueue
+from deepnvme.store.commits import Commits
+from deepnvme.store.manifest import Record, check_name
+from deepnvme.store.named_tensors import NamedTensors
+from deepnvme.store.read_ahead import ReadAhead, streamed
+from deepnvme.store.store_threads import StoreFuture, StoreThreads
+from deepnvme.store.tensor_io import Damage
+from deepnvme.store.tree import flatten, leaves, unflatten
+from deepnvme.volume.member import Access
+from deepnvme.volume.volume import Member, Volume
+
+__all__ = ["Checksum", "Durability", "TensorStore", "UncommittedWarning"]
+
+_Directories = Sequence["str | PathLike[str] | Member"]
+_AHEAD_BYTES = 1 << 30
+
+
+class UncommittedWarning(RuntimeWarning):
+    """A durable store was closed, or forgotten without being closed, with changes that were not
+    committed.
+    """
+
+
+class Durability(Enum):
+    """What `commit()` makes of what was put (docs/decisions/0004)."""
+
+    NONE = "none"  # swap: everything goes at close
+    # survives the process; after a power loss the store is at this commit or the one before
+    DATA = "data"
+    COMMIT = "commit"  # survives power loss
+
+
+class Checksum(Enum):
+    """Whether bytes are summed when they are put, and compared when they are got."""
+
+    CRC32C = "crc32c"
+    NONE = "none"
+
+
+class TensorStore:
+    """Named tensors in one or several directories.
+
+    Made by `create`, `open` or `swap`; a context manager.
+
+    Any thread may call. What was put is there for `get` at once, and for the next process after
+    `commit()`.
+    """
+
+    _ended = True  # until there is something to end
+
+    def __init__(
+        self,
+        volume: Volume,
+        *,
+        durability: Durability,
+        checksum: Checksum,
+        returns: Returns,
+    ) -> None:
+        self.durability = durability
+        self.checksum = checksum
+        self.returns = returns
+        self._volume = volume
+        self._commits = Commits(volume, synced=durability is Durability.COMMIT)
+        self._committing = threading.Lock()
+        self._tensors = NamedTensors(volume, self._commits, summing=checksum is Checksum.CRC32C)
+        self._ahead = ReadAhead()
+        self._threads = StoreThreads()
+        self._ended = False
+
+    # --- making and opening -----------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        directories: _Directories,
+        capacity: int | None = None,
+        *,
+        durability: Durability = Durability.COMMIT,
+        checksum: Checksum = Checksum.CRC32C,
+        returns: Returns | None = None,
+        queue: IOQueue | None = None,
+    ) -> TensorStore:
+        """Make a store of `capacity` bytes in `directories`, one per drive, and reserve them.
+
+        Replacing a tensor needs room for both until two commits later, so a store that is rewritten
+        wholly needs three times what it holds.
+
+        Raises:
+            OSError: a directory holds one already, is full, or cannot be written.
+        """
+        kept = _durable(durability)
+        summed, given = chosen(Checksum, checksum, "checksum"), _returns(returns)
+        with ExitStack() as undo:
+            volume = Volume.create(directories, capacity, queue=queue)
+            undo.callback(volume.discard)
+            store = cls(volume, durability=kept, checksum=summed, returns=given)
+            undo.callback(store.discard)
+            store.commit()
+            undo.pop_all()
+        return store
+
+    @classmethod
+    def swap(
+        cls,
+        directories: _Directories,
+        capacity: int | None = None,
+        *,
+        checksum: Checksum = Checksum.NONE,
+        returns: Returns | None = None,
+        queue: IOQueue | None = None,
+    ) -> TensorStore:
+        """Make a store that lasts until it is closed: no commits, and no checksums unless asked
+        for.
+
+        Its files have no names, so a killed program leaves nothing in the directories.
+        """
+        summed, given = chosen(Checksum, checksum, "checksum"), _returns(returns)
+        volume = Volume.temporary(directories, capacity, queue=queue)
+        return cls(volume, durability=Durability.NONE, checksum=summed, returns=given)
+
+    @classmethod
+    def open(
+        cls,
+        directories: _Directories,
+        *,
+        access: Access = Access.WRITE,
+        generation: int | None = None,
+        durability: Durability = Durability.COMMIT,
+        checksum: Checksum = Checksum.CRC32C,
+        returns: Returns | None = None,
+        queue: IOQueue | None = None,
+    ) -> TensorStore:
+        """Open a store at its last commit, or at the commit before it where `generation` names
+        that.
+
+        With Access.READ nothing is written, and any number of processes may have it open so at
+        once; whatever would change the store is refused, and meanwhile so is whoever opens it with
+        Access.WRITE.
+
+        Raises:
+            StoreError: there never was a commit, or its manifest is damaged: which file, and what
+                is wrong with it.
+            VolumeError: a directory is missing or foreign.
+            VolumeLockedError: another process has it open for writing, or for reading, and this is
+                to write.
+        """
+        kept = _durable(durability)
+        summed, given = chosen(Checksum, checksum, "checksum"), _returns(returns)
+        with ExitStack() as undo:
+            volume = Volume.open(directories, access=access, queue=queue)
+            undo.callback(volume.close)
+            store = cls(volume, durability=kept, checksum=summed, returns=given)
+            manifests, meant = store._commits.find(generation)
+            store._tensors.holdings.adopt(manifests, meant, volume.reserve)
+            undo.pop_all()
+        return store
+
+    # --- tensors ----------------------------------------------------------------------------------
+
+    def put(self, name: str, tensor: Any) -> None:
+        """Write a tensor, an array or bytes under `name`, in place of what had it.
+
+        Returns when it is on the drive.
+
+        Its bytes are written from where they lie. A tensor that would have to be copied first (it
+        is on a GPU, or not contiguous) is refused, so that no memory is taken unseen; `put_state`
+        makes such copies.
+
+        Raises:
+            TypeError, ValueError: it would have to be copied, or has no dtype that can be stored;
+            nothing has changed.
+            VolumeFullError: there is no room; nothing has changed.
+            NVMeError: a drive failed; the name still has what it had.
+        """
+        self.put_many({name: tensor})
+
+    def put_many(self, tensors: Mapping[str, Any]) -> None:
+        """Write several tensors, small ones together; all of them or, where that fails, none."""
+        self._put(tensors, tensors, describe, self._tensors.holdings.name)
+
+    def get(self, name: str, out: Any = None) -> Any:
+        """Return the tensor of that name, read into `out` where given, which must have its type and
+        shape.
+
+        Raises:
+            KeyError: there is none.
+            ChecksumError: the drive returned other bytes than were put.
+        """
+        with self._tensors.opened():
+            ahead = self._ahead.take(name)
+            self._read_on()
+        # What has not begun is not waited for: it may be queued behind us, for the thread that this
+        # runs in.
+        if ahead is not None and not ahead.cancel() and out is None:
+            return ahead.result()
+        return self.get_many((name,), None if out is None else {name: out})[name]
+
+    def get_many(
+        self, names: Iterable[str], out: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return several tensors by name, small ones read together.
+
+        Raises:
+            KeyError: there is none of a name.
+            ValueError: one of `out` was not asked for, or is of another dtype or shape.
+            ChecksumError: the drive returned other bytes than were put.
+        """
+        wanted = _named(names)
+        _check_out(out, wanted)
+        with self._tensors.opened() as holdings:
+            held = holdings.hold(wanted)
+        given = out or {}
+        return self._tensors.read(held, partial(self._target, given), held.keys() - given.keys())
+
+    def delete(self, name: str) -> None:
+        """Forget a tensor. Its space is used again when no commit holds it any more.
+
+        Raises:
+            KeyError: there is none.
+            ValueError: it is a part of a state dict, which would be none without it.
+        """
+        self._wait_for_queued((name,))
+        with self._tensors.changing() as holdings:
+            self._forget_ahead(holdings.unname(name))
+
+    def prefetch(self, names: Iterable[str], *, most_bytes: int = _AHEAD_BYTES) -> None:
+        """Begin to read tensors; the next `get` of each, without `out`, finds it read or being
+        read.
+
+        At most `most_bytes` (1 GiB) of them are held at once, or one that is larger: the rest is
+        begun in this order as those are got. A `get` of what was not begun reads it then. What is
+        never got is held until it is replaced or deleted, `forget_prefetched` is called or the
+        store is closed.
+        """
+        if most_bytes < 0:
+            raise ValueError(f"most_bytes must not be negative, got {most_bytes}")
+        wanted = _named(names)
+        self._reader()
+        with self._tensors.opened() as holdings:
+            self._threads.check_taking()
+            self._ahead.want({name: holdings.record(name).nbytes for name in wanted}, most_bytes)
+            self._read_on()
+
+    def forget_prefetched(self, names: Iterable[str] | None = None) -> None:
+        """Let go of what `prefetch` read and nobody got, all of it without `names`.
+
+        What has not begun is not read.
+        """
+        with self._tensors.opened():
+            self._forget_ahead(names)
+
+    def stream(
+        self, names: Iterable[str] | None = None, *, depth: int = 4
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield names and tensors in the order of `names` (all, as they lie, without it), `depth`
+        of them ahead.
+
+        Small tensors that follow one another are read together, and count as one of these.
+        """
+        for group, future in self._streamed(names, depth):
+            try:
+                found = future.result()
+            except (NVMeError, KeyError):  # those before the one that fails are still wanted
+                found = {}
+            for name in group:
+                yield name, found[name] if name in found else self.get(name)
+            del found, future  # not kept while the next ones are waited for
+
+    # --- without blocking -------------------------------------------------------------------------
+
+    def put_async(self, name: str, tensor: Any) -> StoreFuture[None]:
+        """Begin to put; `tensor` must not change until the future has ended."""
+        return self._writer().write(lambda: self.put(name, tensor), (name,))
+
+    def get_async(self, name: str, out: Any = None) -> StoreFuture[Any]:
+        """Begin to get."""
+        return self._reader().read(lambda: self.get(name, out))
+
+    def put_many_async(self, tensors: Mapping[str, Any]) -> StoreFuture[None]:
+        """Begin to put several."""
+        return self._writer().write(lambda: self.put_many(tensors), tensors)
+
+    def get_many_async(
+        self, names: Iterable[str], out: Mapping[str, Any] | None = None
+    ) -> StoreFuture[dict[str, Any]]:
+        """Begin to get several."""
+        wanted = _named(names)
+        _check_out(out, wanted)
+        return self._reader().read(lambda: self.get_many(wanted, out))
+
+    def put_state_async(self, name: str, state: Any) -> StoreFuture[None]:
+        """Begin to put a state dict; nothing in it must change until the future has ended."""
+        return self._writer().write(lambda: self.put_state(name, state), (name,))
+
+    def get_state_async(self, name: str) -> StoreFuture[Any]:
+        """Begin to get a state dict."""
+        return self._reader().read(lambda: self.get_state(name))
+
+    def delete_async(self, name: str) -> StoreFuture[None]:
+        """Begin to delete, after the puts that were begun before."""
+        return self._writer().write(lambda: self.delete(name), (name,))
+
+    def delete_state_async(self, name: str) -> StoreFuture[None]:
+        """Begin to delete a state dict, after the puts that were begun before."""
+        return self._writer().write(lambda: self.delete_state(name), (name,))
+
+    def verify_async(self) -> StoreFuture[tuple[Damage, ...]]:
+        """Begin to verify."""
+        return self._reader().read(self.verify)
+
+    def commit_async(self) -> StoreFuture[int]:
+        """Begin to commit what is put by now, puts that have begun included."""
+        return self._writer().write(partial(self._commit, self._threads.writes()))
+
+    async def stream_async(
+        self, names: Iterable[str] | None = None, *, depth: int = 4
+    ) -> AsyncIterator[tuple[str, Any]]:
+        """As `stream`, on the running event loop."""
+        for group, future in self._streamed(names, depth):
+            try:
+                found = await future
+            except (NVMeError, KeyError):
+                found = {}
+            for name in group:
+                yield name, found[name] if name in found else await self.get_async(name)
+            del found, future
+
+    # --- state dicts ------------------------------------------------------------------------------
+
+    def put_state(self, name: str, state: Any) -> None:
+        """Put a state dict: nested dicts, lists and plain values, with tensors as leaves.
+
+        Replaces one of that name.
+
+        Tensors on a GPU, or whose bytes are not one piece of memory, are copied one by one as they
+        are written.
+        """
+        structure, found = flatten(state)
+        tensors = {f"{check_name(name)}/{leaf}": tensor for leaf, tensor in found.items()}
+        self._put(
+            tensors, (name,), storable, partial(self._tensors.holdings.name_state, name, structure)
+        )
+
+    def get_state(self, name: str) -> Any:
+        """Return a state dict as it was put.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        with self._tensors.opened() as holdings:
+            structure, kinds, held = holdings.hold_state(name)
+        found = self._tensors.read(
+            held, lambda leaf, record: empty(record.dtype, record.shape, kinds[leaf]), held
+        )
+        return unflatten(
+            structure, {leaf.removeprefix(f"{name}/"): tensor for leaf, tensor in found.items()}
+        )
+
+    def put_tree(self, name: str, structure: Any) -> None:
+        """Make a state dict of tensors that are there already, under `name`, a slash and the name
+        of the leaf.
+
+        `structure` is one of the `trees` of another store.
+
+        Raises:
+            ManifestError: it is not the structure of a state dict.
+            KeyError: a tensor of it is missing.
+        """
+        leaves(structure)  # before it is copied: it may be anything
+        self._wait_for_queued((name,))
+        with self._tensors.changing() as holdings:
+            holdings.name_tree(check_name(name), deepcopy(structure))
+
+    @property
+    def trees(self) -> Mapping[str, Any]:
+        """The structures of the state dicts (deepnvme.store.tree), by name. Not to be changed."""
+        with self._tensors.looking() as holdings:
+            return holdings.trees
+
+    def delete_state(self, name: str) -> None:
+        """Forget a state dict and its tensors.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        self._wait_for_queued((name,))
+        with self._tensors.changing() as holdings:
+            self._forget_ahead(holdings.unname_state(name))
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of the state dicts."""
+        return tuple(self.trees)
+
+    # --- what is there ----------------------------------------------------------------------------
+
+    def record(self, name: str) -> Record:
+        """Return a tensor's type, shape and place."""
+        with self._tensors.looking() as holdings:
+            return holdings.record(name)
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether a tensor has that name."""
+        with self._tensors.looking() as holdings:
+            return name in holdings
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names there are now."""
+        with self._tensors.looking() as holdings:
+            return iter(holdings.names)
+
+    def __len__(self) -> int:
+        """Count the tensors."""
+        return len(self._tensors.holdings)
+
+    def __getitem__(self, name: str) -> Any:
+        """As `get`."""
+        return self.get(name)
+
+    @property
+    def generation(self) -> int:
+        """The number of the last commit."""
+        return self._commits.generation
+
+    @property
+    def volume(self) -> Volume:
+        """Where the bytes are."""
+        return self._volume
+
+    def verify(
+        self, progress: Callable[[str, int], None] = lambda _name, _nbytes: None
+    ) -> tuple[Damage, ...]:
+        """Read every tensor and compare it with its checksums; return what is wrong.
+
+        Tells `progress` of each.
+
+        A state dict that lacks a tensor is damaged as well, under the name of that.
+        """
+        with self._tensors.opened() as holdings:
+            missing, groups = holdings.missing(), holdings.groups(holdings.names)
+        lost = [
+            Damage(name, 0, 0, "it belongs to a state dict, and is missing") for name in missing
+        ]
+        return (
+            *lost,
+            *(damage for group in groups for damage in self._tensors.damage(group, progress)),
+        )
+
+    # --- durability -------------------------------------------------------------------------------
+
+    def commit(self) -> int:
+        """Make what is put by now the store's content, whole, for every later process; return its
+        generation.
+
+        Puts that have begun are waited for; one that fails is not part of the commit, as nothing of
+        it is there. Ctrl-C ends the wait for it, and it is made all the same: closing, and the next
+        commit, wait for that.
+
+        Raises:
+            PoisonedError: an earlier fsync failed, so that nothing can be promised any more; open
+                the store again.
+            NVMeError: this one failed; the store on the drives is still what it was, or the store
+                is now poisoned.
+        """
+        self._tensors.io.refuse_if_forked()
+        if self._threads.is_current:
+            return self._commit(self._threads.writes())
+        try:
+            # on the thread that writes, as no signal's handler raises there
+            future = self.commit_async()
+        except RuntimeError:  # the interpreter ends: its threads have, and take nothing more
+            return self._commit(self._threads.writes())
+        return future.result()
+
+    def _commit(self, before: Iterable[Future[Any] | threading.Lock]) -> int:
+        if self.durability is Durability.NONE:
+            raise ValueError("a swap store has no commits: use TensorStore.create()")
+        self._threads.wait_for(before)
+        with self._committing:
+            last = self._commits.generation
+            with self._tensors.changing() as holdings:
+                content = holdings.begin_commit()
+            try:
+                self._commits.make(content.tensors, content.trees)
+            finally:
+                with self._tensors.lock:
+                    if self._commits.generation > last:
+                        holdings.committed(last + 1, content)
+                    elif not self._commits.poisoned:
+                        # else it may be on the drives, and keeps its space
+                        holdings.not_committed(content)
+            return last + 1
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._threads.ending
+
+    def close(self) -> None:
+        """Wait for what is under way and let go of the drives. What was not committed is gone.
+
+        Again: does nothing.
+        """
+        if self._end(self._volume.close):
+            self._tell_of_loss("closed")
+
+    def discard(self) -> None:
+        """Close, and remove the store's files: what was made is not wanted after all."""
+        self._tensors.check_access()
+        self._end(self._remove)
+
+    def _remove(self) -> None:
+        self._commits.remove()
+        self._volume.discard()
+
+    def _end(self, let_go: Callable[[], None]) -> bool:
+        """Wait for what is under way, then let go of the drives; return False where that was done
+        before.
+        """
+        if self._tensors.io.is_forked:  # threads, locks and files are the parent's
+            self._threads.ending = True
+            self._volume.close()
+            return False
+        if self._threads.is_current:  # a callback closes: it would wait for itself
+            threading.Thread(target=self._end, args=(let_go,), name="deepnvme-close").start()
+            return False
+        self._threads.take_no_more()
+        with self._tensors.lock:
+            self._ahead.forget()
+        self._threads.join()
+        # or a manifest would be renamed after somebody else has opened the store
+        with self._committing:
+            if self._ended:
+                return False
+            with self._tensors.lock:
+                self._tensors.holdings.closed = True
+            self._tensors.io.close()
+            let_go()
+            self._ended = True  # last: interrupted before, it is done again
+        return True
+
+    def __del__(self) -> None:
+        """Tell of changes that nobody will find, where nobody closed the store."""
+        if not self._ended and not self.closed and not self._tensors.io.is_forked:
+            self._tell_of_loss("forgotten without close()")
+
+    def _tell_of_loss(self, what: str, *, stacklevel: int = 3) -> None:
+        if (
+            self._tensors.holdings.changed
+            and self.durability is not Durability.NONE
+            and not self._commits.poisoned
+        ):
+            where = self._volume.directories[0]
+            message = (
+                f"the store in {where} was {what} with changes that were not committed; they are "
+                "gone"
+            )
+            warnings.warn(message, UncommittedWarning, stacklevel=stacklevel)
+
+    def __enter__(self) -> TensorStore:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        if self._end(self._volume.close):
+            self._tell_of_loss("closed")
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled."""
+        raise TypeError(
+            "a store is not pickled: open it by its directories in the other process, with "
+            "access=Access.READ in both"
+        )
+
+    def __repr__(self) -> str:
+        """Show where it is, and what it holds."""
+        state = (
+            "closed"
+            if self._tensors.holdings.closed
+            else f"{len(self)} tensors, generation {self.generation}"
+        )
+        return f"TensorStore({str(self._volume.directories[0])!r}, {state})"
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _put(
+        self,
+        tensors: Mapping[str, Any],
+        names: Iterable[str],
+        description: Callable[[Any], Storable],
+        name: Callable[[Mapping[str, Record]], Iterable[str]],
+    ) -> None:
+        """Write tensors and name them; what is read ahead under names of other content now is not
+        wanted any more.
+
+        Writes of these `names` that were begun before, and not waited for, come first.
+        """
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"expected tensors by name, as a mapping; got {type(tensors).__name__}")
+        self._wait_for_queued(names)
+        with self._threads.writing():
+            self._tensors.write(
+                tensors, description, lambda records: self._forget_ahead(name(records))
+            )
+
+    def _wait_for_queued(self, names: Iterable[str]) -> None:
+        self._tensors.io.refuse_if_forked()
+        self._threads.wait_for_queued(names)
+
+    def _target(self, out: Mapping[str, Any], name: str, record: Record) -> Any:
+        if name not in out:
+            return empty(record.dtype, record.shape, self.returns)
+        kind = kind_of(out[name])
+        if kind != (record.dtype, record.shape):
+            raise ValueError(
+                f"{name!r} is {record.dtype} of shape {record.shape}; `out` for it is {kind[0]} of "
+                f"shape {kind[1]}"
+            )
+        return out[name]
+
+    def _forget_ahead(self, names: Iterable[str] | None) -> None:
+        """Called with the lock held."""
+        self._ahead.forget(names)
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Read ahead as much as there is room for. Called with the lock held."""
+        self._ahead.begin(lambda name: self._threads.read(lambda: self.get_many((name,))[name]))
+
+    def _streamed(
+        self, names: Iterable[str] | None, depth: int
+    ) -> Iterator[tuple[Sequence[str], StoreFuture[dict[str, Any]]]]:
+        given = None if names is None else list(names)
+        with self._tensors.opened() as holdings:
+            groups = list(holdings.groups(holdings.in_order() if given is None else given))
+        return streamed(groups, self.get_many_async, depth)
+
+    def _reader(self) -> StoreThreads:
+        """Return the threads; torch, where they will need it, is there, imported by one thread that
+        Ctrl-C may stop.
+        """
+        self._tensors.io.refuse_if_forked()
+        if self.returns is Returns.TORCH:
+            with suppress(ImportError):  # told where it is needed
+                importlib.import_module("torch")
+        return self._threads
+
+    def _writer(self) -> StoreThreads:
+        self._tensors.check_access()
+        self._tensors.io.refuse_if_forked()
+        return self._threads
+
+
+def _durable(durability: Durability) -> Durability:
+    kept = chosen(Durability, durability, "durability")
+    if kept is Durability.NONE:
+        raise ValueError("a store without durability is made by TensorStore.swap()")
+    return kept
+
+
+def _returns(returns: Returns | None) -> Returns:
+    return default_returns() if returns is None else chosen(Returns, returns, "returns")
+
+
+def _named(names: Iterable[str]) -> list[str]:
+    if isinstance(names, str):
+        raise TypeError(f"expected names, such as [{names!r}]; got the text {names!r}")
+    return list(dict.fromkeys(names))
+
+
+def _check_out(out: Mapping[str, Any] | None, wanted: Iterable[str]) -> None:
+    others = (out or {}).keys() - set(wanted)
+    if others:
+        raise ValueError(f"`out` has {min(others)!r}, which is not asked for")

@@ -1,0 +1,448 @@
+"""`TensorIO`: tensors to and from a volume's extents, with their checksums.
+
+Knows no names and no commits.
+
+Large tensors travel from and to their own memory and are summed while the drives are busy; small
+ones share operations through staging memory and are summed in the pass that copies them (decision
+0004). Whatever fails, no memory is let go while a drive may use it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain
+
+from deepnvme.errors import ChecksumError, ClosedError, ForkedError, NVMeError, VolumeFullError
+from deepnvme.memory.arrays import Scattered, Storable
+from deepnvme.memory.buffers import Memory, memory_of
+from deepnvme.memory.checksum import CHECKSUM_BYTES, checksums_of
+from deepnvme.memory.copying import gather, scatter
+from deepnvme.queue.pipeline import (
+    MOST_BYTES,
+    RUN_BYTES,
+    Piece,
+    Pipeline,
+    Staged,
+    Stretch,
+    once_there_is_room,
+    together,
+)
+from deepnvme.queue.queue import Batch
+from deepnvme.sizes import SMALL_BYTES, whole_pages
+from deepnvme.store.manifest import Record
+from deepnvme.volume.extents import Extent, slices
+from deepnvme.volume.volume import Volume
+
+__all__ = ["Damage", "TensorIO"]
+
+_PIECE_BYTES = 8 << 20  # of a large tensor: one is summed while the drives are busy with others
+_LARGE_RUNS = 4  # of each drive
+_STAGED_DRIVES = 2  # up to so many one thread keeps up with, which copies
+_STAGED_BYTES = 4 << 20  # pieces from here on travel through one on their way to new memory
+# pieces begun before the first is summed: while it is being transferred
+_UNSUMMED = MOST_BYTES // _PIECE_BYTES - 1
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Bytes of a tensor that are not those that were put, or that the drive does not return."""
+
+    name: str
+    offset: int
+    nbytes: int
+    reason: str
+
+
+class TensorIO:
+    """Writes and reads tensors on one volume. Any thread may call."""
+
+    def __init__(self, volume: Volume, *, summing: bool) -> None:
+        self._volume = volume
+        self._summing = summing
+        self._owner = os.getpid()
+        queues = set(volume.queues)
+        self._staged = Staged(queues)
+        # Large ones neither wait for it nor let small ones wait.
+        self._staged_large = Staged(
+            queues, runs=_LARGE_RUNS * min(_STAGED_DRIVES, len(volume.queues))
+        )
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a child of the one that made it: it does not even have the
+        staging memory.
+        """
+        return os.getpid() != self._owner
+
+    def refuse_if_forked(self) -> None:
+        """Refuse a forked child.
+
+        Raises:
+            ForkedError: this process is one.
+        """
+        if self.is_forked:
+            raise ForkedError(
+                f"this store belongs to process {self._owner}; a forked child opens one of its own"
+            )
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def write(self, tensors: Iterable[Storable]) -> list[Record]:
+        """Write all of them, or none and raise. Returns when the drives have them.
+
+        Each is asked for when those before it are on their way: whatever that raises ends all.
+        """
+        self.refuse_if_forked()
+        records: dict[int, Record] = {}
+        taken: list[Extent] = []
+        try:
+            with Pipeline(drives=len(self._volume.queues)) as pipeline:
+                for group in _cut(enumerate(tensors)):
+                    if 0 < group[0][1].nbytes <= SMALL_BYTES:
+                        records.update(self._write_together(group, taken, pipeline))
+                    for index, tensor in group:
+                        if index not in records:
+                            records[index] = self._write_alone(tensor, taken, pipeline)
+        except BaseException:
+            self._volume.release(taken)
+            raise
+        return [records[index] for index in range(len(records))]
+
+    def release(self, record: Record) -> None:
+        """Give its space back."""
+        self._volume.release(record.extents)
+
+    def close(self) -> None:
+        """Let go of the staging memory, which queues that go on would keep.
+
+        Whoever reads or writes has ended.
+        """
+        self._staged.close()
+        self._staged_large.close()
+
+    def _write_alone(self, tensor: Storable, taken: list[Extent], pipeline: Pipeline) -> Record:
+        extents = self._volume.allocate(tensor.nbytes)
+        taken += extents  # from here on a failure gives the space back
+        pipeline.wait_for_room()
+        memory = tensor.gathered().memory  # now: a copy takes memory no longer than its writing
+        if self._summing and not isinstance(tensor, Scattered):
+            return Record(
+                tensor.code, tensor.shape, extents, self._store_summed(extents, memory, pipeline)
+            )
+        # A copy is one step, as all of it is held until its last byte is written, and the next one
+        # waits for that.
+        self._store(extents, memory, pipeline.start(memory.nbytes))
+        return Record(
+            tensor.code, tensor.shape, extents, checksums_of(memory) if self._summing else None
+        )
+
+    def _store_summed(
+        self, extents: Sequence[Extent], memory: Memory, pipeline: Pipeline
+    ) -> tuple[int, ...]:
+        """Write in pieces, and sum each while it is on its way."""
+        sums: dict[int, tuple[int, ...]] = {}
+        unsummed: deque[tuple[int, Memory]] = deque()
+
+        def sum_oldest() -> None:
+            start, piece = unsummed.popleft()
+            sums[start] = checksums_of(piece)
+
+        for start, length in _in_turns(extents, _PIECE_BYTES):
+            piece = memory.part(start, length)
+            self._store(slices(extents, start, length), piece, pipeline.start(length))
+            unsummed.append((start, piece))
+            if len(unsummed) > _UNSUMMED:
+                sum_oldest()
+        while unsummed:
+            sum_oldest()
+        return tuple(chain.from_iterable(sums[start] for start in sorted(sums)))
+
+    def _write_together(
+        self, group: Sequence[tuple[int, Storable]], taken: list[Extent], pipeline: Pipeline
+    ) -> dict[int, Record]:
+        sizes = [tensor.nbytes for _, tensor in group]
+        try:
+            extents = self._volume.allocate_run(sizes)
+        except VolumeFullError:
+            return {}  # there may be room in smaller pieces, for each alone
+        untaken = len(taken)
+        taken += extents
+        places = [0, *accumulate(extent.end - extent.offset for extent in extents[:-1])]
+        stretches = list(_joined(extents, places))
+        taken[untaken:] = [stretch for _, stretch in stretches]  # the same space in fewer objects
+        staging = self._staged.take(pipeline)
+        batch = pipeline.start(staging.nbytes, release=partial(self._staged.give, staging))
+        described = [tensor.gathered() for _, tensor in group]
+        sums = gather(
+            staging, places, sizes, [each.memory for each in described], summing=self._summing
+        )
+        for start, stretch in stretches:
+            self._store((stretch,), staging.part(start, stretch.nbytes), batch)
+        checksums = [(crc,) for crc in sums] if self._summing else [None] * len(group)
+        return {
+            index: Record(tensor.code, tensor.shape, (extent,), each)
+            for (index, tensor), extent, each in zip(group, extents, checksums, strict=True)
+        }
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def read(
+        self,
+        wanted: Mapping[str, Record],
+        target: Callable[[str], Memory],
+        new: Container[str] = (),
+    ) -> None:
+        """Fill the memory that `target` returns for each name, which it is asked for while the
+        drives are busy.
+
+        That of the names in `new` was just made, and its pages lie scattered: large pieces travel
+        there through staging memory as well, where other calls leave some, as drives take up to
+        twice as long for scattered pages.
+
+        Raises:
+            ChecksumError: the drive returned other bytes than were written.
+        """
+        self.refuse_if_forked()
+        small: list[str] = []
+        with Pipeline(drives=len(self._volume.queues)) as pipeline:
+            for name, record in wanted.items():
+                if len(record.places) == 3 and record.places[2] <= SMALL_BYTES:  # one extent
+                    small.append(name)
+                elif name in new and len(self._volume.queues) <= _STAGED_DRIVES:
+                    self._read_staged(name, record, target(name), pipeline)
+                else:
+                    self._read_alone(name, record, target(name), pipeline)
+            small.sort(key=lambda name: wanted[name].places)
+            for stretch in together(_piece_of(name, wanted[name]) for name in small):
+                self._read_together(stretch, wanted, target, pipeline)
+
+    def _read_alone(self, name: str, record: Record, memory: Memory, pipeline: Pipeline) -> None:
+        extents = record.extents
+        for start, length in _in_turns(extents, _PIECE_BYTES):
+            piece = memory.part(start, length)
+            batch = pipeline.start(
+                length, land=partial(self._check_piece, name, record, start, piece)
+            )
+            self._fetch(slices(extents, start, length), piece, batch)
+
+    def _read_staged(self, name: str, record: Record, memory: Memory, pipeline: Pipeline) -> None:
+        extents = record.extents
+        for start, length in _in_turns(extents, min(_PIECE_BYTES, self._staged_large.run_bytes)):
+            piece = memory.part(start, length)
+            staging = (
+                self._staged_large.take_unless_others_have_it(pipeline)
+                if length >= _STAGED_BYTES
+                else None
+            )
+            if staging is None:
+                batch = pipeline.start(
+                    length, land=partial(self._check_piece, name, record, start, piece)
+                )
+                self._fetch(slices(extents, start, length), piece, batch)
+                continue
+            batch = pipeline.start(
+                staging.nbytes,
+                land=partial(self._land_piece, name, record, start, staging, piece),
+                release=partial(Staged.give, staging),
+            )
+            self._fetch(slices(extents, start, length), staging.part(0, length), batch)
+
+    def _land_piece(
+        self, name: str, record: Record, start: int, staging: Memory, piece: Memory
+    ) -> None:
+        places = range(0, piece.nbytes, CHECKSUM_BYTES)
+        sizes = [min(CHECKSUM_BYTES, piece.nbytes - place) for place in places]
+        parts = [piece.part(place, nbytes) for place, nbytes in zip(places, sizes, strict=True)]
+        summing = self._summing and record.checksums is not None
+        _check(name, record, start, scatter(staging, places, sizes, parts, summing=summing))
+
+    def _check_piece(self, name: str, record: Record, start: int, piece: Memory) -> None:
+        if self._summing and record.checksums is not None:
+            _check(name, record, start, checksums_of(piece))
+
+    def _read_together(
+        self,
+        stretch: Stretch[str],
+        wanted: Mapping[str, Record],
+        target: Callable[[str], Memory],
+        pipeline: Pipeline,
+    ) -> None:
+        staging = self._staged.take(pipeline)
+        memories: list[Memory] = []
+        batch = pipeline.start(
+            staging.nbytes,
+            land=partial(self._land, stretch, wanted, staging, memories),
+            release=partial(self._staged.give, staging),
+        )
+        whole = Extent(stretch.file, stretch.start, stretch.nbytes)
+        self._fetch((whole,), staging.part(0, whole.nbytes), batch)
+        memories += [target(piece.what) for piece in stretch.pieces]
+
+    def _land(
+        self,
+        stretch: Stretch[str],
+        wanted: Mapping[str, Record],
+        staging: Memory,
+        memories: Sequence[Memory],
+    ) -> None:
+        places = [piece.offset - stretch.start for piece in stretch.pieces]
+        sizes = [piece.nbytes for piece in stretch.pieces]
+        sums = scatter(staging, places, sizes, memories, summing=self._summing)
+        for piece, got in zip(stretch.pieces, sums, strict=False):  # none where none are taken
+            _check(piece.what, wanted[piece.what], 0, (got,))
+
+    def are_sound(self, wanted: Mapping[str, Record]) -> bool:
+        """Read all of these at once; False where something is wrong with one, or nothing was
+        compared.
+        """
+        if not self._summing:
+            return False
+        try:
+            self.read(wanted, lambda name: memory_of(bytearray(wanted[name].nbytes), writable=True))
+        except ClosedError:
+            raise  # the store was closed meanwhile: that is no damage
+        except NVMeError:
+            return False
+        return True
+
+    def damage(self, name: str, record: Record) -> Iterator[Damage]:
+        """Read a tensor and yield what of it is wrong: one piece is summed while the next one is
+        read.
+        """
+        self.refuse_if_forked()
+        buffers = [
+            memory_of(bytearray(min(_PIECE_BYTES, record.nbytes)), writable=True) for _ in range(2)
+        ]
+        under_way: deque[tuple[int, Memory, Batch]] = deque()
+        try:
+            for index, (start, length) in enumerate(_pieces(record.nbytes, _PIECE_BYTES)):
+                piece = buffers[index % 2].part(0, length)
+                under_way.append((start, piece, Batch()))
+                self._fetch(slices(record.extents, start, length), piece, under_way[-1][2])
+                if len(under_way) > 1:
+                    yield from self._damage_of(name, record, *under_way.popleft())
+            while under_way:
+                yield from self._damage_of(name, record, *under_way.popleft())
+        finally:
+            for _, _, batch in under_way:
+                batch.drain()
+
+    @staticmethod
+    def _damage_of(
+        name: str, record: Record, start: int, piece: Memory, batch: Batch
+    ) -> Iterator[Damage]:
+        try:
+            batch.wait()
+        except ClosedError:
+            raise
+        except NVMeError as error:
+            yield Damage(name, start, piece.nbytes, str(error))
+            return
+        finally:
+            batch.drain()
+        for at, nbytes in _differing(record, start, checksums_of(piece)):
+            yield Damage(name, at, nbytes, "these are not the bytes that were put")
+
+    # --- one extent at a time: a queue may have room for no more ----------------------------------
+
+    def _fetch(self, extents: Iterable[Extent], memory: Memory, batch: Batch) -> None:
+        for extent, part in _parts(extents, memory):
+            batch.futures += once_there_is_room(partial(self._volume.pread, (extent,), part))
+
+    def _store(self, extents: Iterable[Extent], memory: Memory, batch: Batch) -> None:
+        for extent, part in _parts(extents, memory):
+            batch.futures += once_there_is_room(partial(self._volume.pwrite, (extent,), part))
+
+
+def _parts(extents: Iterable[Extent], memory: Memory) -> Iterator[tuple[Extent, Memory]]:
+    """Yield each extent with its part of the memory."""
+    start = 0
+    for extent in extents:
+        yield extent, memory.part(start, extent.nbytes)
+        start += extent.nbytes
+
+
+_Numbered = tuple[int, Storable]
+
+
+def _cut(tensors: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
+    """Yield small ones in runs that fit into staging memory, and the others one by one."""
+    run: list[_Numbered] = []
+    room = RUN_BYTES
+    for each in tensors:
+        nbytes = each[1].nbytes
+        if not 0 < nbytes <= SMALL_BYTES:
+            yield [each]
+            continue
+        room -= whole_pages(nbytes)
+        if room < 0:
+            yield run
+            run, room = [], RUN_BYTES - whole_pages(nbytes)
+        run.append(each)
+    if run:
+        yield run
+
+
+def _joined(extents: Sequence[Extent], places: Sequence[int]) -> Iterator[tuple[int, Extent]]:
+    """Yield where in the staging memory each unbroken stretch of space starts, and the stretch, in
+    whole pages.
+    """
+    first, start = extents[0], places[0]
+    end = first.offset
+    for extent, place in zip(extents, places, strict=True):
+        if extent.offset != end or extent.member != first.member:
+            yield start, Extent(first.member, first.offset, end - first.offset)
+            first, start = extent, place
+        end = extent.end
+    yield start, Extent(first.member, first.offset, end - first.offset)
+
+
+def _piece_of(name: str, record: Record) -> Piece[str]:
+    """Return a small tensor as what an operation on its one extent moves."""
+    member, offset, nbytes = record.places
+    return Piece(member, offset, nbytes, name)
+
+
+def _pieces(nbytes: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield start and length of the pieces in which a tensor travels."""
+    for start in range(0, nbytes, most):
+        yield start, min(most, nbytes - start)
+
+
+def _in_turns(extents: Sequence[Extent], most: int) -> list[tuple[int, int]]:
+    """Return the same pieces in an order in which all drives have something to do until the end."""
+    totals: dict[int, int] = {}
+    for extent in extents:
+        totals[extent.member] = totals.get(extent.member, 0) + extent.nbytes
+    passed = dict.fromkeys(totals, 0)
+    # how much of what its drive holds lies before a piece, by where that begins
+    share: dict[int, float] = {}
+    begin = 0
+    for extent in extents:
+        first = -(-begin // most) * most
+        for start in range(first, begin + extent.nbytes, most):
+            share[start] = (passed[extent.member] + start - begin) / totals[extent.member]
+        passed[extent.member] += extent.nbytes
+        begin += extent.nbytes
+    return sorted(_pieces(begin, most), key=lambda piece: share[piece[0]])
+
+
+def _differing(record: Record, start: int, sums: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of what differs, of the bytes from `start` that have these
+    checksums.
+    """
+    if record.checksums is None:
+        return
+    for index, got in enumerate(sums, start // CHECKSUM_BYTES):
+        if got != record.checksums[index]:
+            at = index * CHECKSUM_BYTES
+            yield at, min(CHECKSUM_BYTES, record.nbytes - at)
+
+
+def _check(name: str, record: Record, start: int, sums: Sequence[int]) -> None:
+    for at, nbytes in _differing(record, start, sums):
+        raise ChecksumError(name, at, nbytes)

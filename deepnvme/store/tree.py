@@ -1,0 +1,353 @@
+"""A state dict as its structure, which is JSON, and its leaves: tensors and arrays, each under a
+name of its own.
+
+Nothing is pickled, and nothing is run when a state is built again. What cannot be kept exactly is
+refused with what to do, never changed. A structure that was read is not believed: `leaves` and
+`unflatten` check it. Called by the store.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from deepnvme.memory.arrays import Returns, code_of, numpy_dtype
+from deepnvme.memory.buffers import torch_of
+from deepnvme.store.manifest import ManifestError, check_name
+from deepnvme.volume.framing import shown
+
+__all__ = ["MAX_DEPTH", "flatten", "leaves", "unflatten"]
+
+MAX_DEPTH = 64
+"""How many containers may lie in one another."""
+
+_Path = tuple[object, ...]
+
+_MAX_PLAIN = (1 << 53) - 1  # every reader of JSON has numbers up to here exactly
+_NAMELESS = "_"
+
+
+def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the structure of `state` and its tensors and arrays by name.
+
+    Kept exactly: dicts and OrderedDicts in their order, lists, tuples, keys and values that are
+    str, int, bool, float or None, bytes, and numpy's scalars. One tensor in several places stays
+    one, also where each has an object of its own for it, as the state dict of tied weights does;
+    views that share a part of their bytes become apart. A Parameter comes back as a tensor;
+    attributes of containers, such as the `_metadata` of a module's state dict, are not kept.
+
+    A name is the keys on the way to the leaf, with dots between them; the structure is what tells
+    where a leaf belongs. No name has a slash, so that a name after a slash can be told from what is
+    before it.
+
+    Raises:
+        TypeError: something else is in it: where, what it is, what to do.
+        ValueError: it is nested too deeply (in itself?), or text in it is not valid.
+    """
+    flattening = _Flattening()
+    structure = flattening.node(state, ())
+    return structure, flattening.leaves
+
+
+def leaves(structure: Any) -> dict[str, Returns]:
+    """Return the names of the leaves, each with what it was: a tensor (TORCH) or an array (NUMPY).
+
+    Raises:
+        ManifestError: `flatten` makes no such structure.
+    """
+    found: dict[str, Returns] = {}
+
+    def note(name: str, kind: Returns) -> None:
+        if found.setdefault(name, kind) is not kind:
+            raise ValueError(f"the leaf {name!r} is both a tensor and an array")
+
+    _built(structure, note)
+    return found
+
+
+def unflatten(structure: Any, tensors: Mapping[str, Any]) -> Any:
+    """Return the state that `flatten` took apart, with the leaves of that name.
+
+    Raises:
+        ManifestError: `flatten` makes no such structure, or a leaf is missing.
+    """
+
+    def leaf(name: str, kind: Returns) -> Any:
+        if name not in tensors:
+            raise ValueError(f"the {kind.name.lower()} leaf {name!r} is missing")
+        return tensors[name]
+
+    return _built(structure, leaf)
+
+
+# --- taking apart ---------------------------------------------------------------------------------
+
+
+class _Flattening:
+    """The leaves found so far."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, Any] = {}
+        self._names: dict[Hashable, str] = {}  # of each leaf, by what tells it from others
+        self._used: dict[str, int] = {}  # how often each name was wanted
+
+    def node(self, value: Any, path: _Path) -> Any:
+        """Return the JSON of `value`."""
+        kind = type(value)
+        if kind in (dict, OrderedDict, list, tuple):
+            if len(path) == MAX_DEPTH:
+                raise ValueError(
+                    f"{_place(path)} lies in {MAX_DEPTH} containers, the most there may be; is one "
+                    "in itself?"
+                )
+            return self._container(value, path)
+        if value is None or kind in (bool, int, float, str, bytes):
+            return _plain(value, path)
+        tag = _leaf_tag(value)
+        if tag is None:
+            return _numpy_scalar(value, path)
+        try:
+            code_of(value)
+        except TypeError as refusal:
+            raise TypeError(f"{_place(path)}: {refusal}") from None
+        return {tag: self._name_of(value, path)}
+
+    def _container(self, value: Any, path: _Path) -> Any:
+        if isinstance(value, dict):
+            pairs = [
+                [_key(key, path), self.node(each, (*path, key))] for key, each in value.items()
+            ]
+            return {"ordered" if type(value) is OrderedDict else "dict": pairs}
+        nodes = [self.node(each, (*path, index)) for index, each in enumerate(value)]
+        return nodes if type(value) is list else {"tuple": nodes}
+
+    def _name_of(self, leaf: Any, path: _Path) -> str:
+        known = _identity(leaf)
+        if known not in self._names:
+            wanted = ".".join(str(part) for part in path).replace("/", "%2F") or _NAMELESS
+            name = wanted
+            while name in self.leaves:
+                self._used[wanted] = self._used.get(wanted, 1) + 1
+                name = f"{wanted}~{self._used[wanted]}"
+            self._names[known] = name
+            self.leaves[name] = leaf
+        return self._names[known]
+
+
+def _identity(leaf: Any) -> Hashable:
+    """Return what is the same for two leaves that are one: the object, or memory of which both see
+    the same.
+    """
+    torch = torch_of(leaf)
+    if torch is not None:
+        if (
+            leaf.layout == torch.strided
+            and leaf.numel()
+            and leaf.device.type != "meta"
+            and leaf.data_ptr()
+        ):
+            bits = (leaf.is_conj(), leaf.is_neg())
+            return (
+                "tensor",
+                leaf.device,
+                leaf.data_ptr(),
+                leaf.dtype,
+                tuple(leaf.shape),
+                leaf.stride(),
+                bits,
+            )
+    elif leaf.size:
+        return "array", leaf.ctypes.data, leaf.dtype.str, leaf.shape, leaf.strides
+    return id(leaf)
+
+
+def _key(key: Any, path: _Path) -> Any:
+    if key is not None and type(key) not in (bool, int, float, str):
+        raise TypeError(
+            f"{_place(path)} has the key {shown(key)}, a {_kind(key)}: expected str, int, bool, "
+            "float or None; "
+            "convert it first"
+        )
+    return _plain(key, (*path, key))
+
+
+def _plain(value: Any, path: _Path) -> Any:
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, str):
+        try:
+            return check_name(value)
+        except ValueError:
+            raise ValueError(
+                f"{_place(path)}: the text {shown(value)} has half of a surrogate pair, which "
+                "UTF-8 cannot keep: "
+                "give it as bytes"
+            ) from None
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": struct.pack(">d", value).hex()}
+    if isinstance(value, int) and not -_MAX_PLAIN <= value <= _MAX_PLAIN:
+        return {"int": hex(value)}
+    return value
+
+
+def _leaf_tag(value: Any) -> str | None:
+    """Return the tag of a leaf: looks for torch and numpy only where the program uses them."""
+    if torch_of(value) is not None:
+        return "tensor"
+    numpy = sys.modules.get("numpy")
+    return "array" if numpy is not None and isinstance(value, numpy.ndarray) else None
+
+
+def _numpy_scalar(value: Any, path: _Path) -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.generic) or isinstance(value, (str, bytes)):
+        raise TypeError(
+            f"{_place(path)} is a {_kind(value)}, which a state dict cannot keep: {_advice(value)}"
+        )
+    try:
+        return {"numpy": [code_of(value), value.tobytes().hex()]}
+    except TypeError as refusal:
+        raise TypeError(f"{_place(path)}: {refusal}") from None
+
+
+def _advice(value: Any) -> str:
+    for kind, advice in (
+        (tuple, "make it a plain tuple first: tuple(...)"),
+        (dict, "make it a plain dict first: dict(...)"),
+        (list, "make it a plain list first: list(...)"),
+        (
+            (int, float, str, bytes),
+            "make it a plain value first: int(...), float(...), str(...), bytes(...)",
+        ),
+        ((bytearray, memoryview), "make it bytes, or an array: numpy.frombuffer(...)"),
+        ((set, frozenset), "make it a list first: sorted(...)"),
+    ):
+        if isinstance(value, kind):
+            return advice
+    if type(value).__module__.split(".")[0] == "torch":
+        return "give its str(...), and make it anew from that"
+    return "give its state as a dict of tensors, arrays and plain values, or its pickle as bytes"
+
+
+def _kind(value: object) -> str:
+    kind = type(value)
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+# --- building again -------------------------------------------------------------------------------
+
+
+def _built(structure: Any, leaf: Callable[[str, Returns], Any]) -> Any:
+    try:
+        return _value(structure, leaf, ())
+    except ValueError as flaw:
+        raise ManifestError(f"not the structure of a state dict: {flaw}") from None
+
+
+def _value(node: Any, leaf: Callable[[str, Returns], Any], path: _Path) -> Any:
+    if isinstance(node, list):
+        return _values(node, leaf, path)
+    if not isinstance(node, dict):
+        return _plain_value(node, path)
+    if len(node) != 1:
+        raise _refusal(path, "an object with one tag", node)
+    [(tag, content)] = node.items()
+    if tag in ("dict", "ordered"):
+        return _mapping(content, leaf, path, OrderedDict if tag == "ordered" else dict)
+    if tag == "tuple":
+        return tuple(_values(content, leaf, path))
+    if tag in ("tensor", "array"):
+        if not isinstance(content, str):
+            raise _refusal(path, "the name of a leaf", content)
+        return leaf(content, Returns.TORCH if tag == "tensor" else Returns.NUMPY)
+    return _tagged_value(tag, content, path)
+
+
+def _values(nodes: Any, leaf: Callable[[str, Returns], Any], path: _Path) -> list[Any]:
+    _check_container(nodes, path)
+    return [_value(node, leaf, (*path, index)) for index, node in enumerate(nodes)]
+
+
+def _mapping(
+    pairs: Any, leaf: Callable[[str, Returns], Any], path: _Path, kind: type[dict[Any, Any]]
+) -> dict[Any, Any]:
+    _check_container(pairs, path)
+    found = kind()
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise _refusal(path, "a key and a value", pair)
+        key = _key_value(pair[0], path)
+        if key in found:
+            raise ValueError(f"{_place(path)} has the key {shown(key)} twice")
+        found[key] = _value(pair[1], leaf, (*path, key))
+    return found
+
+
+def _check_container(nodes: Any, path: _Path) -> None:
+    if not isinstance(nodes, list):
+        raise _refusal(path, "a list", nodes)
+    if len(path) == MAX_DEPTH:
+        raise ValueError(f"{_place(path)} lies in more than {MAX_DEPTH} containers")
+
+
+def _key_value(node: Any, path: _Path) -> Any:
+    if isinstance(node, dict) and len(node) == 1 and ("int" in node or "float" in node):
+        [(tag, content)] = node.items()
+        return _tagged_value(tag, content, path)
+    if isinstance(node, dict | list):
+        raise _refusal(path, "a plain value as a key", node)
+    return _plain_value(node, path)
+
+
+def _plain_value(node: Any, path: _Path) -> Any:
+    if node is not None and not isinstance(node, bool | int | float | str):
+        raise _refusal(path, "JSON", node)
+    return node
+
+
+def _tagged_value(tag: str, content: Any, path: _Path) -> Any:
+    if tag == "int" and isinstance(content, str) and re.fullmatch("-?0x[0-9a-f]+", content):
+        return int(content, 16)
+    if tag == "float" and isinstance(content, str) and re.fullmatch("[0-9a-f]{16}", content):
+        return struct.unpack(">d", bytes.fromhex(content))[0]
+    if tag == "bytes" and isinstance(content, str):
+        try:
+            return base64.b64decode(content, validate=True)
+        except ValueError as flaw:
+            raise ValueError(f"{_place(path)}: {flaw}") from None
+    if tag == "numpy" and isinstance(content, list) and len(content) == 2:
+        return _numpy_value(content[0], content[1], path)
+    raise _refusal(path, "a tag of this format with its content", {tag: content})
+
+
+def _numpy_value(code: Any, digits: Any, path: _Path) -> Any:
+    import numpy as np
+
+    try:
+        [value] = np.frombuffer(bytes.fromhex(digits), numpy_dtype(code))
+    except (TypeError, ValueError, KeyError) as flaw:
+        raise ValueError(f"{_place(path)} is no scalar of numpy: {flaw}") from None
+    if value.tobytes().hex() != digits:  # a bool of 2, or spaces between the digits
+        raise ValueError(
+            f"{_place(path)} is no scalar of numpy: {code} is never written as {shown(digits)}"
+        )
+    return value
+
+
+def _refusal(path: _Path, expected: str, node: Any) -> ValueError:
+    return ValueError(f"{_place(path)}: expected {expected}, got {shown(node)}")
+
+
+def _place(path: _Path) -> str:
+    """Return where in the state that is, as Python would write it."""
+    return "state" + "".join(f"[{shown(part)}]" for part in path)

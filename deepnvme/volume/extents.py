@@ -1,0 +1,240 @@
+"""Where bytes lie in a volume: `Extent` names a piece of one member, `SpaceMap` knows which of its
+bytes are free.
+
+Arithmetic in whole pages; reads and writes nothing, and takes no locks. `Volume` chooses the member
+and serialises calls.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from deepnvme.sizes import PAGE, whole_pages
+
+__all__ = ["Extent", "SpaceMap", "slices"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`nbytes` bytes of one member, from `offset` of its file.
+
+    They own the whole of their last page.
+    """
+
+    member: int
+    offset: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.member < 0 or self.offset < 0 or self.offset % PAGE or self.nbytes < 1:
+            raise ValueError(
+                f"an extent has a member from 0, an offset that is a multiple of {PAGE}, and at "
+                "least one byte; "
+                f"got {self}"
+            )
+
+    @property
+    def end(self) -> int:
+        """Where the next page after it begins."""
+        return self.offset + whole_pages(self.nbytes)
+
+
+def slices(extents: Iterable[Extent], start: int, nbytes: int) -> tuple[Extent, ...]:
+    """Return where `nbytes` from `start` on of the bytes in `extents` lie.
+
+    Raises:
+        ValueError: there are not so many, or they do not begin on a page of every extent.
+    """
+    found, passed, end = [], 0, start + nbytes
+    for extent in extents:
+        first, last = max(start - passed, 0), min(end - passed, extent.nbytes)
+        if first < last:
+            found.append(Extent(extent.member, extent.offset + first, last - first))
+        passed += extent.nbytes
+    if not 0 <= start <= end <= passed:
+        raise ValueError(
+            f"bytes {start} to {end} are not within the {passed} bytes of these extents"
+        )
+    return tuple(found)
+
+
+class SpaceMap:
+    """The free bytes between `start` and `end` of one file.
+
+    At first all are; pieces that touch become one.
+
+    Taking and giving cost two searches in sorted lists, however many pieces there are. Ctrl-C may
+    come anywhere: what it interrupts has not happened, or happens wholly. Room that was taken then,
+    and nobody was told where, stays taken.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        if start < 0 or end < start or start % PAGE or end % PAGE:
+            raise ValueError(f"space begins and ends on multiples of {PAGE}; got {start} to {end}")
+        self.start, self.end = start, end
+        self._free_bytes = 0
+        self._lengths: dict[int, int] = {}  # of each free piece, by its offset
+        self._offsets: list[int] = []  # the same pieces, ascending
+        self._by_length: list[tuple[int, int]] = []  # (length, offset), ascending
+        # What becomes of the pieces, from when that is settled until it is done.
+        self._under_way: tuple[Sequence[int], Sequence[tuple[int, int]]] | None = None
+        if start < end:
+            self._replace((), ((start, end - start),))
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the pages that are free."""
+        self._finish()
+        return self._free_bytes
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest free piece."""
+        self._finish()
+        return self._by_length[-1][0] if self._by_length else 0
+
+    def take(self, nbytes: int) -> int | None:
+        """Take room for `nbytes` from the smallest piece that has it; return its offset, None where
+        no piece has.
+        """
+        self._finish()
+        space = _space_of(nbytes)
+        place = bisect_left(self._by_length, (space, 0))
+        if place == len(self._by_length):
+            return None
+        offset = self._by_length[place][1]
+        self._cut(offset, offset, space)
+        return offset
+
+    def take_most(self, nbytes: int) -> tuple[int, int] | None:
+        """Take room for as many of `nbytes` as the largest piece has; return offset and bytes, None
+        without space.
+        """
+        nbytes = min(nbytes, self.largest) if self.largest else nbytes
+        offset = self.take(nbytes)
+        return None if offset is None else (offset, nbytes)
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Make the room of `nbytes` at `offset` free again.
+
+        Raises:
+            ValueError: it is not within this space, or some of it is free already.
+        """
+        self._finish()
+        end = self._end_of(offset, nbytes)
+        place = bisect_right(self._offsets, offset)
+        before = self._offsets[place - 1] if place else None
+        after = self._offsets[place] if place < len(self._offsets) else None
+        begins, ends, joined = offset, end, []
+        if before is not None and before + self._lengths[before] >= offset:
+            if before + self._lengths[before] > offset:
+                raise ValueError(f"bytes {offset} to {end} are not all in use: given back twice?")
+            begins = before
+            joined.append(before)
+        if after is not None and after <= end:
+            if after < end:
+                raise ValueError(f"bytes {offset} to {end} are not all in use: given back twice?")
+            ends = after + self._lengths[after]
+            joined.append(after)
+        self._replace(joined, ((begins, ends - begins),))
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Take the room of `nbytes` at `offset`, as somebody else's record says they lie there.
+
+        Raises:
+            ValueError: it is not within this space, or some of it is in use.
+        """
+        self._finish()
+        end = self._end_of(offset, nbytes)
+        place = bisect_right(self._offsets, offset)
+        piece = self._offsets[place - 1] if place else None
+        if piece is None or piece + self._lengths[piece] < end:
+            raise ValueError(f"bytes {offset} to {end} are not all free")
+        self._cut(piece, offset, end - offset)
+
+    def trim(self) -> int:
+        """Let the space end behind the last piece in use, but not before one page; return the bytes
+        less.
+        """
+        self._finish()
+        last = self._offsets[-1] if self._offsets else self.end
+        end = max(last, self.start + PAGE)
+        if end >= self.end or last + self._lengths[last] < self.end:
+            return 0
+        self._replace((last,), ((last, end - last),) if last < end else ())
+        cut_off, self.end = self.end - end, end
+        return cut_off
+
+    def extend(self, end: int) -> None:
+        """Let the space end later; what is new is free.
+
+        Raises:
+            ValueError: that is not later, or no page begins there.
+        """
+        if end % PAGE or end <= self.end:
+            raise ValueError(
+                f"space that ends at {self.end} is extended to a later page; got {end}"
+            )
+        start, self.end = self.end, end
+        self.give(start, end - start)
+
+    def _end_of(self, offset: int, nbytes: int) -> int:
+        end = offset + _space_of(nbytes)
+        if offset % PAGE or not self.start <= offset < end <= self.end:
+            raise ValueError(
+                f"bytes {offset} to {end} are not pages between {self.start} and {self.end}"
+            )
+        return end
+
+    def _cut(self, piece: int, offset: int, space: int) -> None:
+        """Take `space` at `offset` out of the piece."""
+        end = piece + self._lengths[piece]
+        beside = ((piece, offset - piece), (offset + space, end - offset - space))
+        self._replace((piece,), [(start, length) for start, length in beside if length])
+
+    def _replace(self, gone: Sequence[int], new: Sequence[tuple[int, int]]) -> None:
+        """Let the pieces at `gone` be free no more, and those of these offsets and lengths
+        instead.
+        """
+        self._under_way = gone, new  # from here on it is done: interrupted, by whoever comes next
+        for offset in gone:
+            self._remove(offset)
+        for offset, length in new:
+            self._add(offset, length)
+        self._under_way = None
+
+    def _finish(self) -> None:
+        """Do what was interrupted, of which anything may be done already.
+
+        Interrupted itself, it is done again.
+        """
+        if self._under_way is None:
+            return
+        gone, new = self._under_way
+        for offset in gone:
+            self._lengths.pop(offset, None)
+        self._lengths.update(new)
+        self._offsets = sorted(self._lengths)
+        self._by_length = sorted((length, offset) for offset, length in self._lengths.items())
+        self._free_bytes = sum(self._lengths.values())
+        self._under_way = None
+
+    def _add(self, offset: int, length: int) -> None:
+        self._lengths[offset] = length
+        insort(self._offsets, offset)
+        insort(self._by_length, (length, offset))
+        self._free_bytes += length
+
+    def _remove(self, offset: int) -> None:
+        length = self._lengths.pop(offset)
+        del self._offsets[bisect_left(self._offsets, offset)]
+        del self._by_length[bisect_left(self._by_length, (length, offset))]
+        self._free_bytes -= length
+
+
+def _space_of(nbytes: int) -> int:
+    if nbytes < 1:
+        raise ValueError(f"space is taken and given for at least one byte; got {nbytes}")
+    return whole_pages(nbytes)

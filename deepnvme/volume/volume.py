@@ -1,0 +1,739 @@
+"""`Volume`: reserved space over one or several directories.
+
+Hands out extents, moves bytes to and from them.
+
+The one class for extents and striping (decision 0004). Knows no names, no checksums and no
+generations; it remembers which bytes are in use only while it is open, so whoever opens one says
+again what is (`reserve`).
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from deepnvme.choices import chosen
+from deepnvme.errors import ClosedError, ForkedError, VolumeError, VolumeFullError
+from deepnvme.memory.buffers import Memory, memory_of
+from deepnvme.queue.future import IOFuture
+from deepnvme.queue.pipeline import once_there_is_room
+from deepnvme.queue.queue import Batch, IOQueue
+from deepnvme.sizes import PAGE, whole_pages
+from deepnvme.volume.extents import Extent, SpaceMap
+from deepnvme.volume.member import MEASURED_BYTES, Access, Header, MemberFile, measure_rates
+
+__all__ = ["Member", "MemberStats", "Volume"]
+
+_Verb = Callable[[MemberFile, Memory, int], IOFuture[int]]
+
+_LARGEST = (1 << 63) - 2 * PAGE  # what a file can hold beside the header
+_STRIPED = 1 << 20  # bytes per member from which on one piece of memory is split over all
+
+
+@dataclass(frozen=True)
+class Member:
+    """A directory of a volume, where it needs more than its name.
+
+    `queue`: its own IOQueue, else the volume's. `rate`: its speed beside the others', in any unit,
+        else it is measured.
+    `capacity`: bytes of it for use, else its part of the volume's. All members have the last, or
+        none has; so the rate.
+    """
+
+    path: str | os.PathLike[str]
+    queue: IOQueue | None = None
+    rate: float | None = None
+    capacity: int | None = None
+
+
+@dataclass(frozen=True)
+class MemberStats:
+    """One member: its space in whole pages, and the bytes of all reads and writes submitted since
+    it was opened.
+    """
+
+    directory: str
+    capacity: int
+    free_bytes: int
+    largest_free: int
+    share: float  # of the bytes that are split over all members
+    read_bytes: int
+    written_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use."""
+        return self.capacity - self.free_bytes
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A member of an open volume."""
+
+    member: MemberFile
+    space: SpaceMap
+    share: float
+
+
+class Volume:
+    """Space on drives.
+
+    Made by `create`, `open` and `temporary`; closed by `close()` or as a context manager.
+
+    From 1 MiB per member on, the bytes of one `allocate` are split over the members in the ratio of
+    their speeds; less goes whole to the member that is furthest behind its share. Methods may be
+    called from any thread.
+    """
+
+    def __init__(
+        self, files: Sequence[MemberFile], headers: Sequence[Header], own: IOQueue | None
+    ) -> None:
+        self.uuid = headers[0].volume
+        self.rates = headers[0].rates
+        total = sum(self.rates)
+        self._parts = tuple(
+            _Part(file, SpaceMap(PAGE, PAGE + header.capacity), rate / total)
+            for file, header, rate in zip(files, headers, self.rates, strict=True)
+        )
+        self._changing = threading.Lock()
+        self._owner = os.getpid()
+        self._growing = threading.Lock()
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _shut_down, tuple(files), own)
+
+    @classmethod
+    def create(
+        cls,
+        members: Iterable[Member | str | os.PathLike[str]],
+        capacity: int | None = None,
+        *,
+        queue: IOQueue | None = None,
+    ) -> Volume:
+        """Make a volume in directories that are empty or do not exist yet, each in one that does.
+
+        `capacity` is the bytes for use in all, split in the ratio of the members' speeds, unless
+        each has its own. Each file is one page longer. When this fails, nothing is left behind.
+
+        Raises:
+            VolumeError: a directory holds something, or its drive has no such room.
+        """
+        return _made(members, capacity, queue, MemberFile.make)
+
+    @classmethod
+    def temporary(
+        cls,
+        members: Iterable[Member | str | os.PathLike[str]],
+        capacity: int | None = None,
+        *,
+        queue: IOQueue | None = None,
+    ) -> Volume:
+        """Make a volume of files without names, one on the drive of each directory given.
+
+        They go when it is closed, or when the process ends, however it ends. On a file system that
+        cannot make such a file, a process that is killed while it makes one may leave an empty file
+        `.deepnvme-<32 hex digits>`.
+
+        Raises:
+            VolumeError: there is no such directory, or its drive has no such room.
+        """
+        return _made(members, capacity, queue, MemberFile.make_temporary)
+
+    @classmethod
+    def open(
+        cls,
+        members: Iterable[Member | str | os.PathLike[str]],
+        *,
+        access: Access = Access.WRITE,
+        queue: IOQueue | None = None,
+    ) -> Volume:
+        """Open a volume that was made: all of its directories, in any order.
+
+        All space counts as free until reserved.
+
+        Raises:
+            VolumeError: one is missing, damaged or of another volume.
+            VolumeLockedError: somebody else has it open for writing, or for reading where `access`
+                is for writing.
+        """
+        specs = _specs(members)
+        access = chosen(Access, access, "access")
+        _check_apart(specs)
+        for spec in specs:
+            if spec.rate is not None or spec.capacity is not None:
+                raise ValueError(
+                    f"{os.fspath(spec.path)}: rate and capacity were settled when the volume was "
+                    "made"
+                )
+        with ExitStack() as undo:
+            own = _own_queue(specs, queue, undo)
+            held = []
+            for spec in specs:
+                file = MemberFile.hold(Path(spec.path), access)
+                undo.callback(file.close)
+                held.append((file.read_header(), file, spec.queue or queue or own))
+            held.sort(key=lambda each: each[0].member)
+            _check_together([(header, file.directory) for header, file, _ in held])
+            for _, file, through in held:
+                assert through is not None
+                file.open(through)
+            volume = cls([file for _, file, _ in held], [header for header, *_ in held], own)
+            undo.pop_all()
+        return volume
+
+    @property
+    def access(self) -> Access:
+        """For what it is open."""
+        return self._parts[0].member.access
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The members' directories, in order."""
+        return tuple(part.member.directory for part in self._parts)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """What errors call the members' files, in order."""
+        return tuple(part.member.path for part in self._parts)
+
+    @property
+    def queues(self) -> tuple[IOQueue, ...]:
+        """The queues of the members, in order; often one and the same."""
+        return tuple(part.member.queue for part in self._parts)
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """The bytes for use of each member, behind its header."""
+        return tuple(part.space.end - part.space.start for part in self._parts)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the pages that are not in use."""
+        self._refuse_if_forked()
+        with self._changing:
+            return self._free()
+
+    def stats(self) -> tuple[MemberStats, ...]:
+        """Return the state of each member."""
+        self._refuse_if_forked()
+        with self._changing:
+            return tuple(
+                MemberStats(
+                    directory=str(part.member.directory),
+                    capacity=part.space.end - part.space.start,
+                    free_bytes=part.space.free_bytes,
+                    largest_free=part.space.largest,
+                    share=part.share,
+                    read_bytes=part.member.read_bytes,
+                    written_bytes=part.member.written_bytes,
+                )
+                for part in self._parts
+            )
+
+    def allocate(self, nbytes: int) -> tuple[Extent, ...]:
+        """Take room for `nbytes`: usually one extent, or one per member; more where space is in
+        pieces. None for 0.
+
+        All extents but the last are whole pages.
+
+        Raises:
+            VolumeFullError: so much is not free. Nothing was taken.
+        """
+        if nbytes < 0:
+            raise ValueError(f"room is taken for 0 bytes or more; got {nbytes}")
+        self._check_writable()
+        with self._changing:
+            if whole_pages(nbytes) > self._free():
+                raise self._full(nbytes)
+            return tuple(
+                extent
+                for index, wanted in self._split(nbytes)
+                for extent in self._take(index, wanted)
+            )
+
+    def allocate_run(self, sizes: Sequence[int]) -> list[Extent]:
+        """Take room for small pieces, one extent for each, side by side: one operation can move all
+        of a run.
+
+        Where no member has one piece for all, they are in several runs: as many as the largest
+        piece holds, then the next. A run goes on where an extent begins at the `end` of the one
+        before, in the same member.
+
+        Raises:
+            VolumeFullError: the largest piece has no room for one of them, where `allocate` may
+                find several pieces. Nothing was taken.
+        """
+        if min(sizes, default=1) < 1:
+            raise ValueError(f"every piece of a run has at least one byte; got {min(sizes)}")
+        self._check_writable()
+        taken: list[Extent] = []
+        with self._changing:
+            while len(taken) < len(sizes):
+                run = self._take_run(sizes[len(taken) :])
+                taken += run
+                if not run:
+                    failed = self._full(sum(map(whole_pages, sizes)))
+                    self._give(taken)
+                    raise failed
+        return taken
+
+    def release(self, extents: Iterable[Extent]) -> None:
+        """Give room back. Whoever reads or writes it has ended.
+
+        Raises:
+            ValueError: some of it is not in use, or not of this volume; those before it are
+                released.
+        """
+        self._check_open()
+        with self._changing:
+            self._give(extents)
+
+    def reserve(self, extents: Iterable[Extent]) -> None:
+        """Take exactly this room, as a record says that something lies there.
+
+        Raises:
+            ValueError: some of it is in use, or not of this volume; those before it are reserved.
+        """
+        self._check_open()
+        with self._changing:
+            for extent in extents:
+                part = self._part_of(extent)
+                try:
+                    part.space.reserve(extent.offset, extent.nbytes)
+                except ValueError as error:
+                    raise ValueError(f"{part.member.directory}: {error}") from None
+
+    def pread(self, extents: Sequence[Extent], buffer: Any) -> list[IOFuture[int]]:
+        """Fill `buffer` from the extents, one after the other. One future per extent."""
+        return self._submit(extents, memory_of(buffer, writable=True), MemberFile.pread)
+
+    def pwrite(self, extents: Sequence[Extent], buffer: Any) -> list[IOFuture[int]]:
+        """Write `buffer` to the extents, one after the other. One future per extent."""
+        self._check_writable()
+        return self._submit(extents, memory_of(buffer, writable=False), MemberFile.pwrite)
+
+    def sync(self) -> None:
+        """Make every write submitted before durable: all members at once, and wait.
+
+        Raises:
+            NVMeError: of the member that failed, or a BatchError of all that did.
+        """
+        batch = Batch()
+        with batch:
+            for part in self._parts:
+                batch.futures.append(once_there_is_room(part.member.file.sync))
+
+    def grow(self, nbytes: int) -> None:
+        """Reserve so many bytes more on the drives, split in the ratio of the members' speeds.
+
+        Durable at once.
+
+        For between the work, never in it: new space costs the file system most.
+
+        Raises:
+            VolumeError: a drive has no such room; nothing has changed.
+        """
+        if nbytes < 1:
+            raise ValueError(f"a volume grows by at least one byte; got {nbytes}")
+        self.grow_members(_shared_out(nbytes, self.rates))
+
+    def grow_members(self, sizes: Sequence[int]) -> None:
+        """Reserve so many bytes more on the drive of each member, in order, in whole pages; of some
+        it may be none.
+
+        Raises:
+            VolumeError: a drive has no such room; nothing has changed.
+        """
+        if len(sizes) != len(self._parts) or min(sizes) < 0 or not any(sizes):
+            raise ValueError(
+                f"a volume of {len(self._parts)} members grows by a size for each, not all 0; got "
+                f"{sizes}"
+            )
+        self._check_writable()
+        with self._growing:
+            ends = [
+                part.space.end + whole_pages(more)
+                for part, more in zip(self._parts, sizes, strict=True)
+            ]
+            headers = [
+                Header(self.uuid, index, end - PAGE, self.rates) for index, end in enumerate(ends)
+            ]
+            grown = [
+                each
+                for each in zip(self._parts, ends, headers, strict=True)
+                if each[1] > each[0].space.end
+            ]
+            with ExitStack() as undo:
+                for part, end, header in grown:
+                    part.member.check_growing(header)
+                    undo.callback(part.member.cut_off, part.member.length)
+                    part.member.lengthen(part.space.end, end)
+                undo.pop_all()
+            for part, end, header in grown:
+                part.member.write_header(header)
+                with self._changing:
+                    part.space.extend(end)
+
+    def trim(self) -> tuple[int, ...]:
+        """Give the drives back what is free behind the last piece in use; return the bytes of each
+        member, in order.
+
+        A member keeps one page for use. What is free between pieces in use stays the volume's.
+
+        Raises:
+            VolumeError: the volume has too many members for its headers to be changed; nothing has
+                changed.
+        """
+        self._check_writable()
+        with self._growing:
+            for index, part in enumerate(self._parts):
+                part.member.check_growing(
+                    Header(self.uuid, index, part.space.end - PAGE, self.rates)
+                )
+            with self._changing:
+                trimmed = tuple(part.space.trim() for part in self._parts)
+            for index, part in enumerate(self._parts):
+                if trimmed[index]:
+                    part.member.write_header(
+                        Header(self.uuid, index, part.space.end - PAGE, self.rates)
+                    )
+                    part.member.cut_off(part.space.end)
+        return trimmed
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Wait for reads and writes, unlock the directories; remove them if temporary.
+
+        Again: does what is left.
+        """
+        self._closed = True
+        if state := self._finalizer.peek():
+            _, shut_down, arguments, _ = state
+            shut_down(*arguments)
+            self._finalizer.detach()  # last: interrupted before, it is done again
+
+    def discard(self) -> None:
+        """Close, and remove the members' files: what was made is not wanted after all."""
+        self._check_access()
+        for part in self._parts:
+            part.member.discard()
+        self.close()
+
+    def __enter__(self) -> Volume:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def __repr__(self) -> str:
+        """Show where it is and how much is free."""
+        where = ", ".join(str(directory) for directory in self.directories)
+        if os.getpid() != self._owner:
+            return f"Volume({where}; of process {self._owner})"
+        return f"Volume({where}; {'closed' if self.closed else f'{self.free_bytes} B free'})"
+
+    def _refuse_if_forked(self) -> None:
+        """Whoever held the lock when the process was forked is not here."""
+        if os.getpid() != self._owner:
+            raise ForkedError(
+                f"this volume belongs to process {self._owner}; a forked child opens one of its own"
+            )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"the volume in {self.directories[0]} is closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        self._check_access()
+
+    def _check_access(self) -> None:
+        if self.access is Access.READ:
+            raise VolumeError(
+                errno.EBADF, "it was opened for reading: open it with Access.WRITE to change it",
+                path=str(self.directories[0]),
+            )  # fmt: skip
+
+    def _free(self) -> int:
+        """Return the free bytes, with the lock held."""
+        return sum(part.space.free_bytes for part in self._parts)
+
+    def _split(self, nbytes: int) -> list[tuple[int, int]]:
+        """Return which member is to have how many bytes, in the order of the bytes."""
+        if nbytes < _STRIPED * len(self._parts) or len(self._parts) == 1:
+            return [(self._by_need(nbytes)[0], nbytes)] if nbytes else []
+        shares = accumulate(part.share for part in self._parts[:-1])
+        cuts = [0, *(min(nbytes, round(nbytes * share / PAGE) * PAGE) for share in shares), nbytes]
+        return [
+            (index, end - start) for index, (start, end) in enumerate(pairwise(cuts)) if start < end
+        ]
+
+    def _by_need(self, nbytes: int) -> list[int]:
+        """Return the members, the one first that with `nbytes` more in all would be furthest behind
+        its share.
+        """
+        used = [part.space.end - part.space.start - part.space.free_bytes for part in self._parts]
+        total = sum(used) + nbytes
+        return sorted(
+            range(len(used)), key=lambda index: used[index] - self._parts[index].share * total
+        )
+
+    def _take(self, first: int, nbytes: int) -> list[Extent]:
+        """Take room for `nbytes`, which there is: in one piece, best of member `first`; else in the
+        largest pieces.
+        """
+        for index in (first, *self._by_need(nbytes)):
+            offset = self._parts[index].space.take(nbytes)
+            if offset is not None:
+                return [Extent(index, offset, nbytes)]
+        taken = []
+        while nbytes:
+            index = self._roomiest()
+            piece = self._parts[index].space.take_most(nbytes)
+            assert piece is not None, "the caller saw that there is room"
+            taken.append(Extent(index, *piece))
+            nbytes -= piece[1]
+        return taken
+
+    def _take_run(self, sizes: Sequence[int]) -> list[Extent]:
+        """Take one run of as many of `sizes` as fit in one piece, from the first on."""
+        ends = list(accumulate(map(whole_pages, sizes)))
+        fitting = [
+            index
+            for index in self._by_need(ends[-1])
+            if self._parts[index].space.largest >= ends[-1]
+        ]
+        index = fitting[0] if fitting else self._roomiest()
+        space = self._parts[index].space
+        count = sum(end <= space.largest for end in ends)
+        start = space.take(ends[count - 1]) if count else None
+        if start is None:
+            return []
+        return [
+            Extent(index, start + end - whole_pages(nbytes), nbytes)
+            for nbytes, end in zip(sizes[:count], ends, strict=False)
+        ]
+
+    def _roomiest(self) -> int:
+        """Return the member that has the largest free piece."""
+        return max(range(len(self._parts)), key=lambda index: self._parts[index].space.largest)
+
+    def _give(self, extents: Iterable[Extent]) -> None:
+        for extent in extents:
+            part = self._part_of(extent)
+            try:
+                part.space.give(extent.offset, extent.nbytes)
+            except ValueError as error:
+                raise ValueError(f"{part.member.directory}: {error}") from None
+
+    def _part_of(self, extent: Extent) -> _Part:
+        """Return the member that the extent is in, having seen that it is."""
+        if extent.member >= len(self._parts):
+            raise ValueError(
+                f"{extent} is of another volume: this one has {len(self._parts)} members"
+            )
+        part = self._parts[extent.member]
+        if not part.space.start <= extent.offset < extent.end <= part.space.end:
+            raise ValueError(
+                f"{extent} is not within bytes {part.space.start} to {part.space.end} of "
+                f"{part.member.directory}"
+            )
+        return part
+
+    def _full(self, asked: int) -> VolumeFullError:
+        largest = max(part.space.largest for part in self._parts)
+        directories = [str(directory) for directory in self.directories]
+        return VolumeFullError(directories, asked=asked, free=self._free(), largest=largest)
+
+    def _submit(
+        self, extents: Sequence[Extent], memory: Memory, verb: _Verb
+    ) -> list[IOFuture[int]]:
+        parts = [self._part_of(extent) for extent in extents]
+        nbytes = sum(extent.nbytes for extent in extents)
+        if nbytes != memory.nbytes:
+            raise ValueError(f"the extents have {nbytes} B and the memory has {memory.nbytes} B")
+        futures: list[IOFuture[int]] = []
+        start = 0
+        try:
+            for part, extent in zip(parts, extents, strict=True):
+                futures.append(verb(part.member, memory.part(start, extent.nbytes), extent.offset))
+                start += extent.nbytes
+        except BaseException:
+            # nobody else knows of those under way, and their memory and room are to be free now
+            for future in futures:
+                with suppress(CancelledError):
+                    future.exception()
+            raise
+        return futures
+
+
+def _made(
+    members: Iterable[Member | str | os.PathLike[str]],
+    capacity: int | None,
+    queue: IOQueue | None,
+    make: Callable[[Path], MemberFile],
+) -> Volume:
+    specs = _specs(members)
+    _check_asked(specs, capacity)
+    with ExitStack() as undo:
+        own = _own_queue(specs, queue, undo)
+        files = []
+        for spec in specs:
+            file = make(Path(spec.path))
+            undo.callback(file.discard)
+            through = spec.queue or queue or own
+            assert through is not None
+            file.open(through)
+            files.append(file)
+        rates = _rates(specs, files, capacity)
+        name = uuid.uuid4().hex
+        headers = [
+            Header(name, index, nbytes, rates)
+            for index, nbytes in enumerate(_capacities(specs, rates, capacity))
+        ]
+        for file, header in zip(files, headers, strict=True):
+            file.reserve_space(PAGE + header.capacity)
+            file.write_header(header)
+            file.finish_making()
+        volume = Volume(files, headers, own)
+        undo.pop_all()
+    return volume
+
+
+def _specs(members: Iterable[Member | str | os.PathLike[str]]) -> list[Member]:
+    if isinstance(members, (str, os.PathLike)):
+        raise TypeError(f"members is a list of directories; got {members!r}")
+    specs = [member if isinstance(member, Member) else Member(member) for member in members]
+    if not specs:
+        raise ValueError("a volume has at least one member; got none")
+    return specs
+
+
+def _check_apart(specs: Sequence[Member]) -> None:
+    [(place, count)] = Counter(os.path.realpath(spec.path) for spec in specs).most_common(1)
+    if count > 1:
+        raise ValueError(f"each member has a directory of its own; got {place} {count} times")
+
+
+def _own_queue(specs: Sequence[Member], queue: IOQueue | None, undo: ExitStack) -> IOQueue | None:
+    """Return a new queue if a member has none otherwise."""
+    if queue is not None or all(spec.queue is not None for spec in specs):
+        return None
+    return undo.enter_context(IOQueue())
+
+
+def _check_asked(specs: Sequence[Member], capacity: int | None) -> None:
+    own = [spec.capacity for spec in specs if spec.capacity is not None]
+    if len(own) not in (0, len(specs)) or bool(own) == (capacity is not None):
+        raise ValueError(
+            f"give the volume a capacity, or every Member its own; got {capacity} for the volume, "
+            f"and {len(own)} of "
+            f"{len(specs)} members have their own"
+        )
+    for nbytes in [*own, *([] if capacity is None else [capacity])]:
+        if not isinstance(nbytes, int):
+            raise TypeError(
+                f"a capacity is a whole number of bytes, such as 1 << 30; got {nbytes!r}"
+            )
+        if not 1 <= nbytes <= _LARGEST:
+            raise ValueError(
+                f"a capacity is at least one byte, and at most {_LARGEST}; got {nbytes}"
+            )
+    rates = [spec.rate for spec in specs if spec.rate is not None]
+    if len(rates) not in (0, len(specs)) or not all(
+        math.isfinite(rate) and rate > 0 for rate in rates
+    ):
+        raise ValueError(
+            f"give every Member a positive rate, or none, to have them measured; got {rates}"
+        )
+
+
+def _rates(
+    specs: Sequence[Member], files: Sequence[MemberFile], capacity: int | None
+) -> tuple[float, ...]:
+    """Return the members' speeds: as given, or measured where there are several."""
+    given = tuple(spec.rate for spec in specs if spec.rate is not None)
+    if given or len(specs) == 1:
+        return given or (1.0,)
+    smallest = (
+        min(spec.capacity for spec in specs if spec.capacity)
+        if capacity is None
+        else capacity // len(specs)
+    )
+    nbytes = whole_pages(max(1, min(smallest, MEASURED_BYTES)))
+    for file in files:
+        file.reserve_space(nbytes)
+    return tuple(measure_rates([file.file for file in files], nbytes))
+
+
+def _capacities(specs: Sequence[Member], rates: Sequence[float], capacity: int | None) -> list[int]:
+    """Return the bytes for use of each member, in whole pages."""
+    if capacity is None:
+        return [whole_pages(spec.capacity or 0) for spec in specs]
+    return _shared_out(capacity, rates)
+
+
+def _shared_out(nbytes: int, rates: Sequence[float]) -> list[int]:
+    """Return each member's part of them, in whole pages."""
+    return [whole_pages(max(1, math.ceil(nbytes * rate / sum(rates)))) for rate in rates]
+
+
+def _check_together(held: Sequence[tuple[Header, Path]]) -> None:
+    """Check that these are all members of one volume. They are in the order of their headers."""
+    first, home = held[0]
+    for header, directory in held:
+        if (header.volume, header.rates) != (first.volume, first.rates):
+            raise VolumeError(
+                errno.EINVAL,
+                f"it is of volume {header.volume}, and {home} of volume {first.volume}: open one "
+                "volume's directories",
+                path=str(directory),
+            )
+    count = len(first.rates)
+    for index in range(count):
+        found = [str(directory) for header, directory in held if header.member == index]
+        if len(found) > 1:
+            raise VolumeError(
+                errno.EINVAL,
+                f"it is a copy of {found[0]}, member {index} of the same volume: give only one",
+                path=found[1],
+            )
+        if not found:
+            raise VolumeError(
+                errno.ENOENT,
+                f"member {index} of {count} of the volume that this is part of is missing: give "
+                "all its directories",
+                path=str(home),
+            )
+
+
+def _shut_down(files: Sequence[MemberFile], own: IOQueue | None) -> None:
+    """Close the members; the queue ends last, when it has nothing to do."""
+    with ExitStack() as ends:
+        if own is not None:
+            ends.callback(own.close)
+        for file in files:
+            ends.callback(file.close)
