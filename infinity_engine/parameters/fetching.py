@@ -102,7 +102,7 @@ class ParameterFetcher(ResidentParameters[Fetched]):
             self._count_needs(fresh)
             self._provide(use)
             for number in use.parameters:
-                self.resident[number].needed = True
+                self.resident[number].note_need()
             self._prefetch()
         finally:
             self.resident.let_go(use.parameters)

@@ -35,6 +35,10 @@ class Fetched:
     transfer: Transfer
     needed: bool = False
 
+    def note_need(self) -> None:
+        """Remember that a module has needed it."""
+        self.needed = True
+
 
 @dataclass(slots=True)
 class _Collected:

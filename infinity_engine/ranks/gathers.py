@@ -158,6 +158,10 @@ class Gather:
     held: Sequence[int]  # of the shards
     ended: bool = False
 
+    def note_end(self) -> None:
+        """Remember that what it used is free."""
+        self.ended = True
+
 
 class Gathers:
     """Starts gathers of `parameters`, each through one of `WIRES` buffers of `wire_bytes`."""
@@ -262,7 +266,7 @@ class Gathers:
             if gather in self._in_flight and gather.event.done():
                 self._in_flight.remove(gather)
                 self._give_back(gather.wire, gather.held)
-        gather.ended = True
+        gather.note_end()
         gather.group.release()
 
     def close(self) -> None:

@@ -32,6 +32,16 @@ class FetchingStats:
     in_time: int = 0
     late: int = 0
 
+    def count_brought(self, nbytes: int) -> None:
+        """Count one more that was brought."""
+        self.fetched += 1
+        self.fetched_bytes += nbytes
+
+    def count_needs(self, *, in_time: int, late: int) -> None:
+        """Count needs."""
+        self.in_time += in_time
+        self.late += late
+
 
 def _nothing() -> int:
     return 0
@@ -121,8 +131,7 @@ class ResidentSet(Generic[_Entry]):
         """Count a member that is resident from now on, or in flight."""
         self._entries[number] = entry
         self._used += self._nbytes[number]
-        self.stats.fetched += 1
-        self.stats.fetched_bytes += self._nbytes[number]
+        self.stats.count_brought(self._nbytes[number])
 
     def remove(self, number: int) -> _Entry:
         """Count a member no more, and return its entry."""
@@ -209,6 +218,5 @@ class ResidentSet(Generic[_Entry]):
         They come in the order of the need, each once.
         """
         late = [number for number in dict.fromkeys(numbers) if number not in self._entries]
-        self.stats.in_time += len(numbers) - len(late)
-        self.stats.late += len(late)
+        self.stats.count_needs(in_time=len(numbers) - len(late), late=len(late))
         return late
