@@ -27,7 +27,7 @@ from infinity_engine.building.homes import (
     release_originals,
 )
 from infinity_engine.config import EngineConfig, Overlap, Precision, Recording
-from infinity_engine.engine.engine import Engine, EngineParts
+from infinity_engine.engine.engine import Engine, EngineParts, close_at_its_end
 from infinity_engine.errors import CapacityError
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.gradients.outgoing import Outgoing
@@ -116,7 +116,7 @@ def assemble(
             release_originals(planned.everything, built)
             planned.previous.release(planned.trained)
     resources.push(taken.pop_all())
-    parts.resources.push(resources.pop_all())
+    close_at_its_end(engine, resources)
     return_freed_memory()  # of what the model was until now
     return engine
 
@@ -270,7 +270,6 @@ def _parts(
         ledger=ledger,
         hooks=hooks,
         queue=None if swap is None else swap.queue,
-        resources=ExitStack(),
     )
 
 

@@ -28,6 +28,7 @@ from deepnvme import IOQueue
 from infinity_engine.accel import Accelerator
 from infinity_engine.checkpoint.directory import LATEST
 from infinity_engine.engine.checkpointing import Checkpoints, Loaded, Run, Stateful
+from infinity_engine.engine.ending import Ending, SafePoint, adopt_early, while_alive
 from infinity_engine.engine.guards import Guards
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.gradients.accumulation import Accumulation
@@ -61,7 +62,7 @@ from infinity_engine.update.replanning import Replanner
 from infinity_engine.update.states import StateKeeper, StepInputs
 from infinity_engine.update.updating import Deferral, Updates
 
-__all__ = ["Engine", "EngineParts"]
+__all__ = ["Engine", "EngineParts", "close_at_its_end"]
 
 _MOST_NAMED = 5  # parameters in a message
 
@@ -122,7 +123,6 @@ class EngineParts:
     ledger: Ledger
     hooks: Hooks
     queue: IOQueue | None  # None where there are no drives
-    resources: ExitStack
 
 
 def _held(method: Callable[Concatenate[Engine, _P], _R]) -> Callable[Concatenate[Engine, _P], _R]:
@@ -148,7 +148,8 @@ class Engine:
         self.optimizer = parts.optimizer
         self._parts = parts
         self._signals = parts.hooks.signals
-        self._updates = Updates(
+        self._safe_point = SafePoint(self._signals)
+        self._updates = updates = Updates(
             parts.plan,
             Executor(parts.states, parts.telemetry, self._safe_point),
             states=parts.states,
@@ -165,15 +166,16 @@ class Engine:
         self._in_backward = False
         self._recording = False
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
-        self._closing = self._closed = False
         self._process = os.getpid()
         self._taken = TakenGradients(Hooks(self._signals))
         for each in self._known.values():
             each.note_values()
         if parts.whole is not None:
             parts.whole.ranks.on_wait(self._safe_point)
+        take = while_alive(self._take)
         for each in parts.trained:
-            parts.hooks.on_gradient(each.parameter, partial(self._take, each.number))
+            # Hooks go with the model: they must not keep the engine alive.
+            parts.hooks.on_gradient(each.parameter, partial(take, each.number))
         self._checkpoints = Checkpoints(
             Run(
                 model=parts.model,
@@ -195,7 +197,20 @@ class Engine:
             self._known,
             parts.hooks,
             whole=parts.modules is None,
-            updates=lambda: self.steps,
+            updates=lambda: updates.made,
+        )
+        self._ending = Ending(
+            parts.model,
+            updates=updates,
+            states=parts.states,
+            early=parts.early,
+            gradients=parts.gradients,
+            taken=self._taken,
+            hooks=parts.hooks,
+            fetcher=parts.fetcher,
+            modules=parts.modules,
+            whole=parts.whole,
+            safe_point=self._safe_point,
         )
 
     @property
@@ -536,7 +551,7 @@ class Engine:
             parts.fetcher.give_up()
         self._refuse_older_graphs()
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
-        self._adopt_early()
+        adopt_early(parts.early, parts.states, parts.fetcher)
         self._updates.begin()
         if parts.fetcher is not None:
             parts.fetcher.changed(each.number for each in parts.trained)
@@ -614,18 +629,6 @@ class Engine:
         """Let no early update be under way: what is not made yet is left to the step."""
         if self._parts.early is not None:
             self._parts.early.settle()
-
-    def _adopt_early(self) -> None:
-        """Let what was made in the backward count, in a step that was begun.
-
-        Interrupted, it can be done again.
-        """
-        early, fetcher = self._parts.early, self._parts.fetcher
-        if early is not None and self._parts.states.begun:
-            places = self._parts.states.adopt(early.made)
-            if fetcher is not None:
-                fetcher.moved(places)
-            early.end()
 
     def _finish_gradients(self, *, last: bool) -> None:
         """Let the gradients that came to any rank be with those who own them, if they are needed by
@@ -1086,37 +1089,7 @@ class Engine:
         """Close; of several ranks, let the others know if there is a `reason` that they should
         know.
         """
-        # a forked process has nothing of what is closed
-        if not self._closed and os.getpid() == self._process:
-            self._closing = True
-            failed: RuntimeError | None = None
-            whole = self._parts.whole
-            if whole is not None and reason is not None:
-                whole.ranks.close(reason)
-            try:
-                self._adopt_early()
-                self._updates.resume()
-                self._updates.end()
-            except RuntimeError as error:  # told at the end
-                failed = kept(error)
-            self._closed = True
-            if self._parts.modules is not None:
-                self._parts.modules.close()
-            self._parts.hooks.remove()
-            self._taken.hide()
-            self._updates.follow_no_more()
-            if self._parts.early is not None:
-                self._parts.early.drop()
-            self._parts.gradients.clear()
-            if not restore and self._parts.fetcher is not None:
-                self._parts.fetcher.leave_absent()
-            try:
-                self._parts.resources.close()
-            finally:
-                if whole is not None:
-                    whole.ranks.close(failed)
-            if failed is not None:
-                raise again(failed)
+        self._ending.close(reason, restore=restore)
 
     def __enter__(self) -> Engine:
         """Return itself."""
@@ -1135,6 +1108,10 @@ class Engine:
             if error is None:
                 raise
 
+    def __del__(self) -> None:
+        """Drop the model first, and then end: a model that goes too needs nothing restored."""
+        self.__dict__.clear()
+
     def __deepcopy__(self, _memo: object) -> Engine:
         """Refuse: states, hooks and memory are not to be had twice."""
         raise TypeError(
@@ -1146,11 +1123,6 @@ class Engine:
         raise TypeError(
             "an engine cannot be pickled: its states are in memory that only this process has"
         )
-
-    def _safe_point(self) -> None:
-        """Let Ctrl-C act here, unless that would leave an engine that is half closed."""
-        if not self._closing:
-            self._signals.safe_point()
 
     def _begin(self) -> None:
         """Begin to record a step, where none is being recorded."""
@@ -1197,7 +1169,7 @@ class Engine:
             raise RuntimeError("a step was interrupted: call step() again, which does what it left")
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._ending.closed:
             raise RuntimeError("the engine is closed: initialize another one")
 
     def _check_process(self) -> None:
@@ -1209,6 +1181,11 @@ class Engine:
                 "Call the engine, and "
                 "its model, in that process only"
             )
+
+
+def close_at_its_end(engine: Engine, resources: ExitStack) -> None:
+    """Let these be closed when the engine is, which is at the latest when the caller drops it."""
+    engine._ending.follow(engine, resources)
 
 
 def _said(parameter: object) -> str:

@@ -8,6 +8,7 @@ somebody holds in a variable is made in the step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -33,7 +34,8 @@ class AwaitedParameters:
         updated: Callable[[int], bool],
         hooks: Hooks,
     ) -> None:
-        self._model = model
+        # The engine has the model. This is among what closes an engine that was dropped.
+        self._model = weakref.ref(model)
         self._trained = trained
         self._updated = updated
         self._hooks = hooks
@@ -65,7 +67,7 @@ class AwaitedParameters:
             return
         self._hooks.remove()
         self._update = update
-        if any(map(is_compiled, self._model.modules())):
+        if any(map(is_compiled, self._modules())):
             update.end()
             return
         waits = self._asked - self._unseen
@@ -77,8 +79,12 @@ class AwaitedParameters:
                 self._hide(number)
         self._watch()
 
+    def _modules(self) -> Iterable[torch.nn.Module]:
+        model = self._model()
+        return () if model is None else model.modules()
+
     def _watch(self) -> None:
-        for module in self._model.modules():
+        for module in self._modules():
             own = [
                 self._numbers[id(each)]
                 for each in module._parameters.values()

@@ -7,6 +7,7 @@ its caller's if it returns it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -137,7 +138,8 @@ class ModuleParameters:
         hooks: Hooks,
         leaves: Collection[str] = (),
     ) -> None:
-        self._model = model
+        # The engine has the model. This is among what closes an engine that was dropped.
+        self._model = weakref.ref(model)
         self._fetcher = fetcher
         self._hooks = hooks
         self._names = {each.number: each.name for each in parameters}
@@ -230,7 +232,9 @@ class ModuleParameters:
             ConfigError: a module has been compiled since the engine took the model over.
         """
         self._end_frames(1)
-        check_modules(self._model)
+        model = self._model()
+        if model is not None:
+            check_modules(model)
         return self._hooks.saving(self._pack, self._unpack)
 
     def close(self) -> None:

@@ -1,0 +1,219 @@
+"""`Ending`: how an engine ends, once: by `close()`, at the end of a `with` block, or dropped.
+
+Refers to what an engine holds, but neither to the engine nor to its model: it keeps neither alive.
+An engine that the caller drops is closed at once, without Python's collector. An engine in a cycle
+of the caller's objects is closed when the collector frees that cycle.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+import torch
+
+from infinity_engine.gradients.keeper import GradientKeeper
+from infinity_engine.gradients.taken import TakenGradients
+from infinity_engine.kept_errors import again, kept
+from infinity_engine.parameters.hooks import Hooks
+from infinity_engine.parameters.modules import ModuleParameters
+from infinity_engine.parameters.providing import Provider
+from infinity_engine.ranks.sharding import Whole
+from infinity_engine.signals import HeldSignals
+from infinity_engine.update.early import EarlyUpdates
+from infinity_engine.update.states import StateKeeper
+from infinity_engine.update.updating import Updates
+
+__all__ = ["Ending", "SafePoint", "adopt_early", "while_alive"]
+
+_LOG = logging.getLogger(__name__)
+_LONGEST_WAIT_S = 60.0
+"""How long a thread that drops an engine waits for its closing. The collector may run while that
+thread holds a lock that the closing needs; the closing then goes on when the lock is free."""
+
+
+def while_alive(method: Callable[..., object]) -> Callable[..., None]:
+    """Return a function that calls a bound method while its object lives. It does not keep the
+    object alive.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        living = found()
+        if living is not None:
+            living(*args)
+
+    return call
+
+
+class SafePoint:
+    """Lets Ctrl-C act where it is called, until it is disabled: no engine is left half closed."""
+
+    def __init__(self, signals: HeldSignals) -> None:
+        self._signals = signals
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Let nothing act from here on: the engine is being closed."""
+        self._enabled = False
+
+    def __call__(self) -> None:
+        """Let it act.
+
+        Raises:
+            KeyboardInterrupt: it came.
+        """
+        if self._enabled:
+            self._signals.safe_point()
+
+
+class _WhenDropped(weakref.finalize):  # type: ignore[type-arg]  # it has none when it runs
+    """Calls a function when an object goes, unless Python ends: the process gives all back."""
+
+    def __init__(self, dropped: object, call: Callable[[], object]) -> None:
+        super().__init__(dropped, call)
+        self.atexit = False
+
+
+def adopt_early(early: EarlyUpdates | None, states: StateKeeper, fetcher: Provider | None) -> None:
+    """Let updates that the backward made count, in a step that was begun.
+
+    Interrupted, it can be done again.
+    """
+    if early is not None and states.begun:
+        places = states.adopt(early.made)
+        if fetcher is not None:
+            fetcher.moved(places)
+        early.end()
+
+
+class Ending:
+    """The end of one engine."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        updates: Updates,
+        states: StateKeeper,
+        early: EarlyUpdates | None,
+        gradients: GradientKeeper,
+        taken: TakenGradients,
+        hooks: Hooks,
+        fetcher: Provider | None,
+        modules: ModuleParameters | None,
+        whole: Whole | None,
+        safe_point: SafePoint,
+    ) -> None:
+        self.closed = False
+        self._model = weakref.ref(model)
+        self._kind = type(model).__name__
+        self._updates = updates
+        self._states = states
+        self._early = early
+        self._gradients = gradients
+        self._taken = taken
+        self._hooks = hooks
+        self._fetcher = fetcher
+        self._modules = modules
+        self._whole = whole
+        self._safe_point = safe_point
+        self._process = os.getpid()
+        self._resources = ExitStack()
+        self._dropped: _WhenDropped | None = None
+
+    def follow(self, engine: object, resources: ExitStack) -> None:
+        """Close `resources` too. The engine is complete: this ends it when the caller drops it."""
+        self._resources.push(resources.pop_all())
+        self._dropped = _WhenDropped(engine, self._drop)
+
+    def close(self, reason: BaseException | None, *, restore: bool) -> None:
+        """Give everything back, once. With several ranks, tell the others the `reason`, if any.
+
+        Raises:
+            RuntimeError: the update that was under way failed. All else is done.
+        """
+        if (
+            self.closed or os.getpid() != self._process
+        ):  # a forked process has nothing of what is closed
+            return
+        self._safe_point.disable()
+        failed: RuntimeError | None = None
+        if self._whole is not None and reason is not None:
+            self._whole.ranks.close(reason)
+        try:
+            adopt_early(self._early, self._states, self._fetcher)
+            self._updates.resume()
+            self._updates.end()
+        except RuntimeError as error:  # told at the end
+            failed = kept(error)
+        self.closed = True
+        if self._dropped is not None:
+            self._dropped.detach()
+        if self._modules is not None:
+            self._modules.close()
+        self._hooks.remove()
+        self._taken.hide()
+        self._updates.follow_no_more()
+        if self._early is not None:
+            self._early.drop()
+        self._gradients.clear()
+        if not (restore and self._is_in_use) and self._fetcher is not None:
+            self._fetcher.leave_absent()
+        try:
+            self._resources.close()
+        finally:
+            if self._whole is not None:
+                self._whole.ranks.close(failed)
+        if failed is not None:
+            raise again(failed)
+
+    @property
+    def _is_in_use(self) -> bool:
+        """Whether there is still the model, whose parameters can be given their values again."""
+        return self._model() is not None
+
+    def _drop(self) -> None:
+        """Close an engine that the caller dropped, in a thread of its own.
+
+        Python runs this where the last reference goes, or where its collector runs: that may be
+        a thread that the closing waits for, or code that holds a lock.
+        """
+        if self.closed or os.getpid() != self._process:
+            return
+        closing = threading.Thread(target=self._close_dropped, name="closing an engine")
+        try:
+            warnings.warn(
+                f"An engine for a {self._kind} was dropped without close(), after "
+                f"{self._updates.made} updates. It is closed now. Call close(), or use the engine "
+                "in a `with` block",
+                ResourceWarning,
+                stacklevel=3,  # behind weakref's own function
+            )
+        finally:
+            closing.start()
+            closing.join(_LONGEST_WAIT_S)
+        if closing.is_alive():
+            _LOG.warning(
+                "Closing an engine that was dropped takes longer than %g s, and goes on. Do not "
+                "use its model until then",
+                _LONGEST_WAIT_S,
+            )
+
+    def _close_dropped(self) -> None:
+        reason = None
+        if self._whole is not None:
+            reason = RuntimeError("this rank dropped its engine without close()")
+        try:
+            # Several ranks can only restore parameters together, and the others may go on.
+            self.close(reason, restore=reason is None)
+        except Exception:
+            _LOG.exception("An engine that was dropped failed to close")
+        finally:
+            with suppress(Exception):
+                self._resources.close()
