@@ -223,7 +223,10 @@ def _parts(
         modules = whole.modules
     elif fetcher is not None:
         modules = ModuleParameters(
-            model, [each for each in everything if each.number in records], fetcher, hooks
+            model,
+            [parameter for parameter in everything if parameter.number in records],
+            fetcher,
+            hooks,
         )
     early = _early_updates(
         sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes
@@ -320,8 +323,8 @@ def _gradients(
         assert swap is not None, "gradients rest on drives that there are"
         outgoing = Outgoing(swap, lanes, plan.resting.gradients)
     return GradientKeeper(
-        [each.name for each in trained],
-        [each.numel for each in trained],
+        [parameter.name for parameter in trained],
+        [parameter.numel for parameter in trained],
         pieces_of(sizing, plan, len(trained)),
         lanes,
         outgoing,
@@ -410,9 +413,9 @@ def _deferral(
     if sizing.unified and not (fetching and records and plan.steps.buffer_bytes):
         return None
     now = [
-        each.index
-        for each in sizing.subgroups
-        if fetching and any(segment.parameter not in records for segment in each.segments)
+        subgroup.index
+        for subgroup in sizing.subgroups
+        if fetching and any(segment.parameter not in records for segment in subgroup.segments)
     ]
     follower = fetching or awaited()
     resources.callback(follower.follow, None)
@@ -474,10 +477,10 @@ def _early_updates(
         lanes.meter,
         order=order[::-1],
         segments={
-            (segment.parameter, numbers[each.index][number]): (each.index, number)
-            for each in sizing.subgroups
-            if each.index in chosen
-            for number, segment in enumerate(each.segments)
+            (segment.parameter, numbers[subgroup.index][number]): (subgroup.index, number)
+            for subgroup in sizing.subgroups
+            if subgroup.index in chosen
+            for number, segment in enumerate(subgroup.segments)
         },
         buffers=plan.resting.early,
         keep=gradients.keep,

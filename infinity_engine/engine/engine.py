@@ -158,7 +158,7 @@ class Engine:
             deferral=parts.deferral,
             replanner=parts.replanner,
         )
-        self._known = {id(each.parameter): each for each in (*parts.trained, *parts.frozen)}
+        self._known = {id(known.parameter): known for known in (*parts.trained, *parts.frozen)}
         self._accumulation = Accumulation(parts.accumulation_steps, parts.meter.micro_batch)
         self._clip_to = parts.max_grad_norm
         # of the step that was begun last, where it was asked for
@@ -168,14 +168,14 @@ class Engine:
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
         self._process = os.getpid()
         self._taken = TakenGradients(Hooks(self._signals))
-        for each in self._known.values():
-            each.note_values()
+        for known in self._known.values():
+            known.note_values()
         if parts.whole is not None:
             parts.whole.ranks.on_wait(self._safe_point)
         take = while_alive(self._take)
-        for each in parts.trained:
+        for trained in parts.trained:
             # Hooks go with the model: they must not keep the engine alive.
-            parts.hooks.on_gradient(each.parameter, partial(take, each.number))
+            parts.hooks.on_gradient(trained.parameter, partial(take, trained.number))
         self._checkpoints = Checkpoints(
             Run(
                 model=parts.model,
@@ -354,7 +354,8 @@ class Engine:
         modules = self._parts.modules
         unseen = [] if modules is None else modules.never_asked()
         if unseen and any(
-            each.is_floating_point() and bool(each.isnan().any()) for each in tensors_in(output)
+            tensor.is_floating_point() and bool(tensor.isnan().any())
+            for tensor in tensors_in(output)
         ):
             named = ", ".join(unseen[:_MOST_NAMED]) + (
                 " and others" if len(unseen) > _MOST_NAMED else ""
@@ -453,8 +454,8 @@ class Engine:
             with parts.telemetry.timed("update"):
                 result = self._update()
         finally:
-            for each in parts.trained:
-                each.note_values()
+            for trained in parts.trained:
+                trained.note_values()
         self._updates.end_step()
         self._accumulation.end_step()
         if parts.fetcher is not None:
@@ -493,8 +494,8 @@ class Engine:
         if self._parts.early is not None:
             self._parts.early.drop()
         self._parts.gradients.clear()
-        for each in self._parts.trained:
-            each.parameter.grad = None  # what was interrupted before it was taken
+        for trained in self._parts.trained:
+            trained.parameter.grad = None  # what was interrupted before it was taken
         self._accumulation.drop()
         self._clip_to = self._parts.max_grad_norm
 
@@ -554,7 +555,7 @@ class Engine:
         adopt_early(parts.early, parts.states, parts.fetcher)
         self._updates.begin()
         if parts.fetcher is not None:
-            parts.fetcher.changed(each.number for each in parts.trained)
+            parts.fetcher.changed(trained.number for trained in parts.trained)
         self._updates.leave_rest()
         parts.scale.step_made()
         self._clip_to = parts.max_grad_norm
@@ -681,11 +682,11 @@ class Engine:
         is kept.
         """
         wanted = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for each in wanted:
-            if not isinstance(each, torch.Tensor):
+        for parameter in wanted:
+            if not isinstance(parameter, torch.Tensor):
                 expected = "a parameter, or several, as model.parameters() lists them"
-                raise ConfigError(field="parameters", value=_said(each), expected=expected)
-        known = [self._known[id(each)] for each in wanted if id(each) in self._known]
+                raise ConfigError(field="parameters", value=_said(parameter), expected=expected)
+        known = [self._known[id(parameter)] for parameter in wanted if id(parameter) in self._known]
         end = HeldEnd(self._signals)
         with end as around, end:
             self._signals.holding(self._gather)(known, around, modify=modify)
@@ -698,7 +699,7 @@ class Engine:
         self._check_whole()
         if not modify:
             self._check_untouched(known)
-        changing = modify and any(isinstance(each, TrainedParameter) for each in known)
+        changing = modify and any(isinstance(parameter, TrainedParameter) for parameter in known)
         if changing:
             self._check_not_early()
         self._settle_early()
@@ -710,7 +711,7 @@ class Engine:
                 self._gathered_with_room([parameter.number for parameter in known])
             )
         if self._parts.modules is not None:
-            self._parts.modules.gathered(each.number for each in known)
+            self._parts.modules.gathered(parameter.number for parameter in known)
 
     @contextmanager
     def _gathered_with_room(self, numbers: Sequence[int]) -> Iterator[None]:
@@ -733,14 +734,14 @@ class Engine:
         """Keep what somebody has made of parameters that are gathered."""
         if self._parts.whole is not None:
             self._parts.whole.check_same(known)
-        for each in known:
+        for parameter in known:
             # The master first: until the values are home as well, they are a change that nothing
             # goes on without.
-            if isinstance(each, TrainedParameter):
-                self._parts.states.set_master(each.number, self._own(each))
+            if isinstance(parameter, TrainedParameter):
+                self._parts.states.set_master(parameter.number, self._own(parameter))
             if self._parts.fetcher is not None:
-                self._parts.fetcher.write_home(each.number)
-            each.note_values()
+                self._parts.fetcher.write_home(parameter.number)
+            parameter.note_values()
 
     @_held
     def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
@@ -754,7 +755,7 @@ class Engine:
             ConfigError: the module or the parameter is not the model's.
         """
         self._check_whole()
-        if not any(module is each for each in self.model.modules()):
+        if not any(module is one_of_model for one_of_model in self.model.modules()):
             expected = "one of the model's, as named_modules() lists them"
             raise ConfigError(field="module", value=type(module).__name__, expected=expected)
         if id(parameter) not in self._known:
@@ -767,13 +768,13 @@ class Engine:
             deferral.follower.register_external(parameter)
 
     def _check_untouched(self, known: Iterable[ModelParameter]) -> None:
-        for each in known:
-            each.check_untouched()
+        for parameter in known:
+            parameter.check_untouched()
 
-    def _own(self, each: ModelParameter) -> torch.Tensor:
+    def _own(self, parameter: ModelParameter) -> torch.Tensor:
         """Return what this rank owns of a parameter that is shown, flat."""
-        flat, whole = each.parameter.detach().reshape(-1), self._parts.whole
-        return flat if whole is None else whole.own(each.number, flat)
+        flat, whole = parameter.parameter.detach().reshape(-1), self._parts.whole
+        return flat if whole is None else whole.own(parameter.number, flat)
 
     def _check_not_early(self) -> None:
         """Refuse to change parameters of which new values may have been made already, from those
@@ -834,7 +835,7 @@ class Engine:
         """Refuse copies on the host that would not fit: the kernel kills who takes more than its
         group has.
         """
-        nbytes = sum(each.numel() * each.element_size() for each in tensors)
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         free, whole = free_for_copies(), self._parts.whole
         if whole is not None:
             free = whole.ranks.least("memory for a state dict", free // whole.ranks.neighbours)

@@ -228,9 +228,9 @@ class GradientKeeper:
         """Return what that norm is made of."""
         sums = GradientSums(self._numels)
         coming = [
-            each
+            pending
             for number, slots in enumerate(self._slots)
-            for each in slots.put_sums(number, sums)
+            for pending in slots.put_sums(number, sums)
         ]
         if coming:
             with self._lanes.meter.waits(Wait.GRADIENTS):
@@ -809,8 +809,8 @@ class _Unplanned:
 def added_up(kernels: HostKernels, gradients: Sequence[Values], into: Values) -> _Sums:
     """Add gradients up in fp32, in their order, and return the block sums of that."""
     sums = kernels.begin_sum(gradients[0], into)
-    for each in gradients[1:]:
-        sums = kernels.add_to_sum(each, into)
+    for gradient in gradients[1:]:
+        sums = kernels.add_to_sum(gradient, into)
     return sums
 
 

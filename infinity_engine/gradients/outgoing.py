@@ -135,8 +135,8 @@ class Outgoing:
         event = IOEvent([self._swap.write(sent.place, memory, what=sent.what)])
         sent.lease.until(event)
         sent.lease.close()
-        written = [each for each in self._writing if each.done()]
-        self._writing = [*(each for each in self._writing if each not in written), event]
+        written = [event for event in self._writing if event.done()]
+        self._writing = [*(event for event in self._writing if event not in written), event]
         self._forget_written(written)
         self._lanes.meter.copies(
             Lane.NVME_WRITE, Cargo.GRADIENTS, sent.place.nbytes, None, name="gradient"

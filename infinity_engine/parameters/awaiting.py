@@ -39,7 +39,7 @@ class AwaitedParameters:
         self._trained = trained
         self._updated = updated
         self._hooks = hooks
-        self._numbers = {id(each.parameter): each.number for each in trained if each.numel}
+        self._numbers = {id(known.parameter): known.number for known in trained if known.numel}
         self._asked: set[int] = set()  # what a module has asked for, of those that run in Python
         self._unseen: set[int] = set()  # what modules use and nobody sees them read
         self._absent: dict[int, torch.Tensor] = {}
@@ -86,9 +86,9 @@ class AwaitedParameters:
     def _watch(self) -> None:
         for module in self._modules():
             own = [
-                self._numbers[id(each)]
-                for each in module._parameters.values()
-                if id(each) in self._numbers
+                self._numbers[id(parameter)]
+                for parameter in module._parameters.values()
+                if id(parameter) in self._numbers
             ]
             if own and not is_compiled(module):
                 self._hooks.before_call(module, self._before(tuple(own)))
@@ -133,20 +133,20 @@ class AwaitedParameters:
             self._hooks.remove()
 
     def _hide(self, number: int) -> None:
-        each = self._trained[number]
-        values = each.parameter.data
+        known = self._trained[number]
+        values = known.parameter.data
         if number not in self._absent:
-            self._absent[number] = absent(each.dtype, each.parameter.shape, values.device)
+            self._absent[number] = absent(known.dtype, known.parameter.shape, values.device)
         self._hidden[number] = values
-        each.live_at(values.view(-1))
-        each.show(self._absent[number])
+        known.live_at(values.view(-1))
+        known.show(self._absent[number])
 
     def _show(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            each = self._trained[number]
+            known = self._trained[number]
             # else `step` refuses what somebody set
-            if each.parameter.data_ptr() == self._absent[number].data_ptr():
-                each.show(self._hidden[number])
-                each.note_values()  # copies of the update may have moved the version meanwhile
-            each.live_at(None)
+            if known.parameter.data_ptr() == self._absent[number].data_ptr():
+                known.show(self._hidden[number])
+                known.note_values()  # copies of the update may have moved the version meanwhile
+            known.live_at(None)
             del self._hidden[number]

@@ -46,19 +46,19 @@ def sizing_of(
     memory or not.
     """
     everything = (*trained, *frozen)
-    nbytes = {id(each.of_model): each.nbytes for each in everything}
-    is_cut = any(each.part_of is not None for each in everything)
-    is_cast = any(each.dtype != each.parameter.dtype for each in everything)
-    has_copies = any(each.formats.parameter is not None for each in trained)
+    nbytes = {id(parameter.of_model): parameter.nbytes for parameter in everything}
+    is_cut = any(parameter.part_of is not None for parameter in everything)
+    is_cast = any(known.dtype != known.parameter.dtype for known in everything)
+    has_copies = any(parameter.formats.parameter is not None for parameter in trained)
     on_drives = config.budget is not None and config.budget.nvme
     return Sizing(
         subgroups=cut(
-            [(each.numel, each.formats) for each in trained],
+            [(parameter.numel, parameter.formats) for parameter in trained],
             config.subgroup_numel,
             small_bytes=config.storage.small_bytes if on_drives else None,
         ),
         state_names=max(
-            (rules[group].states for group in {each.group for each in trained}), key=len
+            (rules[group].states for group in {known.group for known in trained}), key=len
         ),
         parameters=tuple(nbytes.values()),
         deepest=deepest_of(model, nbytes),
@@ -92,30 +92,32 @@ def shape_of(
     """Return a live model as the planner sees one that need not exist; a module's arithmetic is
     that of its weights.
     """
-    ours = {id(each.of_model) for each in trained}
-    widths = {id(each.of_model): each.dtype.itemsize for each in (*trained, *frozen)}
+    ours = {id(known.of_model) for known in trained}
+    widths = {id(known.of_model): known.dtype.itemsize for known in (*trained, *frozen)}
     seen: set[int] = set()
     modules = []
     for name, module in model.named_modules():
         own = [
-            (key, each)
-            for key, each in module.named_parameters(name, recurse=False, remove_duplicate=False)
-            if each.numel()
+            (key, parameter)
+            for key, parameter in module.named_parameters(
+                name, recurse=False, remove_duplicate=False
+            )
+            if parameter.numel()
         ]
-        first = [(key, each) for key, each in own if id(each) not in seen]
-        seen.update(id(each) for _, each in own)
+        first = [(key, parameter) for key, parameter in own if id(parameter) not in seen]
+        seen.update(id(parameter) for _, parameter in own)
         multiplies = not isinstance(module, torch.nn.Embedding)
         shape = ModuleShape(
             name=name,
             parameters=tuple(
-                ParameterShape(key, each.numel(), id(each) in ours, widths[id(each)])
-                for key, each in first
+                ParameterShape(key, parameter.numel(), id(parameter) in ours, widths[id(parameter)])
+                for key, parameter in first
             ),
             flops_per_token=sum(
-                2 * each.numel() for _, each in own if multiplies and each.ndim > 1
+                2 * parameter.numel() for _, parameter in own if multiplies and parameter.ndim > 1
             ),
-            shared_numel=sum(each.numel() for _, each in own)
-            - sum(each.numel() for _, each in first),
+            shared_numel=sum(parameter.numel() for _, parameter in own)
+            - sum(parameter.numel() for _, parameter in first),
         )
         if own:
             modules.append(shape)
@@ -164,14 +166,14 @@ def _deepest(
 
     Lists of parameters are not called: whoever has them reads.
     """
-    own = sum(nbytes(each) for each in module.parameters(recurse=id(module) in leaves))
+    own = sum(nbytes(parameter) for parameter in module.parameters(recurse=id(module) in leaves))
     if id(module) in leaves:
         return own
     within = [child for child in module.children() if not isinstance(child, _LISTS)]
     own += sum(
-        nbytes(each)
+        nbytes(parameter)
         for child in module.children()
         if isinstance(child, _LISTS)
-        for each in child.parameters()
+        for parameter in child.parameters()
     )
     return own + max((_deepest(child, nbytes, leaves) for child in within), default=0)

@@ -53,8 +53,8 @@ class Hooks:
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         ours = f"{Hooks.on_gradient.__qualname__}.<locals>.hook"
         return any(
-            (each.__module__, getattr(each, "__qualname__", "")) == (__name__, ours)
-            for each in hooks.values()
+            (hook.__module__, getattr(hook, "__qualname__", "")) == (__name__, ours)
+            for hook in hooks.values()
         )
 
     def before_accumulating(self, parameter: torch.nn.Parameter, call: Callable[[], None]) -> None:

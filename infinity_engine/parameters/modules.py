@@ -77,7 +77,7 @@ def leaves_of(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
 
 def _within(path: str, modules: Collection[str]) -> bool:
     """Tell whether a module is in one of these."""
-    return any(path != each and (not each or path.startswith(f"{each}.")) for each in modules)
+    return any(path != other and (not other or path.startswith(f"{other}.")) for other in modules)
 
 
 @dataclass(slots=True)
@@ -142,13 +142,13 @@ class ModuleParameters:
         self._model = weakref.ref(model)
         self._fetcher = fetcher
         self._hooks = hooks
-        self._names = {each.number: each.name for each in parameters}
-        self._parameters = {each.number: each.parameter for each in parameters if each.numel}
+        self._names = {known.number: known.name for known in parameters}
+        self._parameters = {known.number: known.parameter for known in parameters if known.numel}
         self._saved_uses = {
-            each.number: Use(f"{each.name}, as saved", (each.number,)) for each in parameters
+            known.number: Use(f"{known.name}, as saved", (known.number,)) for known in parameters
         }
-        self._read_uses = {each.number: Use(each.name, (each.number,)) for each in parameters}
-        self._numbers = {id(each.parameter): each.number for each in parameters if each.numel}
+        self._read_uses = {known.number: Use(known.name, (known.number,)) for known in parameters}
+        self._numbers = {id(known.parameter): known.number for known in parameters if known.numel}
         self._outside = _Frame(None)
         self._frames = [self._outside]
         self._leaf = _Frame(None)  # of the one whose backward began last
@@ -162,14 +162,14 @@ class ModuleParameters:
         for name, module in model.named_modules():
             is_leaf = name in leaves
             own = tuple(
-                self._numbers[id(each)]
-                for each in module.parameters(recurse=is_leaf)
-                if id(each) in self._numbers
+                self._numbers[id(parameter)]
+                for parameter in module.parameters(recurse=is_leaf)
+                if id(parameter) in self._numbers
             )
             if is_leaf:
-                self._leaf_of.update((id(each), module) for each in module.modules())
+                self._leaf_of.update((id(inner), module) for inner in module.modules())
             self._uses[id(module)] = Use(name or "the model", own)
-            if own or any(id(each) in self._numbers for each in module.parameters()):
+            if own or any(id(parameter) in self._numbers for parameter in module.parameters()):
                 hooks.on_read(module, self._read)
                 if is_leaf:
                     self._leaf_uses[id(module)] = Use(f"backward of {name or 'the model'}", own)
@@ -346,7 +346,7 @@ class ModuleParameters:
         if isinstance(output, Mapping):
             output = tuple(output.values())
         if isinstance(output, list | tuple):
-            return [number for each in output for number in self._returned(each)]
+            return [number for part in output for number in self._returned(part)]
         return ()
 
     # --- what is saved ----------------------------------------------------------------------------
@@ -436,8 +436,8 @@ def tensors_in(output: object) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
-        for each in output.values():
-            yield from tensors_in(each)
+        for part in output.values():
+            yield from tensors_in(part)
     elif isinstance(output, list | tuple):
-        for each in output:
-            yield from tensors_in(each)
+        for part in output:
+            yield from tensors_in(part)

@@ -259,7 +259,7 @@ def collect_frozen(
     Raises:
         ConfigError: one is of a kind that cannot be used here.
     """
-    ours, dtypes = {id(each.parameter) for each in trained}, dtypes_of(model, precision)
+    ours, dtypes = {id(known.parameter) for known in trained}, dtypes_of(model, precision)
     others = [
         (name, parameter)
         for name, parameter in model.named_parameters()

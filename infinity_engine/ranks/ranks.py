@@ -130,7 +130,7 @@ class Ranks:
     def _split(self, shard_ranks: int | None) -> tuple[Collectives, Collectives]:
         if shard_ranks is None or self.size % shard_ranks:
             fitting = ", ".join(
-                str(each) for each in range(1, self.size + 1) if self.size % each == 0
+                str(divisor) for divisor in range(1, self.size + 1) if self.size % divisor == 0
             )
             expected = f"a divisor of the {self.size} ranks: {fitting}"
             raise ConfigError(field="ranks.shard_ranks", value=shard_ranks, expected=expected)
@@ -156,13 +156,13 @@ class Ranks:
         """Call this again and again while this rank waits for others: what it raises ends the
         wait.
         """
-        for each in self._sequences():
-            each.on_wait(call)
+        for sequence in self._sequences():
+            sequence.on_wait(call)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the others, who are told why where `error` says it. Again: nothing."""
-        for each in self._sequences():
-            each.close(error)
+        for sequence in self._sequences():
+            sequence.close(error)
 
     def _sequences(self) -> list[Collectives]:
         """Return all, those that follow others first."""
@@ -185,13 +185,13 @@ class Ranks:
         """
         payload = json.dumps({name: str(value) for name, value in mine.items()}).encode()
         said: list[dict[str, str]] = [
-            json.loads(each) for each in self.collectives.share(what, payload)
+            json.loads(answer) for answer in self.collectives.share(what, payload)
         ]
-        names = list(dict.fromkeys(name for each in said for name in each))
+        names = list(dict.fromkeys(name for answer in said for name in answer))
         found = [
             f"{name}: {told}"
             for name in names
-            if (told := _told([each.get(name) for each in said]))
+            if (told := _told([answer.get(name) for answer in said]))
         ]
         if found:
             more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
@@ -233,10 +233,11 @@ class Ranks:
         self.agree_on("settings", {**settings, **others})
         optimizer = {f"optimizer's group {number}": rule for number, rule in enumerate(rules)}
         self.agree_on(
-            "the model", {**{each.name: _kind_of(each) for each in parameters}, **optimizer}
+            "the model", {**{known.name: _kind_of(known) for known in parameters}, **optimizer}
         )
         self.agree_on(
-            "the model's first values", {each.name: digest(each.parameter) for each in parameters}
+            "the model's first values",
+            {known.name: digest(known.parameter) for known in parameters},
         )
 
     def agree_again_on(self, what: str, mine: Mapping[str, object]) -> None:
@@ -261,7 +262,7 @@ class Ranks:
         """
         mine = b"more" if has_more else b"again" if has_had else b"none"
         said = self.collectives.share("which ranks have another batch", mine)
-        without = [rank for rank, each in enumerate(said) if each == b"none"]
+        without = [rank for rank, answer in enumerate(said) if answer == b"none"]
         if b"more" in said and without:
             expected = "one on each rank at least, which it can use again while others have more"
             raise ConfigError(
@@ -302,16 +303,16 @@ class Ranks:
     def tell(self, what: str, mine: object) -> list[Any]:
         """Return what each rank says, of what JSON has."""
         return [
-            json.loads(each) for each in self.collectives.share(what, json.dumps(mine).encode())
+            json.loads(answer) for answer in self.collectives.share(what, json.dumps(mine).encode())
         ]
 
     def least(self, what: str, mine: int) -> int:
         """Return the smallest of what the ranks say."""
-        return min(int(each) for each in self.collectives.share(what, str(mine).encode()))
+        return min(int(answer) for answer in self.collectives.share(what, str(mine).encode()))
 
     def most(self, what: str, mine: int) -> int:
         """Return the largest of what the ranks say."""
-        return max(int(each) for each in self.collectives.share(what, str(mine).encode()))
+        return max(int(answer) for answer in self.collectives.share(what, str(mine).encode()))
 
     def share_budget(
         self, budget: ResolvedBudget, *, device_is_shared: bool, held: Held | None = None
@@ -325,34 +326,37 @@ class Ranks:
         """
         places = {directory: str(Path(directory).resolve()) for directory in budget.nvme}
         on_drives = {} if held is None else held.on_systems
-        systems = {each: _file_system_of(each) for each in budget.nvme}
+        systems = {directory: _file_system_of(directory) for directory in budget.nvme}
         told = {
             "machine": Process.own().machine,
             "host": budget.host,
             "cores": sorted(os.sched_getaffinity(0)),
             "nodes": read_nodes(),
             "drives": {
-                places[each]: [
-                    systems[each][0],
-                    systems[each][1] + on_drives.get(systems[each][0], 0),
+                places[directory]: [
+                    systems[directory][0],
+                    systems[directory][1] + on_drives.get(systems[directory][0], 0),
                     limit,
                 ]
-                for each, limit in budget.nvme.items()
+                for directory, limit in budget.nvme.items()
             },
         }
         said = [
-            json.loads(each)
-            for each in self.collectives.share("budgets", json.dumps(told).encode())
+            json.loads(answer)
+            for answer in self.collectives.share("budgets", json.dumps(told).encode())
         ]
-        ranks = [rank for rank, each in enumerate(said) if each["machine"] == told["machine"]]
+        ranks = [rank for rank, answer in enumerate(said) if answer["machine"] == told["machine"]]
         here = [said[rank] for rank in ranks]
         self.neighbours, self._first_here = len(here), ranks[0]
-        self.cores = divide_cores([each["cores"] for each in here], here[0]["nodes"])[
+        self.cores = divide_cores([neighbour["cores"] for neighbour in here], here[0]["nodes"])[
             ranks.index(self.rank)
         ]
-        host = min(each["host"] for each in here) // len(here)
-        drives = [each["drives"] for each in here]
-        self.users = {name: sum(place in each for each in drives) for name, place in places.items()}
+        host = min(neighbour["host"] for neighbour in here) // len(here)
+        drives = [neighbour["drives"] for neighbour in here]
+        self.users = {
+            name: sum(place in directories for directories in drives)
+            for name, place in places.items()
+        }
         nvme = {
             directory: _part_of(places[directory], limit, drives)
             for directory, limit in budget.nvme.items()
@@ -380,18 +384,20 @@ class Ranks:
         told = {
             "machine": Process.own().machine,
             "host": host,
-            "drives": [[_file_system_of(each)[0], nbytes] for each, nbytes in drives.items()],
+            "drives": [
+                [_file_system_of(directory)[0], nbytes] for directory, nbytes in drives.items()
+            ],
         }
         said = [
-            json.loads(each)
-            for each in self.collectives.share("what is held already", json.dumps(told).encode())
+            json.loads(answer)
+            for answer in self.collectives.share("what is held already", json.dumps(told).encode())
         ]
-        here = [each for each in said if each["machine"] == told["machine"]]
+        here = [answer for answer in said if answer["machine"] == told["machine"]]
         systems: Counter[str] = Counter()
-        for each in here:
-            for system, nbytes in each["drives"]:
+        for neighbour in here:
+            for system, nbytes in neighbour["drives"]:
                 systems[system] += nbytes
-        return Held(sum(each["host"] for each in here), systems)
+        return Held(sum(neighbour["host"] for neighbour in here), systems)
 
     def once_a_machine(self, what: str, make: Callable[[], str]) -> str:
         """Return what the first rank of this machine makes, while the others wait; once budgets
@@ -413,9 +419,9 @@ class Ranks:
         What this one owns of the others shares the memory of the whole ones until it is moved.
         """
         partitioner = Partitioner(self.shards.size, self.partitioning)
-        known = {each.number: is_cut(each.parameter) for each in (*trained, *frozen)}
+        built = {known.number: is_cut(known.parameter) for known in (*trained, *frozen)}
         specs = tuple(
-            known[each.number] or partitioner.cut(each.numel) for each in (*trained, *frozen)
+            built[known.number] or partitioner.cut(known.numel) for known in (*trained, *frozen)
         )
         return Cut(
             ranks=self,
@@ -423,32 +429,32 @@ class Ranks:
             frozen_wholes=tuple(frozen),
             trained=tuple(
                 TrainedParameter(
-                    each.number,
-                    each.name,
-                    self._own(each, spec, has_values=known[each.number] is None),
-                    each.dtype,
-                    each.group,
-                    part_of=each.parameter,
+                    whole.number,
+                    whole.name,
+                    self._own(whole, spec, has_values=built[whole.number] is None),
+                    whole.dtype,
+                    whole.group,
+                    part_of=whole.parameter,
                 )
-                for each, spec in zip(trained, specs, strict=False)
+                for whole, spec in zip(trained, specs[: len(trained)], strict=True)
             ),
             frozen=tuple(
                 ModelParameter(
-                    each.number,
-                    each.name,
-                    self._own(each, specs[each.number], has_values=known[each.number] is None),
-                    each.dtype,
-                    part_of=each.parameter,
+                    whole.number,
+                    whole.name,
+                    self._own(whole, specs[whole.number], has_values=built[whole.number] is None),
+                    whole.dtype,
+                    part_of=whole.parameter,
                 )
-                for each in frozen
+                for whole in frozen
             ),
             specs=specs,
         )
 
     def _own(
-        self, each: ModelParameter, spec: ShardSpec, *, has_values: bool
+        self, parameter: ModelParameter, spec: ShardSpec, *, has_values: bool
     ) -> torch.nn.Parameter:
-        shard, whole = spec.shards[self.shards.rank], each.parameter.detach()
+        shard, whole = spec.shards[self.shards.rank], parameter.parameter.detach()
         if not has_values and shard.numel:
             return torch.nn.Parameter(
                 absent(whole.dtype, torch.Size([shard.numel]), whole.device), requires_grad=False
@@ -541,11 +547,11 @@ def _flat(mapping: Mapping[str, object], within: str = "") -> Iterator[tuple[str
             yield f"{within}{name}", value
 
 
-def _kind_of(each: ModelParameter) -> str:
-    of = f"in group {each.group}" if isinstance(each, TrainedParameter) else "frozen"
+def _kind_of(known: ModelParameter) -> str:
+    of = f"in group {known.group}" if isinstance(known, TrainedParameter) else "frozen"
     return (
-        f"{str(each.parameter.dtype).removeprefix('torch.')} {list(each.parameter.shape)} {of}, "
-        f"number {each.number}"
+        f"{str(known.parameter.dtype).removeprefix('torch.')} {list(known.parameter.shape)} {of}, "
+        f"number {known.number}"
     )
 
 
@@ -561,16 +567,16 @@ def _part_of(place: str, limit: int, drives: Sequence[Mapping[str, tuple[str, in
     """Return a rank's part of a directory, of which `drives` have what each rank of the machine
     said.
     """
-    system = next(each[place][0] for each in drives if place in each)
+    system = next(directories[place][0] for directories in drives if place in directories)
     limits: dict[str, int] = {}
     free = []
-    for each in drives:
-        for other, (where, bytes_, most) in each.items():
+    for directories in drives:
+        for other, (where, bytes_, most) in directories.items():
             if where == system:
                 limits[other] = max(limits.get(other, 0), most)
                 free.append(bytes_)
     every = sum(limits.values())
-    part = limit // sum(place in each for each in drives)
+    part = limit // sum(place in directories for directories in drives)
     return part if every <= min(free) else part * min(free) // every
 
 

@@ -113,15 +113,15 @@ class Room:
         """
         most = ranks.config.bucket_bytes
         groups = [
-            ranks.group("all", [members[number] for number in each])
-            for each in buckets_of(members, most)
+            ranks.group("all", [members[number] for number in numbers])
+            for numbers in buckets_of(members, most)
         ]
-        nbytes = [_nbytes(each) for each in members]
+        nbytes = [_nbytes(member) for member in members]
         gradients = sum(nbytes)
         if ranks.gradients.can_stall and not adds_up:
             gradients = min(gradients, max(nbytes) + REDUCES * most)
         of_a_rank = max(
-            sum(max(shard.numel for shard in each.spec.shards) for each in group.members)
+            sum(max(shard.numel for shard in member.spec.shards) for member in group.members)
             for group in groups
         )
         wire = wire_of(
@@ -271,7 +271,7 @@ class GradientReducer:
 
     def drop(self) -> None:
         """Drop what has come, on all ranks; what they reduce they reduce first."""
-        self._release(sum(each.nbytes for each in self._sums.values()))
+        self._release(sum(total.nbytes for total in self._sums.values()))
         self._sums.clear()
         if self._open and not self.adds_up:
             self.finish()
@@ -289,15 +289,19 @@ class GradientReducer:
         mine = _Said(self._next, {number: len(some) for number, some in self._waiting.items()})
         with self._meter.waits(Wait.GRADIENTS):
             said = [
-                _Said.unpack(each)
-                for each in self._ranks.collectives.share("what has a gradient", mine.pack())
+                _Said.unpack(answer)
+                for answer in self._ranks.collectives.share("what has a gradient", mine.pack())
             ]
-            most = max(each.started for each in said)
+            most = max(progress.started for progress in said)
             while self._next < most:
                 self._start_next()
-            left = [self._left(each, most) for each in said]
-            for turn in range(max((count for each in left for count in each.values()), default=0)):
-                came = {number for each in left for number, count in each.items() if count > turn}
+            left = [self._left(progress, most) for progress in said]
+            for turn in range(
+                max((count for counts in left for count in counts.values()), default=0)
+            ):
+                came = {
+                    number for counts in left for number, count in counts.items() if count > turn
+                }
                 for bucket in self._all_buckets:
                     self._start([number for number in bucket if number in came])
             while self._under_way:
@@ -371,8 +375,8 @@ class GradientReducer:
             torch.empty(group.shard(place).numel, dtype=torch.float32, device=self._device)
             for place in range(len(numbers))
         ]
-        self._held.hold(sum(each.nbytes for each in sums))
-        nbytes = sum(each.nbytes for each in gradients if each is not None)
+        self._held.hold(sum(total.nbytes for total in sums))
+        nbytes = sum(gradient.nbytes for gradient in gradients if gradient is not None)
         event = self._reduce(group, gradients, sums, wire.flat())
         self._under_way.append(_Reduce(numbers, sums, event, wire, nbytes))
 
@@ -413,7 +417,7 @@ class GradientReducer:
         ended.event.wait()
         self._free_wires.append(ended.wire)
         self._release(ended.gradient_bytes)
-        sums_bytes = sum(each.nbytes for each in ended.sums)
+        sums_bytes = sum(total.nbytes for total in ended.sums)
         self._held.release(sums_bytes)
         had = 0
         for bits in ended.event.said:

@@ -147,16 +147,20 @@ class Sharding:
                 strict=True,
             )
         )
-        members = [each.member for each in parameters[: len(cut.trained)]]
+        members = [parameter.member for parameter in parameters[: len(cut.trained)]]
         adds_up = ranks.config.stage is Stage.OPTIMIZER and accumulation_steps > 1
         if adds_up:
-            members = [replace(each, dtype=torch.float32) for each in members]
+            members = [replace(member, dtype=torch.float32) for member in members]
         by_module = ranks.config.stage is Stage.PARAMETERS
         shards = deepest_of(
-            model, {id(each.whole.parameter): each.largest_shard for each in parameters}, leaves
+            model,
+            {id(parameter.whole.parameter): parameter.largest_shard for parameter in parameters},
+            leaves,
         )
         wholes = deepest_of(
-            model, {id(each.whole.parameter): each.nbytes for each in parameters}, leaves
+            model,
+            {id(parameter.whole.parameter): parameter.nbytes for parameter in parameters},
+            leaves,
         )
         gathers = (
             room_of_wires(model, parameters, ranks, leaves)
@@ -171,7 +175,7 @@ class Sharding:
             adds_up=adds_up,
             by_module=by_module,
             leaves=leaves,
-            least=wholes if by_module else sum(each.nbytes for each in parameters),
+            least=wholes if by_module else sum(parameter.nbytes for parameter in parameters),
             deepest_shards=shards,
             wires_bytes=gathers * (WIRES if by_module else 1) + reduces.wire * REDUCES,
             gather_bytes=gathers,
@@ -286,7 +290,7 @@ class Sharding:
             beside=reducer.go_on,
         )
         resources.callback(gatherer.close)
-        wholes = [each.whole for each in self.parameters]
+        wholes = [parameter.whole for parameter in self.parameters]
         return Whole(
             self, gatherer, ModuleParameters(model, wholes, gatherer, hooks, self.leaves), reducer
         )
@@ -295,7 +299,7 @@ class Sharding:
         """Return the bytes of whole parameters that all ranks have room for, what the budget has
         left among them.
         """
-        every = sum(each.nbytes for each in self.parameters)
+        every = sum(parameter.nbytes for parameter in self.parameters)
         free = ledger.free(Tier.DEVICE) - self.wires_bytes - self.least
         more = min(max(free, 0), every - self.least)
         return self.ranks.least("room for whole parameters", self.least + more)
@@ -309,10 +313,10 @@ class Sharding:
     def _small(self, small_bytes: int, room: int) -> list[int]:
         """Return the parameters of fewer bytes that stay whole from one update to the next."""
         found = []
-        for each in self.parameters:
-            if each.nbytes < small_bytes and each.nbytes <= room:
-                found.append(each.whole.number)
-                room -= each.nbytes
+        for parameter in self.parameters:
+            if parameter.nbytes < small_bytes and parameter.nbytes <= room:
+                found.append(parameter.whole.number)
+                room -= parameter.nbytes
         return found
 
 
@@ -434,17 +438,17 @@ class Whole:
         return torch.zeros(cut.trained[number].numel) if mine is None else mine
 
     def states(
-        self, each: ModelParameter, mine: Mapping[str, torch.Tensor], steps: int
+        self, parameter: ModelParameter, mine: Mapping[str, torch.Tensor], steps: int
     ) -> tuple[dict[str, torch.Tensor], int]:
         """Return a parameter's whole states, and its steps, of which a rank that owns nothing of it
         has none.
         """
-        spec = self.sharding.cut.specs[each.number]
+        spec = self.sharding.cut.specs[parameter.number]
         whole = {
-            name: self.ranks.whole(f"{name} of {each.name}", spec, values)
+            name: self.ranks.whole(f"{name} of {parameter.name}", spec, values)
             for name, values in mine.items()
         }
-        return whole, self.ranks.most(f"steps of {each.name}", steps)
+        return whole, self.ranks.most(f"steps of {parameter.name}", steps)
 
     def check_same(self, changed: Sequence[ModelParameter]) -> None:
         """Make sure that all ranks have changed parameters to the same values.
@@ -452,5 +456,5 @@ class Whole:
         Raises:
             CollectiveError: they have not.
         """
-        said = {each.name: digest_of(each.parameter.data) for each in changed}
+        said = {parameter.name: digest_of(parameter.parameter.data) for parameter in changed}
         self.ranks.agree_on("what gathered(modify=True) wrote", said)

@@ -113,9 +113,9 @@ class Replanner:
             and _resident_part(question.wish.strategy) is not None
             and homes != {Home.RESIDENT}
             and all(
-                sizing.in_place(each, Home.HOST, parameters)
-                == sizing.in_place(each, Home.VISITING, parameters)
-                for each in sizing.subgroups
+                sizing.in_place(subgroup, Home.HOST, parameters)
+                == sizing.in_place(subgroup, Home.VISITING, parameters)
+                for subgroup in sizing.subgroups
             )
         )
 
@@ -142,12 +142,12 @@ class Replanner:
             return None
         self._steps, self._wanted = 0, self._look_after
         others = {
-            name: median(each)
-            for name, each in self._samples.items()
-            if _differs(each, getattr(self._rates, name))
+            name: median(samples)
+            for name, samples in self._samples.items()
+            if _differs(samples, getattr(self._rates, name))
         }
-        for each in self._samples.values():
-            each.clear()
+        for samples in self._samples.values():
+            samples.clear()
         return self._look(others) if others else None
 
     def adopt(self, replan: Replan) -> None:
@@ -168,8 +168,8 @@ class Replanner:
         best, best_ns = self._best(measured)
         if best is None or best_ns > _WORTH_IT * now_ns:
             return None
-        numel = sum(each.numel for each in self._sizing.subgroups)
-        was, is_ = (each.steps.params_at(Home.VISITING) / numel for each in (self._plan, best))
+        numel = sum(subgroup.numel for subgroup in self._sizing.subgroups)
+        was, is_ = (plan.steps.params_at(Home.VISITING) / numel for plan in (self._plan, best))
         why = (
             f"{said}: {is_:.0%} visit, before {was:.0%}; updates and moves take "
             f"{1 - best_ns / now_ns:.0%} less time"
@@ -234,14 +234,14 @@ class Replanner:
         """
         before, after = self._plan.steps.homes(), plan.steps.homes()
         leaving = (
-            each
-            for each in self._sizing.subgroups
-            if before[each.index] is Home.HOST and after[each.index] is Home.VISITING
+            subgroup
+            for subgroup in self._sizing.subgroups
+            if before[subgroup.index] is Home.HOST and after[subgroup.index] is Home.VISITING
         )
         return sum(
-            each.formats.width * each.numel + _PAGE
-            for each in leaving
-            if each.formats.parameter is not None
+            subgroup.formats.width * subgroup.numel + _PAGE
+            for subgroup in leaving
+            if subgroup.formats.parameter is not None
         )
 
     def _ns(self, plan: Plan, rates: Rates) -> int:

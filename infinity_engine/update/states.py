@@ -203,7 +203,7 @@ class StateKeeper:
         values = (
             flat[: self._nbytes(subgroup, held.home)].view(torch.float32).view(-1, subgroup.numel)
         )
-        streams = [Values.of(each) for each in values]
+        streams = [Values.of(row) for row in values]
         masters: Values | tuple[Values, ...]
         if self._in_place(subgroup, held.home):
             masters = tuple(
@@ -337,7 +337,9 @@ class StateKeeper:
         whole = {name: torch.empty(self._trained[number].numel) for name in names}
         for held, index, segment in self._segments_of(number):
             self._copy_out(
-                held, index, {name: _part(each, segment) for name, each in whole.items()}
+                held,
+                index,
+                {name: _part(whole_values, segment) for name, whole_values in whole.items()},
             )
         return whole
 

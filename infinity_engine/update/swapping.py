@@ -126,7 +126,7 @@ class SwappedStates:
         lanes: Lanes,
     ) -> None:
         self._swap = swap
-        self._subgroups = {each.index: each for each in subgroups}
+        self._subgroups = {subgroup.index: subgroup for subgroup in subgroups}
         self._layouts = layouts
         self._names = names
         self._pieces = pieces
@@ -346,8 +346,8 @@ class SwappedStates:
         self.end_step()
         self.end_early()
         places, self._places = self._places, _Places({}, {}, {}, {})
-        for each in (places.states, places.new_states, places.new_values):
-            for place in each.values():
+        for kind in (places.states, places.new_states, places.new_values):
+            for place in kind.values():
                 self._swap.release(place)
 
     # --- what goes where --------------------------------------------------------------------------
@@ -391,7 +391,7 @@ class SwappedStates:
         for number, at in visit.layout.values.items():
             if number in visit.wanted:
                 segment = self._subgroups[index].segments[number]
-                start, nbytes = (width * each for each in (segment.first_element, segment.numel))
+                start, nbytes = (width * count for count in (segment.first_element, segment.numel))
                 place = (places or self._places.values)[segment.parameter].part(start, nbytes)
                 visit.moving.append(
                     move(place, memory[at : at + nbytes], what=self._names(segment.parameter))
