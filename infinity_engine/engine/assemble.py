@@ -30,7 +30,7 @@ from infinity_engine.config import EngineConfig, Overlap, Precision, Recording
 from infinity_engine.engine.engine import Engine, EngineParts, close_at_its_end
 from infinity_engine.errors import CapacityError
 from infinity_engine.gradients.keeper import GradientKeeper
-from infinity_engine.gradients.outgoing import Outgoing
+from infinity_engine.gradients.offloading import GradientOffload
 from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.lanes.kernels import device_kernels
 from infinity_engine.lanes.lanes import Lanes
@@ -44,13 +44,13 @@ from infinity_engine.memory import (
 )
 from infinity_engine.optim import FloatFormat, HostKernels, UpdateThreads
 from infinity_engine.optim.policy import OffloadPolicy
-from infinity_engine.parameters.awaiting import AwaitedParameters
 from infinity_engine.parameters.deferred import Follower, parts_of
 from infinity_engine.parameters.describing import pieces_of
 from infinity_engine.parameters.fetching import ParameterFetcher
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.modules import ModuleParameters
 from infinity_engine.parameters.parameters import TrainedParameter
+from infinity_engine.parameters.pending import PendingParameters
 from infinity_engine.parameters.precision import asked_dtype
 from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Demand, Sizing
@@ -232,7 +232,7 @@ def _parts(
         sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes
     )
     if whole is None and fetcher is not None:
-        states.hand_to(fetcher.receive)
+        states.on_new_values(fetcher.receive)
         if early is not None:
             fetcher.call_beside(early.go_on)
     deferral = None
@@ -244,7 +244,7 @@ def _parts(
             records,
             whole.provider if whole is not None else fetcher,
             resources=resources,
-            awaited=lambda: AwaitedParameters(model, trained, gradients.has, Hooks(signals)),
+            awaited=lambda: PendingParameters(model, trained, gradients.has, Hooks(signals)),
         )
     return EngineParts(
         model=model,
@@ -318,16 +318,16 @@ def _gradients(
     sums: Reservation,
     sums_early: bool,
 ) -> GradientKeeper:
-    outgoing = None
+    offload = None
     if plan.resting.gradients:
         assert swap is not None, "gradients rest on drives that there are"
-        outgoing = Outgoing(swap, lanes, plan.resting.gradients)
+        offload = GradientOffload(swap, lanes, plan.resting.gradients)
     return GradientKeeper(
         [parameter.name for parameter in trained],
         [parameter.numel for parameter in trained],
         pieces_of(sizing, plan, len(trained)),
         lanes,
-        outgoing,
+        offload,
         staying=staying,
         sums=sums,
         sums_early=sums_early,
@@ -385,8 +385,7 @@ def _warn_of_memory(directories: Iterable[str]) -> None:
         if mount is not None and mount.file_system in {"tmpfs", "ramfs"}:
             warnings.warn(
                 f"{directory} is on {mount.file_system}: what rests there is in host memory all "
-                "the same, beside the "
-                "budget's host. Name a directory on a drive",
+                "the same, beside the budget's host. Name a directory on a drive",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -483,9 +482,9 @@ def _early_updates(
             for number, segment in enumerate(subgroup.segments)
         },
         buffers=plan.resting.early,
-        keep=gradients.keep,
+        write_back=gradients.write_back,
     )
-    gradients.ask_first(early.take)
+    gradients.intercept_with(early.intercept)
     return early
 
 

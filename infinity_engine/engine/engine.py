@@ -33,8 +33,8 @@ from infinity_engine.engine.guards import Guards
 from infinity_engine.errors import CapacityError, ConfigError
 from infinity_engine.gradients.accumulation import Accumulation
 from infinity_engine.gradients.keeper import GradientKeeper
+from infinity_engine.gradients.placeholders import GradientPlaceholders, set_to_none_message
 from infinity_engine.gradients.scaling import LossScale
-from infinity_engine.gradients.taken import TakenGradients, dropped_by_somebody
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.lanes.meter import Meter
 from infinity_engine.machine.capacity import free_for_copies
@@ -42,10 +42,10 @@ from infinity_engine.machine.memory import probe_memory
 from infinity_engine.memory import Ledger, Usage
 from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
 from infinity_engine.outcome import Outcome, StepResult
-from infinity_engine.parameters.awaiting import AwaitedParameters
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.modules import ModuleParameters, tensors_in
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
+from infinity_engine.parameters.pending import PendingParameters
 from infinity_engine.parameters.providing import Provider
 from infinity_engine.plan import Tier
 from infinity_engine.plan.step import StepPlan
@@ -73,8 +73,7 @@ _B = TypeVar("_B")
 
 _MOVES = (
     "it would move or cast parameters that the engine holds. Choose where and in which type "
-    "modules compute with the "
-    "settings `accelerator` and `precision` of initialize"
+    "modules compute with the settings `accelerator` and `precision` of initialize"
 )
 _REFUSED = MappingProxyType(
     {
@@ -167,7 +166,7 @@ class Engine:
         self._recording = False
         self._modifying = 0  # how many `gathered` have a body that may change trained parameters
         self._process = os.getpid()
-        self._taken = TakenGradients(Hooks(self._signals))
+        self._taken = GradientPlaceholders(Hooks(self._signals))
         for known in self._known.values():
             known.note_values()
         if parts.whole is not None:
@@ -324,13 +323,10 @@ class Engine:
         if loss.device.type == "cpu" and not math.isfinite(loss.item()):
             said = (
                 f"The loss is {loss.item()} in step {self.steps}. An update would turn every "
-                "parameter that it depends "
-                "on into NaN. If the same batch gives a finite loss in plain PyTorch, your code "
-                "uses a parameter where "
-                "the engine cannot see it, such as a penalty over model.parameters() or a weight "
-                "that is kept in a "
-                "list: use it under `with engine.gathered(parameter)`, or call "
-                "engine.register_external(module, "
+                "parameter that it depends on into NaN. If the same batch gives a finite loss in "
+                "plain PyTorch, your code uses a parameter where the engine cannot see it, such as "
+                "a penalty over model.parameters() or a weight that is kept in a list: use it "
+                "under `with engine.gathered(parameter)`, or call engine.register_external(module, "
                 "parameter) for the module that uses it"
             )
             if math.isnan(loss.item()) and self._shows_nan:
@@ -362,12 +358,10 @@ class Engine:
             )
             raise RuntimeError(
                 f"The model returned NaN, and no module has asked for {named} yet. If plain "
-                "PyTorch returns other "
-                "values, your code uses them where the engine cannot see it, such as through a "
-                "list: they read as NaN. "
-                "Call engine.register_external(module, parameter) once for the module that uses "
-                "each, or call the "
-                "model under `with engine.gathered(parameters)`"
+                "PyTorch returns other values, your code uses them where the engine cannot see it, "
+                "such as through a list: they read as NaN. Call engine.register_external(module, "
+                "parameter) once for the module that uses each, or call the model under `with "
+                "engine.gathered(parameters)`"
             )
 
     def _check_gradient(self, number: int, gradient: torch.Tensor) -> None:
@@ -381,12 +375,11 @@ class Engine:
             if not math.isnan(gradient.reshape(-1)[0].item()):
                 return
             name = self._parts.trained[number].name
-            self._parts.gradients.lose(number)
+            self._parts.gradients.note_refused(number)
             raise RuntimeError(
                 f"The gradient of {name} is NaN. If it is finite in plain PyTorch, a "
-                "torch.autograd.Function in your "
-                "model keeps a parameter as an attribute of its ctx, and its backward reads NaN "
-                "there: let it call "
+                "torch.autograd.Function in your model keeps a parameter as an attribute of its "
+                "ctx, and its backward reads NaN there: let it call "
                 "ctx.save_for_backward(parameter). No parameter was updated. Call zero_grad() "
                 "before the next backward"
             )
@@ -440,9 +433,8 @@ class Engine:
         if not parts.gradients.any and (parts.whole is None or not parts.whole.waits(last=last)):
             raise RuntimeError(
                 "there is nothing to step with: no gradient has come since the last step, or "
-                "zero_grad() has dropped "
-                "it. Call backward() first; if you did, the loss does not depend on any parameter "
-                "of the optimizer"
+                "zero_grad() has dropped it. Call backward() first; if you did, the loss does not "
+                "depend on any parameter of the optimizer"
             )
         if not wanted and not parts.states.begun:
             self._accumulation.leave()
@@ -483,9 +475,8 @@ class Engine:
         if self._accumulation.drops_in_vain():
             warnings.warn(
                 f"zero_grad() drops the gradients of {self._accumulation.count} of "
-                f"{self._accumulation.planned} "
-                "micro-batches of a step: where it is called after each of them, no step ever "
-                "updates anything",
+                f"{self._accumulation.planned} micro-batches of a step: where it is called after "
+                "each of them, no step ever updates anything",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -515,7 +506,7 @@ class Engine:
                 "is known",
             )
         self._finish_gradients(last=True)
-        self._parts.gradients.settle()
+        self._parts.gradients.finish_transfers()
         norm = self._norm().norm(self._unscale())
         self._clip_to = float(max_norm)
         return norm
@@ -524,8 +515,8 @@ class Engine:
         parts = self._parts
         rules = rules_of(self.optimizer)
         self._check_early(rules)
-        self._settle_early()
-        parts.gradients.settle()
+        self._finish_early()
+        parts.gradients.finish_transfers()
         unscale, used = self._unscale(), parts.scale.value
         if parts.whole is not None:
             parts.whole.agree_on_update(rules, self._clip_to, used, self._accumulation)
@@ -588,10 +579,9 @@ class Engine:
             if self._parts.early is not None and self._parts.early.inputs is not None:
                 raise RuntimeError(
                     f"accumulation_steps plans for {self._accumulation.planned} in a step, and "
-                    "this backward would be "
-                    "one more. With storage.early_updates, the updates of this step have begun "
-                    "already. Nothing was "
-                    "lost: call step(), then compute this loss again"
+                    "this backward would be one more. With storage.early_updates, the updates of "
+                    "this step have begun already. Nothing was lost: call step(), then compute "
+                    "this loss again"
                 )
             self._parts.gradients.check_room_for_more(self._accumulation.planned)
         self._accumulation.begin_backward(averaged=averaged)
@@ -603,7 +593,7 @@ class Engine:
         if parts.early is None or parts.early.inputs is not None or self._modifying:
             return
         if self._accumulation.expects_last:
-            parts.gradients.settle()  # those of earlier micro-batches are read
+            parts.gradients.finish_transfers()  # those of earlier micro-batches are read
             parts.early.begin(
                 StepInputs(parts.gradients, rules_of(self.optimizer), self._unscale())
             )
@@ -620,16 +610,15 @@ class Engine:
         ):
             raise RuntimeError(
                 "hyperparameters were changed between backward() and step(), and with "
-                "storage.early_updates the "
-                "backward has used them: change them after step() or before backward(). Call "
-                "zero_grad(), which takes "
-                "the update back, and do the step's backward again, or set them as they were"
+                "storage.early_updates the backward has used them: change them after step() or "
+                "before backward(). Call zero_grad(), which takes the update back, and do the "
+                "step's backward again, or set them as they were"
             )
 
-    def _settle_early(self) -> None:
+    def _finish_early(self) -> None:
         """Let no early update be under way: what is not made yet is left to the step."""
         if self._parts.early is not None:
-            self._parts.early.settle()
+            self._parts.early.finish()
 
     def _finish_gradients(self, *, last: bool) -> None:
         """Let the gradients that came to any rank be with those who own them, if they are needed by
@@ -661,15 +650,14 @@ class Engine:
         if self._parts.scale.dynamic and not self._in_backward:
             raise RuntimeError(
                 "with fp16 the loss has to be scaled before its gradients are computed: call "
-                "engine.backward(loss), "
-                "not loss.backward()"
+                "engine.backward(loss), not loss.backward()"
             )
         whole, modules = self._parts.whole, self._parts.modules
         if modules is not None:
             modules.check_asked(number)
         self._check_gradient(number, gradient)
         self._accumulation.note_gradient()
-        (self._parts.gradients if whole is None else whole.reducer).take(number, gradient)
+        (self._parts.gradients if whole is None else whole.reducer).accumulate(number, gradient)
         self._taken.show(self._parts.trained[number])
 
     # --- looking and changing ---------------------------------------------------------------------
@@ -702,7 +690,7 @@ class Engine:
         changing = modify and any(isinstance(parameter, TrainedParameter) for parameter in known)
         if changing:
             self._check_not_early()
-        self._settle_early()
+        self._finish_early()
         self._parts.gradients.start_writing()
         if changing:
             around.enter_context(self._without_early())
@@ -764,7 +752,7 @@ class Engine:
         if self._parts.modules is not None:
             self._parts.modules.register_external(module, parameter)
         deferral = self._updates.deferral
-        if deferral is not None and isinstance(deferral.follower, AwaitedParameters):
+        if deferral is not None and isinstance(deferral.follower, PendingParameters):
             deferral.follower.register_external(parameter)
 
     def _check_untouched(self, known: Iterable[ModelParameter]) -> None:
@@ -784,10 +772,9 @@ class Engine:
         if early is not None and early.inputs is not None:
             raise RuntimeError(
                 "gathered(modify=True) came between backward() and step(), and with "
-                "storage.early_updates the backward "
-                "has made new values from those that would be changed: change parameters after "
-                "step() or before "
-                "backward(), or call zero_grad(), which takes the update back"
+                "storage.early_updates the backward has made new values from those that would be "
+                "changed: change parameters after step() or before backward(), or call "
+                "zero_grad(), which takes the update back"
             )
 
     @contextmanager
@@ -846,8 +833,7 @@ class Engine:
                 free=free,
                 limit=probe_memory().usable_bytes,
                 change="copy parameter by parameter under engine.gathered(parameter) and write "
-                "each to a file, or give "
-                "the process more memory beside the budget's host",
+                "each to a file, or give the process more memory beside the budget's host",
             )
 
     @_held
@@ -867,7 +853,7 @@ class Engine:
             expected = "a parameter that the optimizer was made of and that requires a gradient"
             raise ConfigError(field="parameter", value=_said(parameter), expected=expected)
         number = known.number
-        self._settle_early()
+        self._finish_early()
         self._parts.gradients.start_writing()
         flat, steps = dict(self._parts.states.state_of(number)), self._parts.states.steps_of(number)
         gradient = self._gradient_of(number)
@@ -891,7 +877,7 @@ class Engine:
         if whole is not None and whole.waits(last=self._accumulation.is_reached):
             return None
         self._finish_gradients(last=self._accumulation.is_reached)
-        gradients.settle()
+        gradients.finish_transfers()
         found = gradients.sum_of(number)
         if whole is not None:
             found = whole.gradient(number, found)
@@ -980,13 +966,12 @@ class Engine:
         """
         self._check_process()
         self._leave_no_half(half_loaded_too=loads)
-        self._settle_early()
+        self._finish_early()
         self._parts.gradients.start_writing()
         if self._parts.gradients.any or self._accumulation.count:
             raise RuntimeError(
                 "gradients have come since the last step, and a checkpoint has none: call step() "
-                "or zero_grad() before "
-                f"{what}()"
+                f"or zero_grad() before {what}()"
             )
 
     @property
@@ -1031,8 +1016,7 @@ class Engine:
         if not ended:
             raise RuntimeError(
                 "there is no step to report on: expected one that step() has ended, and the "
-                "setting "
-                "telemetry.recording to be on while it ran"
+                "setting telemetry.recording to be on while it ran"
             )
         drives = self._parts.drives
         return report_of(ended[-1], self.usage(), drives.uses(ended[-1]), drives.rates_of_update())
@@ -1140,10 +1124,10 @@ class Engine:
         """Drop gradients that the optimizer or the model was asked to drop."""
         if self._accumulation.left_by_step:
             raise RuntimeError(
-                f"{dropped_by_somebody()}. Here they are those of {self._accumulation.count} of "
+                f"{set_to_none_message()}. Here they are those of {self._accumulation.count} of "
                 f"{self._accumulation.planned} micro-batches of a step, and they still count. Call "
-                "zero_grad() only "
-                "after the last micro-batch. step() already clears the gradients that it used"
+                "zero_grad() only after the last micro-batch. step() already clears the gradients "
+                "that it used"
             )
         self.zero_grad()
 
@@ -1177,10 +1161,8 @@ class Engine:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this engine belongs to process {self._process}, and this one, {os.getpid()}, was "
-                "forked from it, as "
-                "workers of data loaders are: it has neither the engine's memory nor its threads. "
-                "Call the engine, and "
-                "its model, in that process only"
+                "forked from it, as workers of data loaders are: it has neither the engine's "
+                "memory nor its threads. Call the engine, and its model, in that process only"
             )
 
 

@@ -87,12 +87,9 @@ class Guards:
                 if parameter.grad is not None:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(parameter.shape)} has a gradient that the "
-                        "engine did not take: "
-                        "it was frozen when the engine was initialized, or not the optimizer's "
-                        "then, or its gradient "
-                        "was set by hand. Close the engine and initialize another one after "
-                        "parameters are unfrozen or "
-                        "added"
+                        "engine did not take: it was frozen when the engine was initialized, or "
+                        "not the optimizer's then, or its gradient was set by hand. Close the "
+                        "engine and initialize another one after parameters are unfrozen or added"
                     )
 
     def _check_stepping(self) -> None:
@@ -109,18 +106,16 @@ class Guards:
             if state and isinstance(known, TrainedParameter) and id(parameter) not in self._unused:
                 raise RuntimeError(
                     f"the optimizer was given states of {known.name} since the engine was "
-                    "initialized. The engine has "
-                    "states of its own and would ignore these. To train with them, close the "
-                    "engine and initialize "
-                    "another one, which takes them over. To drop them, call optimizer.state.clear()"
+                    "initialized. The engine has states of its own and would ignore these. To "
+                    "train with them, close the engine and initialize another one, which takes "
+                    "them over. To drop them, call optimizer.state.clear()"
                 )
 
     def _warn_of_states(self, state_dict: dict[str, Any]) -> None:
         state_dict[_LEFT_WITH_THE_ENGINE] = self._updates()
         warnings.warn(
             "the state dict of an engine's optimizer has its groups and no states, which the "
-            "engine has: "
-            "engine.state_of(parameter) shows them",
+            "engine has: engine.state_of(parameter) shows them",
             RuntimeWarning,
             stacklevel=6,  # torch has two functions around its own
         )
@@ -133,19 +128,16 @@ class Guards:
         if updates:
             raise RuntimeError(
                 "this state dict has no states: when it was made, an engine had the states, of "
-                f"{updates} update"
-                f"{'s' if updates > 1 else ''}. Training that goes on from it would begin with new "
-                "moments. To load "
-                'its groups alone, call optimizer.load_state_dict({"state": {}, "param_groups": '
-                'state_dict["param_groups"]})'
+                f"{updates} update{'s' if updates > 1 else ''}. Training that goes on from it "
+                "would begin with new moments. To load its groups alone, call "
+                'optimizer.load_state_dict({"state": {}, "param_groups": '
+                f'state_dict["param_groups"]}})'
             )
         if state_dict.get("state"):
             raise RuntimeError(
                 "the engine has the optimizer's states, and this version cannot load others: what "
-                "the optimizer loads "
-                "would not be used. Load them before initialize, which takes them over. To load "
-                "its groups alone, "
-                "their learning rates and such, call "
+                "the optimizer loads would not be used. Load them before initialize, which takes "
+                "them over. To load its groups alone, their learning rates and such, call "
                 'optimizer.load_state_dict({**state_dict, "state": {}})'
             )
 
@@ -153,8 +145,7 @@ class Guards:
         if not self._listing:
             raise RuntimeError(
                 "the values of this model's parameters are where the engine fetches them from, on "
-                "the host or on other "
-                "ranks: call engine.state_dict(), which has them"
+                "the host or on other ranks: call engine.state_dict(), which has them"
             )
 
     def _check_loading(self, module: torch.nn.Module) -> None:
@@ -164,7 +155,6 @@ class Guards:
             if known is not None and not known.is_there:
                 raise RuntimeError(
                     f"{known.name} is not there to be loaded, as the engine fetches parameters "
-                    "around modules: load "
-                    "under `with engine.gathered(model.parameters(), modify=True)`, or parts of "
-                    "the model under as much"
+                    "around modules: load under `with engine.gathered(model.parameters(), "
+                    "modify=True)`, or parts of the model under as much"
                 )

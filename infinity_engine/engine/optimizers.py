@@ -111,8 +111,7 @@ def _rule(given: object) -> Rule:
     if not isinstance(given, str | Mapping):
         expected = (
             "a torch optimizer, a rule of infinity_engine.optim such as AdamW(lr=1e-3), its name, "
-            "or a mapping of its "
-            f"name and options; the rules are {', '.join(_BY_NAME)}"
+            f"or a mapping of its name and options; the rules are {', '.join(_BY_NAME)}"
         )
         raise ConfigError(field="optimizer", value=given, expected=expected)
     name = given if isinstance(given, str) else given.get("name")

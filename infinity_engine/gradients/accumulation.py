@@ -74,12 +74,9 @@ class Accumulation:
             have = f"divided by {self.planned}" if self._averaged else "not divided"
             raise RuntimeError(
                 f"The gradients of {self.count} micro-batches of this step are {have}, and those "
-                "of this backward "
-                "would be the other way. One step divides all of them or none: give each "
-                "backward() of a step the "
-                "same `scale`. A backward past the engine, loss.backward(), has scale=True. To "
-                "begin the step again, "
-                "call zero_grad()"
+                "of this backward would be the other way. One step divides all of them or none: "
+                "give each backward() of a step the same `scale`. A backward past the engine, "
+                "loss.backward(), has scale=True. To begin the step again, call zero_grad()"
             )
         self._averaged = averaged
 

@@ -26,7 +26,7 @@ import torch
 from deepnvme.sizes import PAGE
 from infinity_engine.accel import Event
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.gradients.outgoing import Outgoing
+from infinity_engine.gradients.offloading import GradientOffload
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.memory import Lease, PinnedPool, Reservation
@@ -38,9 +38,9 @@ from infinity_engine.plan.ops import Lane
 from infinity_engine.storage import Hop, IOEvent, Place
 from infinity_engine.units import align_up
 
-__all__ = ["GradientKeeper", "Taker", "added_up"]
+__all__ = ["GradientKeeper", "Interceptor", "added_up"]
 
-Taker = Callable[[int, int, torch.Tensor, FloatFormat, int], bool]
+Interceptor = Callable[[int, int, torch.Tensor, FloatFormat, int], bool]
 """Tells whether it has taken a piece of a gradient: (parameter, piece, bytes, format, how many came
 before it).
 """
@@ -57,7 +57,7 @@ class GradientKeeper:
 
     `staying` is promised for what stays on the device, and `sums` for sums on the host that no plan
     has. Both grow where there is more than was planned, as far as the budget goes, until that is
-    dropped. `outgoing` is there where some gradients go to the drives; `sums_early` says that the
+    dropped. `offload` is there where some gradients go to the drives; `sums_early` says that the
     norm will be asked for.
     """
 
@@ -67,7 +67,7 @@ class GradientKeeper:
         numels: Sequence[int],
         pieces: Sequence[Sequence[GradientPiece]],
         lanes: Lanes,
-        outgoing: Outgoing | None = None,
+        offload: GradientOffload | None = None,
         *,
         staying: Reservation,
         sums: Reservation,
@@ -79,10 +79,10 @@ class GradientKeeper:
         self.room = staying.nbytes  # for what stays on the device, as planned
         self._staying = staying
         self._sum_memory = _SumMemory(lanes.host, sums)
-        self._outgoing = outgoing
+        self._offload = offload
         self._sums_early = sums_early
         self._slots: tuple[_Slots, ...] = ()
-        self._lost: str | None = None  # whose gradient was refused
+        self._refused_name: str | None = None  # whose gradient was refused
         self.keep_in(pieces)
 
     def keep_in(self, pieces: Sequence[Sequence[GradientPiece]]) -> None:
@@ -94,7 +94,7 @@ class GradientKeeper:
                 numel,
                 kept,
                 self._lanes,
-                self._outgoing,
+                self._offload,
                 staying=self._staying,
                 sum_memory=self._sum_memory,
                 sums_early=self._sums_early,
@@ -124,19 +124,19 @@ class GradientKeeper:
         """Whether one of that parameter has come."""
         return self._slots[parameter].count > 0
 
-    def take(self, parameter: int, gradient: torch.Tensor) -> None:
+    def accumulate(self, parameter: int, gradient: torch.Tensor) -> None:
         """Take a gradient, which belongs to the keeper from here on."""
         try:
-            self._slots[parameter].take(gradient.detach().reshape(-1))
+            self._slots[parameter].accumulate(gradient.detach().reshape(-1))
         except Exception:
-            self._lost = self._names[parameter]
+            self._refused_name = self._names[parameter]
             if gradient.dtype not in _GRADIENTS:
                 raise ConfigError(
-                    field=f"gradient of {self._lost}",
+                    field=f"gradient of {self._refused_name}",
                     value=str(gradient.dtype),
                     expected=f"one of {', '.join(map(str, _GRADIENTS))}, as initialize gives "
-                    "parameters: cast none "
-                    "after it, as model.to(dtype) does, but set its precision",
+                    "parameters: cast none after it, as model.to(dtype) does, but set its "
+                    "precision",
                 ) from None
             raise
 
@@ -153,19 +153,17 @@ class GradientKeeper:
             raise _refused(
                 error,
                 f"accumulation_steps plans for {planned} in a step. This backward() would be one "
-                "more, whose gradients "
-                "are added up in host memory. Nothing was lost: call step(), which uses what has "
-                "come, then compute "
-                "this loss again. If a step has more backwards, raise accumulation_steps to their "
-                "number, or add up "
-                "the losses of one batch",
+                "more, whose gradients are added up in host memory. Nothing was lost: call step(), "
+                "which uses what has come, then compute this loss again. If a step has more "
+                "backwards, raise accumulation_steps to their number, or add up the losses of one "
+                "batch",
             ) from None
 
-    def lose(self, parameter: int) -> None:
+    def note_refused(self, parameter: int) -> None:
         """Let no step be made of what has come, as a gradient of this parameter cannot be used,
         until it is cleared.
         """
-        self._lost = self._names[parameter]
+        self._refused_name = self._names[parameter]
 
     def values(self, parameter: int, piece: int) -> Values | None:
         """Return a piece of a gradient where its update runs, None where none has come or it is
@@ -174,13 +172,13 @@ class GradientKeeper:
         slots = self._slots[parameter]
         return slots.values(piece) if slots.count else None
 
-    def used(self, parameter: int, piece: int) -> None:
+    def release(self, parameter: int, piece: int) -> None:
         """Note that nobody needs a piece any more, though it has come: a gradient on the device
         goes with its last one.
 
         Any thread may call.
         """
-        self._slots[parameter].used(piece)
+        self._slots[parameter].release(piece)
 
     def read(
         self, parameter: int, piece: int, into: Sequence[memoryview], *, start: int = 0
@@ -194,7 +192,7 @@ class GradientKeeper:
         """Return the format of each that `read` reads."""
         return self._slots[parameter].formats(piece)
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         """Finish what is under way: all that came is added up and where it is needed.
 
         Raises:
@@ -202,23 +200,23 @@ class GradientKeeper:
                 until it is cleared.
             TransferError: some could not be written to the drives, and is lost: likewise.
         """
-        if self._lost is not None:
+        if self._refused_name is not None:
             raise RuntimeError(
-                f"a gradient of {self._lost} was refused, as the error in its backward said, so no "
-                "step can be made of "
-                "what there is: call zero_grad() and do the step's backward again"
+                f"a gradient of {self._refused_name} was refused, as the error in its backward "
+                "said, so no step can be made of what there is: call zero_grad() and do the step's "
+                "backward again"
             )
         for slots in self._slots:
-            slots.settle()
-        if self._outgoing is not None:
-            self._outgoing.settle()
+            slots.finish_transfers()
+        if self._offload is not None:
+            self._offload.finish_writes()
 
     def start_writing(self) -> None:
         """Begin to write what is to go to the drives, so that the memory that it passes can be
         waited for.
         """
-        if self._outgoing is not None:
-            self._outgoing.start()
+        if self._offload is not None:
+            self._offload.start()
 
     def norm(self) -> GradientNorm:
         """Return the norm of all that came, which is settled, as it lies in memory."""
@@ -250,24 +248,24 @@ class GradientKeeper:
         whole = torch.empty(self._numels[parameter])
         return whole if slots.count and slots.copy_into(whole) else None
 
-    def ask_first(self, taker: Taker) -> None:
+    def intercept_with(self, interceptor: Interceptor) -> None:
         """Let somebody take pieces that would go to the drives; what it takes counts as if it were
         there.
         """
         for parameter, slots in enumerate(self._slots):
-            slots.ask_first(parameter, taker)
+            slots.intercept_with(parameter, interceptor)
 
-    def keep(self, parameter: int, piece: int, memory: memoryview) -> None:
+    def write_back(self, parameter: int, piece: int, memory: memoryview) -> None:
         """Write the newest gradient of a piece, which was taken and is in this memory, to the
         drives after all.
         """
-        self._slots[parameter].keep(piece, memory)
+        self._slots[parameter].write_back(piece, memory)
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self._lost = None
-        if self._outgoing is not None:
-            self._outgoing.drop()
+        self._refused_name = None
+        if self._offload is not None:
+            self._offload.drop()
         for slots in self._slots:
             slots.clear()
         if self._staying.nbytes > self.room:  # what came was more than was planned
@@ -285,7 +283,7 @@ class _Slots:
         numel: int,
         pieces: Sequence[GradientPiece],
         lanes: Lanes,
-        outgoing: Outgoing | None,
+        offload: GradientOffload | None,
         *,
         staying: Reservation,
         sum_memory: _SumMemory,
@@ -310,17 +308,17 @@ class _Slots:
             if piece.kept is Tier.HOST:
                 self._on_host[number] = _HostSlot(piece, lanes, sum_memory)
             elif piece.kept is Tier.NVME:
-                assert outgoing is not None, "there is a way to the drives"
+                assert offload is not None, "there is a way to the drives"
                 self._on_host[number] = _DriveSlot(
-                    name, piece, lanes, outgoing, sum_memory, sums_early=sums_early
+                    name, piece, lanes, offload, sum_memory, sums_early=sums_early
                 )
 
-    def take(self, gradient: torch.Tensor) -> None:
+    def accumulate(self, gradient: torch.Tensor) -> None:
         self.count += 1
         for slot in self._on_host.values():
-            slot.take(gradient)
+            slot.accumulate(gradient)
         for on_device in self._device_slots:
-            on_device.take(gradient)
+            on_device.accumulate(gradient)
 
     @property
     def missing_sum_bytes(self) -> int:
@@ -334,9 +332,9 @@ class _Slots:
             return self._on_host[number].values()
         return self._on_device[number].values(self._pieces[number])
 
-    def used(self, number: int) -> None:
+    def release(self, number: int) -> None:
         if self.count and number in self._on_device:
-            self._on_device[number].used(number)
+            self._on_device[number].release(number)
 
     def read(self, number: int, into: Sequence[memoryview], start: int) -> list[Hop]:
         return self._drive_slot(number).read(into, start)
@@ -344,22 +342,22 @@ class _Slots:
     def formats(self, number: int) -> tuple[FloatFormat, ...]:
         return self._drive_slot(number).formats
 
-    def ask_first(self, parameter: int, taker: Taker) -> None:
+    def intercept_with(self, parameter: int, interceptor: Interceptor) -> None:
         for number, slot in self._on_host.items():
             if isinstance(slot, _DriveSlot):
-                slot.ask_first(partial(taker, parameter, number))
+                slot.intercept_with(partial(interceptor, parameter, number))
 
-    def keep(self, number: int, memory: memoryview) -> None:
-        self._drive_slot(number).keep(memory)
+    def write_back(self, number: int, memory: memoryview) -> None:
+        self._drive_slot(number).write_back(memory)
 
     def _drive_slot(self, number: int) -> _DriveSlot:
         slot = self._on_host[number]
         assert isinstance(slot, _DriveSlot), "only what is on the drives is read"
         return slot
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         for slot in self._on_host.values():
-            slot.settle()
+            slot.finish_transfers()
 
     def put_sums(self, parameter: int, sums: GradientSums) -> list[_Coming]:
         """Put the block sums of every piece; return those on the device, which are to be put."""
@@ -419,7 +417,7 @@ class _DeviceSlot:
         self._tensor: torch.Tensor | None = None
         self._is_sum = False
 
-    def take(self, gradient: torch.Tensor) -> None:
+    def accumulate(self, gradient: torch.Tensor) -> None:
         mine = (
             gradient if self._is_whole else gradient[self._part.first_element :][: self._part.numel]
         )
@@ -469,7 +467,7 @@ class _DeviceSlot:
             raise (_too_many(error) if first is None else _unplanned(error, first)) from None
         self._staying.hold(nbytes)
 
-    def used(self, piece: int) -> None:
+    def release(self, piece: int) -> None:
         """Let the gradient go, if that was the last piece that was not used."""
         with self._lock:
             self._left.discard(piece)
@@ -520,7 +518,7 @@ class _HostSlot:
         self._sum: Lease | _Unplanned | None = None
         self._block_sums: _Sums | None = None
 
-    def take(self, gradient: torch.Tensor) -> None:
+    def accumulate(self, gradient: torch.Tensor) -> None:
         if self._newest is not None:
             self._fold()
         format_ = Values.of(gradient).format
@@ -546,14 +544,14 @@ class _HostSlot:
         lease.close()
         self._newest = None
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         if self._newest is not None and self._sum is not None:
             self._fold()
         elif self._newest is not None:
             self._wait()
 
     def values(self) -> Values:
-        self.settle()
+        self.finish_transfers()
         return self._newest_values() if self._sum is None else self._sum_values(self._sum)
 
     def copy_into(self, into: Values) -> bool:
@@ -599,72 +597,72 @@ class _DriveSlot:
         name: str,
         piece: GradientPiece,
         lanes: Lanes,
-        outgoing: Outgoing,
+        offload: GradientOffload,
         sum_memory: _SumMemory,
         *,
         sums_early: bool,
     ) -> None:
         self.formats: tuple[FloatFormat, ...] = ()
-        self._taker: Callable[[torch.Tensor, FloatFormat, int], bool] | None = None
+        self._interceptor: Callable[[torch.Tensor, FloatFormat, int], bool] | None = None
         self._what = f"gradient of {name}"
         self._piece = piece
         self._lanes = lanes
-        self._outgoing = outgoing
+        self._offload = offload
         self._sum_memory = sum_memory
         self._sums_early = sums_early
         self._places: list[Place] = []
         self._sum: Lease | _Unplanned | None = None
         self._block_sums: _Sums | None = None
 
-    def take(self, gradient: torch.Tensor) -> None:
+    def accumulate(self, gradient: torch.Tensor) -> None:
         piece = gradient[self._piece.first_element :][: self._piece.numel].view(torch.uint8)
         # which have a place
-        count = len(self.formats) if self._sum is None else self._outgoing.micro_batches
+        count = len(self.formats) if self._sum is None else self._offload.micro_batches
         format_ = Values.of(gradient).format
-        if self._taker is not None and self._taker(piece, format_, count):
+        if self._interceptor is not None and self._interceptor(piece, format_, count):
             self.formats += (format_,)
             return
-        if self._sum is not None or count == self._outgoing.micro_batches:
+        if self._sum is not None or count == self._offload.micro_batches:
             self._add(piece, format_)
             return
         self._make_place(count, piece.numel())
-        lease = self._outgoing.lease()
+        lease = self._offload.lease()
         made = _download(self._lanes, piece, lease)
         self._block_sums = None
         if self._sums_early and not count and made is None:
             values = Values(lease.flat().data_ptr(), self._piece.numel, format_, lease)
             self._block_sums = self._lanes.kernels.block_sums(values)
-        self._outgoing.send(lease, made, self._places[count], what=self._what)
+        self._offload.send(lease, made, self._places[count], what=self._what)
         self.formats += (format_,)
 
     @property
     def missing_sum_bytes(self) -> int:
-        is_full = self._sum is None and len(self.formats) == self._outgoing.micro_batches
+        is_full = self._sum is None and len(self.formats) == self._offload.micro_batches
         return _SumMemory.nbytes(self._piece.numel) if is_full else 0
 
-    def ask_first(self, taker: Callable[[torch.Tensor, FloatFormat, int], bool]) -> None:
+    def intercept_with(self, interceptor: Callable[[torch.Tensor, FloatFormat, int], bool]) -> None:
         """Let somebody else take what comes: (bytes, format, how many came before it)."""
-        self._taker = taker
+        self._interceptor = interceptor
 
     def _make_place(self, count: int, nbytes: int) -> None:
         """Have a place of so many bytes for the gradient of a micro-batch, those before which have
         theirs.
         """
         if count < len(self._places) and self._places[count].nbytes != nbytes:
-            self._outgoing.release(self._places.pop(count))
+            self._offload.release(self._places.pop(count))
         if count == len(self._places):
-            self._places.append(self._outgoing.allocate(nbytes))
+            self._places.append(self._offload.allocate(nbytes))
 
-    def keep(self, memory: memoryview) -> None:
+    def write_back(self, memory: memoryview) -> None:
         """Write the newest, which is in this memory, after all."""
         count = len(self.formats) - 1
         nbytes = self.formats[count].nbytes * self._piece.numel
         self._make_place(count, nbytes)
-        self._outgoing.write_now(memory[:nbytes], self._places[count], what=self._what)
+        self._offload.write_now(memory[:nbytes], self._places[count], what=self._what)
 
     def read(self, into: Sequence[memoryview], start: int = 0) -> list[Hop]:
         return [
-            self._outgoing.read(place, memory[: place.nbytes], what=self._what)
+            self._offload.read(place, memory[: place.nbytes], what=self._what)
             for place, memory in zip(self._places[start : len(self.formats)], into, strict=False)
         ]
 
@@ -672,7 +670,7 @@ class _DriveSlot:
         """Return the sum, where there is one in memory."""
         return None if self._sum is None else self._sum_in(self._sum)
 
-    def settle(self) -> None:
+    def finish_transfers(self) -> None:
         """Nothing of its own: what was sent is settled as a whole."""
 
     def sums(self) -> _Sums:
@@ -681,7 +679,7 @@ class _DriveSlot:
         return self._block_sums
 
     def copy_into(self, into: Values) -> bool:
-        if self._taker is not None:  # who may have used it up
+        if self._interceptor is not None:  # who may have used it up
             return False
         if self._sum is not None:
             self._lanes.kernels.begin_sum(self._sum_in(self._sum), into)
@@ -692,7 +690,7 @@ class _DriveSlot:
     def _add(self, piece: torch.Tensor, format_: FloatFormat) -> None:
         """Add one for which there is no place to the sum of all in memory."""
         if self._sum is None:
-            self._outgoing.settle()
+            self._offload.finish_writes()
             total = self._sum_memory.lease(self._piece.numel)
             try:
                 self._read_back(self._sum_in(total))
@@ -700,7 +698,7 @@ class _DriveSlot:
                 total.close()
                 raise
             self._sum, self.formats = total, ()
-        with self._outgoing.lease() as lease:
+        with self._offload.lease() as lease:
             made = _download(self._lanes, piece, lease)
             if made is not None:
                 made.wait()
@@ -718,7 +716,7 @@ class _DriveSlot:
         several = len(self.formats) > 1 or total is not None
         with ExitStack() as leases:
             places = self._places[: len(self.formats)]
-            wires = [leases.enter_context(self._outgoing.lease()) for place in places]
+            wires = [leases.enter_context(self._offload.lease()) for place in places]
             with self._lanes.meter.waits(Wait.GRADIENTS):
                 IOEvent(self.read([lease.memory() for lease in wires])).wait()
             streams = [
@@ -728,7 +726,7 @@ class _DriveSlot:
             if not several:
                 return kernels.block_sums(streams[0])
             if total is None:
-                total = self._sum_in(leases.enter_context(self._outgoing.lease_sum()))
+                total = self._sum_in(leases.enter_context(self._offload.lease_sum()))
             return added_up(kernels, streams, total)
 
     def clear(self) -> None:
@@ -852,9 +850,8 @@ def _too_many(error: CapacityError) -> CapacityError:
         error,
         "give a parameter no more gradients in a step than accumulation_steps says, as with "
         "engine.backward(first + second) for the losses of one batch; a parameter in several "
-        "segments of "
-        "reentrant checkpointing has one from each. Or let all fit in memory. Then zero_grad() and "
-        "go on",
+        "segments of reentrant checkpointing has one from each. Or let all fit in memory. Then "
+        "zero_grad() and go on",
     )
 
 
@@ -865,11 +862,9 @@ def _unplanned(error: CapacityError, dtype: torch.dtype) -> CapacityError:
     return _refused(
         error,
         f"this first gradient of a parameter is of {dtype}, and the plan has room for one of each "
-        "in the type that "
-        "initialize gave its model: cast no parameters after it, as model.to(dtype) does, but set "
-        "its precision; and "
-        "give no other parameter more gradients in a step than accumulation_steps says. Then "
-        "zero_grad() and go on",
+        "in the type that initialize gave its model: cast no parameters after it, as "
+        "model.to(dtype) does, but set its precision; and give no other parameter more gradients "
+        "in a step than accumulation_steps says. Then zero_grad() and go on",
     )
 
 

@@ -51,9 +51,7 @@ class LossScale:
         if self.value <= _LEAST:
             raise FloatingPointError(
                 "The gradients are not finite at a loss scale of 1. The range of fp16 is not the "
-                "reason, and no "
-                "parameter was updated. Look for NaN or infinity in inputs, loss and parameters, "
-                "and call zero_grad() "
-                "before the next backward"
+                "reason, and no parameter was updated. Look for NaN or infinity in inputs, loss "
+                "and parameters, and call zero_grad() before the next backward"
             )
         self.value /= 2

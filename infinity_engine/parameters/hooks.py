@@ -202,7 +202,7 @@ class Hooks:
             self.signals.holding(pack), self.signals.holding(unpack)
         )
 
-    def nobody_saves(self) -> bool:
+    def can_save(self) -> bool:
         """Tell whether such hooks can be set: those of checkpointing see what is saved, and ours
         would hide it.
 
@@ -251,8 +251,7 @@ class _WatchedParameters(dict[str, "torch.nn.Parameter | None"]):
     def __reduce_ex__(self, _protocol: object) -> Any:
         raise TypeError(
             "a model whose parameters an engine fetches cannot be copied or pickled, as its values "
-            "are not there: take "
-            "engine.state_dict(), or close the engine first"
+            "are not there: take engine.state_dict(), or close the engine first"
         )
 
     def __deepcopy__(self, memo: object) -> Any:

@@ -35,10 +35,8 @@ def check_modules(model: torch.nn.Module) -> None:
         if is_compiled(module):
             expected = (
                 "a module that is not compiled, as parameters are fetched around modules: what is "
-                "compiled reads them "
-                "where no hook can fetch them. Give the device a larger budget and "
-                'parameters="device", or do not '
-                "compile it"
+                "compiled reads them where no hook can fetch them. Give the device a larger budget "
+                'and parameters="device", or do not compile it'
             )
             raise ConfigError(
                 field=f"module {name or 'model'}", value=type(module).__name__, expected=expected
@@ -274,7 +272,7 @@ class ModuleParameters:
 
     def _before(self, module: torch.nn.Module) -> None:
         use, frame = self._uses[id(module)], _Frame(module)
-        if len(self._frames) == 1 and self._hooks.nobody_saves():
+        if len(self._frames) == 1 and self._hooks.can_save():
             # A parameter that autograd saves as it is, it reads as modules see it by then.
             frame.save_with(self._hooks.saving(self._pack, self._unpack))
         self._frames.append(frame)
@@ -386,13 +384,10 @@ class ModuleParameters:
     def _unseen(self, number: int) -> RuntimeError:
         return RuntimeError(
             f"{self._names[number]} was used where nobody could see that it is needed, and read as "
-            "NaN: what a module "
-            "has is fetched when it runs, and what it reads as an attribute of another one when it "
-            "reads it; this came "
-            "another way, such as a variable, a list or model.parameters(). Call "
-            "engine.register_external(module, "
-            "parameter) once for the module that uses it, or use it under `with "
-            "engine.gathered(parameter)`"
+            "NaN: what a module has is fetched when it runs, and what it reads as an attribute of "
+            "another one when it reads it; this came another way, such as a variable, a list or "
+            "model.parameters(). Call engine.register_external(module, parameter) once for the "
+            "module that uses it, or use it under `with engine.gathered(parameter)`"
         )
 
     def _unpack(self, saved: object) -> torch.Tensor:
@@ -400,10 +395,8 @@ class ModuleParameters:
             if saved.tensor._version != saved.version:
                 raise RuntimeError(
                     "a tensor that the backward needs was modified by an in-place operation after "
-                    "it was saved: it was "
-                    f"at version {saved.version} and is at version {saved.tensor._version}, of "
-                    "shape "
-                    f"{tuple(saved.tensor.shape)}"
+                    f"it was saved: it was at version {saved.version} and is at version "
+                    f"{saved.tensor._version}, of shape {tuple(saved.tensor.shape)}"
                 )
             return saved.tensor
         assert isinstance(saved, _SavedParameter), "what is saved is one of the two"
@@ -411,17 +404,14 @@ class ModuleParameters:
         if self._closed:
             raise RuntimeError(
                 f"The engine was closed before this backward, which needs {self._names[number]}. A "
-                "graph that was made "
-                "under the engine ends with it. Call backward() before close(), or run the model "
-                "again"
+                "graph that was made under the engine ends with it. Call backward() before "
+                "close(), or run the model again"
             )
         if saved.version != self._fetcher.version_of(number):
             raise RuntimeError(
                 f"the backward needs {self._names[number]} as it was in the forward, and "
-                "engine.step(), or somebody "
-                "under engine.gathered(), has changed it since: call backward before that, and "
-                "forward again for "
-                "another one"
+                "engine.step(), or somebody under engine.gathered(), has changed it since: call "
+                "backward before that, and forward again for another one"
             )
         if number not in self._in_leaves or number not in self._fetcher.shown:
             self._fetcher.need(self._saved_uses[number])

@@ -121,8 +121,8 @@ class ModelParameter:
         if self._state() != self._seen:
             raise RuntimeError(
                 f"{self.name} was changed outside of the engine, which has its own copy of it: the "
-                "change would be "
-                "lost. Change it under `with engine.gathered([parameter], modify=True)`"
+                "change would be lost. Change it under `with engine.gathered([parameter], "
+                "modify=True)`"
             )
 
     def _state(self) -> tuple[int, int]:
@@ -174,8 +174,7 @@ def collect_parameters(
                     field="optimizer",
                     value=f"a parameter of shape {tuple(parameter.shape)} in group {number}",
                     expected="only parameters of the model: make the optimizer of "
-                    "model.parameters(), after the "
-                    "last module was added or replaced",
+                    "model.parameters(), after the last module was added or replaced",
                 )
             _check(name, parameter)
             if Hooks.takes_gradients(parameter):
@@ -227,10 +226,9 @@ def check_memory_of_their_own(
                 field=f"parameter {name}",
                 value=f"one that shares memory with {of}",
                 expected="memory of its own. As two parameters of one memory they would come apart "
-                "on drives and in "
-                "16 bits. To tie them, let both modules have the same Parameter: second.weight = "
-                "first.weight. To keep "
-                "both, give one its own values: parameter.data = parameter.data.clone()",
+                "on drives and in 16 bits. To tie them, let both modules have the same "
+                "Parameter: second.weight = first.weight. To keep both, give one its own "
+                "values: parameter.data = parameter.data.clone()",
             )
         if stop > end:
             end, of, is_trained = stop, name, trained

@@ -84,9 +84,8 @@ def formats_of(name: str, dtype: torch.dtype) -> Formats:
     if dtype not in _FORMATS:
         expected = (
             "torch.float32, torch.bfloat16 or torch.float16, which are what the engine trains. "
-            "Cast the parameter "
-            "before you make the optimizer, freeze it with requires_grad_(False), or set "
-            'precision="fp32", which casts fp64 to fp32'
+            "Cast the parameter before you make the optimizer, freeze it with "
+            'requires_grad_(False), or set precision="fp32", which casts fp64 to fp32'
         )
         raise ConfigError(field=f"dtype of parameter {name}", value=str(dtype), expected=expected)
     return _FORMATS[dtype]

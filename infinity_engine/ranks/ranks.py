@@ -282,8 +282,7 @@ class Ranks:
         if self.collectives.failed:
             raise RuntimeError(
                 "the ranks that have built this model have parted, as one of them has failed, or "
-                "initialize has: build "
-                "the model again, on all of them"
+                "initialize has: build the model again, on all of them"
             )
         before = self.config
         for name, now, then in (

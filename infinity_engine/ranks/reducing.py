@@ -151,7 +151,7 @@ class _Reduce:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _Progress:
     """How far a rank is when its backward is over: how many of what it has of each, after so many
     reduces.
     """
@@ -163,7 +163,7 @@ class _Said:
         return json.dumps([self.started, list(self.waiting.items())]).encode()
 
     @classmethod
-    def unpack(cls, payload: bytes) -> _Said:
+    def unpack(cls, payload: bytes) -> _Progress:
         started, waiting = json.loads(payload)
         return cls(started, dict(waiting))
 
@@ -235,7 +235,7 @@ class GradientReducer:
         """Whether a gradient has come since all were reduced."""
         return self._open
 
-    def take(self, number: int, gradient: torch.Tensor) -> None:
+    def accumulate(self, number: int, gradient: torch.Tensor) -> None:
         """Take a whole gradient, which is the reducer's from here on.
 
         Raises:
@@ -286,10 +286,10 @@ class GradientReducer:
         while self._sums:
             number, values = self._sums.popitem()
             self._waiting[number] = deque([values])
-        mine = _Said(self._next, {number: len(some) for number, some in self._waiting.items()})
+        mine = _Progress(self._next, {number: len(some) for number, some in self._waiting.items()})
         with self._meter.waits(Wait.GRADIENTS):
             said = [
-                _Said.unpack(answer)
+                _Progress.unpack(answer)
                 for answer in self._ranks.collectives.share("what has a gradient", mine.pack())
             ]
             most = max(progress.started for progress in said)
@@ -315,7 +315,7 @@ class GradientReducer:
         self._under_way.clear()
         self._held.release(self._held.held)
 
-    def _left(self, said: _Said, most: int) -> Counter[int]:
+    def _left(self, said: _Progress, most: int) -> Counter[int]:
         """Return how many of each are left of what a rank has, after so many reduces."""
         left = Counter(said.waiting)
         for turn in range(said.started, most):
@@ -408,11 +408,11 @@ class GradientReducer:
 
     def _end(self) -> None:
         """Wait until the oldest under way has ended, and hand on what any rank had of it."""
-        nbytes = self._hand_on(self._under_way.popleft())
+        nbytes = self._finish(self._under_way.popleft())
         if self._freed is not None:
             self._freed.freed(nbytes)
 
-    def _hand_on(self, ended: _Reduce) -> int:
+    def _finish(self, ended: _Reduce) -> int:
         """Wait until it has ended, and return the bytes that are let go of then."""
         ended.event.wait()
         self._free_wires.append(ended.wire)

@@ -258,7 +258,7 @@ class Sharding:
             self.members,
             self.ranks,
             shards.lanes,
-            shards.gradients.take,
+            shards.gradients.accumulate,
             room=self.reduces,
             wires=[
                 resources.enter_context(

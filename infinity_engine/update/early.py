@@ -86,8 +86,9 @@ class EarlyUpdates:
     """What may be updated early, `order` says in which order it is expected; `buffers` are how many
     there are for it.
 
-    `segments` has the subgroup and the number of the segment of each piece of a gradient. `keep`
-    writes a gradient to the drives that was taken into a buffer: (parameter, piece, its bytes).
+    `segments` has the subgroup and the number of the segment of each piece of a gradient.
+    `write_back` writes a gradient to the drives that was taken into a buffer: (parameter, piece,
+    its bytes).
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class EarlyUpdates:
         order: Sequence[int],
         segments: Mapping[_Piece, tuple[int, int]],
         buffers: int,
-        keep: Callable[[int, int, memoryview], None],
+        write_back: Callable[[int, int, memoryview], None],
     ) -> None:
         self._states = states
         self._swapped = swapped
@@ -109,7 +110,7 @@ class EarlyUpdates:
         self._pieces = {where: piece for piece, where in segments.items()}
         self._segment_counts = Counter(subgroup for subgroup, _ in segments.values())
         self._buffers = buffers
-        self._keep = keep
+        self._write_back = write_back
         self._window: _Window | None = None
         self._early: dict[int, _Early] = {}
 
@@ -127,7 +128,7 @@ class EarlyUpdates:
             self._window = _Window(inputs, deque(self._order))
             self._fill()
 
-    def take(
+    def intercept(
         self,
         parameter: int,
         piece: int,
@@ -150,18 +151,18 @@ class EarlyUpdates:
         if subgroup in window.made or (early is not None and early.steps is not None):
             raise RuntimeError(
                 "a gradient came for a parameter that this step has updated already: with "
-                "storage.early_updates there "
-                "is one backward() for each micro-batch, and no second gradient of one parameter "
-                "in it (as with "
-                "reentrant checkpointing). Call zero_grad(), which takes the update back, or turn "
-                "the setting off"
+                "storage.early_updates there is one backward() for each micro-batch, and no second "
+                "gradient of one parameter in it (as with reentrant checkpointing). Call "
+                "zero_grad(), which takes the update back, or turn the setting off"
             )
-        visit = None if early is None else self._swapped.visit(subgroup)
-        takes = visit is not None and visit.has_place(segment, micro_batch) and format_ is _FORMAT
-        if early is None or visit is None or not takes or segment in early.arrived:
+        buffered = None if early is None else self._swapped.buffered(subgroup)
+        takes = (
+            buffered is not None and buffered.has_place(segment, micro_batch) and format_ is _FORMAT
+        )
+        if early is None or buffered is None or not takes or segment in early.arrived:
             self._miss(subgroup)
             return False
-        visit.gradient(segment, micro_batch, gradient.numel()).copy_(gradient)
+        buffered.gradient(segment, micro_batch, gradient.numel()).copy_(gradient)
         # its update waits for the next go_on: the taker's caller notes it first
         early.arrived[segment] = micro_batch
         return True
@@ -240,11 +241,11 @@ class EarlyUpdates:
         """Free a buffer of what is not updated; the gradients that are in it go to the drives."""
         assert self._window is not None, "there is a backward"
         self._window.missed.add(subgroup)
-        early, visit = self._early[subgroup], self._swapped.visit(subgroup)
-        if visit is not None:
+        early, buffered = self._early[subgroup], self._swapped.buffered(subgroup)
+        if buffered is not None:
             for segment, micro_batch in early.arrived.items():
-                self._keep(
-                    *self._pieces[subgroup, segment], visit.gradient_memory(segment, micro_batch)
+                self._write_back(
+                    *self._pieces[subgroup, segment], buffered.gradient_memory(segment, micro_batch)
                 )
         self._wait_for(early.loading, Wait.READS)
         self._leave(subgroup, None)
@@ -257,7 +258,7 @@ class EarlyUpdates:
 
     # --- after it ---------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Let no subgroup be in a buffer: what is complete is updated and written, the rest is left
         to the step.
 

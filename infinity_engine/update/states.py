@@ -48,7 +48,7 @@ from infinity_engine.plan.ops import (
 from infinity_engine.plan.step import Home, StepPlan
 from infinity_engine.progress import Teller
 from infinity_engine.storage import IOEvent, Place
-from infinity_engine.update.swapping import SwappedStates, Visit
+from infinity_engine.update.swapping import BufferedSubgroup, SwappedStates
 
 __all__ = ["Receiver", "StateKeeper", "StepInputs", "piece_numbers"]
 
@@ -136,7 +136,7 @@ class StateKeeper:
 
     # --- where things lie -------------------------------------------------------------------------
 
-    def follow(self, plan: StepPlan) -> None:
+    def adopt_plan(self, plan: StepPlan) -> None:
         """Go by another plan from the next step on.
 
         States stay where they are, so that residents are the same.
@@ -221,12 +221,12 @@ class StateKeeper:
         """
         if held.lease is not None:
             return held.lease.flat()
-        visit = self._visit(held)
-        assert visit is not None, "what rests on the drives was loaded"
-        return visit.states()
+        buffered = self._buffered(held)
+        assert buffered is not None, "what rests on the drives was loaded"
+        return buffered.states()
 
-    def _visit(self, held: _Held) -> Visit | None:
-        return None if self._swapped is None else self._swapped.visit(held.subgroup.index)
+    def _buffered(self, held: _Held) -> BufferedSubgroup | None:
+        return None if self._swapped is None else self._swapped.buffered(held.subgroup.index)
 
     def _in_place(self, subgroup: Subgroup, home: Home) -> bool:
         here = Home.HOST if self._at_home else Home.RESIDENT
@@ -241,30 +241,34 @@ class StateKeeper:
     def _unified(self) -> bool:
         return self._lanes.accelerator.unified
 
-    def _values_of(self, held: _Held, number: int, visit: Visit | None = None) -> Values:
+    def _values_of(
+        self, held: _Held, number: int, buffered: BufferedSubgroup | None = None
+    ) -> Values:
         """Return the values that modules compute with: in memory, or of a segment that is in a
         buffer, there.
         """
         segment, format_ = held.subgroup.segments[number], held.subgroup.formats.values
-        visit = visit or self._visit(held)
-        if visit is not None and number in visit.layout.values:
-            target = visit.values(number, format_.nbytes * segment.numel)
+        buffered = buffered or self._buffered(held)
+        if buffered is not None and number in buffered.layout.values:
+            target = buffered.values(number, format_.nbytes * segment.numel)
             return Values(target.data_ptr(), segment.numel, format_, target)
         whole = self._trained[segment.parameter].home
         return Values(
             whole.data_ptr() + format_.nbytes * segment.first_element, segment.numel, format_, whole
         )
 
-    def _target_bytes(self, held: _Held, number: int, visit: Visit | None = None) -> torch.Tensor:
+    def _target_bytes(
+        self, held: _Held, number: int, buffered: BufferedSubgroup | None = None
+    ) -> torch.Tensor:
         """Return the bytes of those values."""
         segment, width = held.subgroup.segments[number], held.subgroup.formats.width
-        visit = visit or self._visit(held)
-        if visit is not None and number in visit.layout.values:
-            return visit.values(number, width * segment.numel)
+        buffered = buffered or self._buffered(held)
+        if buffered is not None and number in buffered.layout.values:
+            return buffered.values(number, width * segment.numel)
         flat = self._trained[segment.parameter].values.view(torch.uint8)
         return flat[width * segment.first_element :][: width * segment.numel]
 
-    def hand_to(self, receiver: Receiver) -> None:
+    def on_new_values(self, receiver: Receiver) -> None:
         """Show what a step makes of values that rest on the drives to somebody, before it is
         written there.
         """
@@ -296,10 +300,10 @@ class StateKeeper:
                 assert self._swapped is not None, "states rest on drives that there are"
                 if len(writing) == buffers:
                     writing.popleft().wait()
-                visit = self._swapped.empty(held.subgroup.index, count % buffers)
+                buffered = self._swapped.empty(held.subgroup.index, count % buffers)
                 count += 1
-                self._fill(held, visit.states(), originals, rules, previous)
-                writing.append(self._swapped.give_back(held.subgroup.index, visit))
+                self._fill(held, buffered.states(), originals, rules, previous)
+                writing.append(self._swapped.give_back(held.subgroup.index, buffered))
             made(self._nbytes(held.subgroup, held.home))
         while writing:
             writing.popleft().wait()
@@ -345,8 +349,8 @@ class StateKeeper:
 
     def _copy_out(self, held: _Held, index: int, into: Mapping[str, torch.Tensor]) -> None:
         """Copy a segment's master and moments; on return there are no views of where they were."""
-        with self._looking_at(held) as (flat, visit):
-            for name, piece in self._pieces(held, index, flat, visit):
+        with self._looking_at(held) as (flat, buffered):
+            for name, piece in self._pieces(held, index, flat, buffered):
                 into[name].copy_(piece)
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -371,9 +375,9 @@ class StateKeeper:
     def _show_segments(
         self, held: _Held, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]
     ) -> None:
-        with self._looking_at(held) as (flat, visit):
+        with self._looking_at(held) as (flat, buffered):
             for index, segment in enumerate(held.subgroup.segments):
-                show(segment, dict(self._pieces(held, index, flat, visit)))
+                show(segment, dict(self._pieces(held, index, flat, buffered)))
 
     def overwrite_segments(
         self, fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None]
@@ -393,17 +397,17 @@ class StateKeeper:
         held: _Held,
         fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None],
     ) -> None:
-        with self._overwriting(held) as (flat, visit):
+        with self._overwriting(held) as (flat, buffered):
             for index, segment in enumerate(held.subgroup.segments):
                 values = None
                 if not self._in_place(held.subgroup, held.home):
-                    values = self._target_bytes(held, index, visit).view(
+                    values = self._target_bytes(held, index, buffered).view(
                         self._trained[segment.parameter].dtype
                     )
-                fill(segment, dict(self._pieces(held, index, flat, visit)), values)
+                fill(segment, dict(self._pieces(held, index, flat, buffered)), values)
 
     @contextmanager
-    def _overwriting(self, held: _Held) -> Iterator[tuple[torch.Tensor, Visit | None]]:
+    def _overwriting(self, held: _Held) -> Iterator[tuple[torch.Tensor, BufferedSubgroup | None]]:
         """Have a subgroup's states in memory; they and the values that rest on drives are written
         there at the end.
         """
@@ -412,12 +416,12 @@ class StateKeeper:
             assert held.lease is not None, "states that do not rest on drives have a lease"
             yield held.lease.flat(), None
             return
-        visit = self._swapped.borrowed(index)
+        buffered = self._swapped.borrowed(index)
         try:
-            yield (visit.states() if held.lease is None else held.lease.flat()), visit
-            self._swapped.write_back(index, visit).wait()
+            yield (buffered.states() if held.lease is None else held.lease.flat()), buffered
+            self._swapped.write_back(index, buffered).wait()
         finally:
-            visit.buffer.close()
+            buffered.buffer.close()
 
     def set_steps(self, number: int, steps: int) -> None:
         """Let a parameter have had so many updates."""
@@ -440,8 +444,8 @@ class StateKeeper:
                 self._write_master(held, index, _part(values, segment))
 
     def _write_master(self, held: _Held, index: int, values: torch.Tensor) -> None:
-        with self._looking_at(held, changing=True) as (flat, visit):
-            master = dict(self._pieces(held, index, flat, visit))["master"]
+        with self._looking_at(held, changing=True) as (flat, buffered):
+            master = dict(self._pieces(held, index, flat, buffered))["master"]
             for first in range(0, len(values), _COMPARED):
                 mine = master[first : first + _COMPARED]
                 theirs = values[first : first + _COMPARED].to(mine.device)
@@ -459,7 +463,7 @@ class StateKeeper:
     @contextmanager
     def _looking_at(
         self, held: _Held, *, changing: bool = False
-    ) -> Iterator[tuple[torch.Tensor, Visit | None]]:
+    ) -> Iterator[tuple[torch.Tensor, BufferedSubgroup | None]]:
         """Have a subgroup's states in memory, between steps; what is changed of them is written
         where they rest.
         """
@@ -468,16 +472,16 @@ class StateKeeper:
             assert held.lease is not None, "states that do not rest on drives have a lease"
             yield held.lease.flat(), None
             return
-        visit = self._swapped.borrowed(index)
+        buffered = self._swapped.borrowed(index)
         try:
-            yield (visit.states() if held.lease is None else held.lease.flat()), visit
+            yield (buffered.states() if held.lease is None else held.lease.flat()), buffered
             if changing and held.lease is None:
-                self._swapped.give_back(index, visit).wait()
+                self._swapped.give_back(index, buffered).wait()
         finally:
-            visit.buffer.close()
+            buffered.buffer.close()
 
     def _pieces(
-        self, held: _Held, number: int, flat: torch.Tensor, visit: Visit | None
+        self, held: _Held, number: int, flat: torch.Tensor, buffered: BufferedSubgroup | None
     ) -> list[tuple[str, torch.Tensor]]:
         """Return views of a segment's master and moments."""
         segment, numel = held.subgroup.segments[number], held.subgroup.numel
@@ -485,7 +489,7 @@ class StateKeeper:
         names: tuple[str, ...] = self._state_names
         found = []
         if self._in_place(held.subgroup, held.home):
-            found.append(("master", self._target_bytes(held, number, visit).view(torch.float32)))
+            found.append(("master", self._target_bytes(held, number, buffered).view(torch.float32)))
         else:
             names = ("master", *names)
         for place, name in enumerate(names):
@@ -614,7 +618,7 @@ class StateKeeper:
         What visits is updated when it is home again, and staging sets have others' bytes by then.
         """
         index = held.subgroup.index
-        if self._swapped is not None and self._swapped.has(index) and self._visit(held) is None:
+        if self._swapped is not None and self._swapped.has(index) and self._buffered(held) is None:
             return True
         return held.home is Home.VISITING and index in self._done
 
@@ -700,12 +704,12 @@ class StateKeeper:
             self._hand_over(held)
 
     def _hand_over(self, held: _Held) -> None:
-        visit, width = self._visit(held), held.subgroup.formats.width
-        if self._receiver is None or visit is None or not self._at_home:
+        buffered, width = self._buffered(held), held.subgroup.formats.width
+        if self._receiver is None or buffered is None or not self._at_home:
             return
         for number, segment in enumerate(held.subgroup.segments):
-            if number in visit.layout.values and number in visit.wanted:
-                values = visit.values(number, width * segment.numel)
+            if number in buffered.layout.values and number in buffered.wanted:
+                values = buffered.values(number, width * segment.numel)
                 self._receiver(segment.parameter, width * segment.first_element, values)
 
     def _apply(
@@ -735,27 +739,32 @@ class StateKeeper:
 
     def _gradient(self, held: _Held, number: int, inputs: StepInputs) -> Values | None:
         """Return the gradient of a segment where its update runs."""
-        visit = self._visit(held)
+        buffered = self._buffered(held)
         segment, piece = held.subgroup.segments[number], held.pieces[number]
-        if visit is None or number not in visit.layout.gradients:
+        if buffered is None or number not in buffered.layout.gradients:
             return inputs.gradients.values(segment.parameter, piece)
         formats = inputs.gradients.formats(segment.parameter, piece)
         if not formats:
             return inputs.gradients.values(segment.parameter, piece)
         if len(formats) == 1:
-            return self._wire(visit, number, segment, formats[0], 0)
+            return self._wire(buffered, number, segment, formats[0], 0)
         wires = [
-            self._wire(visit, number, segment, format_, place)
+            self._wire(buffered, number, segment, format_, place)
             for place, format_ in enumerate(formats)
         ]
-        total = self._wire(visit, number, segment, FloatFormat.FP32, -1)
+        total = self._wire(buffered, number, segment, FloatFormat.FP32, -1)
         added_up(self._lanes.kernels, wires, total)
         return total
 
     def _wire(
-        self, visit: Visit, number: int, segment: Segment, format_: FloatFormat, micro_batch: int
+        self,
+        buffered: BufferedSubgroup,
+        number: int,
+        segment: Segment,
+        format_: FloatFormat,
+        micro_batch: int,
     ) -> Values:
-        flat = visit.gradient(number, micro_batch, format_.nbytes * segment.numel)
+        flat = buffered.gradient(number, micro_batch, format_.nbytes * segment.numel)
         return Values(flat.data_ptr(), segment.numel, format_, flat)
 
     def _note_update(self, held: _Held, steps: list[int]) -> None:
@@ -763,7 +772,7 @@ class StateKeeper:
         assert inputs is not None, "a step has begun"
         self._done[held.subgroup.index] = list(steps)
         for segment, piece in zip(held.subgroup.segments, held.pieces, strict=True):
-            inputs.gradients.used(segment.parameter, piece)
+            inputs.gradients.release(segment.parameter, piece)
 
     def _targets(self, held: _Held) -> tuple[Values | None, ...]:
         """Return where the host's update writes what modules compute with."""
@@ -776,10 +785,10 @@ class StateKeeper:
         """
         if held.copies is not None:
             return held.copies.flat()
-        visit, formats = self._visit(held), held.subgroup.formats
-        if visit is None or formats.parameter is None or self._unified or self._at_home:
+        buffered, formats = self._buffered(held), held.subgroup.formats
+        if buffered is None or formats.parameter is None or self._unified or self._at_home:
             return None
-        return visit.copies(formats.width * held.subgroup.numel)
+        return buffered.copies(formats.width * held.subgroup.numel)
 
     def _targets_on_device(self, staging: int | None, held: _Held) -> tuple[Values | None, ...]:
         """Return where the device's update writes it."""

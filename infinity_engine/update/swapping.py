@@ -24,11 +24,11 @@ from infinity_engine.placement.buffers import BufferLayout, buffer_slot, early_s
 from infinity_engine.plan.ops import Lane, LoadStates, StoreStates
 from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
 
-__all__ = ["SwappedStates", "Visit"]
+__all__ = ["BufferedSubgroup", "SwappedStates"]
 
 
 @dataclass(slots=True)
-class Visit:
+class BufferedSubgroup:
     """A subgroup that is in a host buffer, on its way there, or on its way back."""
 
     layout: BufferLayout
@@ -38,7 +38,7 @@ class Visit:
     # each noted as it begins: whoever interrupts that is to wait
     moving: list[Hop] = field(default_factory=list)
 
-    def settle(self) -> None:
+    def wait_for_io(self) -> None:
         """Wait for all that reads or writes the buffer, whatever comes of it."""
         for hop in self.moving:
             with suppress(TransferError):
@@ -133,7 +133,7 @@ class SwappedStates:
         self._lanes = lanes
         self._buffers: list[Lease] = []
         self._early_buffers: list[Lease] = []
-        self._visits: dict[int, Visit] = {}
+        self._buffered: dict[int, BufferedSubgroup] = {}
         states = {
             index: swap.allocate(layout.states_bytes, holder=f"states of {self._about(index)}")
             for index, layout in layouts.items()
@@ -166,11 +166,13 @@ class SwappedStates:
         """Take the host buffers, and forget what an interrupted walk has loaded and not updated."""
         for number in range(len(self._buffers), buffers):
             self._buffers.append(self._lanes.host.lease_planned(buffer_slot(number)))
-        self._visits = {index: visit for index, visit in self._visits.items() if index in updated}
+        self._buffered = {
+            index: buffered for index, buffered in self._buffered.items() if index in updated
+        }
 
     def end_step(self) -> None:
         """Give the buffers back. What was adopted is what there is from here on."""
-        self._visits.clear()
+        self._buffered.clear()
         self._places = replace(self._places, adopted=frozenset())
         while self._buffers:
             self._buffers.pop().close()
@@ -184,9 +186,9 @@ class SwappedStates:
         """Tell whether some of a subgroup rests on the drives."""
         return index in self._layouts
 
-    def visit(self, index: int) -> Visit | None:
-        """Return the visit of a subgroup that is in a buffer."""
-        return self._visits.get(index)
+    def buffered(self, index: int) -> BufferedSubgroup | None:
+        """Return the subgroup where it is in a buffer, or None."""
+        return self._buffered.get(index)
 
     def load(
         self, op: LoadStates, wanted: Collection[int], gradients: GradientKeeper
@@ -194,34 +196,38 @@ class SwappedStates:
         """Begin to read what of a subgroup rests on the drives and is needed to update its segments
         `wanted`.
         """
-        if op.subgroup in self._visits:  # an interrupted step has updated it
+        if op.subgroup in self._buffered:  # an interrupted step has updated it
             return None
         layout, buffer = self._layouts[op.subgroup], self._buffers[op.buffer]
-        for index in [index for index, visit in self._visits.items() if visit.buffer is buffer]:
+        for index in [
+            index for index, buffered in self._buffered.items() if buffered.buffer is buffer
+        ]:
             # it is stored: what is in the buffer from here on is not its own
-            del self._visits[index]
-        visit = self._visits[op.subgroup] = Visit(layout, buffer, wanted)
-        return self._read(op, visit, gradients) if wanted else None
+            del self._buffered[index]
+        buffered = self._buffered[op.subgroup] = BufferedSubgroup(layout, buffer, wanted)
+        return self._read(op, buffered, gradients) if wanted else None
 
-    def _read(self, op: LoadStates, visit: Visit, gradients: GradientKeeper) -> IOEvent:
-        hops = self._reads(op.subgroup, visit)
-        self._count(Lane.NVME_READ, Cargo.STATES, visit.layout.states_bytes, op)
-        if visit.layout.in_place:
+    def _read(
+        self, op: LoadStates, buffered: BufferedSubgroup, gradients: GradientKeeper
+    ) -> IOEvent:
+        hops = self._reads(op.subgroup, buffered)
+        self._count(Lane.NVME_READ, Cargo.STATES, buffered.layout.states_bytes, op)
+        if buffered.layout.in_place:
             self._count(
                 Lane.NVME_READ,
                 Cargo.PARAMETERS,
-                self._nbytes_of_values(op.subgroup, visit.wanted),
+                self._nbytes_of_values(op.subgroup, buffered.wanted),
                 op,
             )
         moved = 0
-        memory, places = visit.buffer.memory(), visit.layout.gradients
-        for number in visit.wanted:
+        memory, places = buffered.buffer.memory(), buffered.layout.gradients
+        for number in buffered.wanted:
             if number in places:
                 segment = self._subgroups[op.subgroup].segments[number]
                 several = len(places[number]) > 1
                 into = [memory[at:] for at in places[number][: -1 if several else None]]
                 read = gradients.read(segment.parameter, self._pieces[op.subgroup][number], into)
-                visit.moving.extend(read)
+                buffered.moving.extend(read)
                 hops += read
                 formats = gradients.formats(segment.parameter, self._pieces[op.subgroup][number])
                 moved += sum(format_.nbytes * segment.numel for format_ in formats[: len(read)])
@@ -230,26 +236,29 @@ class SwappedStates:
 
     def store(self, op: StoreStates) -> IOEvent | None:
         """Begin to write a subgroup that was updated to the drives."""
-        visit = self._visits.get(op.subgroup)
-        if visit is None or not visit.wanted:
+        buffered = self._buffered.get(op.subgroup)
+        if buffered is None or not buffered.wanted:
             return None
-        visit.store(IOEvent(self._writes(op.subgroup, visit)))
-        self._count(Lane.NVME_WRITE, Cargo.STATES, visit.layout.states_bytes, op)
+        buffered.store(IOEvent(self._writes(op.subgroup, buffered)))
+        self._count(Lane.NVME_WRITE, Cargo.STATES, buffered.layout.states_bytes, op)
         self._count(
-            Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(op.subgroup, visit.wanted), op
+            Lane.NVME_WRITE,
+            Cargo.PARAMETERS,
+            self._nbytes_of_values(op.subgroup, buffered.wanted),
+            op,
         )
-        return visit.storing
+        return buffered.storing
 
     def note_arrivals(self) -> list[int]:
         """Return the subgroups that are on the drives again since this was asked last."""
         stored = []
-        for index, visit in list(self._visits.items()):
-            if visit.storing is not None:
+        for index, buffered in list(self._buffered.items()):
+            if buffered.storing is not None:
                 with suppress(Exception):  # told by whoever walks the plan
-                    visit.storing.wait()
-                    del self._visits[index]
+                    buffered.storing.wait()
+                    del self._buffered[index]
                     stored.append(index)
-                visit.store(None)
+                buffered.store(None)
         return stored
 
     # --- before a step ----------------------------------------------------------------------------
@@ -269,31 +278,31 @@ class SwappedStates:
         updates.
         """
         layout, segments = self._layouts[index], self._subgroups[index].segments
-        visit = self._visits[index] = Visit(
+        buffered = self._buffered[index] = BufferedSubgroup(
             layout, self._early_buffers[buffer], range(len(segments))
         )
         return self._read(
-            LoadStates(subgroup=index, nbytes=layout.load_bytes, buffer=buffer), visit, gradients
+            LoadStates(subgroup=index, nbytes=layout.load_bytes, buffer=buffer), buffered, gradients
         )
 
     def store_early(self, index: int, buffer: int) -> IOEvent:
         """Begin to write a subgroup that was updated to its new places."""
-        visit = self._visits[index]
-        hops = self._state_hops(index, visit, self._swap.write, self._places.new_states)
-        hops += self._value_hops(index, visit, self._swap.write, self._places.new_values)
-        op = StoreStates(subgroup=index, nbytes=visit.layout.store_bytes, buffer=buffer)
-        self._count(Lane.NVME_WRITE, Cargo.STATES, visit.layout.states_bytes, op)
+        buffered = self._buffered[index]
+        hops = self._state_hops(index, buffered, self._swap.write, self._places.new_states)
+        hops += self._value_hops(index, buffered, self._swap.write, self._places.new_values)
+        op = StoreStates(subgroup=index, nbytes=buffered.layout.store_bytes, buffer=buffer)
+        self._count(Lane.NVME_WRITE, Cargo.STATES, buffered.layout.states_bytes, op)
         self._count(
-            Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(index, visit.wanted), op
+            Lane.NVME_WRITE, Cargo.PARAMETERS, self._nbytes_of_values(index, buffered.wanted), op
         )
         return IOEvent(hops)
 
     def leave_early(self, index: int) -> None:
         """Let the buffer of a subgroup be free, once nobody reads or writes it any more."""
-        visit = self._visits.get(index)
-        if visit is not None:
-            visit.settle()
-            self._visits.pop(index, None)
+        buffered = self._buffered.get(index)
+        if buffered is not None:
+            buffered.wait_for_io()
+            self._buffered.pop(index, None)
 
     def adopt(self, indices: Collection[int]) -> dict[int, Place]:
         """Let what was written early be what there is; return the new places of values, by
@@ -311,35 +320,37 @@ class SwappedStates:
 
     # --- outside of steps -------------------------------------------------------------------------
 
-    def borrowed(self, index: int) -> Visit:
+    def borrowed(self, index: int) -> BufferedSubgroup:
         """Return a subgroup as it is on the drives, in a buffer of the caller's own: to be
         closed.
         """
-        visit = self.empty(index, 0)
+        buffered = self.empty(index, 0)
         try:
-            IOEvent(self._reads(index, visit)).wait()
+            IOEvent(self._reads(index, buffered)).wait()
         except BaseException:
-            visit.buffer.close()
+            buffered.buffer.close()
             raise
-        return visit
+        return buffered
 
-    def empty(self, index: int, buffer: int) -> Visit:
-        """Return a buffer as for a visit of this subgroup, with whatever is in it: to be closed."""
+    def empty(self, index: int, buffer: int) -> BufferedSubgroup:
+        """Return a buffer for this subgroup with undefined content; the caller closes it."""
         lease = self._lanes.host.lease_planned(buffer_slot(buffer))
-        return Visit(self._layouts[index], lease, range(len(self._subgroups[index].segments)))
+        return BufferedSubgroup(
+            self._layouts[index], lease, range(len(self._subgroups[index].segments))
+        )
 
-    def give_back(self, index: int, visit: Visit) -> IOEvent:
-        """Begin to write the states of such a visit; its buffer is closed, and goes back when they
-        are written.
+    def give_back(self, index: int, buffered: BufferedSubgroup) -> IOEvent:
+        """Begin to write the states of a borrowed subgroup; its buffer is closed, and goes back when
+        they are written.
         """
-        writing = IOEvent(self._state_hops(index, visit, self._swap.write))
-        visit.buffer.until(writing)
-        visit.buffer.close()
+        writing = IOEvent(self._state_hops(index, buffered, self._swap.write))
+        buffered.buffer.until(writing)
+        buffered.buffer.close()
         return writing
 
-    def write_back(self, index: int, visit: Visit) -> IOEvent:
-        """Begin to write the states of such a visit, and its values that rest on drives."""
-        return IOEvent(self._writes(index, visit))
+    def write_back(self, index: int, buffered: BufferedSubgroup) -> IOEvent:
+        """Begin to write the states of a borrowed subgroup, and its values that are offloaded to drives."""
+        return IOEvent(self._writes(index, buffered))
 
     def close(self) -> None:
         """Give all memory and room back."""
@@ -352,51 +363,53 @@ class SwappedStates:
 
     # --- what goes where --------------------------------------------------------------------------
 
-    def _reads(self, index: int, visit: Visit) -> list[Hop]:
-        hops = self._state_hops(index, visit, self._swap.read)
+    def _reads(self, index: int, buffered: BufferedSubgroup) -> list[Hop]:
+        hops = self._state_hops(index, buffered, self._swap.read)
         return hops + (
-            self._value_hops(index, visit, self._swap.read) if visit.layout.in_place else []
+            self._value_hops(index, buffered, self._swap.read) if buffered.layout.in_place else []
         )
 
-    def _writes(self, index: int, visit: Visit) -> list[Hop]:
-        return self._state_hops(index, visit, self._swap.write) + self._value_hops(
-            index, visit, self._swap.write
+    def _writes(self, index: int, buffered: BufferedSubgroup) -> list[Hop]:
+        return self._state_hops(index, buffered, self._swap.write) + self._value_hops(
+            index, buffered, self._swap.write
         )
 
     def _state_hops(
         self,
         index: int,
-        visit: Visit,
+        buffered: BufferedSubgroup,
         move: Callable[..., Hop],
         places: Mapping[int, Place] | None = None,
     ) -> list[Hop]:
-        nbytes = visit.layout.states_bytes
+        nbytes = buffered.layout.states_bytes
         if not nbytes:
             return []
         what = f"states of {self._about(index)}"
-        visit.moving.append(
-            move((places or self._places.states)[index], visit.buffer.memory()[:nbytes], what=what)
+        buffered.moving.append(
+            move(
+                (places or self._places.states)[index], buffered.buffer.memory()[:nbytes], what=what
+            )
         )
-        return visit.moving[-1:]
+        return buffered.moving[-1:]
 
     def _value_hops(
         self,
         index: int,
-        visit: Visit,
+        buffered: BufferedSubgroup,
         move: Callable[..., Hop],
         places: Mapping[int, Place] | None = None,
     ) -> list[Hop]:
-        memory, hops = visit.buffer.memory(), []
+        memory, hops = buffered.buffer.memory(), []
         width = self._subgroups[index].formats.width
-        for number, at in visit.layout.values.items():
-            if number in visit.wanted:
+        for number, at in buffered.layout.values.items():
+            if number in buffered.wanted:
                 segment = self._subgroups[index].segments[number]
                 start, nbytes = (width * count for count in (segment.first_element, segment.numel))
                 place = (places or self._places.values)[segment.parameter].part(start, nbytes)
-                visit.moving.append(
+                buffered.moving.append(
                     move(place, memory[at : at + nbytes], what=self._names(segment.parameter))
                 )
-                hops.append(visit.moving[-1])
+                hops.append(buffered.moving[-1])
         return hops
 
     def _nbytes_of_values(self, index: int, wanted: Collection[int]) -> int:

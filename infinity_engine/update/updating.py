@@ -220,7 +220,7 @@ class Updates:
         before = gradients.room
         try:
             gradients.make_room(replan.plan.demand.staying)
-            self._states.follow(replan.plan.steps)
+            self._states.adopt_plan(replan.plan.steps)
         except CapacityError as problem:  # what is free is in pieces
             gradients.make_room(before)
             _LOG.warning("not planned again, as there is no room for that: %s", problem)

@@ -541,7 +541,7 @@ def test_a_failure_is_told_by_whoever_meets_it_and_modules_are_not_shown_a_mixtu
 
 
 FILES = (
-    "parameters/awaiting.py",
+    "parameters/pending.py",
     "parameters/deferred.py",
     "parameters/hooks.py",
     "schedule/executor.py",

@@ -200,7 +200,7 @@ def test_a_plan_that_cannot_be_gone_by_after_all_leaves_all_that_was_reserved_as
 
     with engine(slow_host) as (made, device):
         before, first = [each.reserved for each in made.usage()], made.plan
-        monkeypatch.setattr(made._parts.states, "follow", refuse)
+        monkeypatch.setattr(made._parts.states, "adopt_plan", refuse)
         train(made, device)
 
         assert visiting(asked[0]) > visiting(first)

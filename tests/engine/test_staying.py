@@ -340,13 +340,13 @@ def test_a_gradient_that_is_a_part_of_something_larger_does_not_keep_the_rest(
     model = OfMore(WIDTH, WIDTH, bias=False)
     with opened(model, unified=unified, strategy="host_only" if unified else "device_only") as made:
         wholes: list[Any] = []
-        take = made._parts.gradients.take
+        take = made._parts.gradients.accumulate
 
         def see(number: int, gradient: torch.Tensor) -> None:
             wholes.append(weakref.ref(gradient.untyped_storage()))
             take(number, gradient)
 
-        monkeypatch.setattr(made._parts.gradients, "take", see)
+        monkeypatch.setattr(made._parts.gradients, "accumulate", see)
         made.backward(loss_of(made))
 
         assert [whole() for whole in wholes] == [None]

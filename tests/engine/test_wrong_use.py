@@ -435,7 +435,7 @@ def test_a_step_that_failed_on_a_link_is_finished_by_the_next_call(
             made.backward(
                 made(torch.randn(4, 20, generator=torch.Generator().manual_seed(2))).pow(2).mean()
             )
-            made._parts.gradients.settle()  # their downloads are not what is to fail
+            made._parts.gradients.finish_transfers()  # their downloads are not what is to fail
             broken[0] = True
             with pytest.raises(
                 RuntimeError, match=r"op \d+ of the plan, (Upload|Download)\w+ of subgroup"

@@ -1,4 +1,4 @@
-"""`AwaitedParameters`: parameters that stay on the device, and show NaN until an update beside a
+"""`PendingParameters`: parameters that stay on the device, and show NaN until an update beside a
 forward has made them.
 
 Modules that run, and whoever reads `module.weight`, wait for their own; who lists or copies
@@ -18,10 +18,10 @@ from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.modules import is_compiled
 from infinity_engine.parameters.parameters import TrainedParameter, absent
 
-__all__ = ["AwaitedParameters"]
+__all__ = ["PendingParameters"]
 
 
-class AwaitedParameters:
+class PendingParameters:
     """The trained parameters of a model; `updated` tells whether a step changes one, by its number.
 
     Hooks are there from one step to the end of its update, and before the first step.

@@ -1,5 +1,5 @@
-"""`Outgoing`: gradients on their way to the drives, through host buffers that are free again when
-they are written.
+"""`GradientOffload`: gradients on their way to the drives, through host buffers that are free again
+when they are written.
 
 Whoever sends one when no buffer is free waits for the oldest. What could not be written is told
 when all is settled.
@@ -22,7 +22,7 @@ from infinity_engine.placement.buffers import GRADIENT_SLOTS, SUM, gradient_slot
 from infinity_engine.plan.ops import Lane
 from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
 
-__all__ = ["Outgoing"]
+__all__ = ["GradientOffload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Sent:
     what: str
 
 
-class Outgoing:
+class GradientOffload:
     """The way of gradients to `swap`, where there is a place for those of so many micro-batches."""
 
     def __init__(self, swap: SwapFile, lanes: Lanes, micro_batches: int) -> None:
@@ -101,7 +101,7 @@ class Outgoing:
         while self._waiting:
             self._start()
 
-    def settle(self) -> None:
+    def finish_writes(self) -> None:
         """Wait until all that was sent is written.
 
         Raises:
@@ -118,7 +118,7 @@ class Outgoing:
     def drop(self) -> None:
         """Wait likewise: nobody wants what was sent, and what of it is lost."""
         with suppress(TransferError):
-            self.settle()
+            self.finish_writes()
         self._failed = None
 
     def _start_ready(self) -> None:

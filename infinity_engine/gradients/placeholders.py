@@ -1,4 +1,4 @@
-"""`TakenGradient`: what a parameter shows as its gradient when the engine has taken that.
+"""`PlaceholderGradient`: what a parameter shows as its gradient when the engine has taken that.
 
 Who computes with it is told.
 
@@ -17,15 +17,15 @@ import torch
 from infinity_engine.parameters.hooks import Hooks
 from infinity_engine.parameters.parameters import TrainedParameter
 
-__all__ = ["TakenGradient", "TakenGradients", "dropped_by_somebody"]
+__all__ = ["GradientPlaceholders", "PlaceholderGradient", "set_to_none_message"]
 
 
-class TakenGradient(torch.Tensor):
+class PlaceholderGradient(torch.Tensor):
     """A gradient of a parameter's shape and type that has no values and takes no memory."""
 
-    def __new__(cls, of: torch.Tensor) -> TakenGradient:
+    def __new__(cls, of: torch.Tensor) -> PlaceholderGradient:
         """Return one for this parameter."""
-        made: TakenGradient = torch.Tensor._make_wrapper_subclass(
+        made: PlaceholderGradient = torch.Tensor._make_wrapper_subclass(
             cls, of.shape, dtype=of.dtype, device=of.device
         )
         return made
@@ -39,33 +39,30 @@ class TakenGradient(torch.Tensor):
         """
         raise RuntimeError(
             "this gradient is not here: the engine has taken it, as all others, when it was made. "
-            "To clip gradients, "
-            "or to know their norm, call engine.clip_grad_norm_(max_norm) or set max_grad_norm; to "
-            "see one, call "
-            "engine.state_of(parameter) before the step; to drop them, call engine.zero_grad(). "
-            "What was asked for is "
-            f"{func}"
+            "To clip gradients, or to know their norm, call engine.clip_grad_norm_(max_norm) or "
+            "set max_grad_norm; to see one, call engine.state_of(parameter) before the step; to "
+            f"drop them, call engine.zero_grad(). What was asked for is {func}"
         )
 
     # torch's takes contents, of which there are none
     def __repr__(self) -> str:  # type: ignore[override]
         """Say what it is."""
-        return f"TakenGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"PlaceholderGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-class TakenGradients:
+class GradientPlaceholders:
     """Those that parameters show, one of each group."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
         self._watched: set[int] = set()  # parameters, by their numbers
-        self._shown: dict[int, tuple[torch.nn.Parameter, TakenGradient]] = {}  # by groups
+        self._shown: dict[int, tuple[torch.nn.Parameter, PlaceholderGradient]] = {}  # by groups
 
     def show(self, of: TrainedParameter) -> None:
         """Let this parameter show that its gradient was taken, if none of its group does."""
         if of.group in self._shown:
             return
-        taken = TakenGradient(of.parameter)
+        taken = PlaceholderGradient(of.parameter)
         self._shown[of.group] = of.parameter, taken
         of.parameter.grad = taken
         if of.number not in self._watched:
@@ -79,7 +76,7 @@ class TakenGradients:
             and self._shown[of.group][0] is of.parameter
             and self._hide(of.group)
         ):
-            raise RuntimeError(f"{dropped_by_somebody()}. Call it now, and do this backward again")
+            raise RuntimeError(f"{set_to_none_message()}. Call it now, and do this backward again")
 
     def hide(self) -> bool:
         """Let nothing be shown; tell whether somebody has dropped what was."""
@@ -98,11 +95,10 @@ class TakenGradients:
         return False
 
 
-def dropped_by_somebody() -> str:
+def set_to_none_message() -> str:
     """Return what is said where gradients were dropped past the engine, which still has them."""
     return (
         "a gradient was set to None between backward and step, as optimizer.zero_grad() and "
-        "model.zero_grad() do, and "
-        "the engine, which has taken all gradients, still has them: what drops them is "
-        "engine.zero_grad()"
+        "model.zero_grad() do, and the engine, which has taken all gradients, still has them: what "
+        "drops them is engine.zero_grad()"
     )
