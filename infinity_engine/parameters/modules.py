@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -22,7 +22,14 @@ from infinity_engine.parameters.parameters import ModelParameter
 from infinity_engine.parameters.providing import ModuleProvider
 from infinity_engine.schedule import Use
 
-__all__ = ["ModuleParameters", "check_modules", "is_compiled", "leaves_of", "tensors_in"]
+__all__ = [
+    "ModuleParameters",
+    "UnwatchedModules",
+    "check_modules",
+    "is_compiled",
+    "leaves_of",
+    "tensors_in",
+]
 
 
 def check_modules(model: torch.nn.Module) -> None:
@@ -127,6 +134,9 @@ class ModuleParameters:
     A module of `leaves` uses all that is within it, as a whole: when it begins, and when its
     backward does.
     """
+
+    fetches = True
+    """Whether a parameter shows NaN where no module that needs it is running."""
 
     def __init__(
         self,
@@ -419,6 +429,42 @@ class ModuleParameters:
         if values.dtype is not saved.dtype:
             values = values.view(-1).view(saved.dtype)
         return values.as_strided(saved.size, saved.stride, saved.offset)
+
+
+class UnwatchedModules:
+    """Stands where modules have all their parameters all the time: no hook watches them."""
+
+    fetches = False
+
+    def register_external(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+        """Do nothing: the module finds the parameter where it is."""
+
+    def gathered(self, numbers: Iterable[int]) -> None:
+        """Do nothing."""
+
+    def check_asked(self, number: int) -> None:
+        """Do nothing: whatever used the parameter had its values."""
+
+    def never_asked(self) -> list[str]:
+        """Return nothing."""
+        return []
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Do nothing around the body: autograd saves the parameters themselves."""
+        return nullcontext()
+
+    def let_go(self) -> None:
+        """Do nothing."""
+
+    def let_go_of_oldest_read(self, wanted: Collection[int] = ()) -> bool:
+        """Return False: nothing is held."""
+        return False
+
+    def end_backward(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:

@@ -6,7 +6,7 @@ Put together by `assemble`, used by the engine; where there is one rank, there i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,19 +15,14 @@ import torch
 
 from infinity_engine.config import EngineConfig, ParametersAt, Stage
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.gradients.accumulation import Accumulation
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.memory import DeviceMemory, Ledger
-from infinity_engine.optim import GradientNorm, Rule
 from infinity_engine.parameters.describing import deepest_of
 from infinity_engine.parameters.fetching import ParameterFetcher
 from infinity_engine.parameters.hooks import Hooks
-from infinity_engine.parameters.modules import ModuleParameters, leaves_of
-from infinity_engine.parameters.parameters import ModelParameter
-from infinity_engine.parameters.providing import Provider
+from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules, leaves_of
 from infinity_engine.partition import GroupMember
-from infinity_engine.partition.digest import digest_of
 from infinity_engine.placement.placing import Wish
 from infinity_engine.placement.sizing import Sizing
 from infinity_engine.plan import ResolvedBudget, Tier
@@ -36,8 +31,9 @@ from infinity_engine.ranks.gathers import WIRES, CutParameter, room_of_wires
 from infinity_engine.ranks.ranks import Cut, Ranks
 from infinity_engine.ranks.reducing import REDUCES, GradientReducer, Room
 from infinity_engine.ranks.replicating import ParameterReplicas, room_of_gathers
+from infinity_engine.ranks.together import ManyRanks
 
-__all__ = ["Sharding", "Shards", "Whole", "check_cut"]
+__all__ = ["Sharding", "Shards", "check_cut"]
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel"})
 # of the room for whole parameters, small ones that stay whole take at most one in so many
@@ -241,7 +237,7 @@ class Sharding:
         resources: ExitStack,
         *,
         small_bytes: int,
-    ) -> Whole:
+    ) -> ManyRanks:
         """Take the memory for whole parameters, with what the budget has left, and return what
         makes them whole.
         """
@@ -275,7 +271,7 @@ class Sharding:
                 self.parameters, self.ranks, shards.lanes, memory, wire_bytes=self.gather_bytes
             )
             resources.callback(replicas.close)
-            return Whole(self, replicas, None, reducer)
+            return ManyRanks(self.cut, replicas, UnwatchedModules(), reducer, shards.gradients)
         gatherer = ParameterGatherer(
             self.parameters,
             self.ranks,
@@ -291,8 +287,12 @@ class Sharding:
         )
         resources.callback(gatherer.close)
         wholes = [parameter.whole for parameter in self.parameters]
-        return Whole(
-            self, gatherer, ModuleParameters(model, wholes, gatherer, hooks, self.leaves), reducer
+        return ManyRanks(
+            self.cut,
+            gatherer,
+            ModuleParameters(model, wholes, gatherer, hooks, self.leaves),
+            reducer,
+            shards.gradients,
         )
 
     def _limit(self, ledger: Ledger) -> int:
@@ -330,131 +330,3 @@ class Shards:
     gradients: GradientKeeper
     fetcher: ParameterFetcher | None
     fetched: Collection[int]
-
-
-class Whole:
-    """What makes parameters whole and sums of gradients, and what the engine asks of all ranks."""
-
-    def __init__(
-        self,
-        sharding: Sharding,
-        provider: Provider,
-        modules: ModuleParameters | None,
-        reducer: GradientReducer,
-    ) -> None:
-        self.sharding = sharding
-        self.provider = provider
-        self.modules = modules
-        self.reducer = reducer
-        self._norm: GradientNorm | None = None  # of what the reducer has handed on
-        self._agreed: Mapping[str, object] | None = None  # on the update with that
-        # whether all ranks have yet to reduce gradients of a backward that has ended
-        self._owed = False
-
-    @property
-    def ranks(self) -> Ranks:
-        """Who works together."""
-        return self.sharding.ranks
-
-    def end_backward(self, *, last: bool) -> None:
-        """Let all gradients be with those who own them, if they are needed by now; all ranks come
-        to this.
-        """
-        if self.modules is not None:
-            self.modules.end_backward()
-        if self.waits(last=last):
-            self._owed = True
-        else:
-            self._reduce()
-
-    def waits(self, *, last: bool) -> bool:
-        """Tell whether gradients stay where they were made until the last micro-batch."""
-        return self.reducer.adds_up and not last
-
-    def finish(self, *, last: bool) -> None:
-        """Reduce gradients that came outside of `Engine.backward`, or wait here, if they are needed
-        by now.
-        """
-        if (self.reducer.open or self._owed) and not self.waits(last=last):
-            self._reduce()
-
-    def agree_on_update(
-        self,
-        rules: Sequence[Rule],
-        max_grad_norm: float | None,
-        loss_scale: float,
-        accumulation: Accumulation,
-    ) -> None:
-        """Make sure that all ranks update in the same way; asked once: who repeats a step does so
-        alone.
-
-        Raises:
-            CollectiveError: they do not; names what differs, and who has what.
-        """
-        groups = {f"optimizer's group {number}": rule for number, rule in enumerate(rules)}
-        mine = {
-            **groups,
-            "max_grad_norm": max_grad_norm,
-            "loss scale": loss_scale,
-            "micro-batches of this step": accumulation.count,
-            "divisor of gradients": accumulation.divisor,
-        }
-        if mine != self._agreed:
-            self.ranks.agree_again_on("what the update is made with", mine)
-            self._agreed = mine
-
-    def drop(self) -> None:
-        """Drop gradients that have come, as if there had been no backward; all ranks come to
-        this.
-        """
-        self.reducer.drop()
-        self._owed = False
-
-    def _reduce(self) -> None:
-        self._owed = False
-        self._norm = self._agreed = None
-        self.reducer.finish()
-
-    def norm(self, gradients: GradientKeeper) -> GradientNorm:
-        """Return the norm of the gradients that all ranks keep, exchanged once: who repeats a step
-        does so alone.
-        """
-        if self._norm is None or not gradients.any:
-            cut = self.sharding.cut
-            self._norm = self.ranks.norm(gradients.sums(), cut.specs[: len(cut.trained)])
-        return self._norm
-
-    def own(self, number: int, flat: torch.Tensor) -> torch.Tensor:
-        """Return what this rank owns of a whole parameter."""
-        return self.ranks.own(self.sharding.cut.specs[number], flat)
-
-    def gradient(self, number: int, mine: torch.Tensor | None) -> torch.Tensor | None:
-        """Return this rank's part of a gradient of which some rank has one: zeros, if it has none
-        itself.
-        """
-        cut = self.sharding.cut
-        if not self.ranks.most(f"gradients of {cut.wholes[number].name}", int(mine is not None)):
-            return None
-        return torch.zeros(cut.trained[number].numel) if mine is None else mine
-
-    def states(
-        self, parameter: ModelParameter, mine: Mapping[str, torch.Tensor], steps: int
-    ) -> tuple[dict[str, torch.Tensor], int]:
-        """Return a parameter's whole states, and its steps, of which a rank that owns nothing of it
-        has none.
-        """
-        spec = self.sharding.cut.specs[parameter.number]
-        whole = {
-            name: self.ranks.whole(f"{name} of {parameter.name}", spec, values)
-            for name, values in mine.items()
-        }
-        return whole, self.ranks.most(f"steps of {parameter.name}", steps)
-
-    def check_same(self, changed: Sequence[ModelParameter]) -> None:
-        """Make sure that all ranks have changed parameters to the same values.
-
-        Raises:
-            CollectiveError: they have not.
-        """
-        said = {parameter.name: digest_of(parameter.parameter.data) for parameter in changed}
-        self.ranks.agree_on("what gathered(modify=True) wrote", said)

@@ -1,0 +1,102 @@
+"""`NaNChecks`: refuses a NaN that the engine itself may have put into a loss, output or gradient.
+
+A parameter that is fetched around modules shows NaN everywhere else. Code that uses it there
+computes NaN without any error, so the checks say how such code is written.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+
+from infinity_engine.errors import ConfigError
+from infinity_engine.gradients.scaling import LossScale
+from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules, tensors_in
+
+__all__ = ["NaNChecks"]
+
+_MOST_NAMED = 5  # parameters in a message
+
+
+class NaNChecks:
+    """The checks of one engine."""
+
+    def __init__(self, modules: ModuleParameters | UnwatchedModules, scale: LossScale) -> None:
+        self._modules = modules
+        self._scale = scale
+
+    @property
+    def _may_be_ours(self) -> bool:
+        """Whether a NaN may be what the engine shows in place of a parameter.
+
+        With a dynamic loss scale, NaN may also come from an overflow, which the scale answers.
+        """
+        return self._modules.fetches and not self._scale.dynamic
+
+    def check_loss(self, loss: object, step: int) -> None:
+        """Refuse what is no loss; warn of one that is not finite.
+
+        Raises:
+            ConfigError: it is no tensor of one element.
+            RuntimeError: it is NaN, and a parameter may have been read as NaN.
+        """
+        if not isinstance(loss, torch.Tensor):
+            expected = (
+                "a tensor. If the model returns an object that has the loss beside other values, "
+                "pass its loss, as in engine.backward(output.loss)"
+            )
+            raise ConfigError(field="loss", value=type(loss).__name__, expected=expected)
+        if loss.numel() != 1:
+            expected = "a tensor of one element, as Tensor.backward() needs"
+            raise ConfigError(
+                field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected
+            )
+        # Only on the CPU: on a GPU, item() would wait for the forward to end.
+        if loss.device.type == "cpu" and not math.isfinite(loss.item()):
+            problem = (
+                f"The loss is {loss.item()} in step {step}. An update would turn every parameter "
+                "that it depends on into NaN. If the same batch gives a finite loss in plain "
+                "PyTorch, your code uses a parameter where the engine cannot see it, such as a "
+                "penalty over model.parameters() or a weight that is kept in a list: use it under "
+                "`with engine.gathered(parameter)`, or call engine.register_external(module, "
+                "parameter) for the module that uses it"
+            )
+            if math.isnan(loss.item()) and self._may_be_ours:
+                raise RuntimeError(f"{problem}. No gradient was computed")
+            warnings.warn(problem, RuntimeWarning, stacklevel=4)
+
+    def check_output(self, output: object) -> None:
+        """Refuse NaN from a model while no module has asked for some of its parameters.
+
+        Raises:
+            RuntimeError: the output has NaN. The error names the parameters.
+        """
+        unseen = self._modules.never_asked()
+        if unseen and any(
+            tensor.is_floating_point() and bool(tensor.isnan().any())
+            for tensor in tensors_in(output)
+        ):
+            named = ", ".join(unseen[:_MOST_NAMED]) + (
+                " and others" if len(unseen) > _MOST_NAMED else ""
+            )
+            raise RuntimeError(
+                f"The model returned NaN, and no module has asked for {named} yet. If plain "
+                "PyTorch returns other values, your code uses them where the engine cannot see it, "
+                "such as through a list: they read as NaN. Call engine.register_external(module, "
+                "parameter) once for the module that uses each, or call the model under `with "
+                "engine.gathered(parameters)`"
+            )
+
+    def is_suspect(self, gradient: torch.Tensor) -> bool:
+        """Tell whether a gradient begins with a NaN that may come from a parameter read as NaN.
+
+        One element decides: a parameter shown as NaN makes every element of such a gradient NaN.
+        """
+        return (
+            self._may_be_ours
+            and gradient.device.type == "cpu"
+            and gradient.numel() > 0
+            and math.isnan(gradient.reshape(-1)[0].item())
+        )

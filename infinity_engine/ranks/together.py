@@ -1,0 +1,251 @@
+"""What the engine asks of all ranks in a step: sums of gradients, one norm, agreement on the update.
+
+`ManyRanks` answers where a model is cut over several ranks, `OneRank` where one rank has all of it.
+Moves nothing itself: a provider has the parameters, a reducer the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from infinity_engine.gradients.accumulation import Accumulation
+from infinity_engine.gradients.keeper import GradientKeeper
+from infinity_engine.optim import GradientNorm, Rule
+from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules
+from infinity_engine.parameters.parameters import ModelParameter
+from infinity_engine.parameters.providing import Provider
+from infinity_engine.partition.digest import digest_of
+from infinity_engine.ranks.ranks import Cut, Ranks
+from infinity_engine.ranks.reducing import GradientReducer
+
+__all__ = ["ManyRanks", "OneRank"]
+
+
+class OneRank:
+    """One rank that has all parameters and gradients: there is nothing to exchange."""
+
+    is_alone = True
+    size = 1
+
+    def __init__(self, gradients: GradientKeeper) -> None:
+        self._gradients = gradients
+
+    def on_wait(self, call: Callable[[], object]) -> None:
+        """Do nothing: this rank waits for no other."""
+
+    def accumulate(self, number: int, gradient: torch.Tensor) -> None:
+        """Give a gradient to the keeper."""
+        self._gradients.accumulate(number, gradient)
+
+    def end_backward(self, *, last: bool) -> None:
+        """Do nothing: the keeper has all gradients already."""
+
+    def waits(self, *, last: bool) -> bool:
+        """Return False: no gradient waits to be reduced."""
+        return False
+
+    def finish(self, *, last: bool) -> None:
+        """Do nothing."""
+
+    def drop(self) -> None:
+        """Do nothing."""
+
+    def agree_on_update(
+        self,
+        rules: Sequence[Rule],
+        max_grad_norm: float | None,
+        loss_scale: float,
+        accumulation: Accumulation,
+    ) -> None:
+        """Do nothing."""
+
+    def norm(self) -> GradientNorm:
+        """Return the norm of the gradients that the keeper has."""
+        return self._gradients.norm()
+
+    def own(self, number: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return all of a parameter."""
+        return flat
+
+    def gradient(self, number: int, found: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the gradient that was found."""
+        return found
+
+    def states(
+        self, parameter: ModelParameter, states: Mapping[str, torch.Tensor], steps: int
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Return the states as they are."""
+        return dict(states), steps
+
+    def check_same(self, changed: Sequence[ModelParameter]) -> None:
+        """Do nothing."""
+
+    def memory_for_copies(self, free: int) -> int:
+        """Return all of the machine's free memory."""
+        return free
+
+    def any_has_more(self, *, has_more: bool, has_had: bool) -> bool:
+        """Tell whether this rank has another batch."""
+        return has_more
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Do nothing: no other rank waits to hear of it."""
+
+
+class ManyRanks:
+    """A model that is cut over several ranks; `cut` says who owns what.
+
+    `provider` gathers whole parameters, `reducer` sums gradients. The ranks call the same methods
+    in the same order: one that calls another method ends the run with a CollectiveError.
+    """
+
+    is_alone = False
+
+    def __init__(
+        self,
+        cut: Cut,
+        provider: Provider,
+        modules: ModuleParameters | UnwatchedModules,
+        reducer: GradientReducer,
+        gradients: GradientKeeper,
+    ) -> None:
+        self.cut = cut
+        self.provider = provider
+        self.modules = modules
+        self.reducer = reducer
+        self._gradients = gradients
+        # The norm and the agreement are those of the gradients reduced last. A rank whose step was
+        # interrupted repeats it alone, while the others have left the exchange: it uses these.
+        self._norm: GradientNorm | None = None
+        self._agreed: Mapping[str, object] | None = None
+        # A backward has ended whose gradients the ranks have yet to reduce.
+        self._must_reduce = False
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that train the model."""
+        return self.cut.ranks
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.ranks.size
+
+    def on_wait(self, call: Callable[[], object]) -> None:
+        """Call `call` again and again while this rank waits for others."""
+        self.ranks.on_wait(call)
+
+    def accumulate(self, number: int, gradient: torch.Tensor) -> None:
+        """Give a whole gradient to the reducer."""
+        self.reducer.accumulate(number, gradient)
+
+    def end_backward(self, *, last: bool) -> None:
+        """Reduce the gradients of a backward, or note that they wait for the `last` one.
+
+        All ranks call this.
+        """
+        self.modules.end_backward()
+        if self.waits(last=last):
+            self._must_reduce = True
+        else:
+            self._reduce()
+
+    def waits(self, *, last: bool) -> bool:
+        """Tell whether gradients stay on the rank that made them until the last micro-batch."""
+        return self.reducer.adds_up and not last
+
+    def finish(self, *, last: bool) -> None:
+        """Reduce gradients that came outside of `Engine.backward`, or that waited for this."""
+        if (self.reducer.open or self._must_reduce) and not self.waits(last=last):
+            self._reduce()
+
+    def agree_on_update(
+        self,
+        rules: Sequence[Rule],
+        max_grad_norm: float | None,
+        loss_scale: float,
+        accumulation: Accumulation,
+    ) -> None:
+        """Make sure that all ranks update in the same way; they exchange this once a step.
+
+        Raises:
+            CollectiveError: they do not. The error names what differs, and on which ranks.
+        """
+        groups = {f"optimizer's group {number}": rule for number, rule in enumerate(rules)}
+        mine = {
+            **groups,
+            "max_grad_norm": max_grad_norm,
+            "loss scale": loss_scale,
+            "micro-batches of this step": accumulation.count,
+            "divisor of gradients": accumulation.divisor,
+        }
+        if mine != self._agreed:
+            self.ranks.agree_again_on("what the update is made with", mine)
+            self._agreed = mine
+
+    def drop(self) -> None:
+        """Drop all gradients since the last step. All ranks call this."""
+        self.reducer.drop()
+        self._must_reduce = False
+
+    def _reduce(self) -> None:
+        self._must_reduce = False
+        self._norm = self._agreed = None
+        self.reducer.finish()
+
+    def norm(self) -> GradientNorm:
+        """Return the norm of the gradients of all ranks, which they exchange once a step."""
+        if self._norm is None or not self._gradients.any:
+            specs = self.cut.specs[: len(self.cut.trained)]
+            self._norm = self.ranks.norm(self._gradients.sums(), specs)
+        return self._norm
+
+    def own(self, number: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a whole parameter."""
+        return self.ranks.own(self.cut.specs[number], flat)
+
+    def gradient(self, number: int, found: torch.Tensor | None) -> torch.Tensor | None:
+        """Return this rank's shard of a gradient: zeros where only other ranks have some of it, and
+        None where no rank has.
+        """
+        name = self.cut.wholes[number].name
+        if not self.ranks.most(f"gradients of {name}", int(found is not None)):
+            return None
+        return torch.zeros(self.cut.trained[number].numel) if found is None else found
+
+    def states(
+        self, parameter: ModelParameter, states: Mapping[str, torch.Tensor], steps: int
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Return a parameter's whole states and its steps, from the shards of all ranks.
+
+        A rank that owns no element of it has counted no steps.
+        """
+        spec = self.cut.specs[parameter.number]
+        whole = {
+            name: self.ranks.whole(f"{name} of {parameter.name}", spec, values)
+            for name, values in states.items()
+        }
+        return whole, self.ranks.most(f"steps of {parameter.name}", steps)
+
+    def check_same(self, changed: Sequence[ModelParameter]) -> None:
+        """Make sure that all ranks have changed parameters to the same values.
+
+        Raises:
+            CollectiveError: they have not.
+        """
+        digests = {parameter.name: digest_of(parameter.parameter.data) for parameter in changed}
+        self.ranks.agree_on("what gathered(modify=True) wrote", digests)
+
+    def memory_for_copies(self, free: int) -> int:
+        """Return this rank's part of its machine's free memory, as the rank with least has it."""
+        return self.ranks.least("memory for a state dict", free // self.ranks.neighbours)
+
+    def any_has_more(self, *, has_more: bool, has_had: bool) -> bool:
+        """Tell whether any rank has another batch."""
+        return self.ranks.any_has_more(has_more=has_more, has_had=has_had)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the other ranks, which learn the error where there is one."""
+        self.ranks.close(error)
