@@ -27,10 +27,11 @@ from infinity_engine.building.homes import (
     release_originals,
 )
 from infinity_engine.config import EngineConfig, Overlap, Precision, Recording
-from infinity_engine.engine.engine import Engine, EngineParts, close_at_its_end
+from infinity_engine.engine.engine import Engine, close_at_its_end
+from infinity_engine.engine.parts import EngineParts
 from infinity_engine.errors import CapacityError
 from infinity_engine.gradients.keeper import GradientKeeper
-from infinity_engine.gradients.offloading import GradientOffload
+from infinity_engine.gradients.offloading import GradientOffload, NoOffload
 from infinity_engine.gradients.scaling import LossScale
 from infinity_engine.lanes.kernels import device_kernels
 from infinity_engine.lanes.lanes import Lanes
@@ -48,10 +49,11 @@ from infinity_engine.parameters.deferred import Follower, parts_of
 from infinity_engine.parameters.describing import pieces_of
 from infinity_engine.parameters.fetching import ParameterFetcher
 from infinity_engine.parameters.hooks import Hooks
-from infinity_engine.parameters.modules import ModuleParameters
+from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules
 from infinity_engine.parameters.parameters import TrainedParameter
 from infinity_engine.parameters.pending import PendingParameters
 from infinity_engine.parameters.precision import asked_dtype
+from infinity_engine.parameters.providing import NothingFetched, Provider
 from infinity_engine.placement.placing import Plan
 from infinity_engine.placement.sizing import Demand, Sizing
 from infinity_engine.plan import DriveRates, ResolvedBudget, Tier
@@ -59,18 +61,22 @@ from infinity_engine.planning.planning import Planned, check_and_plan, refusing_
 from infinity_engine.progress import Progress, Teller
 from infinity_engine.ranks.ranks import Ranks
 from infinity_engine.ranks.sharding import Shards
+from infinity_engine.ranks.together import ManyRanks, OneRank
 from infinity_engine.reporting.drives import DriveMeter
 from infinity_engine.residence import ShardRecord
 from infinity_engine.signals import HeldSignals
 from infinity_engine.storage import SwapFile
 from infinity_engine.telemetry import NullTelemetry, Telemetry
 from infinity_engine.units import align_up
-from infinity_engine.update.early import EarlyUpdates
+from infinity_engine.update.early import EarlyUpdates, NoEarlyUpdates
+from infinity_engine.update.replanning import KeptPlan
 from infinity_engine.update.states import StateKeeper, piece_numbers
 from infinity_engine.update.swapping import SwappedStates
 from infinity_engine.update.updating import Deferral
 
 __all__ = ["assemble"]
+
+_AUTOCAST = frozenset({Precision.BF16_AUTOCAST, Precision.FP16_AUTOCAST})
 
 
 def assemble(
@@ -164,7 +170,6 @@ def _parts(
     telemetry = _telemetry(config, accelerator)
     meter = Meter(telemetry, accelerator, ledger)
     lanes = _lanes(_update_threads(planned), accelerator, host, on_device, meter)
-    autocast = config.precision in {Precision.BF16_AUTOCAST, Precision.FP16_AUTOCAST}
     signals = HeldSignals()
     hooks = Hooks(signals)
     resources.callback(hooks.remove)
@@ -208,19 +213,29 @@ def _parts(
         sums=sums,
         sums_early=sums_early,
     )
-    fetcher = modules = whole = None
+    fetcher: ParameterFetcher | None = None
     if plan.steps.parameters is not Tier.DEVICE:
         fetcher = ParameterFetcher(
             everything, records, lanes, plan.demand.fetched, swap=swap, passing=passing
         )
         resources.callback(fetcher.close)
+    ranks: OneRank | ManyRanks = OneRank(gradients)
+    modules: ModuleParameters | UnwatchedModules = UnwatchedModules()
+    provider: Provider = NothingFetched() if fetcher is None else fetcher
+    early = _early_updates(
+        sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes
+    )
     sharding = planned.sharding
     if sharding is not None:
-        shards = Shards(lanes, gradients, fetcher, frozenset(records))
-        whole = sharding.whole(
-            model, hooks, shards, ledger, resources, small_bytes=config.storage.small_bytes
+        ranks = sharding.whole(
+            model,
+            hooks,
+            Shards(lanes, gradients, fetcher, frozenset(records)),
+            ledger,
+            resources,
+            small_bytes=config.storage.small_bytes,
         )
-        modules = whole.modules
+        modules, provider = ranks.modules, ranks.provider
     elif fetcher is not None:
         modules = ModuleParameters(
             model,
@@ -228,23 +243,19 @@ def _parts(
             fetcher,
             hooks,
         )
-    early = _early_updates(
-        sizing, plan, gradients=gradients, states=states, swapped=swapped, lanes=lanes
-    )
-    if whole is None and fetcher is not None:
         states.on_new_values(fetcher.receive)
-        if early is not None:
+        if early.enabled:
             fetcher.call_beside(early.go_on)
-    deferral = None
-    if whole is None or fetcher is not None:  # else all is gathered when it is updated
+    deferral = Deferral.none()
+    if sharding is None or fetcher is not None:  # else replicas are gathered at the update
         deferral = _deferral(
             config,
             sizing,
             plan,
             records,
-            whole.provider if whole is not None else fetcher,
+            None if isinstance(provider, NothingFetched) else provider,
             resources=resources,
-            awaited=lambda: PendingParameters(model, trained, gradients.has, Hooks(signals)),
+            pending=lambda: PendingParameters(model, trained, gradients.has, Hooks(signals)),
         )
     return EngineParts(
         model=model,
@@ -253,16 +264,16 @@ def _parts(
         trained=trained if sharding is None else sharding.cut.wholes,
         frozen=planned.frozen if sharding is None else sharding.cut.frozen_wholes,
         plan=plan.steps,
-        replanner=planned.replanner,
+        replanner=planned.replanner or KeptPlan(),
         gradients=gradients,
         states=states,
         early=early,
-        fetcher=fetcher if whole is None else whole.provider,
+        fetcher=provider,
         modules=modules,
-        whole=whole,
+        ranks=ranks,
         deferral=deferral,
         scale=LossScale(dynamic=has_fp16),
-        autocast=asked_dtype(config.precision) if autocast else None,
+        autocast=asked_dtype(config.precision) if config.precision in _AUTOCAST else None,
         accumulation_steps=config.accumulation_steps,
         max_grad_norm=config.max_grad_norm,
         telemetry=telemetry,
@@ -318,7 +329,7 @@ def _gradients(
     sums: Reservation,
     sums_early: bool,
 ) -> GradientKeeper:
-    offload = None
+    offload: GradientOffload | NoOffload = NoOffload()
     if plan.resting.gradients:
         assert swap is not None, "gradients rest on drives that there are"
         offload = GradientOffload(swap, lanes, plan.resting.gradients)
@@ -399,24 +410,23 @@ def _deferral(
     fetching: Follower | None,
     *,
     resources: ExitStack,
-    awaited: Callable[[], Follower],
-) -> Deferral | None:
-    """Return what of an update can wait until modules need it, None where all of it has to be made
-    in the step.
+    pending: Callable[[], Follower],
+) -> Deferral:
+    """Return which part of an update can wait until modules need it.
 
-    On one memory that gains nothing, but where drives are at work; what is not fetched there nobody
-    would wait for.
+    With one memory for host and device, deferring gains time only where drives work meanwhile, and
+    only parameters that are fetched can wait there.
     """
     if config.overlap is Overlap.OFF:
-        return None
+        return Deferral.none()
     if sizing.unified and not (fetching and records and plan.steps.buffer_bytes):
-        return None
+        return Deferral.none()
     now = [
         subgroup.index
         for subgroup in sizing.subgroups
         if fetching and any(segment.parameter not in records for segment in subgroup.segments)
     ]
-    follower = fetching or awaited()
+    follower = fetching or pending()
     resources.callback(follower.follow, None)
     return Deferral(now=now, parts=parts_of(sizing.subgroups), follower=follower)
 
@@ -429,10 +439,7 @@ def _swapped(
     records: Mapping[int, ShardRecord],
     lanes: Lanes,
     swap: SwapFile | None,
-) -> SwappedStates | None:
-    if not plan.layouts:
-        return None
-    assert swap is not None, "what rests on drives has a place there"
+) -> SwappedStates:
     return SwappedStates(
         swap,
         sizing.subgroups,
@@ -462,13 +469,12 @@ def _early_updates(
     *,
     gradients: GradientKeeper,
     states: StateKeeper,
-    swapped: SwappedStates | None,
+    swapped: SwappedStates,
     lanes: Lanes,
-) -> EarlyUpdates | None:
+) -> EarlyUpdates | NoEarlyUpdates:
     order = _early(plan)
     if not order:
-        return None
-    assert swapped is not None, "what is early rests on drives"
+        return NoEarlyUpdates()
     numbers, chosen = piece_numbers(sizing.subgroups), set(order)
     early = EarlyUpdates(
         states,

@@ -39,7 +39,7 @@ from infinity_engine.optim import Segment
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 from infinity_engine.parameters.providing import Provider
 from infinity_engine.plan import Tier
-from infinity_engine.ranks.sharding import Whole
+from infinity_engine.ranks.together import ManyRanks
 from infinity_engine.update.states import StateKeeper
 
 __all__ = ["Checkpoints", "Loaded", "Run", "Stateful"]
@@ -81,8 +81,8 @@ class Run:
     trained: Sequence[TrainedParameter]
     frozen: Sequence[ModelParameter]
     states: StateKeeper
-    provider: Provider | None  # None where one rank's parameters stay where modules compute
-    whole: Whole | None  # None where there is one rank
+    provider: Provider | None
+    whole: ManyRanks | None  # None where there is one rank
     scale: LossScale
     ledger: Ledger
     queue: IOQueue | None
@@ -595,7 +595,7 @@ def _first_element(run: Run, number: int) -> int:
     """Return where this rank's shard of a trained parameter begins."""
     if run.whole is None:
         return 0
-    return run.whole.sharding.cut.specs[number].shards[run.whole.ranks.shards.rank].first_element
+    return run.whole.cut.specs[number].shards[run.whole.ranks.shards.rank].first_element
 
 
 def _read_weight(

@@ -18,14 +18,14 @@ from contextlib import ExitStack, suppress
 import torch
 
 from infinity_engine.gradients.keeper import GradientKeeper
-from infinity_engine.gradients.taken import TakenGradients
+from infinity_engine.gradients.placeholders import GradientPlaceholders
 from infinity_engine.kept_errors import again, kept
 from infinity_engine.parameters.hooks import Hooks
-from infinity_engine.parameters.modules import ModuleParameters
+from infinity_engine.parameters.modules import ModuleParameters, UnwatchedModules
 from infinity_engine.parameters.providing import Provider
-from infinity_engine.ranks.sharding import Whole
+from infinity_engine.ranks.together import ManyRanks, OneRank
 from infinity_engine.signals import HeldSignals
-from infinity_engine.update.early import EarlyUpdates
+from infinity_engine.update.early import EarlyUpdates, NoEarlyUpdates
 from infinity_engine.update.states import StateKeeper
 from infinity_engine.update.updating import Updates
 
@@ -80,15 +80,15 @@ class _WhenDropped(weakref.finalize):  # type: ignore[type-arg]  # it has none w
         self.atexit = False
 
 
-def adopt_early(early: EarlyUpdates | None, states: StateKeeper, fetcher: Provider | None) -> None:
+def adopt_early(
+    early: EarlyUpdates | NoEarlyUpdates, states: StateKeeper, fetcher: Provider
+) -> None:
     """Let updates that the backward made count, in a step that was begun.
 
     Interrupted, it can be done again.
     """
-    if early is not None and states.begun:
-        places = states.adopt(early.made)
-        if fetcher is not None:
-            fetcher.moved(places)
+    if states.begun:
+        fetcher.moved(states.adopt(early.made))
         early.end()
 
 
@@ -101,13 +101,13 @@ class Ending:
         *,
         updates: Updates,
         states: StateKeeper,
-        early: EarlyUpdates | None,
+        early: EarlyUpdates | NoEarlyUpdates,
         gradients: GradientKeeper,
-        taken: TakenGradients,
+        placeholders: GradientPlaceholders,
         hooks: Hooks,
-        fetcher: Provider | None,
-        modules: ModuleParameters | None,
-        whole: Whole | None,
+        fetcher: Provider,
+        modules: ModuleParameters | UnwatchedModules,
+        ranks: OneRank | ManyRanks,
         safe_point: SafePoint,
     ) -> None:
         self.closed = False
@@ -117,11 +117,11 @@ class Ending:
         self._states = states
         self._early = early
         self._gradients = gradients
-        self._taken = taken
+        self._placeholders = placeholders
         self._hooks = hooks
         self._fetcher = fetcher
         self._modules = modules
-        self._whole = whole
+        self._ranks = ranks
         self._safe_point = safe_point
         self._process = os.getpid()
         self._resources = ExitStack()
@@ -131,6 +131,28 @@ class Ending:
         """Close `resources` too. The engine is complete: this ends it when the caller drops it."""
         self._resources.push(resources.pop_all())
         self._dropped = _WhenDropped(engine, self._drop)
+
+    def check_open(self) -> None:
+        """Refuse to use an engine that is closed.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        if self.closed:
+            raise RuntimeError("The engine is closed. Initialize another one")
+
+    def check_process(self) -> None:
+        """Refuse to use an engine in a process that was forked from its own.
+
+        Raises:
+            RuntimeError: this is one.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"This engine belongs to process {self._process}. This process, {os.getpid()}, was "
+                "forked from it, as workers of data loaders are, and has neither the engine's "
+                f"memory nor its threads. Call the engine and its model only in {self._process}"
+            )
 
     def close(self, reason: BaseException | None, *, restore: bool) -> None:
         """Give everything back, once. With several ranks, tell the others the `reason`, if any.
@@ -144,8 +166,8 @@ class Ending:
             return
         self._safe_point.disable()
         failed: RuntimeError | None = None
-        if self._whole is not None and reason is not None:
-            self._whole.ranks.close(reason)
+        if reason is not None:
+            self._ranks.close(reason)
         try:
             adopt_early(self._early, self._states, self._fetcher)
             self._updates.resume()
@@ -155,21 +177,18 @@ class Ending:
         self.closed = True
         if self._dropped is not None:
             self._dropped.detach()
-        if self._modules is not None:
-            self._modules.close()
+        self._modules.close()
         self._hooks.remove()
-        self._taken.hide()
+        self._placeholders.hide()
         self._updates.follow_no_more()
-        if self._early is not None:
-            self._early.drop()
+        self._early.drop()
         self._gradients.clear()
-        if not (restore and self._is_in_use) and self._fetcher is not None:
+        if not (restore and self._is_in_use):
             self._fetcher.leave_absent()
         try:
             self._resources.close()
         finally:
-            if self._whole is not None:
-                self._whole.ranks.close(failed)
+            self._ranks.close(failed)
         if failed is not None:
             raise again(failed)
 
@@ -207,7 +226,7 @@ class Ending:
 
     def _close_dropped(self) -> None:
         reason = None
-        if self._whole is not None:
+        if not self._ranks.is_alone:
             reason = RuntimeError("this rank dropped its engine without close()")
         try:
             # Several ranks can only restore parameters together, and the others may go on.

@@ -9,12 +9,10 @@ hyperparameters, the executor walks the plan, and modules compute with the new v
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import islice
 from pathlib import Path
@@ -24,47 +22,37 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
-from deepnvme import IOQueue
-from infinity_engine.accel import Accelerator
 from infinity_engine.checkpoint.directory import LATEST
 from infinity_engine.engine.checkpointing import Checkpoints, Loaded, Run, Stateful
 from infinity_engine.engine.ending import Ending, SafePoint, adopt_early, while_alive
+from infinity_engine.engine.gradient_window import GradientWindow
 from infinity_engine.engine.guards import Guards
+from infinity_engine.engine.nan_checks import NaNChecks
+from infinity_engine.engine.parts import EngineParts
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.gradients.accumulation import Accumulation
-from infinity_engine.gradients.keeper import GradientKeeper
-from infinity_engine.gradients.placeholders import GradientPlaceholders, set_to_none_message
-from infinity_engine.gradients.scaling import LossScale
+from infinity_engine.gradients.placeholders import GradientPlaceholders
 from infinity_engine.kept_errors import again, kept
-from infinity_engine.lanes.meter import Meter
 from infinity_engine.machine.capacity import free_for_copies
 from infinity_engine.machine.memory import probe_memory
-from infinity_engine.memory import Ledger, Usage
-from infinity_engine.optim import GradientNorm, Rule, gradient_factor, rules_of
+from infinity_engine.memory import Usage
+from infinity_engine.optim import gradient_factor, rules_of
 from infinity_engine.outcome import Outcome, StepResult
 from infinity_engine.parameters.hooks import Hooks
-from infinity_engine.parameters.modules import ModuleParameters, tensors_in
 from infinity_engine.parameters.parameters import ModelParameter, TrainedParameter
 from infinity_engine.parameters.pending import PendingParameters
-from infinity_engine.parameters.providing import Provider
 from infinity_engine.plan import Tier
 from infinity_engine.plan.step import StepPlan
-from infinity_engine.ranks.sharding import Whole
+from infinity_engine.ranks.together import ManyRanks
 from infinity_engine.reporting.device_full import no_room_for_modules
-from infinity_engine.reporting.drives import DriveMeter
 from infinity_engine.reporting.report import StepReport, report_of
 from infinity_engine.residence import FetchingStats
 from infinity_engine.schedule import Executor
 from infinity_engine.signals import HeldEnd
-from infinity_engine.telemetry import Telemetry, Timeline
-from infinity_engine.update.early import EarlyUpdates
-from infinity_engine.update.replanning import Replanner
-from infinity_engine.update.states import StateKeeper, StepInputs
-from infinity_engine.update.updating import Deferral, Updates
+from infinity_engine.telemetry import Timeline
+from infinity_engine.update.states import StepInputs
+from infinity_engine.update.updating import Updates
 
-__all__ = ["Engine", "EngineParts", "close_at_its_end"]
-
-_MOST_NAMED = 5  # parameters in a message
+__all__ = ["Engine", "close_at_its_end"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -91,37 +79,6 @@ _REFUSED = MappingProxyType(
     }
 )
 """Methods of modules that an engine does not pass on, and why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineParts:
-    """What an engine is put together of."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    accelerator: Accelerator
-    trained: Sequence[TrainedParameter]
-    frozen: Sequence[ModelParameter]
-    plan: StepPlan
-    replanner: Replanner | None  # None: it is that of every step
-    gradients: GradientKeeper
-    states: StateKeeper
-    fetcher: Provider | None  # None where one rank's parameters stay on the device
-    modules: ModuleParameters | None  # None where whole parameters stay there
-    whole: Whole | None  # None where there is one rank
-    deferral: Deferral | None  # None: an update ends in its step
-    early: EarlyUpdates | None  # None: an update begins in its step
-    scale: LossScale
-    # what torch.autocast is to choose beside fp32; None: it is not used
-    autocast: torch.dtype | None
-    accumulation_steps: int
-    max_grad_norm: float | None
-    telemetry: Telemetry
-    meter: Meter
-    drives: DriveMeter
-    ledger: Ledger
-    hooks: Hooks
-    queue: IOQueue | None  # None where there are no drives
 
 
 def _held(method: Callable[Concatenate[Engine, _P], _R]) -> Callable[Concatenate[Engine, _P], _R]:
@@ -158,23 +115,17 @@ class Engine:
             replanner=parts.replanner,
         )
         self._known = {id(known.parameter): known for known in (*parts.trained, *parts.frozen)}
-        self._accumulation = Accumulation(parts.accumulation_steps, parts.meter.micro_batch)
-        self._clip_to = parts.max_grad_norm
-        # of the step that was begun last, where it was asked for
-        self._total: GradientNorm | None = None
-        self._in_backward = False
         self._recording = False
-        self._modifying = 0  # how many `gathered` have a body that may change trained parameters
-        self._process = os.getpid()
-        self._taken = GradientPlaceholders(Hooks(self._signals))
+        self._nan_checks = NaNChecks(parts.modules, parts.scale)
+        self._placeholders = GradientPlaceholders(Hooks(self._signals))
+        self._window = GradientWindow(parts, self._nan_checks, self._placeholders)
         for known in self._known.values():
             known.note_values()
-        if parts.whole is not None:
-            parts.whole.ranks.on_wait(self._safe_point)
-        take = while_alive(self._take)
+        parts.ranks.on_wait(self._safe_point)
+        accept = while_alive(self._accept)
         for trained in parts.trained:
             # Hooks go with the model: they must not keep the engine alive.
-            parts.hooks.on_gradient(trained.parameter, partial(take, trained.number))
+            parts.hooks.on_gradient(trained.parameter, partial(accept, trained.number))
         self._checkpoints = Checkpoints(
             Run(
                 model=parts.model,
@@ -183,7 +134,7 @@ class Engine:
                 frozen=parts.frozen,
                 states=parts.states,
                 provider=parts.fetcher,
-                whole=parts.whole,
+                whole=parts.ranks if isinstance(parts.ranks, ManyRanks) else None,
                 scale=parts.scale,
                 ledger=parts.ledger,
                 queue=parts.queue,
@@ -195,7 +146,7 @@ class Engine:
             parts.optimizer,
             self._known,
             parts.hooks,
-            whole=parts.modules is None,
+            whole=not parts.modules.fetches,
             updates=lambda: updates.made,
         )
         self._ending = Ending(
@@ -204,11 +155,11 @@ class Engine:
             states=parts.states,
             early=parts.early,
             gradients=parts.gradients,
-            taken=self._taken,
+            placeholders=self._placeholders,
             hooks=parts.hooks,
             fetcher=parts.fetcher,
             modules=parts.modules,
-            whole=parts.whole,
+            ranks=parts.ranks,
             safe_point=self._safe_point,
         )
 
@@ -252,10 +203,9 @@ class Engine:
                 self._signals.watch(around)
                 self._check_whole(deferred_too=False)
                 self._begin()
-                self._accumulation.end_micro_batch()
+                self._window.accumulation.end_micro_batch()
                 around.enter_context(parts.telemetry.timed("forward"))
-                if parts.modules is not None:
-                    around.enter_context(parts.modules.saving())
+                around.enter_context(parts.modules.saving())
                 if parts.autocast is not None:
                     # Without its cache: the casts that it keeps would stay saved, and parameters
                     # need none.
@@ -264,7 +214,7 @@ class Engine:
                         torch.autocast(kind, dtype=parts.autocast, cache_enabled=False)
                     )
             output = call(*args, **kwargs)
-        self._check_output(output)
+        self._nan_checks.check_output(output)
         return output
 
     def backward(self, loss: torch.Tensor, *, scale: bool = True, **kwargs: Any) -> None:
@@ -284,8 +234,8 @@ class Engine:
             RuntimeError: this step has gradients of backwards with the other `scale`, or its
                 updates have begun early. Nothing has changed.
         """
-        self._check_open()
-        self._check_loss(loss)
+        self._ending.check_open()
+        self._nan_checks.check_loss(loss, self.steps)
         retains_graph = kwargs.get("retain_graph")
         end = HeldEnd(self._signals)
         with self._too_little_is_told(), end as around, end:
@@ -294,11 +244,12 @@ class Engine:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch is
             # Where it is not said, torch retains the graph of a backward that can be
             # differentiated.
-            self._end_backward(
-                retains_graph=bool(
-                    kwargs.get("create_graph") if retains_graph is None else retains_graph
+            with self._signals:
+                self._window.end_backward(
+                    retains_graph=bool(
+                        kwargs.get("create_graph") if retains_graph is None else retains_graph
+                    )
                 )
-            )
 
     @contextmanager
     def _too_little_is_told(self) -> Iterator[None]:
@@ -311,99 +262,14 @@ class Engine:
                 raise
             raise again(told) from kept(error)
 
-    def _check_loss(self, loss: object) -> None:
-        if not isinstance(loss, torch.Tensor):
-            expected = "a tensor: of what a model returns that has its loss beside others, the loss"
-            raise ConfigError(field="loss", value=type(loss).__name__, expected=expected)
-        if loss.numel() != 1:
-            expected = "a tensor of one element, as Tensor.backward() needs"
-            raise ConfigError(
-                field="loss", value=f"a tensor of shape {tuple(loss.shape)}", expected=expected
-            )
-        if loss.device.type == "cpu" and not math.isfinite(loss.item()):
-            said = (
-                f"The loss is {loss.item()} in step {self.steps}. An update would turn every "
-                "parameter that it depends on into NaN. If the same batch gives a finite loss in "
-                "plain PyTorch, your code uses a parameter where the engine cannot see it, such as "
-                "a penalty over model.parameters() or a weight that is kept in a list: use it "
-                "under `with engine.gathered(parameter)`, or call engine.register_external(module, "
-                "parameter) for the module that uses it"
-            )
-            if math.isnan(loss.item()) and self._shows_nan:
-                raise RuntimeError(f"{said}. No gradient was computed")
-            warnings.warn(said, RuntimeWarning, stacklevel=3)
-
-    @property
-    def _shows_nan(self) -> bool:
-        """Whether modules and the caller may read NaN in place of parameters, and a NaN may be the
-        engine's own.
-        """
-        return self._parts.modules is not None and not self._parts.scale.dynamic
-
-    def _check_output(self, output: object) -> None:
-        """Refuse NaN from a model of which no module has asked for some parameters: it may have
-        read them as NaN.
-
-        Raises:
-            RuntimeError: that is so; names the parameters.
-        """
-        modules = self._parts.modules
-        unseen = [] if modules is None else modules.never_asked()
-        if unseen and any(
-            tensor.is_floating_point() and bool(tensor.isnan().any())
-            for tensor in tensors_in(output)
-        ):
-            named = ", ".join(unseen[:_MOST_NAMED]) + (
-                " and others" if len(unseen) > _MOST_NAMED else ""
-            )
-            raise RuntimeError(
-                f"The model returned NaN, and no module has asked for {named} yet. If plain "
-                "PyTorch returns other values, your code uses them where the engine cannot see it, "
-                "such as through a list: they read as NaN. Call engine.register_external(module, "
-                "parameter) once for the module that uses each, or call the model under `with "
-                "engine.gathered(parameters)`"
-            )
-
-    def _check_gradient(self, number: int, gradient: torch.Tensor) -> None:
-        """Refuse a gradient that begins with NaN, of a loss that was finite, where parameters are
-        fetched.
-
-        Raises:
-            RuntimeError: that is so; no step can be made before zero_grad().
-        """
-        if self._shows_nan and gradient.device.type == "cpu" and gradient.numel():
-            if not math.isnan(gradient.reshape(-1)[0].item()):
-                return
-            name = self._parts.trained[number].name
-            self._parts.gradients.note_refused(number)
-            raise RuntimeError(
-                f"The gradient of {name} is NaN. If it is finite in plain PyTorch, a "
-                "torch.autograd.Function in your model keeps a parameter as an attribute of its "
-                "ctx, and its backward reads NaN there: let it call "
-                "ctx.save_for_backward(parameter). No parameter was updated. Call zero_grad() "
-                "before the next backward"
-            )
-
     @_held
     def _begin_backward(self, around: ExitStack, *, averaged: bool) -> None:
         self._signals.watch(around)
         self._check_whole()
         self._begin()
-        self._begin_gradients(averaged=averaged)
+        self._window.begin_backward(averaged=averaged)
         around.enter_context(self._parts.telemetry.timed("backward"))
-        around.callback(self._leave_backward)
-        self._in_backward = True
-
-    def _leave_backward(self) -> None:
-        self._in_backward = False
-
-    @_held
-    def _end_backward(self, *, retains_graph: bool) -> None:
-        self._accumulation.end_backward(retains_graph=retains_graph)
-        if self._parts.whole is not None:
-            self._parts.whole.end_backward(last=self._accumulation.is_reached)
-        if self._parts.early is not None:
-            self._parts.early.go_on()
+        around.enter_context(self._window.backward())
 
     @_held
     def step(self, update: bool | None = None) -> StepResult:
@@ -424,20 +290,21 @@ class Engine:
         parts = self._parts
         self._updates.resume()
         self._updates.end()
-        self._accumulation.end_micro_batch()
-        wanted = self._accumulation.is_reached if update is None else update
-        last = wanted or self._accumulation.is_reached
-        self._finish_gradients(last=last)
+        accumulation = self._window.accumulation
+        accumulation.end_micro_batch()
+        wanted = accumulation.is_reached if update is None else update
+        last = wanted or accumulation.is_reached
+        parts.ranks.finish(last=last)
         self._guards.check_gradients()
         self._guards.check_states()
-        if not parts.gradients.any and (parts.whole is None or not parts.whole.waits(last=last)):
+        if not parts.gradients.any and not parts.ranks.waits(last=last):
             raise RuntimeError(
                 "there is nothing to step with: no gradient has come since the last step, or "
                 "zero_grad() has dropped it. Call backward() first; if you did, the loss does not "
                 "depend on any parameter of the optimizer"
             )
         if not wanted and not parts.states.begun:
-            self._accumulation.leave()
+            accumulation.leave()
             return StepResult(Outcome.ACCUMULATED, loss_scale=parts.scale.value)
         if not parts.states.begun:  # else what has changed values may be what the step has begun
             self._check_untouched(parts.trained)
@@ -449,9 +316,8 @@ class Engine:
             for trained in parts.trained:
                 trained.note_values()
         self._updates.end_step()
-        self._accumulation.end_step()
-        if parts.fetcher is not None:
-            parts.fetcher.end_step()
+        accumulation.end_step()
+        parts.fetcher.end_step()
         fetching = self.fetching()
         parts.drives.count()
         parts.telemetry.note(planned_again=self._updates.why_planned_again())
@@ -469,26 +335,10 @@ class Engine:
         without this.
         """
         self._check_whole(deferred_too=False)
-        self._taken.hide()
+        self._placeholders.hide()
         if self._updates.under_way:  # its gradients are in use, and none has come since
             return
-        if self._accumulation.drops_in_vain():
-            warnings.warn(
-                f"zero_grad() drops the gradients of {self._accumulation.count} of "
-                f"{self._accumulation.planned} micro-batches of a step: where it is called after "
-                "each of them, no step ever updates anything",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        if self._parts.whole is not None:
-            self._parts.whole.drop()
-        if self._parts.early is not None:
-            self._parts.early.drop()
-        self._parts.gradients.clear()
-        for trained in self._parts.trained:
-            trained.parameter.grad = None  # what was interrupted before it was taken
-        self._accumulation.drop()
-        self._clip_to = self._parts.max_grad_norm
+        self._window.drop()
 
     @_held
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -498,35 +348,23 @@ class Engine:
         What torch.nn.utils.clip_grad_norm_ is for: that one sees no gradients here.
         """
         self._check_whole()
-        if self._parts.early is not None:
-            raise ConfigError(
-                field="storage.early_updates",
-                value=True,
-                expected="False where gradients are clipped: some updates are made before the norm "
-                "is known",
-            )
-        self._finish_gradients(last=True)
-        self._parts.gradients.finish_transfers()
-        norm = self._norm().norm(self._unscale())
-        self._clip_to = float(max_norm)
-        return norm
+        return self._window.clip(max_norm)
 
     def _update(self) -> StepResult:
         parts = self._parts
         rules = rules_of(self.optimizer)
-        self._check_early(rules)
-        self._finish_early()
+        parts.early.check_rules(rules)
+        parts.early.finish()
         parts.gradients.finish_transfers()
-        unscale, used = self._unscale(), parts.scale.value
-        if parts.whole is not None:
-            parts.whole.agree_on_update(rules, self._clip_to, used, self._accumulation)
+        window, unscale, used = self._window, self._window.unscaling, parts.scale.value
+        parts.ranks.agree_on_update(rules, window.clip_to, used, window.accumulation)
         norm = None
-        if self._clip_to is not None or parts.scale.dynamic:
-            total = self._norm()
+        if window.clip_to is not None or parts.scale.dynamic:
+            total = window.norm()
             norm = total.norm(unscale)
             if parts.scale.dynamic and not total.is_finite:
                 parts.scale.step_skipped()
-                self._clip_to = parts.max_grad_norm
+                window.forget_clipping()
                 return StepResult(Outcome.SKIPPED, gradient_norm=norm, loss_scale=parts.scale.value)
             if not total.is_finite:
                 warnings.warn(
@@ -535,21 +373,20 @@ class Engine:
                     RuntimeWarning,
                     stacklevel=4,
                 )
-            factor = gradient_factor(total, unscale=unscale, max_norm=self._clip_to)
+            factor = gradient_factor(total, unscale=unscale, max_norm=window.clip_to)
         else:
             factor = unscale
-        if parts.modules is not None and parts.fetcher is not None:
-            parts.modules.let_go()
-            parts.fetcher.give_up()
+        parts.modules.let_go()
+        parts.fetcher.give_up()
         self._refuse_older_graphs()
         parts.states.begin_step(StepInputs(parts.gradients, rules, factor))
         adopt_early(parts.early, parts.states, parts.fetcher)
-        self._updates.begin()
-        if parts.fetcher is not None:
-            parts.fetcher.changed(trained.number for trained in parts.trained)
-        self._updates.leave_rest()
+        self._updates.make()
+        # Before the rest is deferred: modules may fetch what is made from then on.
+        parts.fetcher.changed(trained.number for trained in parts.trained)
+        self._updates.defer_rest()
         parts.scale.step_made()
-        self._clip_to = parts.max_grad_norm
+        window.forget_clipping()
         return StepResult(Outcome.UPDATED, gradient_norm=norm, loss_scale=used)
 
     def _refuse_older_graphs(self) -> None:
@@ -560,105 +397,19 @@ class Engine:
         are fetched again.
         """
         parts = self._parts
-        if parts.modules is None:
-            # other ranks may have gradients of what this one has none of
-            cut = parts.whole is not None
+        if not parts.modules.fetches:
             increment_version(
                 [
                     known.parameter
                     for known in parts.trained
-                    if cut or parts.gradients.has(known.number)
+                    # Other ranks may have gradients where this one has none.
+                    if not parts.ranks.is_alone or parts.gradients.has(known.number)
                 ]
             )
 
-    def _begin_gradients(self, *, averaged: bool) -> None:
-        """Refuse gradients that this step cannot take, before any comes; begin early updates if it
-        is time.
-        """
-        if self._accumulation.is_full:
-            if self._parts.early is not None and self._parts.early.inputs is not None:
-                raise RuntimeError(
-                    f"accumulation_steps plans for {self._accumulation.planned} in a step, and "
-                    "this backward would be one more. With storage.early_updates, the updates of "
-                    "this step have begun already. Nothing was lost: call step(), then compute "
-                    "this loss again"
-                )
-            self._parts.gradients.check_room_for_more(self._accumulation.planned)
-        self._accumulation.begin_backward(averaged=averaged)
-        self._begin_early()
-
-    def _begin_early(self) -> None:
-        """Begin to update what is complete, in the backward of the last micro-batch."""
-        parts = self._parts
-        if parts.early is None or parts.early.inputs is not None or self._modifying:
-            return
-        if self._accumulation.expects_last:
-            parts.gradients.finish_transfers()  # those of earlier micro-batches are read
-            parts.early.begin(
-                StepInputs(parts.gradients, rules_of(self.optimizer), self._unscale())
-            )
-
-    def _check_early(self, rules: Sequence[Rule]) -> None:
-        """Refuse hyperparameters that are others than those with which updates were made in the
-        backward.
-        """
-        early = self._parts.early
-        if (
-            early is not None
-            and early.inputs is not None
-            and list(early.inputs.rules) != list(rules)
-        ):
-            raise RuntimeError(
-                "hyperparameters were changed between backward() and step(), and with "
-                "storage.early_updates the backward has used them: change them after step() or "
-                "before backward(). Call zero_grad(), which takes the update back, and do the "
-                "step's backward again, or set them as they were"
-            )
-
-    def _finish_early(self) -> None:
-        """Let no early update be under way: what is not made yet is left to the step."""
-        if self._parts.early is not None:
-            self._parts.early.finish()
-
-    def _finish_gradients(self, *, last: bool) -> None:
-        """Let the gradients that came to any rank be with those who own them, if they are needed by
-        now.
-        """
-        if self._parts.whole is not None:
-            self._parts.whole.finish(last=last)
-
-    def _norm(self) -> GradientNorm:
-        gradients, whole = self._parts.gradients, self._parts.whole
-        if self._total is None or not self._parts.states.begun:  # else some may be used up
-            self._total = gradients.norm() if whole is None else whole.norm(gradients)
-        return self._total
-
-    def _unscale(self) -> float:
-        ranks = 1 if self._parts.whole is None else self._parts.whole.ranks.size
-        return 1.0 / (self._parts.scale.value * self._accumulation.divisor * ranks)
-
-    def _take(self, number: int, gradient: torch.Tensor) -> None:
-        if gradient.layout != torch.strided:
-            raise ConfigError(
-                field=f"gradient of {self._parts.trained[number].name}",
-                value=str(gradient.layout),
-                expected="a dense gradient: use sparse=False",
-            )
-        self._leave_no_half()  # the gradients of an update that was deferred make way
-        if not self._in_backward:
-            self._begin_gradients(averaged=True)
-        if self._parts.scale.dynamic and not self._in_backward:
-            raise RuntimeError(
-                "with fp16 the loss has to be scaled before its gradients are computed: call "
-                "engine.backward(loss), not loss.backward()"
-            )
-        whole, modules = self._parts.whole, self._parts.modules
-        if modules is not None:
-            modules.check_asked(number)
-        self._check_gradient(number, gradient)
-        self._accumulation.note_gradient()
-        (self._parts.gradients if whole is None else whole.reducer).accumulate(number, gradient)
-        self._taken.show(self._parts.trained[number])
+    def _accept(self, number: int, gradient: torch.Tensor) -> None:
+        self._leave_no_half()  # a deferred update still uses the gradients of the step before
+        self._window.accept(number, gradient)
 
     # --- looking and changing ---------------------------------------------------------------------
 
@@ -689,17 +440,13 @@ class Engine:
             self._check_untouched(known)
         changing = modify and any(isinstance(parameter, TrainedParameter) for parameter in known)
         if changing:
-            self._check_not_early()
-        self._finish_early()
+            self._parts.early.check_not_begun()
+        self._parts.early.finish()
         self._parts.gradients.start_writing()
         if changing:
-            around.enter_context(self._without_early())
-        if self._parts.fetcher is not None:
-            around.enter_context(
-                self._gathered_with_room([parameter.number for parameter in known])
-            )
-        if self._parts.modules is not None:
-            self._parts.modules.gathered(parameter.number for parameter in known)
+            around.enter_context(self._window.modifying())
+        around.enter_context(self._gathered_with_room([parameter.number for parameter in known]))
+        self._parts.modules.gathered(parameter.number for parameter in known)
 
     @contextmanager
     def _gathered_with_room(self, numbers: Sequence[int]) -> Iterator[None]:
@@ -707,28 +454,27 @@ class Engine:
         is short.
         """
         fetcher, modules = self._parts.fetcher, self._parts.modules
-        assert fetcher is not None, "parameters are fetched"
         with ExitStack() as held:
             while True:
                 try:
                     held.enter_context(fetcher.gathered(numbers))
                     break
                 except CapacityError:
-                    if modules is None or not modules.let_go_of_oldest_read(numbers):
+                    if not modules.let_go_of_oldest_read(numbers):
                         raise
             yield
 
     def _take_over(self, known: Sequence[ModelParameter]) -> None:
         """Keep what somebody has made of parameters that are gathered."""
-        if self._parts.whole is not None:
-            self._parts.whole.check_same(known)
+        self._parts.ranks.check_same(known)
         for parameter in known:
-            # The master first: until the values are home as well, they are a change that nothing
-            # goes on without.
+            # The master first: an interrupt between the two leaves values that check_untouched
+            # refuses, not a master that differs from them.
             if isinstance(parameter, TrainedParameter):
-                self._parts.states.set_master(parameter.number, self._own(parameter))
-            if self._parts.fetcher is not None:
-                self._parts.fetcher.write_home(parameter.number)
+                flat = parameter.parameter.detach().reshape(-1)
+                own = self._parts.ranks.own(parameter.number, flat)
+                self._parts.states.set_master(parameter.number, own)
+            self._parts.fetcher.write_home(parameter.number)
             parameter.note_values()
 
     @_held
@@ -749,42 +495,13 @@ class Engine:
         if id(parameter) not in self._known:
             expected = "one of the model's, as named_parameters() lists them"
             raise ConfigError(field="parameter", value=_said(parameter), expected=expected)
-        if self._parts.modules is not None:
-            self._parts.modules.register_external(module, parameter)
-        deferral = self._updates.deferral
-        if deferral is not None and isinstance(deferral.follower, PendingParameters):
-            deferral.follower.register_external(parameter)
+        self._parts.modules.register_external(module, parameter)
+        if isinstance(self._parts.deferral.follower, PendingParameters):
+            self._parts.deferral.follower.register_external(parameter)
 
     def _check_untouched(self, known: Iterable[ModelParameter]) -> None:
         for parameter in known:
             parameter.check_untouched()
-
-    def _own(self, parameter: ModelParameter) -> torch.Tensor:
-        """Return what this rank owns of a parameter that is shown, flat."""
-        flat, whole = parameter.parameter.detach().reshape(-1), self._parts.whole
-        return flat if whole is None else whole.own(parameter.number, flat)
-
-    def _check_not_early(self) -> None:
-        """Refuse to change parameters of which new values may have been made already, from those
-        that they have.
-        """
-        early = self._parts.early
-        if early is not None and early.inputs is not None:
-            raise RuntimeError(
-                "gathered(modify=True) came between backward() and step(), and with "
-                "storage.early_updates the backward has made new values from those that would be "
-                "changed: change parameters after step() or before backward(), or call "
-                "zero_grad(), which takes the update back"
-            )
-
-    @contextmanager
-    def _without_early(self) -> Iterator[None]:
-        """Let no early update begin in the body."""
-        self._modifying += 1
-        try:
-            yield
-        finally:
-            self._modifying -= 1
 
     @_held
     def state_dict(self) -> dict[str, Any]:
@@ -806,8 +523,8 @@ class Engine:
         def copy_of(name: str, value: Any) -> Any:
             self._safe_point()
             known = self._known.get(id(names.get(name)))
-            cut = self._parts.whole is not None and known is not None and known.numel > 0
-            if known is not None and (known.on_drives or cut) and self._parts.fetcher is not None:
+            cut = not self._parts.ranks.is_alone and known is not None and known.numel > 0
+            if known is not None and (known.on_drives or cut):
                 return self._parts.fetcher.copy_of(known.number).view(known.parameter.shape)
             tensor = value if known is None else known.values.view(known.parameter.shape)
             return tensor.detach().cpu().clone() if isinstance(tensor, torch.Tensor) else tensor
@@ -823,9 +540,7 @@ class Engine:
         group has.
         """
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        free, whole = free_for_copies(), self._parts.whole
-        if whole is not None:
-            free = whole.ranks.least("memory for a state dict", free // whole.ranks.neighbours)
+        free = self._parts.ranks.memory_for_copies(free_for_copies())
         if nbytes > free:
             raise CapacityError(
                 tier=Tier.HOST.name,
@@ -853,35 +568,17 @@ class Engine:
             expected = "a parameter that the optimizer was made of and that requires a gradient"
             raise ConfigError(field="parameter", value=_said(parameter), expected=expected)
         number = known.number
-        self._finish_early()
+        self._parts.early.finish()
         self._parts.gradients.start_writing()
         flat, steps = dict(self._parts.states.state_of(number)), self._parts.states.steps_of(number)
-        gradient = self._gradient_of(number)
+        gradient = self._window.gradient_of(number)
         if gradient is not None:
             flat["gradient"] = gradient
-        if self._parts.whole is not None:
-            flat, steps = self._parts.whole.states(known, flat, steps)
+        flat, steps = self._parts.ranks.states(known, flat, steps)
         shaped: dict[str, torch.Tensor | int] = {
             name: values.view(parameter.shape) for name, values in flat.items()
         }
         return {**shaped, "step": steps}
-
-    def _gradient_of(self, number: int) -> torch.Tensor | None:
-        """Return a flat copy of what this rank keeps of a parameter's gradient; None where no rank
-        has one.
-        """
-        gradients, whole = self._parts.gradients, self._parts.whole
-        if whole is None and not gradients.has(number):
-            return None
-        # no rank has its sum yet
-        if whole is not None and whole.waits(last=self._accumulation.is_reached):
-            return None
-        self._finish_gradients(last=self._accumulation.is_reached)
-        gradients.finish_transfers()
-        found = gradients.sum_of(number)
-        if whole is not None:
-            found = whole.gradient(number, found)
-        return None if found is None else found.mul_(self._unscale())
 
     @_held
     def save(
@@ -964,11 +661,11 @@ class Engine:
         Raises:
             RuntimeError: gradients wait for a step.
         """
-        self._check_process()
+        self._ending.check_process()
         self._leave_no_half(half_loaded_too=loads)
-        self._finish_early()
+        self._parts.early.finish()
         self._parts.gradients.start_writing()
-        if self._parts.gradients.any or self._accumulation.count:
+        if self._parts.gradients.any or self._window.accumulation.count:
             raise RuntimeError(
                 "gradients have come since the last step, and a checkpoint has none: call step() "
                 f"or zero_grad() before {what}()"
@@ -999,8 +696,7 @@ class Engine:
         """Return what parameters were fetched around modules: nothing where they stay on the
         device.
         """
-        fetcher = self._parts.fetcher
-        return FetchingStats() if fetcher is None else fetcher.stats
+        return self._parts.fetcher.stats
 
     def timeline(self) -> Timeline:
         """Return what was recorded of the newest steps."""
@@ -1033,16 +729,12 @@ class Engine:
             CollectiveError: another rank does something else, or has failed.
             ConfigError: a rank has no batch at all, and others have.
         """
-        rest, whole = iter(batches), self._parts.whole
+        rest = iter(batches)
         last: list[_B] = []
         while True:
             new = list(islice(rest, 1))
-            self._check_open()
-            if not (
-                new
-                if whole is None
-                else whole.ranks.any_has_more(has_more=bool(new), has_had=bool(last))
-            ):
+            self._ending.check_open()
+            if not self._parts.ranks.any_has_more(has_more=bool(new), has_had=bool(last)):
                 return
             last = new or last
             yield last[0], bool(new)
@@ -1111,35 +803,25 @@ class Engine:
 
     def _begin(self) -> None:
         """Begin to record a step, where none is being recorded."""
-        self._check_process()
-        self._check_open()
-        self._accumulation.note_call()
-        if self._taken.hide():
-            self._drop_as_somebody_did()
+        self._ending.check_process()
+        self._ending.check_open()
+        self._window.accumulation.note_call()
+        if self._placeholders.hide():  # optimizer.zero_grad() or model.zero_grad() was called
+            self._window.check_may_drop()
+            self.zero_grad()
         if not self._recording:
             self._parts.telemetry.begin_step(self.steps)
             self._recording = True
-
-    def _drop_as_somebody_did(self) -> None:
-        """Drop gradients that the optimizer or the model was asked to drop."""
-        if self._accumulation.left_by_step:
-            raise RuntimeError(
-                f"{set_to_none_message()}. Here they are those of {self._accumulation.count} of "
-                f"{self._accumulation.planned} micro-batches of a step, and they still count. Call "
-                "zero_grad() only after the last micro-batch. step() already clears the gradients "
-                "that it used"
-            )
-        self.zero_grad()
 
     def _check_whole(self, *, deferred_too: bool = True) -> None:
         """Refuse to go on from half a step; what of one was deferred is done first, or left as it
         is.
         """
-        self._check_process()
+        self._ending.check_process()
         self._leave_no_half(deferred_too=deferred_too)
 
     def _leave_no_half(self, *, deferred_too: bool = True, half_loaded_too: bool = False) -> None:
-        self._check_open()
+        self._ending.check_open()
         if self._half_loaded and not half_loaded_too:
             raise RuntimeError(
                 "a load failed half-way, so the model is a mixture: call load() again until it "
@@ -1152,18 +834,6 @@ class Engine:
             return
         if self._parts.states.begun:
             raise RuntimeError("a step was interrupted: call step() again, which does what it left")
-
-    def _check_open(self) -> None:
-        if self._ending.closed:
-            raise RuntimeError("the engine is closed: initialize another one")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"this engine belongs to process {self._process}, and this one, {os.getpid()}, was "
-                "forked from it, as workers of data loaders are: it has neither the engine's "
-                "memory nor its threads. Call the engine, and its model, in that process only"
-            )
 
 
 def close_at_its_end(engine: Engine, resources: ExitStack) -> None:

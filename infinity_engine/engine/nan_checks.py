@@ -65,7 +65,7 @@ class NaNChecks:
             )
             if math.isnan(loss.item()) and self._may_be_ours:
                 raise RuntimeError(f"{problem}. No gradient was computed")
-            warnings.warn(problem, RuntimeWarning, stacklevel=4)
+            warnings.warn(problem, RuntimeWarning, stacklevel=3)
 
     def check_output(self, output: object) -> None:
         """Refuse NaN from a model while no module has asked for some of its parameters.

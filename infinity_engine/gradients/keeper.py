@@ -26,7 +26,7 @@ import torch
 from deepnvme.sizes import PAGE
 from infinity_engine.accel import Event
 from infinity_engine.errors import CapacityError, ConfigError
-from infinity_engine.gradients.offloading import GradientOffload
+from infinity_engine.gradients.offloading import GradientOffload, NoOffload
 from infinity_engine.lanes.lanes import Lanes
 from infinity_engine.lanes.meter import Cargo, Wait
 from infinity_engine.memory import Lease, PinnedPool, Reservation
@@ -67,7 +67,7 @@ class GradientKeeper:
         numels: Sequence[int],
         pieces: Sequence[Sequence[GradientPiece]],
         lanes: Lanes,
-        offload: GradientOffload | None = None,
+        offload: GradientOffload | NoOffload,
         *,
         staying: Reservation,
         sums: Reservation,
@@ -208,15 +208,13 @@ class GradientKeeper:
             )
         for slots in self._slots:
             slots.finish_transfers()
-        if self._offload is not None:
-            self._offload.finish_writes()
+        self._offload.finish_writes()
 
     def start_writing(self) -> None:
         """Begin to write what is to go to the drives, so that the memory that it passes can be
         waited for.
         """
-        if self._offload is not None:
-            self._offload.start()
+        self._offload.start()
 
     def norm(self) -> GradientNorm:
         """Return the norm of all that came, which is settled, as it lies in memory."""
@@ -264,8 +262,7 @@ class GradientKeeper:
     def clear(self) -> None:
         """Drop all gradients."""
         self._refused_name = None
-        if self._offload is not None:
-            self._offload.drop()
+        self._offload.drop()
         for slots in self._slots:
             slots.clear()
         if self._staying.nbytes > self.room:  # what came was more than was planned
@@ -283,7 +280,7 @@ class _Slots:
         numel: int,
         pieces: Sequence[GradientPiece],
         lanes: Lanes,
-        offload: GradientOffload | None,
+        offload: GradientOffload | NoOffload,
         *,
         staying: Reservation,
         sum_memory: _SumMemory,
@@ -308,7 +305,7 @@ class _Slots:
             if piece.kept is Tier.HOST:
                 self._on_host[number] = _HostSlot(piece, lanes, sum_memory)
             elif piece.kept is Tier.NVME:
-                assert offload is not None, "there is a way to the drives"
+                assert isinstance(offload, GradientOffload), "there are drives"
                 self._on_host[number] = _DriveSlot(
                     name, piece, lanes, offload, sum_memory, sums_early=sums_early
                 )

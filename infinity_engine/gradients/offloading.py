@@ -22,7 +22,7 @@ from infinity_engine.placement.buffers import GRADIENT_SLOTS, SUM, gradient_slot
 from infinity_engine.plan.ops import Lane
 from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
 
-__all__ = ["GradientOffload"]
+__all__ = ["GradientOffload", "NoOffload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +151,16 @@ class GradientOffload:
                 event.wait()
             except TransferError as error:
                 self._failed = self._failed or kept(error)
+
+
+class NoOffload:
+    """Stands where all gradients stay in memory."""
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def finish_writes(self) -> None:
+        """Do nothing."""
+
+    def drop(self) -> None:
+        """Do nothing."""

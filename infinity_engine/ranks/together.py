@@ -1,4 +1,4 @@
-"""What the engine asks of all ranks in a step: sums of gradients, one norm, agreement on the update.
+"""What the engine asks of all ranks in a step: sums of gradients, their norm, the same update.
 
 `ManyRanks` answers where a model is cut over several ranks, `OneRank` where one rank has all of it.
 Moves nothing itself: a provider has the parameters, a reducer the gradients.

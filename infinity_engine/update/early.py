@@ -12,17 +12,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
 from infinity_engine.errors import TransferError
 from infinity_engine.lanes.meter import Meter, Wait
-from infinity_engine.optim import FloatFormat
+from infinity_engine.optim import FloatFormat, Rule
 from infinity_engine.storage import IOEvent
 from infinity_engine.update.states import StateKeeper, StepInputs
 from infinity_engine.update.swapping import SwappedStates
 
-__all__ = ["EarlyUpdates"]
+__all__ = ["EarlyUpdates", "NoEarlyUpdates"]
 
 _FORMAT = FloatFormat.BF16
 """Of gradients: fp32 parameters, which are masters, are not updated early, nor fp16 ones, whose
@@ -114,10 +115,46 @@ class EarlyUpdates:
         self._window: _Window | None = None
         self._early: dict[int, _Early] = {}
 
+    enabled = True
+    """Whether some updates are made before their step."""
+
     @property
-    def inputs(self) -> StepInputs | None:
-        """What the updates of this backward were made with; None before it."""
-        return None if self._window is None else self._window.inputs
+    def begun(self) -> bool:
+        """Whether the backward of this step has begun to update."""
+        return self._window is not None
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether the next backward may begin to update."""
+        return self._window is None
+
+    def check_rules(self, rules: Sequence[Rule]) -> None:
+        """Refuse hyperparameters other than those that the backward has updated with.
+
+        Raises:
+            RuntimeError: they were changed since.
+        """
+        if self._window is not None and list(self._window.inputs.rules) != list(rules):
+            raise RuntimeError(
+                "Hyperparameters were changed between backward() and step(). With "
+                "storage.early_updates, the backward has updated with the old ones. Change them "
+                "after step() or before backward(). To go on now, set them as they were, or call "
+                "zero_grad(), which takes the update back, and repeat the backward"
+            )
+
+    def check_not_begun(self) -> None:
+        """Refuse to change parameters after the backward has made new values from them.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        if self._window is not None:
+            raise RuntimeError(
+                "gathered(modify=True) came between backward() and step(). With "
+                "storage.early_updates, the backward has already computed new values from those "
+                "that would be changed. Change parameters after step() or before backward(), or "
+                "call zero_grad() first, which takes the update back"
+            )
 
     # --- in a backward ----------------------------------------------------------------------------
 
@@ -306,3 +343,31 @@ class EarlyUpdates:
         self._early.clear()
         self._swapped.end_early()
         self._window = None
+
+
+class NoEarlyUpdates:
+    """Stands where every update is made in its step."""
+
+    enabled = begun = can_begin = False
+    made: Mapping[int, list[int]] = MappingProxyType({})
+
+    def check_rules(self, rules: Sequence[Rule]) -> None:
+        """Do nothing: no update was made."""
+
+    def check_not_begun(self) -> None:
+        """Do nothing."""
+
+    def begin(self, inputs: StepInputs) -> None:
+        """Do nothing."""
+
+    def go_on(self) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+    def drop(self) -> None:
+        """Do nothing."""

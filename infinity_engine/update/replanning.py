@@ -26,7 +26,7 @@ from infinity_engine.plan.step import Home
 from infinity_engine.sim.timeline import rates_of_update, time_step
 from infinity_engine.units import format_rate
 
-__all__ = ["Question", "Replan", "Replanner"]
+__all__ = ["KeptPlan", "Question", "Replan", "Replanner"]
 
 _WARMING_UP = 2  # steps after a change of plan that are not looked at
 _FIRST_LOOK = 5  # steps whose median counts
@@ -75,6 +75,18 @@ class Replan:
     why: str
 
 
+class KeptPlan:
+    """Stands where the first plan is that of every step."""
+
+    watches = False
+
+    def note_step(self, totals: Mapping[str, int]) -> None:
+        """Do nothing: there is no other plan."""
+
+    def adopt(self, replan: Replan) -> None:
+        """Do nothing."""
+
+
 class Replanner:
     """Watches the steps of one engine, whose plan answered `question`; the memory that it takes is
     all there will be.
@@ -83,6 +95,9 @@ class Replanner:
     by more than that. Each change of plan doubles how many they are at least. So noise does not
     have it change forth and back.
     """
+
+    watches = True
+    """Whether counters are worth reading."""
 
     def __init__(self, question: Question, sizing: Sizing, plan: Plan, *, trained: int) -> None:
         self._question = question

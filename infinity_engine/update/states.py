@@ -109,7 +109,7 @@ class StateKeeper:
         *,
         state_names: Sequence[str],
         lanes: Lanes,
-        swapped: SwappedStates | None = None,
+        swapped: SwappedStates,
         resting: Collection[int] = (),
     ) -> None:
         self._swapped = swapped
@@ -226,7 +226,7 @@ class StateKeeper:
         return buffered.states()
 
     def _buffered(self, held: _Held) -> BufferedSubgroup | None:
-        return None if self._swapped is None else self._swapped.buffered(held.subgroup.index)
+        return self._swapped.buffered(held.subgroup.index)
 
     def _in_place(self, subgroup: Subgroup, home: Home) -> bool:
         here = Home.HOST if self._at_home else Home.RESIDENT
@@ -297,7 +297,6 @@ class StateKeeper:
             if held.lease is not None:
                 self._fill(held, held.lease.flat(), originals, rules, previous)
             elif held.subgroup.index in self._resting:
-                assert self._swapped is not None, "states rest on drives that there are"
                 if len(writing) == buffers:
                     writing.popleft().wait()
                 buffered = self._swapped.empty(held.subgroup.index, count % buffers)
@@ -349,7 +348,7 @@ class StateKeeper:
 
     def _copy_out(self, held: _Held, index: int, into: Mapping[str, torch.Tensor]) -> None:
         """Copy a segment's master and moments; on return there are no views of where they were."""
-        with self._looking_at(held) as (flat, buffered):
+        with self._in_memory(held) as (flat, buffered):
             for name, piece in self._pieces(held, index, flat, buffered):
                 into[name].copy_(piece)
 
@@ -375,7 +374,7 @@ class StateKeeper:
     def _show_segments(
         self, held: _Held, show: Callable[[Segment, Mapping[str, torch.Tensor]], None]
     ) -> None:
-        with self._looking_at(held) as (flat, buffered):
+        with self._in_memory(held) as (flat, buffered):
             for index, segment in enumerate(held.subgroup.segments):
                 show(segment, dict(self._pieces(held, index, flat, buffered)))
 
@@ -397,7 +396,7 @@ class StateKeeper:
         held: _Held,
         fill: Callable[[Segment, Mapping[str, torch.Tensor], torch.Tensor | None], None],
     ) -> None:
-        with self._overwriting(held) as (flat, buffered):
+        with self._in_memory(held, write_values=True) as (flat, buffered):
             for index, segment in enumerate(held.subgroup.segments):
                 values = None
                 if not self._in_place(held.subgroup, held.home):
@@ -405,23 +404,6 @@ class StateKeeper:
                         self._trained[segment.parameter].dtype
                     )
                 fill(segment, dict(self._pieces(held, index, flat, buffered)), values)
-
-    @contextmanager
-    def _overwriting(self, held: _Held) -> Iterator[tuple[torch.Tensor, BufferedSubgroup | None]]:
-        """Have a subgroup's states in memory; they and the values that rest on drives are written
-        there at the end.
-        """
-        index = held.subgroup.index
-        if self._swapped is None or not self._swapped.has(index):
-            assert held.lease is not None, "states that do not rest on drives have a lease"
-            yield held.lease.flat(), None
-            return
-        buffered = self._swapped.borrowed(index)
-        try:
-            yield (buffered.states() if held.lease is None else held.lease.flat()), buffered
-            self._swapped.write_back(index, buffered).wait()
-        finally:
-            buffered.buffer.close()
 
     def set_steps(self, number: int, steps: int) -> None:
         """Let a parameter have had so many updates."""
@@ -444,7 +426,7 @@ class StateKeeper:
                 self._write_master(held, index, _part(values, segment))
 
     def _write_master(self, held: _Held, index: int, values: torch.Tensor) -> None:
-        with self._looking_at(held, changing=True) as (flat, buffered):
+        with self._in_memory(held, write_states=True) as (flat, buffered):
             master = dict(self._pieces(held, index, flat, buffered))["master"]
             for first in range(0, len(values), _COMPARED):
                 mine = master[first : first + _COMPARED]
@@ -461,21 +443,25 @@ class StateKeeper:
                     yield held, index, segment
 
     @contextmanager
-    def _looking_at(
-        self, held: _Held, *, changing: bool = False
+    def _in_memory(
+        self, held: _Held, *, write_states: bool = False, write_values: bool = False
     ) -> Iterator[tuple[torch.Tensor, BufferedSubgroup | None]]:
-        """Have a subgroup's states in memory, between steps; what is changed of them is written
-        where they rest.
+        """Have a subgroup's states in memory between steps.
+
+        At the end, those that are on the drives are written back: with `write_states` the states,
+        with `write_values` also the values that modules compute with.
         """
         index = held.subgroup.index
-        if self._swapped is None or not self._swapped.has(index):
-            assert held.lease is not None, "states that do not rest on drives have a lease"
+        if not self._swapped.has(index):
+            assert held.lease is not None, "states that are not on drives have a lease"
             yield held.lease.flat(), None
             return
         buffered = self._swapped.borrowed(index)
         try:
             yield (buffered.states() if held.lease is None else held.lease.flat()), buffered
-            if changing and held.lease is None:
+            if write_values:
+                self._swapped.write_back(index, buffered).wait()
+            elif write_states and held.lease is None:
                 self._swapped.give_back(index, buffered).wait()
         finally:
             buffered.buffer.close()
@@ -506,8 +492,7 @@ class StateKeeper:
                 held.copies.close()
         self._held.clear()
         self._close_staging()
-        if self._swapped is not None:
-            self._swapped.close()
+        self._swapped.close()
 
     def _close_staging(self) -> None:
         while self._staging:
@@ -529,8 +514,7 @@ class StateKeeper:
             with self._lanes.meter.waits(Wait.OPS):  # until what has made way for them is gone
                 for nbytes in self._plan.staging_bytes[len(self._staging) :]:
                     self._staging.append(self._lanes.device.lease(nbytes, holder="staging sets"))
-        if self._swapped is not None:
-            self._swapped.begin_step(len(self._plan.buffer_bytes), self._done)
+        self._swapped.begin_step(len(self._plan.buffer_bytes), self._done)
 
     def note_arrivals(self) -> None:
         """Count what visited the device and is home again as updated; what failed on the way is as
@@ -541,16 +525,14 @@ class StateKeeper:
                 event.wait()
                 self._note_update(held, steps)
         self._on_the_way.clear()
-        if self._swapped is not None:
-            self._swapped.note_arrivals()
+        self._swapped.note_arrivals()
 
     def end_step(self) -> None:
         """Note that every subgroup was updated. Interrupted, it can be done again."""
         for index, steps in self._done.items():
             self._held[index].steps[:] = steps
         self._close_staging()
-        if self._swapped is not None:
-            self._swapped.end_step()
+        self._swapped.end_step()
         self._inputs, self._done = None, {}
 
     # --- before a step ----------------------------------------------------------------------------
@@ -571,7 +553,6 @@ class StateKeeper:
         """
         if not made:
             return {}
-        assert self._swapped is not None, "what is updated early rests on drives"
         for index, steps in made.items():
             self._done[index] = list(steps)
         return self._swapped.adopt(made)
@@ -581,7 +562,7 @@ class StateKeeper:
     @property
     def made_early(self) -> Collection[int]:
         """The subgroups of which this step's update was made before it."""
-        return () if self._swapped is None else self._swapped.adopted
+        return self._swapped.adopted
 
     @property
     def begun(self) -> bool:
@@ -593,8 +574,10 @@ class StateKeeper:
     def carry_out(self, op: Op, after: Sequence[Event]) -> Event | IOEvent | None:
         """Submit an op; updates on the host are done on return."""
         held = self._held[op.subgroup]
-        if isinstance(op, LoadStates | StoreStates):
-            return self._load_or_store(op, held)
+        if isinstance(op, StoreStates):
+            return self._swapped.store(op)
+        if isinstance(op, LoadStates):
+            return self._load(op, held)
         if self._was_done(held):
             return None
         if isinstance(op, UpdateOnHost):
@@ -607,9 +590,8 @@ class StateKeeper:
             return None
         if isinstance(op, UpdateOnDevice):
             return self._update_on_device(op, held, after)
-        if self._unified:
-            return None
-        return self._move(op, held, after)
+        # In one memory there is nothing to move.
+        return None if self._unified else self._move(op, held, after)
 
     def _was_done(self, held: _Held) -> bool:
         """Tell whether an interrupted step has left nothing of a subgroup but, where it rests on
@@ -618,21 +600,24 @@ class StateKeeper:
         What visits is updated when it is home again, and staging sets have others' bytes by then.
         """
         index = held.subgroup.index
-        if self._swapped is not None and self._swapped.has(index) and self._buffered(held) is None:
+        if self._swapped.has(index) and self._buffered(held) is None:
             return True
         return held.home is Home.VISITING and index in self._done
 
-    def _load_or_store(self, op: LoadStates | StoreStates, held: _Held) -> IOEvent | None:
-        inputs, swapped = self._inputs, self._swapped
-        assert inputs is not None, "a step has begun"
-        assert swapped is not None, "there are drives"
-        if isinstance(op, StoreStates):
-            return swapped.store(op)
+    def _load(self, op: LoadStates, held: _Held) -> IOEvent | None:
         if op.subgroup in self._done:
             return None
-        segments = enumerate(held.subgroup.segments)
-        wanted = [number for number, segment in segments if inputs.gradients.has(segment.parameter)]
-        return swapped.load(op, wanted, inputs.gradients)
+        gradients, segments = self._step.gradients, held.subgroup.segments
+        wanted = [
+            number for number, segment in enumerate(segments) if gradients.has(segment.parameter)
+        ]
+        return self._swapped.load(op, wanted, gradients)
+
+    @property
+    def _step(self) -> StepInputs:
+        """The inputs of the step that was begun."""
+        assert self._inputs is not None, "a step has begun"
+        return self._inputs
 
     def _move(self, op: Op, held: _Held, after: Sequence[Event]) -> Event:
         if isinstance(op, UploadStates):
@@ -655,8 +640,7 @@ class StateKeeper:
         return held.lease if held.lease is not None else self._states_of(held)
 
     def _update_on_device(self, op: UpdateOnDevice, held: _Held, after: Sequence[Event]) -> Event:
-        inputs = self._inputs
-        assert inputs is not None, "a step has begun"
+        inputs = self._step
         visits = op.staging is not None and not self._unified
         flat = (
             self._staging[op.staging].flat()
@@ -694,8 +678,7 @@ class StateKeeper:
         """Update a subgroup whose states are in `state`; `arrives`: it counts as updated when it is
         home again.
         """
-        inputs = self._inputs
-        assert inputs is not None, "a step has begun"
+        inputs = self._step
         if held.subgroup.index in self._done:
             return
         self._apply(op, held, state, targets, inputs)
@@ -733,7 +716,7 @@ class StateKeeper:
         kernels = self._lanes.device_kernels if on_device else self._lanes.kernels
         self._lanes.meter.updates(op, partial(kernels.update, update))
         state.steps[:] = update.steps
-        if self._swapped is not None:
+        if self._swapped.any:
             nbytes = self._nbytes(held.subgroup, held.home)
             self._lanes.meter.needs(Cargo.STATES, nbytes, found=held.lease is not None)
 
@@ -768,8 +751,7 @@ class StateKeeper:
         return Values(flat.data_ptr(), segment.numel, format_, flat)
 
     def _note_update(self, held: _Held, steps: list[int]) -> None:
-        inputs = self._inputs
-        assert inputs is not None, "a step has begun"
+        inputs = self._step
         self._done[held.subgroup.index] = list(steps)
         for segment, piece in zip(held.subgroup.segments, held.pieces, strict=True):
             inputs.gradients.release(segment.parameter, piece)
@@ -892,8 +874,7 @@ class StateKeeper:
         """Yield the bytes of each segment that was updated: as modules have them, and in `source`,
         which has all.
         """
-        inputs = self._inputs
-        assert inputs is not None, "a step has begun"
+        inputs = self._step
         width = held.subgroup.formats.width
         for number, segment in enumerate(held.subgroup.segments):
             if inputs.gradients.has(segment.parameter):

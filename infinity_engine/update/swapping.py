@@ -8,7 +8,7 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -27,19 +27,34 @@ from infinity_engine.storage import Hop, IOEvent, Place, SwapFile
 __all__ = ["BufferedSubgroup", "SwappedStates"]
 
 
+_Piece = tuple[Place, memoryview, str]
+"""A place on the drives, the memory that is read into or written from, and a name for errors."""
+
+
 @dataclass(slots=True)
 class BufferedSubgroup:
-    """A subgroup that is in a host buffer, on its way there, or on its way back."""
+    """A subgroup that is in a host buffer, or in flight between it and the drives."""
 
     layout: BufferLayout
     buffer: Lease
-    wanted: Collection[int]  # of its segments, those that are updated
+    wanted: Collection[int]
+    """The numbers of its segments that are updated: the others have no gradient."""
     storing: IOEvent | None = None
-    # each noted as it begins: whoever interrupts that is to wait
     moving: list[Hop] = field(default_factory=list)
 
+    def start(self, move: Callable[..., Hop], pieces: Iterable[_Piece]) -> list[Hop]:
+        """Begin to read or write each piece: the place on the drives, its memory, its name.
+
+        Each is noted before the next begins: an interrupt between two leaves one in flight that
+        `wait_for_io` has to know.
+        """
+        begun = len(self.moving)
+        for place, memory, what in pieces:
+            self.moving.append(move(place, memory, what=what))
+        return self.moving[begun:]
+
     def wait_for_io(self) -> None:
-        """Wait for all that reads or writes the buffer, whatever comes of it."""
+        """Wait for all that reads or writes the buffer. A failure is not raised."""
         for hop in self.moving:
             with suppress(TransferError):
                 hop.wait()
@@ -115,7 +130,7 @@ class SwappedStates:
 
     def __init__(
         self,
-        swap: SwapFile,
+        swap: SwapFile | None,
         subgroups: Sequence[Subgroup],
         layouts: Mapping[int, BufferLayout],
         values: Mapping[int, Place],
@@ -125,7 +140,7 @@ class SwappedStates:
         pieces: Mapping[int, Sequence[int]],
         lanes: Lanes,
     ) -> None:
-        self._swap = swap
+        self._drives = swap  # None: there are no layouts, so nothing is read or written
         self._subgroups = {subgroup.index: subgroup for subgroup in subgroups}
         self._layouts = layouts
         self._names = names
@@ -135,12 +150,14 @@ class SwappedStates:
         self._early_buffers: list[Lease] = []
         self._buffered: dict[int, BufferedSubgroup] = {}
         states = {
-            index: swap.allocate(layout.states_bytes, holder=f"states of {self._about(index)}")
+            index: self._swap.allocate(
+                layout.states_bytes, holder=f"states of {self._about(index)}"
+            )
             for index, layout in layouts.items()
             if layout.states_bytes
         }
         new_states = {
-            index: swap.allocate(
+            index: self._swap.allocate(
                 layouts[index].states_bytes, holder=f"new states of {self._about(index)}"
             )
             for index in sorted(early)
@@ -151,7 +168,7 @@ class SwappedStates:
             for segment in self._subgroups[index].segments
         }
         new_values = {
-            parameter: swap.allocate(
+            parameter: self._swap.allocate(
                 values[parameter].nbytes,
                 holder=f"new values of {names(parameter)}",
                 block_bytes=NORM_BLOCK * width,  # as subgroups cut it
@@ -176,6 +193,16 @@ class SwappedStates:
         self._places = replace(self._places, adopted=frozenset())
         while self._buffers:
             self._buffers.pop().close()
+
+    @property
+    def _swap(self) -> SwapFile:
+        assert self._drives is not None, "only what has a place on drives is read or written"
+        return self._drives
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is on the drives."""
+        return bool(self._layouts)
 
     @property
     def adopted(self) -> Collection[int]:
@@ -210,7 +237,8 @@ class SwappedStates:
     def _read(
         self, op: LoadStates, buffered: BufferedSubgroup, gradients: GradientKeeper
     ) -> IOEvent:
-        hops = self._reads(op.subgroup, buffered)
+        pieces = self._pieces_of(op.subgroup, buffered, values=buffered.layout.in_place)
+        hops = buffered.start(self._swap.read, pieces)
         self._count(Lane.NVME_READ, Cargo.STATES, buffered.layout.states_bytes, op)
         if buffered.layout.in_place:
             self._count(
@@ -239,7 +267,9 @@ class SwappedStates:
         buffered = self._buffered.get(op.subgroup)
         if buffered is None or not buffered.wanted:
             return None
-        buffered.store(IOEvent(self._writes(op.subgroup, buffered)))
+        buffered.store(
+            IOEvent(buffered.start(self._swap.write, self._pieces_of(op.subgroup, buffered)))
+        )
         self._count(Lane.NVME_WRITE, Cargo.STATES, buffered.layout.states_bytes, op)
         self._count(
             Lane.NVME_WRITE,
@@ -288,8 +318,9 @@ class SwappedStates:
     def store_early(self, index: int, buffer: int) -> IOEvent:
         """Begin to write a subgroup that was updated to its new places."""
         buffered = self._buffered[index]
-        hops = self._state_hops(index, buffered, self._swap.write, self._places.new_states)
-        hops += self._value_hops(index, buffered, self._swap.write, self._places.new_values)
+        places = self._places
+        pieces = self._pieces_of(index, buffered, places.new_states, places.new_values)
+        hops = buffered.start(self._swap.write, pieces)
         op = StoreStates(subgroup=index, nbytes=buffered.layout.store_bytes, buffer=buffer)
         self._count(Lane.NVME_WRITE, Cargo.STATES, buffered.layout.states_bytes, op)
         self._count(
@@ -326,7 +357,8 @@ class SwappedStates:
         """
         buffered = self.empty(index, 0)
         try:
-            IOEvent(self._reads(index, buffered)).wait()
+            pieces = self._pieces_of(index, buffered, values=buffered.layout.in_place)
+            IOEvent(buffered.start(self._swap.read, pieces)).wait()
         except BaseException:
             buffered.buffer.close()
             raise
@@ -340,17 +372,19 @@ class SwappedStates:
         )
 
     def give_back(self, index: int, buffered: BufferedSubgroup) -> IOEvent:
-        """Begin to write the states of a borrowed subgroup; its buffer is closed, and goes back when
-        they are written.
+        """Begin to write a borrowed subgroup's states, and close its buffer.
+
+        The buffer returns to the pool when they are written.
         """
-        writing = IOEvent(self._state_hops(index, buffered, self._swap.write))
+        pieces = self._pieces_of(index, buffered, values=False)
+        writing = IOEvent(buffered.start(self._swap.write, pieces))
         buffered.buffer.until(writing)
         buffered.buffer.close()
         return writing
 
     def write_back(self, index: int, buffered: BufferedSubgroup) -> IOEvent:
-        """Begin to write the states of a borrowed subgroup, and its values that are offloaded to drives."""
-        return IOEvent(self._writes(index, buffered))
+        """Begin to write a borrowed subgroup's states, and its values that are on the drives."""
+        return IOEvent(buffered.start(self._swap.write, self._pieces_of(index, buffered)))
 
     def close(self) -> None:
         """Give all memory and room back."""
@@ -363,54 +397,32 @@ class SwappedStates:
 
     # --- what goes where --------------------------------------------------------------------------
 
-    def _reads(self, index: int, buffered: BufferedSubgroup) -> list[Hop]:
-        hops = self._state_hops(index, buffered, self._swap.read)
-        return hops + (
-            self._value_hops(index, buffered, self._swap.read) if buffered.layout.in_place else []
-        )
-
-    def _writes(self, index: int, buffered: BufferedSubgroup) -> list[Hop]:
-        return self._state_hops(index, buffered, self._swap.write) + self._value_hops(
-            index, buffered, self._swap.write
-        )
-
-    def _state_hops(
+    def _pieces_of(
         self,
         index: int,
         buffered: BufferedSubgroup,
-        move: Callable[..., Hop],
-        places: Mapping[int, Place] | None = None,
-    ) -> list[Hop]:
-        nbytes = buffered.layout.states_bytes
-        if not nbytes:
-            return []
-        what = f"states of {self._about(index)}"
-        buffered.moving.append(
-            move(
-                (places or self._places.states)[index], buffered.buffer.memory()[:nbytes], what=what
-            )
-        )
-        return buffered.moving[-1:]
+        states_at: Mapping[int, Place] | None = None,
+        values_at: Mapping[int, Place] | None = None,
+        *,
+        values: bool = True,
+    ) -> Iterator[_Piece]:
+        """Yield what of a buffered subgroup is on the drives: its states and, unless `values` is
+        False, the values of its segments that are updated.
 
-    def _value_hops(
-        self,
-        index: int,
-        buffered: BufferedSubgroup,
-        move: Callable[..., Hop],
-        places: Mapping[int, Place] | None = None,
-    ) -> list[Hop]:
-        memory, hops = buffered.buffer.memory(), []
+        They are where they are now, unless other places are given.
+        """
+        memory, layout = buffered.buffer.memory(), buffered.layout
+        if layout.states_bytes:
+            place = (states_at or self._places.states)[index]
+            yield place, memory[: layout.states_bytes], f"states of {self._about(index)}"
         width = self._subgroups[index].formats.width
-        for number, at in buffered.layout.values.items():
+        for number, at in layout.values.items() if values else ():
             if number in buffered.wanted:
                 segment = self._subgroups[index].segments[number]
-                start, nbytes = (width * count for count in (segment.first_element, segment.numel))
-                place = (places or self._places.values)[segment.parameter].part(start, nbytes)
-                buffered.moving.append(
-                    move(place, memory[at : at + nbytes], what=self._names(segment.parameter))
-                )
-                hops.append(buffered.moving[-1])
-        return hops
+                nbytes = width * segment.numel
+                whole = (values_at or self._places.values)[segment.parameter]
+                place = whole.part(width * segment.first_element, nbytes)
+                yield place, memory[at : at + nbytes], self._names(segment.parameter)
 
     def _nbytes_of_values(self, index: int, wanted: Collection[int]) -> int:
         subgroup = self._subgroups[index]

@@ -16,9 +16,10 @@ from infinity_engine.errors import CapacityError
 from infinity_engine.gradients.keeper import GradientKeeper
 from infinity_engine.lanes.meter import Meter
 from infinity_engine.parameters.deferred import DeferredUpdate, Follower, Part
+from infinity_engine.parameters.providing import NothingFetched
 from infinity_engine.plan.step import StepPlan
 from infinity_engine.schedule import Executor, Walk
-from infinity_engine.update.replanning import Replan, Replanner
+from infinity_engine.update.replanning import KeptPlan, Replan, Replanner
 from infinity_engine.update.states import StateKeeper
 
 __all__ = ["Deferral", "Updates"]
@@ -31,8 +32,17 @@ class Deferral:
     """What of an update can wait until modules need it: all but the subgroups that `now` names."""
 
     now: Collection[int]
-    parts: Mapping[int, Sequence[Part]]  # of each parameter
-    follower: Follower  # who lets modules wait
+    parts: Mapping[int, Sequence[Part]]
+    """The parts of each parameter that subgroups hold."""
+    follower: Follower
+    """What gives modules their parameters, and lets them wait for new values."""
+    defers: bool = True
+    """Whether an update goes on after its step at all."""
+
+    @classmethod
+    def none(cls) -> Deferral:
+        """Return that of updates that end in their step."""
+        return cls(now=(), parts={}, follower=NothingFetched(), defers=False)
 
 
 class Updates:
@@ -46,10 +56,10 @@ class Updates:
         states: StateKeeper,
         gradients: GradientKeeper,
         meter: Meter,
-        deferral: Deferral | None,
-        replanner: Replanner | None,
+        deferral: Deferral,
+        replanner: Replanner | KeptPlan,
     ) -> None:
-        self.deferral = deferral  # None: an update ends in its step
+        self._deferral = deferral
         self._executor = executor
         self._states = states
         self._gradients = gradients
@@ -77,25 +87,28 @@ class Updates:
         """Whether one goes on after its step."""
         return self._walk is not None
 
-    def begin(self) -> None:
-        """Make what the states have begun, but for what can wait.
+    def make(self) -> None:
+        """Make the update that the states have begun, except for what can wait.
 
         Raises:
-            RuntimeError: an op failed: whoever asks next goes on from there.
+            RuntimeError: an op failed. `resume` goes on from there.
         """
         walk = self._begin_walk()
-        if self.deferral is None:
-            self.end()
-        else:
-            with self._failing_ends():
-                walk.arrive(self.deferral.now)
+        with self._failing_ends():
+            if self._deferral.defers:
+                walk.arrive(self._deferral.now)
+            else:
+                walk.finish()
+        if not self._deferral.defers:
+            self._conclude()
 
-    def leave_rest(self) -> None:
-        """Let what is left of it wait until modules need it."""
+    def defer_rest(self) -> None:
+        """Let modules wait for what is left of the update."""
         walk = self._walk
         if walk is not None:
             with self._failing_ends():
-                # first: who follows it is handed what is in buffers. It may end it
+                # Before poll(): what is made in it goes to modules out of its buffer. This may
+                # also end the walk.
                 self._defer(walk)
                 walk.poll()
 
@@ -133,6 +146,10 @@ class Updates:
             return
         with self._failing_ends():
             walk.finish()
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """End an update whose last op is done."""
         self._meter.end_update()
         self._count()
         self._walk = None
@@ -144,8 +161,7 @@ class Updates:
 
     def follow_no_more(self) -> None:
         """Let modules have all parameters: there is no update under way."""
-        if self.deferral is not None:
-            self.deferral.follower.follow(None)
+        self._deferral.follower.follow(None)
 
     def continue_from(self, made: int) -> None:
         """Go on as if so many updates had been made, which a checkpoint says."""
@@ -153,7 +169,7 @@ class Updates:
 
     def look_for_a_plan(self, counters: Callable[[], Mapping[str, int]]) -> None:
         """See whether the step that has ended shows that another plan is better."""
-        if self._replanner is not None and self._replan is None:
+        if self._replanner.watches and self._replan is None:
             self._replan = self._replanner.note_step(counters())
         if self._walk is None:
             self._adopt_plan()
@@ -172,9 +188,8 @@ class Updates:
         return self._walk
 
     def _defer(self, walk: Walk) -> None:
-        assert self.deferral is not None, "this engine defers"
-        update = DeferredUpdate(walk, self.deferral.parts, self.end, self._states.made_early)
-        self.deferral.follower.follow(update)
+        update = DeferredUpdate(walk, self._deferral.parts, self.end, self._states.made_early)
+        self._deferral.follower.follow(update)
 
     def _count(self) -> None:
         """Count a step whose update will be made whatever happens: interrupted from here on, it is
@@ -214,7 +229,7 @@ class Updates:
         gradients.
         """
         replan, gradients = self._replan, self._gradients
-        if self._replanner is None or replan is None or gradients.any or self._states.begun:
+        if replan is None or gradients.any or self._states.begun:
             return
         self._replan = None
         before = gradients.room

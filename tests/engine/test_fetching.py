@@ -857,7 +857,7 @@ def test_an_error_in_any_module_leaves_the_engine_usable_and_nothing_held(
             with pytest.raises(type(error)), graph():
                 call(made, noise(0))
             if isinstance(error, Exception):
-                assert not made._parts.fetcher.resident.held  # type: ignore[union-attr]
+                assert not made._parts.fetcher.resident.held  # type: ignore[attr-defined]
 
         assert (train(made), bits_of(made))[0] == expected[0]
         assert differing(expected[1], bits_of(made)) == []

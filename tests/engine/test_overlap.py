@@ -345,7 +345,7 @@ def steps_without_gradients(made: Engine) -> None:
 
 def clips(made: Engine) -> None:
     assert made.clip_grad_norm_(1e9) == 0.0
-    made._clip_to = None
+    made._window.clip_to = None
 
 
 def goes_on_without_backward(made: Engine) -> None:

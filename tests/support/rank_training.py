@@ -36,6 +36,7 @@ from infinity_engine.plan.step import Home
 from infinity_engine.planning import planning
 from infinity_engine.planning.choosing import choose_together
 from infinity_engine.ranks.sharding import Sharding
+from infinity_engine.ranks.together import ManyRanks
 from infinity_engine.sim.planner import decide
 from support.determinism import deterministic_compute
 from support.mixed_models import Mixed
@@ -437,8 +438,8 @@ def reduces() -> list[int]:
         engine = engine_of(
             Run(settings=settings), task, torch.optim.SGD(task.parameters(), lr=0.1), around
         )
-        whole = engine._parts.whole
-        assert whole is not None
+        whole = engine._parts.ranks
+        assert isinstance(whole, ManyRanks)
         for step in range(6):
             engine.backward(engine(batch_of(task, step)))
             found.append(whole.ranks.gradients.started - before - len(whole.reducer._all_buckets))
@@ -597,8 +598,8 @@ def accumulates(counts: Sequence[int], ranks: Mapping[str, Any]) -> dict[str, An
     reduced, fresh = [], []
     with deterministic_compute(), ExitStack() as around:
         engine = engine_of(run, task, optimizer, around)
-        whole = engine._parts.whole
-        assert whole is not None
+        whole = engine._parts.ranks
+        assert isinstance(whole, ManyRanks)
         for batch, is_new in engine.in_step(
             [batch_of(task, number) for number in range(counts[rank])]
         ):
@@ -705,8 +706,8 @@ def close_crowded(rank: int) -> list[str]:
         warnings.simplefilter("always")
         with ExitStack() as around:
             engine = engine_of(Run(), task, optimizer, around)
-            whole = engine._parts.whole
-            assert whole is not None
+            whole = engine._parts.ranks
+            assert isinstance(whole, ManyRanks)
             if where()[0] == rank:
                 whole.ranks.neighbours = 1 << 60
     return [str(each.message) for each in caught if "show NaN" in str(each.message)]
